@@ -1,0 +1,1 @@
+"""The decoding core: target, cache, drafts, acceptance rules, engine and trace."""

@@ -1,0 +1,76 @@
+"""What happened while decoding, step by step. Nothing here computes a metric: see `measure/metrics.py`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One draft-verify round.
+
+    drafted: draft tokens handed to verification (all nodes of a tree).
+    accepted: draft tokens that became part of the output. A stop token inside the draft ends the count.
+    emitted: tokens the round added to the output, the target's own (bonus) token included.
+    depth: draft tokens on the longest path that could have been accepted (equals drafted for a chain).
+    *_seconds: time spent drafting, verifying, and on the rest (acceptance, roll-back, commit).
+    *_bytes: bytes of weights read by the drafter's passes and by the target's verification pass.
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+    depth: int
+    draft_seconds: float
+    verify_seconds: float
+    other_seconds: float
+    draft_bytes: int
+    target_bytes: int
+
+
+@dataclass(slots=True)
+class Generation:
+    """One answer turn of one arm.
+
+    tokens: new token ids; the last one is a stop token if `finish` is "stop".
+    steps: the rounds after the prefill; the prefill itself emits the first token.
+    seconds: the whole call, prefill included; prefill_seconds: until the first token was known.
+    """
+
+    tokens: list[int]
+    prefill_seconds: float
+    seconds: float
+    finish: str  # "stop" | "length"
+    steps: list[Step] = field(default_factory=list)
+
+
+class Clock:
+    """Marks in time that cost nothing to take: the host's clock on a CPU, events in the stream on a GPU.
+
+    A device synchronise in every phase would slow the very thing that is measured, so CUDA marks are events that
+    are read once the answer is complete.
+    """
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._device = device
+
+    def mark(self):
+        """A mark to hand to `seconds`."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        """Waits until everything that was queued on the device is done."""
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+
+    def seconds(self, start, end) -> float:
+        """Seconds from mark `start` to mark `end`; on a GPU only after `synchronize`."""
+        return start.elapsed_time(end) / 1e3 if self._cuda else end - start
