@@ -37,7 +37,7 @@ class Generation:
 
     tokens: new token ids; the last one is a stop token if `finish` is "stop".
     steps: the rounds after the prefill; the prefill itself emits the first token.
-    seconds: the whole call, prefill included; prefill_seconds: until the first token was known.
+    seconds: the whole call, prefill included; prefill_seconds: until the first token is known and the drafter is ready.
     """
 
     tokens: list[int]

@@ -1,0 +1,5 @@
+"""Kangaroo (Liu et al., NeurIPS 2024): self-speculation with double early exit."""
+
+from methods.kangaroo.drafter import Kangaroo
+
+__all__ = ["Kangaroo"]

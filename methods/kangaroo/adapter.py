@@ -1,0 +1,134 @@
+"""Kangaroo's adapter: one attention layer between the exit states and the target's own head, and its checkpoints.
+
+h' = h + SelfAttn(RMSNorm_in(h)); out = RMSNorm_out(h'); logits = head(out). No feed-forward part, no biases
+(paper, section 4.1): 4 N^2 + 2 N parameters for hidden size N. Stock transformers modules, so that the key names and
+the arithmetic are those of the authors' checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from specbench.decoding.kv_cache import KVCache
+from specbench.errors import UserError
+
+# A buffer that older transformers stored and newer ones compute; the only key that may be there beyond the weights.
+IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
+
+
+class AdapterLayer(nn.Module):
+    """h + SelfAttn(RMSNorm(h))."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config, layer_idx=0)
+
+    def forward(self, hidden, position_embeddings, attention_mask=None, past_key_values=None):
+        attended, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+        )
+        return hidden + attended
+
+
+class Adapter(nn.Module):
+    """config: a LlamaConfig with one layer, of which hidden size, heads, eps and rotary settings count."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        config._attn_implementation = "sdpa"
+        self.config = config
+        self.layers = nn.ModuleList([AdapterLayer(config)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for the one attention layer."""
+        attention, weight = self.layers[0].self_attn, self.norm.weight
+        return KVCache(
+            1, self.config.num_key_value_heads, attention.head_dim, capacity, weight.device, weight.dtype
+        )
+
+    def rope(self, positions: torch.Tensor, like: torch.Tensor):
+        """cos and sin [1, n, head_dim] for positions [1, n]."""
+        return self.rotary(like, positions)
+
+    def forward(self, hidden, position_embeddings, attention_mask=None, past_key_values=None):
+        """Exit states [batch, n, d] -> states [batch, n, d] for the target's head (its final norm is not used)."""
+        return self.norm(self.layers[0](hidden, position_embeddings, attention_mask, past_key_values))
+
+
+def adapter_config(target_config) -> LlamaConfig:
+    """The adapter that the paper gives a target: its width and heads, rotary base 10000."""
+    heads = target_config.num_attention_heads
+    return LlamaConfig(
+        hidden_size=target_config.hidden_size,
+        intermediate_size=target_config.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
+        vocab_size=target_config.vocab_size,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=target_config.max_position_embeddings,
+    )
+
+
+def load_adapter(folder: str | Path, target_config, device, dtype) -> Adapter:
+    """Reads `config.json` and `model.safetensors` or the authors' `pytorch_model.bin` from a folder.
+
+    Raises UserError when a file, a key or a shape is missing, unknown or wrong, or when the adapter was made for a
+    target of another width. Pickles are read with weights_only.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"no Kangaroo adapter in '{folder}': config.json is missing")
+    settings = json.loads((folder / "config.json").read_text())
+    if settings.get("hidden_size") != target_config.hidden_size:
+        raise UserError(
+            f"the adapter in '{folder}' is {settings.get('hidden_size')} wide, the target {target_config.hidden_size}: "
+            "it was trained for another target"
+        )
+    adapter = Adapter(LlamaConfig(**settings))
+    state = _read_state(folder)
+    state.pop(IGNORED, None)
+    expected = adapter.state_dict()
+    problems = [f"missing {k}" for k in expected.keys() - state.keys()]
+    problems += [f"unknown {k}" for k in state.keys() - expected.keys()]
+    problems += [
+        f"{k} is {tuple(state[k].shape)}, not {tuple(expected[k].shape)}"
+        for k in expected.keys() & state.keys()
+        if state[k].shape != expected[k].shape
+    ]
+    if problems:
+        raise UserError(f"the adapter in '{folder}' does not fit: {'; '.join(sorted(problems))}")
+    adapter.load_state_dict(state)
+    return adapter.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def save_adapter(adapter: Adapter, folder: str | Path, dtype: torch.dtype, **notes) -> None:
+    """Writes config.json (with `notes`, such as the exit layer, added) and model.safetensors."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = adapter.config.to_diff_dict() | notes
+    (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    state = {k: v.to(dtype).contiguous() for k, v in adapter.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _read_state(folder: Path) -> dict[str, torch.Tensor]:
+    if (folder / "model.safetensors").is_file():
+        return load_file(folder / "model.safetensors")
+    if (folder / "pytorch_model.bin").is_file():
+        return torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    raise UserError(f"no Kangaroo adapter in '{folder}': neither model.safetensors nor pytorch_model.bin is there")

@@ -1,0 +1,104 @@
+"""Kangaroo's drafter: the target's first layers and an adapter draft; verification resumes where they stopped.
+
+A round (paper, sections 4.1 and 4.3): run layers [0, exit_layer) on the newest token; unless the previous draft token
+was one of low confidence or the draft is full, the adapter and the target's head turn its exit state into the next draft token. The
+token that ends the draft is verified too: its exit state was computed for that. Verification takes all exit states
+through layers [exit_layer, N), so that no layer runs twice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from methods.kangaroo.adapter import load_adapter
+from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
+from specbench.decoding.kv_cache import KVCache
+from specbench.decoding.target import Prefill, Target, attention_mask
+from specbench.errors import UserError
+
+
+class Kangaroo(Drafter):
+    """exit_layer: layers in the drafting part. max_draft_tokens: gamma. confidence_threshold: eta, tested on the top-1
+    probability at temperature 1 (paper, table 3), with a strict <, so that 0 gives a constant draft length and more
+    than 1 a single draft token. adapter: folder of the adapter's checkpoint.
+    """
+
+    needs = Needs(part="kangaroo")
+
+    def __init__(
+        self,
+        pair,
+        adapter: str,
+        exit_layer: int = 2,
+        max_draft_tokens: int = 6,
+        confidence_threshold: float = 0.6,
+    ):
+        layers = pair.target.config.num_hidden_layers
+        if not 0 < exit_layer < layers:
+            raise UserError(f"exit_layer must lie between 1 and {layers - 1} for this target, not {exit_layer}")
+        self.adapter = load_adapter(adapter, pair.target.config, pair.device, pair.dtype)
+        self.exit_layer = exit_layer
+        self.taps = (exit_layer,)
+        self.max_draft_tokens = max_draft_tokens
+        self.confidence_threshold = confidence_threshold
+        self._cache: KVCache | None = None
+
+    def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
+        self.target, self.cache = target, cache
+        if self._cache is None or self._cache.capacity < cache.capacity:
+            self._cache = self.adapter.new_cache(cache.capacity)
+            positions = torch.arange(cache.capacity, device=target.device).unsqueeze(0)
+            self._rope = self.adapter.rope(positions, prefill.logits.to(target.dtype))
+        self._cache.truncate(0)
+        self._adapt(prefill.hidden[self.exit_layer])  # fills the adapter's cache with the prompt
+        self._unadapted = None  # exit states the target has kept but the adapter has not seen
+        adapter_bytes = sum(p.numel() * p.element_size() for p in self.adapter.parameters())
+        # The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
+        self._draft_bytes = adapter_bytes + target.pass_bytes(0, 0)
+        self._shallow_bytes = target.pass_bytes(0, self.exit_layer, head=False)
+
+    def draft(self, context: Context) -> Draft:
+        target, decoding = self.target, context.decoding
+        limit = min(self.max_draft_tokens, context.max_draft)
+        states = [self._shallow(context.pending())]
+        feed = states[0] if self._unadapted is None else torch.cat([self._unadapted, states[0]], dim=1)
+        tokens, probs = [], []
+        while True:
+            logits = target.unembed(self._adapt(feed)[:, -1])
+            token, q = decoding.select(logits, context.generator)
+            tokens.append(token)
+            probs.append(q)
+            feed = self._shallow(token.unsqueeze(0))
+            states.append(feed)
+            if len(tokens) == limit or self._unsure(logits):
+                break
+        self._states = torch.cat(states, dim=1)
+        return Draft(
+            tokens=torch.cat(tokens),
+            probs=None if decoding.greedy else torch.cat(probs),
+            resume=Resume(self.exit_layer, self._states),
+            bytes_read=len(tokens) * self._draft_bytes + len(states) * self._shallow_bytes,
+        )
+
+    def commit(self, context: Context, accepted: int) -> None:
+        known = context.length - 1  # positions that the target's caches hold
+        self._cache.truncate(known)
+        # After a full acceptance the last draft token went through the shallow layers but not through the adapter.
+        missing = known - self._cache.lengths[0]
+        self._unadapted = self._states[:, accepted : accepted + 1] if missing else None
+
+    def _shallow(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [1, n] -> exit states [1, n, d], appended to the target's own cache."""
+        return self.target.run_layers(self.target.embed(ids), self.cache, 0, self.exit_layer)
+
+    def _adapt(self, states: torch.Tensor) -> torch.Tensor:
+        """Exit states [1, n, d] that follow what the adapter's cache holds -> states [1, n, d] for the head."""
+        n, start = states.shape[1], self._cache.lengths[0]
+        cos, sin = self._rope
+        mask = attention_mask(n, start, states)
+        return self.adapter(states, (cos.narrow(1, start, n), sin.narrow(1, start, n)), mask, self._cache)
+
+    def _unsure(self, logits: torch.Tensor) -> bool:
+        if self.confidence_threshold <= 0:
+            return False
+        return bool(torch.softmax(logits.float(), dim=-1).max() < self.confidence_threshold)

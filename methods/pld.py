@@ -1,0 +1,31 @@
+"""Prompt lookup decoding (Saxena 2023): the draft is what followed the same n-gram earlier in the text. No model."""
+
+from __future__ import annotations
+
+from specbench.decoding.draft import Context, Draft, Drafter
+
+
+class PromptLookup(Drafter):
+    """Looks for the newest tokens, longest n-gram first, at the latest earlier place that has something behind it.
+
+    max_draft_tokens: longest draft. max_ngram, min_ngram: lengths of the n-gram that must match.
+    """
+
+    def __init__(self, pair, max_draft_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1):
+        self.max_draft_tokens = max_draft_tokens
+        self.ngrams = range(max_ngram, min_ngram - 1, -1)
+
+    def draft(self, context: Context) -> Draft:
+        known = context.known()
+        length = min(self.max_draft_tokens, context.max_draft)
+        for n in self.ngrams:
+            if known.shape[0] <= n:
+                continue
+            # Windows that end before the last token: the n-gram itself is not its own earlier occurrence.
+            matches = (known[:-1].unfold(0, n, 1) == known[-n:]).all(1).nonzero()
+            if matches.shape[0]:
+                start = matches[-1, 0] + n
+                return Draft(known[start : start + length].clone())
+        return Draft(known[:0])
+
+

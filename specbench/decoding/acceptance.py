@@ -1,0 +1,119 @@
+"""Which draft tokens survive. Every method uses these rules, so that losslessness is proved once.
+
+Greedy: a token survives while it is the target's own choice. Sampling: speculative sampling (Leviathan et al. 2023,
+algorithm 1; Chen et al. 2023, algorithm 2). A draft token x is kept with probability min(1, p(x)/q(x)); after the
+first rejection the next token is drawn from norm(max(p - q, 0)) over the full vocabulary, so a drafter whose support
+is a part of the vocabulary, or a single token, stays exact. Trees: the greedy walk takes the one matching path; the
+sampling walk tries the children of a node one after the other (SpecInfer, Miao et al. 2024, algorithm 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.draft import Draft
+from specbench.decoding.target import ancestors
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """count: [] draft tokens kept. next: [] the target's token that follows them. path: for a tree [k], of which the
+    first `count` are the indices of the kept nodes from the root down; None for a chain."""
+
+    count: torch.Tensor
+    next: torch.Tensor
+    path: torch.Tensor | None = None
+
+
+def accept(logits: torch.Tensor, draft: Draft, decoding: Decoding, generator: torch.Generator | None) -> Accepted:
+    """Applies the rule that fits. logits: [1 + k, vocab] after the pending token and each draft token."""
+    if draft.parents is not None:
+        if decoding.greedy:
+            return greedy_tree(logits.argmax(-1), draft.tokens, draft.parents)
+        return sampled_tree(decoding.probs(logits), draft, generator)
+    if decoding.greedy:
+        return greedy_chain(logits.argmax(-1), draft.tokens)
+    probs = decoding.probs(logits)
+    uniforms = torch.rand(draft.tokens.shape, generator=generator, device=probs.device)
+    count, rest = sampled_chain(probs, draft.tokens, draft.probs, uniforms)
+    return Accepted(count, torch.multinomial(rest, 1, generator=generator)[0])
+
+
+def greedy_chain(choices: torch.Tensor, tokens: torch.Tensor) -> Accepted:
+    """choices: [..., k + 1] the target's own tokens; tokens: [..., k]. Rows of a batch are independent."""
+    count = (choices[..., :-1] == tokens).cumprod(-1).sum(-1)
+    return Accepted(count, choices.gather(-1, count.unsqueeze(-1)).squeeze(-1))
+
+
+def sampled_chain(
+    probs: torch.Tensor, tokens: torch.Tensor, draft_probs: torch.Tensor | None, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """probs: [..., k + 1, vocab]; tokens, uniforms: [..., k]; draft_probs: [..., k, vocab], None for certain tokens.
+
+    Returns the kept count [...] and the (unnormalised) distribution [..., vocab] of the token that follows.
+    """
+    index = tokens.unsqueeze(-1)
+    if draft_probs is None:
+        draft_probs = torch.zeros_like(probs[..., :-1, :]).scatter_(-1, index, 1.0)
+    p = probs[..., :-1, :].gather(-1, index).squeeze(-1)
+    q = draft_probs.gather(-1, index).squeeze(-1)
+    count = (uniforms * q < p).cumprod(-1).sum(-1)
+    # A row of zeros behind the draft makes the bonus token the residual of "nothing was drafted here".
+    padded = torch.cat([draft_probs, torch.zeros_like(probs[..., -1:, :])], dim=-2)
+    at = count[..., None, None].expand(*count.shape, 1, probs.shape[-1])
+    return count, residual(probs.gather(-2, at).squeeze(-2), padded.gather(-2, at).squeeze(-2))
+
+
+def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """max(p - q, 0) [..., vocab], not normalised. Where rounding leaves nothing of it (p equals q), p itself."""
+    rest = (p - q).clamp(min=0.0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+
+
+def greedy_tree(choices: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Accepted:
+    """choices: [k + 1], the target's token after the pending token and after each node; tokens, parents: [k]."""
+    k = tokens.shape[0]
+    on_path = ancestors(parents)
+    fits = choices[parents + 1] == tokens
+    survives = ~(on_path & ~fits).any(1)
+    depth = on_path.sum(1) * survives
+    best = depth.argmax()
+    count = depth[best]
+    nodes = torch.arange(k, device=tokens.device)
+    path = torch.where(on_path[best], nodes, k).sort().values
+    last = torch.where(count > 0, best + 1, torch.zeros_like(best))
+    return Accepted(count, choices[last], path)
+
+
+def sampled_tree(probs: torch.Tensor, draft: Draft, generator: torch.Generator | None) -> Accepted:
+    """The walk down a tree while sampling; probs: [k + 1, vocab].
+
+    With `draft.probs` a node's children must be independent draws from the distribution there ([k, vocab], one row a
+    node: the distribution it was drawn from); without, they are distinct certain tokens. Each rejected child takes
+    its share out of p before the next one is tried.
+    """
+    parents, tokens = draft.parents.tolist(), draft.tokens.tolist()
+    path: list[int] = []
+    node = -1
+    while True:
+        p = probs[node + 1]
+        for child in (i for i, parent in enumerate(parents) if parent == node):
+            if draft.probs is None:
+                q = torch.zeros_like(p)
+                q[tokens[child]] = 1.0
+            else:
+                q = draft.probs[child]
+            p = p / p.sum()
+            if torch.rand((), generator=generator, device=p.device) * q[tokens[child]] < p[tokens[child]]:
+                path.append(child)
+                break
+            p = residual(p, q)
+        else:
+            break
+        node = path[-1]
+    padded = torch.tensor(path + [0] * (len(tokens) - len(path)), device=probs.device)
+    count = torch.tensor(len(path), device=probs.device)
+    return Accepted(count, torch.multinomial(p, 1, generator=generator)[0], padded)

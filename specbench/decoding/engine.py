@@ -1,0 +1,132 @@
+"""The one draft-verify-commit loop. Plain autoregressive decoding is this loop with empty drafts."""
+
+from __future__ import annotations
+
+import torch
+
+from specbench.decoding.acceptance import accept
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.draft import Context, Draft, Drafter
+from specbench.decoding.target import Target, ancestors
+from specbench.decoding.trace import Clock, Generation, Step
+from specbench.errors import UserError
+
+CACHE_STEP = 256  # a cache that grows in steps is reused by most questions
+
+
+class Engine:
+    """Decodes one sequence at a time with a target and a drafter; buffers are kept between calls."""
+
+    def __init__(self, target: Target, drafter: Drafter, stop_ids: frozenset[int], context_length: int | None = None):
+        self.target = target
+        self.drafter = drafter
+        self.stop_ids = stop_ids
+        self.context_length = context_length or target.config.max_position_embeddings
+        self.clock = Clock(target.device)
+        self._cache = target.new_cache(CACHE_STEP)
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], decoding: Decoding, seed: int = 0) -> Generation:
+        """Decodes after `prompt` (token ids) until a stop token or exactly `decoding.max_new_tokens` new tokens.
+
+        seed: of the sampling; greedy decoding draws nothing. Raises UserError if the context cannot hold it all.
+        """
+        target, drafter, clock = self.target, self.drafter, self.clock
+        self._check(prompt, decoding)
+        clock.synchronize()
+        started = clock.mark()
+        generator = None if decoding.greedy else torch.Generator(target.device).manual_seed(seed)
+        room = len(prompt) + decoding.max_new_tokens
+        cache = self._empty_cache(room + drafter.tree_nodes)
+        tokens = torch.empty(room, dtype=torch.int64, device=target.device)
+        tokens[: len(prompt)] = torch.tensor(prompt)
+        context = Context(tokens, len(prompt), 0, decoding, generator)
+
+        prefill = target.prefill(context.known().unsqueeze(0), cache, drafter.taps)
+        first, _ = decoding.select(prefill.logits, generator)
+        tokens[context.length : context.length + 1] = first
+        context.length += 1
+        drafter.begin(context, prefill, target, cache)
+        out = first.tolist()
+        prefilled = clock.mark()
+
+        empty = Draft(tokens[:0])
+        rounds = []
+        while out[-1] not in self.stop_ids and len(out) < decoding.max_new_tokens:
+            begun = clock.mark()
+            context.max_draft = decoding.max_new_tokens - len(out) - 1
+            asked = context.max_draft > 0  # the last place belongs to the target alone
+            draft = drafter.draft(context) if asked else empty
+            drafted = clock.mark()
+            logits = target.verify(context.pending(), draft, cache)
+            verified = clock.mark()
+            new, accepted = self._settle(accept(logits, draft, decoding, generator), draft, context, cache)
+            if asked:
+                drafter.commit(context, accepted)
+            emitted = self._cut(new)
+            out += new[:emitted]
+            rounds.append((draft, min(accepted, emitted), emitted, (begun, drafted, verified, clock.mark())))
+        ended = clock.mark()
+        clock.synchronize()
+        return Generation(
+            tokens=out,
+            prefill_seconds=clock.seconds(started, prefilled),
+            seconds=clock.seconds(started, ended),
+            finish="stop" if out[-1] in self.stop_ids else "length",
+            steps=[self._step(*r) for r in rounds],
+        )
+
+    def _settle(self, verdict, draft: Draft, context: Context, cache) -> tuple[list[int], int]:
+        """Brings context and cache up to what was accepted; returns the new tokens and the accepted count."""
+        k = draft.tokens.shape[0]
+        parts = [verdict.count.view(1), verdict.next.view(1), draft.tokens]
+        if verdict.path is not None:
+            parts.append(verdict.path)
+        count, following, *rest = torch.cat(parts).tolist()  # the one time in a round that the host waits
+        at = context.length
+        if verdict.path is None:
+            new = rest[:count]
+            kept = draft.tokens[:count]
+            cache.truncate(at + count)
+        else:
+            nodes = verdict.path[:count]
+            new = [rest[i] for i in rest[k : k + count]]
+            kept = draft.tokens[nodes]
+            cache.keep(at, nodes)
+        context.tokens[at : at + count] = kept
+        context.tokens[at + count] = verdict.next
+        context.length += count + 1
+        return [*new, following], count
+
+    def _cut(self, new: list[int]) -> int:
+        """How many of the new tokens count: up to and including the first stop token."""
+        for i, token in enumerate(new):
+            if token in self.stop_ids:
+                return i + 1
+        return len(new)
+
+    def _step(self, draft: Draft, accepted: int, emitted: int, marks: tuple) -> Step:
+        drafted = draft.tokens.shape[0]
+        depth = drafted
+        if draft.parents is not None:
+            depth = int(ancestors(draft.parents).sum(1).max())
+        spans = [self.clock.seconds(a, b) for a, b in zip(marks, marks[1:])]
+        layer = draft.resume.layer if draft.resume is not None else 0
+        return Step(drafted, accepted, emitted, depth, *spans, draft.bytes_read, self.target.pass_bytes(layer))
+
+    def _empty_cache(self, capacity: int):
+        if self._cache.capacity < capacity:
+            self._cache = self.target.new_cache(-(-capacity // CACHE_STEP) * CACHE_STEP)
+        self._cache.truncate(0)
+        return self._cache
+
+    def _check(self, prompt: list[int], decoding: Decoding) -> None:
+        if not prompt:
+            raise UserError("the prompt is empty")
+        if decoding.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, not {decoding.max_new_tokens}")
+        if len(prompt) + decoding.max_new_tokens > self.context_length:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and {decoding.max_new_tokens} new ones do not fit the context of "
+                f"{self.context_length}"
+            )

@@ -1,0 +1,237 @@
+"""A stock Hugging Face causal language model, driven layer by layer.
+
+The one file that touches a model's insides. It needs the anatomy that the decoder-only families share (token
+embedding, a list of layers, rotary positions, a final norm, a head); `Target.check` compares the staged forward with the model's
+own once at load, so a family with another anatomy is refused instead of being measured wrongly. Draft models are
+driven by this same class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from specbench.decoding.kv_cache import KVCache
+from specbench.errors import UserError
+
+# Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
+STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """logits: [1, vocab] after the prompt's last token. hidden: for each tapped layer its input states [1, n, d]."""
+
+    logits: torch.Tensor
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def ancestors(parents: torch.Tensor) -> torch.Tensor:
+    """Which nodes lie on the path to each node of a tree, itself included: [k] parents -> [k, k] bool.
+
+    parents: index of each node's parent, -1 for children of the root; parents stand before their children.
+    """
+    k = parents.shape[0]
+    closure = torch.eye(k, dtype=torch.bool, device=parents.device)
+    parent = torch.where(parents < 0, torch.arange(k, device=parents.device), parents)
+    for _ in range(max(k - 1, 0).bit_length()):  # each doubling reaches twice as far towards the root
+        closure = closure | closure[parent]
+        parent = parent[parent]
+    return closure
+
+
+class Target:
+    """Stages of a model: `embed`, `run_layers`, `head`, and `prefill` and `verify` built from them.
+
+    vocab_size: logits are cut to this many ids (a draft model's head may be padded further than the target's).
+    """
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None):
+        base = getattr(model, "model", None)
+        if not all(hasattr(base, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
+            raise UserError(
+                f"model type '{model.config.model_type}' has no embed_tokens/layers/norm/rotary_emb to drive layer by layer"
+            )
+        self.model = model
+        self.config = model.config
+        self.embed_tokens = base.embed_tokens
+        self.layers = list(base.layers)
+        self.norm = base.norm
+        self.lm_head = model.get_output_embeddings()
+        self.rotary = base.rotary_emb
+        self.device = model.device
+        self.dtype = model.dtype
+        self.hidden_size = self.config.hidden_size
+        self.vocab_size = vocab_size or self.lm_head.weight.shape[0]
+        self._cut_head = self.vocab_size < self.lm_head.weight.shape[0]
+        self._windows = [_window(self.config, i) for i in range(len(self.layers))]
+        self._static_rope = self.config.rope_parameters.get("rope_type", "default") in STATIC_ROPE
+        self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._layer_bytes = [_bytes(layer) for layer in self.layers]
+        self._head_bytes = _bytes(self.norm) + _bytes(self.lm_head)
+
+    # -- what a pass costs -------------------------------------------------------------------------------------
+
+    def pass_bytes(self, lo: int = 0, hi: int | None = None, head: bool = True) -> int:
+        """Bytes of weights that a pass through layers [lo, hi) reads, with or without norm and head.
+
+        The embedding look-up reads a row and counts nothing; a head tied to it is read whole and counts.
+        """
+        return sum(self._layer_bytes[lo:hi]) + head * self._head_bytes
+
+    # -- stages ------------------------------------------------------------------------------------------------
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for `capacity` positions of every layer."""
+        heads = self.config.num_attention_heads
+        return KVCache(
+            layers=len(self.layers),
+            kv_heads=getattr(self.config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(self.config, "head_dim", None) or self.hidden_size // heads,
+            capacity=capacity,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [1, n] -> hidden states [1, n, d]."""
+        return self.embed_tokens(ids)
+
+    def run_layers(
+        self, hidden: torch.Tensor, cache: KVCache, lo: int = 0, hi: int | None = None, tree: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states [1, n, d] through layers [lo, hi), appended to what the cache holds of them.
+
+        tree: None for a sequence; else `ancestors` of the n - 1 nodes that follow the first (pending) token.
+        """
+        n, start = hidden.shape[1], cache.lengths[lo]
+        if tree is None:
+            offsets, seen = None, None
+        else:
+            offsets, seen = _tree_offsets(tree)
+        rope = self._rope(start, n, offsets, cache.capacity)
+        masks = {w: attention_mask(n, start, hidden, w, offsets, seen) for w in set(self._windows[lo:hi])}
+        for layer, window in zip(self.layers[lo:hi], self._windows[lo:hi]):
+            hidden = layer(
+                hidden,
+                attention_mask=masks[window],
+                past_key_values=cache,
+                use_cache=True,
+                position_embeddings=rope,
+            )
+        return hidden
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [..., d] after the last layer -> logits [..., vocab]."""
+        return self.unembed(self.norm(hidden))
+
+    def unembed(self, normed: torch.Tensor) -> torch.Tensor:
+        """The head without the final norm, for drafters that bring a norm of their own."""
+        logits = self.lm_head(normed)
+        return logits[..., : self.vocab_size] if self._cut_head else logits
+
+    # -- passes ------------------------------------------------------------------------------------------------
+
+    def prefill(self, ids: torch.Tensor, cache: KVCache, taps: tuple[int, ...] = ()) -> Prefill:
+        """Runs a prompt [1, n] into an empty cache; only its last position goes through the head."""
+        hidden, done, tapped = self.embed(ids), 0, {}
+        for layer in sorted(taps):
+            hidden = self.run_layers(hidden, cache, done, layer)
+            tapped[layer], done = hidden, layer
+        hidden = self.run_layers(hidden, cache, done)
+        return Prefill(self.head(hidden[:, -1]), tapped)
+
+    def verify(self, pending: torch.Tensor, draft, cache: KVCache) -> torch.Tensor:
+        """Logits [1 + k, vocab] that follow the pending token [1, 1] and each of the draft's k tokens, in one pass."""
+        tree = None if draft.parents is None else ancestors(draft.parents)
+        if draft.resume is not None:
+            hidden, lo = draft.resume.hidden, draft.resume.layer
+        else:
+            hidden, lo = self.embed(torch.cat([pending, draft.tokens.unsqueeze(0)], dim=1)), 0
+        return self.head(self.run_layers(hidden, cache, lo, tree=tree))[0]
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Raises UserError unless the staged forward gives the model's own logits."""
+        ids = torch.arange(24, device=self.device).remainder(self.vocab_size).unsqueeze(0)
+        own = self.model(ids, use_cache=False).logits[0, :, : self.vocab_size].float()
+        cache = self.new_cache(ids.shape[1])
+        half = ids.shape[1] // 2  # in two parts, so that positions and masks behind a filled cache are checked too
+        parts = (self.run_layers(self.embed(part), cache) for part in (ids[:, :half], ids[:, half:]))
+        staged = torch.cat([self.head(part)[0] for part in parts]).float()
+        scale = own.abs().max().clamp(min=1.0)
+        error = ((own - staged).abs().max() / scale).item()
+        if not error <= (1e-4 if self.dtype == torch.float32 else 0.1):
+            raise UserError(
+                f"model type '{self.config.model_type}' cannot be driven layer by layer: its logits differ from the "
+                f"model's own by {error:.1e} of their scale"
+            )
+
+    # -- positions ---------------------------------------------------------------------------------------------
+
+    def _rope(self, start: int, n: int, offsets: torch.Tensor | None, capacity: int):
+        """cos and sin [1, n, rotary_dim] for the n positions from `start` on (tree: start + depth)."""
+        if not self._static_rope:
+            steps = torch.arange(n, device=self.device) if offsets is None else offsets
+            return self.rotary(self._dummy(), (steps + start).unsqueeze(0))
+        if self._rope_table is None or self._rope_table[0].shape[1] < max(capacity, start + n):
+            positions = torch.arange(max(capacity, start + n), device=self.device).unsqueeze(0)
+            self._rope_table = self.rotary(self._dummy(), positions)
+        cos, sin = self._rope_table
+        if offsets is None:
+            return cos.narrow(1, start, n), sin.narrow(1, start, n)
+        return cos.index_select(1, offsets + start), sin.index_select(1, offsets + start)
+
+    def _dummy(self) -> torch.Tensor:
+        return torch.empty(1, device=self.device, dtype=self.dtype)  # rotary modules read only dtype and device of it
+
+
+def _tree_offsets(tree: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ancestors [k, k] -> depth of the pending token and each node [1 + k], and who sees whom [1 + k, 1 + k]."""
+    k = tree.shape[0]
+    seen = torch.zeros(k + 1, k + 1, dtype=torch.bool, device=tree.device)
+    seen[:, 0] = True
+    seen[1:, 1:] = tree
+    return seen.sum(1) - 1, seen
+
+
+def attention_mask(
+    n: int,
+    start: int,
+    like: torch.Tensor,
+    window: int | None = None,
+    offsets: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Additive mask [1, 1, n, start + n] for n positions behind a cache of `start`; None where the attention
+    kernel's own rule (all for a single position, causal for an empty cache) is the right one.
+
+    like: gives dtype and device. window: positions a layer looks back on. offsets [n] and seen [n, n]: for a tree,
+    each position's depth and which of the n it sees.
+    """
+    reaches_all = window is None or start + n <= window
+    if seen is None and reaches_all and (n == 1 or start == 0):
+        return None
+    steps = torch.arange(n, device=like.device) if offsets is None else offsets
+    before = torch.arange(start, device=like.device)
+    allowed = torch.ones(n, start, dtype=torch.bool, device=like.device)
+    among = torch.ones(n, n, dtype=torch.bool, device=like.device).tril() if seen is None else seen
+    if not reaches_all:
+        allowed = steps.unsqueeze(1) + start - before < window
+        among = among & (steps.unsqueeze(1) - steps < window)
+    mask = torch.zeros(n, start + n, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(~torch.cat([allowed, among], dim=1), float("-inf")).view(1, 1, n, start + n)
+
+
+def _window(config, layer: int) -> int | None:
+    """The number of positions that a layer can look back on, itself included; None where it sees everything."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
