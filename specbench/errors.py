@@ -1,0 +1,37 @@
+"""Errors that are the user's to mend: one line that says what was wrong and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class UserError(Exception):
+    """Something the user can put right; entry points print it as one line and exit with code 2."""
+
+
+def near(name: str, choices: Iterable[str]) -> str:
+    """What would be right instead of an unknown `name`: "did you mean kangaroo? (known: ar, kangaroo)".
+
+    Meant as the second half of a message: f"unknown method {name!r}: {near(name, methods)}".
+    """
+    known = sorted(choices)
+    by_lower = {choice.lower(): choice for choice in known}
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=2, cutoff=0.6)
+    listed = f"known: {', '.join(known) or 'none'}"
+    return f"did you mean {' or '.join(by_lower[c] for c in close)}? ({listed})" if close else listed
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Around an entry point, as a decorator or a context: a UserError becomes one line on stderr and exit code 2.
+
+    Every other exception keeps its traceback: it is a fault of this program, not of its user.
+    """
+    try:
+        yield
+    except UserError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        raise SystemExit(2) from None
