@@ -26,7 +26,7 @@ def near(name: str, choices: Iterable[str]) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Around an entry point, as a decorator or a context: a UserError becomes one line on stderr and exit code 2.
+    """Around an entry point, as decorator or context: a UserError becomes one line on stderr and exit code 2.
 
     Every other exception keeps its traceback: it is a fault of this program, not of its user.
     """

@@ -1,0 +1,1 @@
+"""Measuring: from finished questions to a run folder and its numbers."""

@@ -1,0 +1,1 @@
+"""Reports: views of run folders. Nothing here loads a model or measures."""

@@ -1,0 +1,28 @@
+import pytest
+
+from specbench.errors import UserError, near, one_line_errors
+
+
+def test_near_names_the_closest_and_all_that_are_known():
+    assert near("kangaro", ["sps", "kangaroo"]) == "did you mean kangaroo? (known: kangaroo, sps)"
+    assert near("KANGAROO", ["sps", "kangaroo"]).startswith("did you mean kangaroo?")
+    assert near("xyz", ["sps", "kangaroo"]) == "known: kangaroo, sps"
+    assert near("xyz", []) == "known: none"
+
+
+def test_a_user_error_is_one_line_and_exit_code_2(capsys):
+    @one_line_errors()
+    def main():
+        raise UserError("first\nsecond")
+
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err == "error: first second\n"
+    assert captured.out == ""
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError), one_line_errors():
+        1 / 0  # noqa: B018

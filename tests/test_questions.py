@@ -1,0 +1,219 @@
+import functools
+import hashlib
+import http.server
+import json
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from specbench.errors import UserError
+from specbench.questions import TASKS, find_questions_file, load_questions, packaged, warmup_questions
+
+SPEC_BENCH_SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
+ALL = {"name": "all", "tasks": TASKS}
+
+
+def data(path=None, **more) -> dict:
+    return {
+        "name": "spec_bench",
+        "path": path,
+        "url": None,
+        "sha256": None,
+        "warmup": None,
+        "limit": None,
+    } | more
+
+
+def line(question_id=1, category="qa", turns=("why?",), **more) -> str:
+    fields = {"question_id": question_id, "category": category, "turns": list(turns)} | more
+    return json.dumps(fields, ensure_ascii=False)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch, tmp_path, request):
+    if "real_file" not in request.fixturenames:
+        monkeypatch.delenv("SPEC_BENCH_QUESTIONS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(*lines: str) -> Path:
+        path = tmp_path / "questions.jsonl"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def served(file):
+    """A server on this machine that holds one questions file; yields (url, path)."""
+    path = file(line(1), line(2, "rag"))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=path.parent)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/{path.name}", path
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_questions_keep_the_order_of_the_file_and_know_their_task(file):
+    path = file(
+        line(9, "rag"), line(3, "writing", ["a", "b"], reference=["r"]), "", line(4, text="one\u2028line")
+    )
+    questions = load_questions(data(path), ALL)
+    assert [(q.question_id, q.task, q.turns) for q in questions] == [
+        (9, "rag", ("why?",)),
+        (3, "mt_bench", ("a", "b")),
+        (4, "qa", ("why?",)),
+    ]
+    assert questions[1].reference == ["r"] and questions[0].reference is None
+
+
+def test_a_task_selects_its_categories(file):
+    path = file(line(1), line(2, "math"), line(3, "rag"))
+    only = load_questions(data(path), {"name": "mt_bench", "tasks": {"mt_bench": TASKS["mt_bench"]}})
+    assert [q.question_id for q in only] == [2]
+    assert [q.question_id for q in load_questions(data(path), {"name": "rag", "tasks": TASKS})] == [3]
+
+
+def test_a_new_task_is_data(file):
+    path = file(line(1, "law"), line(2), line(3, "medicine"))
+    task = {"name": "advice", "tasks": {"advice": ["law", "qa"], "clinic": ["medicine"]}}
+    assert [(q.question_id, q.task) for q in load_questions(data(path), task)] == [
+        (1, "advice"),
+        (2, "advice"),
+    ]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8, 11, 100])
+def test_a_limit_is_per_task_and_even_over_categories(file, limit):
+    categories = [c for pooled in TASKS.values() for c in pooled]
+    path = file(*(line(i, categories[i // 4]) for i in range(4 * len(categories))))
+    questions = load_questions(data(path, limit=limit), ALL)
+    per_task = Counter(q.task for q in questions)
+    assert per_task == {task: min(limit, 4 * len(pooled)) for task, pooled in TASKS.items()}
+    conversations = Counter(q.category for q in questions if q.task == "mt_bench")
+    assert max(conversations.values()) - min(conversations.get(c, 0) for c in TASKS["mt_bench"]) <= 1
+    assert [q.question_id for q in questions] == sorted(q.question_id for q in questions)
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ('{"question_id": 1,', "not valid JSON"),
+        ("[1]", "expected a JSON object"),
+        (json.dumps({"category": "qa", "turns": ["x"]}), "'question_id' is missing"),
+        (json.dumps({"question_id": 1, "turns": ["x"]}), "'category' is missing"),
+        (json.dumps({"question_id": 1, "category": "qa"}), "'turns' is missing"),
+        (line("1"), "'question_id' must be int, not str"),
+        (line(True), "'question_id' must be int, not bool"),
+        (json.dumps({"question_id": 1, "category": "qa", "turns": "x"}), "'turns' must be list"),
+        (line(category="qaa"), "unknown category 'qaa': did you mean qa?"),
+        (line(category=3), "'category' must be str"),
+        (line(turns=[]), "at least one text"),
+        (line(turns=["x", " "]), "at least one text"),
+        (line(turns=["x", 3]), "at least one text"),
+        (line(reference="r"), "'reference' must be a list"),
+        (line(7), "question_id 7 is a duplicate of line 1"),
+    ],
+)
+def test_a_malformed_line_is_named(file, broken, says):
+    path = file(line(7), broken, line(8))
+    with pytest.raises(UserError) as error:
+        load_questions(data(path), ALL)
+    assert f"{path}, line 2" in str(error.value) and says in str(error.value)
+
+
+def test_bytes_that_are_not_utf8_are_named(file):
+    path = file(line(7))
+    path.write_bytes(path.read_bytes() + b'{"question_id": 1, "category": "\xff"}\n')
+    with pytest.raises(UserError, match="line 2"):
+        load_questions(data(path), ALL)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_no_question_is_an_error(file, limit):
+    with pytest.raises(UserError, match="no questions"):
+        load_questions(data(file(line(1)), limit=limit), ALL)
+    with pytest.raises(UserError, match="task=rag"):
+        load_questions(data(file(line(1))), {"name": "rag", "tasks": {"rag": ["rag"]}})
+
+
+def test_the_path_comes_before_the_environment(file, monkeypatch, tmp_path):
+    path = file(line(1))
+    monkeypatch.setenv("SPEC_BENCH_QUESTIONS", str(tmp_path / "other.jsonl"))
+    assert find_questions_file(data(path)) == path
+    with pytest.raises(UserError, match=r"SPEC_BENCH_QUESTIONS.*other\.jsonl"):
+        find_questions_file(data())
+    with pytest.raises(UserError, match=r"data\.path"):
+        find_questions_file(data(tmp_path / "none.jsonl"))
+
+
+def test_another_checksum_is_refused_with_both_named(file):
+    path = file(line(1))
+    right = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert find_questions_file(data(path, sha256=right)) == path
+    with pytest.raises(UserError, match=f"{right}.*{'0' * 64}"):
+        find_questions_file(data(path, sha256="0" * 64))
+
+
+def test_a_download_is_kept_and_not_repeated(served, tmp_path):
+    url, path = served
+    right = hashlib.sha256(path.read_bytes()).hexdigest()
+    found = find_questions_file(data(url=url, sha256=right))
+    assert found == tmp_path / "cache/specbench/spec_bench/question.jsonl"
+    assert found.read_bytes() == path.read_bytes()
+    assert os.listdir(found.parent) == ["question.jsonl"]
+    assert find_questions_file(data(url="http://127.0.0.1:1/gone", sha256=right)) == found
+
+
+def test_a_wrong_download_leaves_nothing_behind(served, tmp_path):
+    with pytest.raises(UserError, match="0" * 64):
+        find_questions_file(data(url=served[0], sha256="0" * 64))
+    assert not list(tmp_path.glob("cache/**/*.jsonl"))
+
+
+def test_without_a_network_the_error_says_how_to_get_the_file():
+    for url in ("http://127.0.0.1:1/question.jsonl", "not a url"):
+        with pytest.raises(UserError) as error:
+            find_questions_file(data(url=url))
+        for part in (url, "SPEC_BENCH_QUESTIONS=", "data.path="):
+            assert part in str(error.value)
+    with pytest.raises(UserError, match="neither a path nor a url"):
+        find_questions_file(data())
+
+
+def test_packaged_paths_do_not_depend_on_the_working_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert packaged("specbench/questions.py").is_file()
+    assert packaged("mine.jsonl") == Path("mine.jsonl")
+
+
+def test_warmup_questions_come_from_their_own_file(file):
+    assert [q.question_id for q in warmup_questions(data(warmup=file(line(5))))] == [5]
+
+
+@pytest.fixture
+def real_file() -> Path:
+    if "SPEC_BENCH_QUESTIONS" not in os.environ:
+        pytest.skip(
+            "SPEC_BENCH_QUESTIONS is not set: Spec-Bench's question.jsonl is not part of this repository"
+        )
+    return Path(os.environ["SPEC_BENCH_QUESTIONS"])
+
+
+def test_the_real_file(real_file):
+    questions = load_questions(data(sha256=SPEC_BENCH_SHA256), ALL)
+    assert [q.question_id for q in questions] == list(range(81, 561))
+    assert Counter(q.task for q in questions) == dict.fromkeys(TASKS, 80)
+    assert sum(len(q.turns) for q in questions) == 560
+    assert Counter(
+        q.category for q in load_questions(data(limit=8), ALL) if q.task == "mt_bench"
+    ) == dict.fromkeys(TASKS["mt_bench"], 1)
