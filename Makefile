@@ -1,0 +1,54 @@
+# Everything from nothing: the first target that needs Python makes .venv and installs into it, once.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help bench test benchmarks tiny report lint clean
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PYTHONS := python3.13 python3.12 python3.11 python3
+NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
+
+METHOD ?= kangaroo
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+bench: $(STAMP) ## Measure a method: METHOD=kangaroo [PAIR=tiny DATA=tiny TASK=all ARGS="key=value ..."]
+	@$(PY) -m specbench.bench method=$(METHOD) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) \
+		$(if $(TASK),task=$(TASK)) $(ARGS)
+
+test: $(STAMP) ## Run the tests [ARGS="-k name"]
+	@$(PY) -m pytest $(ARGS)
+
+benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on an idle machine)
+	@$(PY) -m pytest -s tests/benchmarks $(ARGS)
+
+tiny: $(STAMP) ## Train the embedded model family again, from nothing
+	@$(PY) -m specbench.tiny.train $(ARGS)
+
+report: $(STAMP) ## Tables over the run folders in runs/
+	@$(PY) -m specbench.report.tables $(ARGS)
+
+lint: $(STAMP) ## Check style and formatting
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+clean: ## Remove .venv and caches; results in runs/ stay
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A candidate is run, not only looked for: a name on the path may be a launcher for a Python that is not there.
+$(PY):
+	@for python in $(PYTHONS); do \
+		if "$$python" -c '$(NEW_ENOUGH)' >/dev/null 2>&1; then \
+			echo "making $(VENV) with $$("$$python" --version)"; \
+			"$$python" -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; \
+			exit 0; \
+		fi; \
+	done; \
+	echo "error: no Python 3.11 or newer found (tried: $(PYTHONS)); install one and try again" >&2; exit 1
+
+$(STAMP): pyproject.toml constraints.txt | $(PY)
+	@echo "installing into $(VENV) (once; several minutes on a slow line)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

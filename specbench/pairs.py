@@ -1,0 +1,268 @@
+"""Model pairs: target, draft model, tokenizer, chat template, stop tokens; the vocabularies must agree."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from specbench.errors import UserError
+from specbench.questions import packaged
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Any of these makes a tokenizer; tokenizer_config.json alone does not.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+
+# Given nothing but .bin files, transformers starts a thread that talks to the hub: not while we measure.
+os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
+
+
+@dataclass
+class Pair:
+    """A loaded pair, ready to measure: models in eval mode without gradients, on one device, in one dtype.
+
+    draft: None unless asked for. stop_ids: token ids that end an answer. context_length: positions that every
+    loaded model has. parts: trained parts of methods by name, each a local path or a hub id. init:
+    "pretrained" or "random". chat_template: Jinja text. template_kwargs: variables for the template.
+    """
+
+    name: str
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: frozenset[int]
+    device: torch.device
+    dtype: torch.dtype
+    context_length: int
+    parts: dict[str, str]
+    init: str
+    chat_template: str
+    template_kwargs: dict = field(default_factory=dict)
+
+    def prompt_ids(self, messages: list[dict]) -> list[int]:
+        """Token ids of a conversation, `[{"role": ..., "content": ...}]`, up to where the answer begins."""
+        text = self.tokenizer.apply_chat_template(
+            messages,
+            chat_template=self.chat_template,
+            add_generation_prompt=True,
+            tokenize=False,
+            **self.template_kwargs,
+        )
+        # The template writes the special tokens, BOS included; the tokenizer must not add a second one.
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of an answer, without its stop token and other special tokens."""
+        kept = [i for i in ids if i not in self.stop_ids]
+        return self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
+    """Loads what `conf/pair/*.yaml` describes; everything is checked before the first weight is read.
+
+    seed: draws the weights where `init` is "random". Raises UserError when a model, tokenizer or template is
+    missing or gated, when the vocabularies of draft and target differ, or when the device is too small.
+    """
+    cfg, device, dtype = pair_cfg, choose_device(pair_cfg.device), DTYPES[pair_cfg.dtype]
+    if with_draft and cfg.draft is None:
+        raise UserError(f"pair '{cfg.name}' has no draft model: set pair.draft")
+    target = _Source(cfg.target, cfg.target_revision, cfg)
+    draft = _Source(cfg.draft, cfg.draft_revision, cfg) if with_draft else None
+    tokenizer = (target if cfg.tokenizer is None else _Source(cfg.tokenizer, None, cfg)).tokenizer()
+    chat_template = cfg.chat_template or tokenizer.chat_template
+    if not chat_template:
+        raise UserError(f"the tokenizer of pair '{cfg.name}' has no chat template: set pair.chat_template")
+    config = target.config()
+    check_covered(tokenizer, config, cfg.target)
+    context_length = config.max_position_embeddings
+    if draft:
+        draft_config = draft.config()
+        if draft.has_tokenizer():
+            check_same_tokens(tokenizer, draft.tokenizer(), cfg.target, cfg.draft)
+        check_covered(tokenizer, draft_config, cfg.draft)
+        context_length = min(context_length, draft_config.max_position_embeddings)
+
+    target_model = target.model(dtype, device, seed)
+    return Pair(
+        name=cfg.name,
+        target=target_model,
+        draft=draft.model(dtype, device, seed + 1) if draft else None,
+        tokenizer=tokenizer,
+        stop_ids=find_stop_ids(target_model, tokenizer) if cfg.stop_ids is None else frozenset(cfg.stop_ids),
+        device=device,
+        dtype=dtype,
+        context_length=context_length,
+        parts={name: str(packaged(path)) for name, path in cfg.parts.items() if path is not None},
+        init=cfg.init,
+        chat_template=chat_template,
+        template_kwargs=OmegaConf.to_container(cfg.template_kwargs),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is one. Raises UserError for a device that this machine does not have."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"pair.device '{name}' is not a device: use auto, cpu or cuda:0") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"pair.device is '{name}', but this machine has {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
+
+
+def find_stop_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every end-of-sequence id that the target's generation config, its config or the tokenizer names.
+
+    A draft model's config has no say: published ones carry ids of another family.
+    """
+    named = (
+        target.generation_config.eos_token_id,
+        target.config.get_text_config().eos_token_id,
+        tokenizer.eos_token_id,
+    )
+    lists = ([ids] if isinstance(ids, int) else ids or [] for ids in named)
+    return frozenset(int(i) for ids in lists for i in ids)
+
+
+def check_covered(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, name: str) -> None:
+    """Raises UserError unless the model has a logit for every id of the tokenizer; more do no harm."""
+    rows, top = config.vocab_size, max(tokenizer.get_vocab().values())
+    if rows <= top:
+        raise UserError(
+            f"the vocabularies differ: '{name}' has {rows} logits, the pair's tokenizer has ids up to {top}"
+        )
+
+
+def check_same_tokens(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, target_name: str, draft_name: str
+) -> None:
+    """Raises UserError unless the draft's tokenizer gives every id of the target's the same string."""
+    tokens, others = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
+    differing = next((i for i in sorted(tokens) if tokens[i] != others.get(i)), None)
+    if differing is not None:
+        other = "nothing" if differing not in others else repr(others[differing])
+        raise UserError(
+            f"the vocabularies differ: id {differing} is {tokens[differing]!r} in '{target_name}' "
+            f"but {other} in '{draft_name}'"
+        )
+
+
+class _Source:
+    """One model of a pair: a local folder, or a hub id whose small files come at once, the weights later."""
+
+    def __init__(self, name: str, revision: str | None, cfg: DictConfig):
+        self.name, self.revision, self.cfg = name, revision, cfg
+        self.folder = packaged(name)
+        self.path = name  # what transformers is given: the hub id keeps its revision
+        if self.folder.is_dir():
+            self.path = self.folder
+        elif name.startswith("specbench/tiny/"):
+            raise UserError(f"no model folder '{name}': `make tiny` trains the embedded family")
+        elif name.startswith(("/", ".", "~", "specbench/")) or name.count("/") > 1:
+            raise UserError(f"no model folder '{name}'")
+        else:
+            self.folder = fetch_small_files(name, revision, cfg.gated)
+
+    def config(self) -> PretrainedConfig:
+        """The config of the language model (for a model that also sees or hears: of that part)."""
+        with _one_line(self):
+            whole = AutoConfig.from_pretrained(self.folder, trust_remote_code=self.cfg.trust_remote_code)
+        return whole.get_text_config()
+
+    def has_tokenizer(self) -> bool:
+        return any((self.folder / file).is_file() for file in TOKENIZER_FILES)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        if not self.has_tokenizer():
+            raise UserError(f"there is no tokenizer in '{self.name}': name one as pair.tokenizer")
+        with _one_line(self):
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.cfg.trust_remote_code)
+
+    def model(self, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
+        options = {
+            "dtype": dtype,
+            "attn_implementation": "sdpa",
+            "trust_remote_code": self.cfg.trust_remote_code,
+        }
+        with _one_line(self):
+            if self.cfg.init == "random":
+                torch.manual_seed(seed)
+                with device:
+                    model = AutoModelForCausalLM.from_config(self.config(), **options)
+            else:
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    self.path,
+                    revision=self.revision or "main",
+                    device_map={"": device},
+                    weights_only=True,
+                    output_loading_info=True,
+                    **options,
+                )
+                # transformers fills what a checkpoint lacks with random numbers; a benchmark must not.
+                if info["missing_keys"]:
+                    missing = sorted(info["missing_keys"])
+                    raise UserError(
+                        f"the weights of '{self.name}' lack {len(missing)} tensors, such as {missing[0]}"
+                    )
+        return model.eval().requires_grad_(False)
+
+
+def fetch_small_files(name: str, revision: str | None, gated: bool) -> Path:
+    """The folder in the hub's cache with a model's config and tokenizer; without a network, what is cached.
+
+    Raises UserError for a model or revision that is not there, is gated, or cannot be reached.
+    """
+    accept = "accept its licence on its page, then log in with `hf auth login` or set HF_TOKEN"
+    hint = f"; it is gated: {accept}" if gated else ""
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=SMALL_FILES))
+    except GatedRepoError as error:
+        raise UserError(f"'{name}' is gated: {accept}") from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"model '{name}' has no revision '{revision}'") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(f"no model '{name}': neither a local folder nor on the hub{hint}") from error
+    except LocalEntryNotFoundError as error:
+        raise UserError(
+            f"no model '{name}': not a local folder, not in the hub's cache, and the hub cannot be reached; "
+            f"fetch it where there is a network with `hf download {name}`{hint}"
+        ) from error
+
+
+@contextmanager
+def _one_line(source: _Source) -> Iterator[None]:
+    """What transformers says about a broken or unknown model, in one line with the model's name."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"'{source.name}' does not fit into the memory of {source.cfg.device}") from error
+    except (OSError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
+        raise UserError(f"cannot load '{source.name}': {str(error).strip().splitlines()[0]}") from error

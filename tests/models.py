@@ -1,0 +1,114 @@
+"""Small random models of the architectures that count, and a pair of them saved as the hub would hold it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    Glm4Config,
+    Glm4ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+# Vocabularies differ, so that no test depends on one; the window of Mistral is shorter than most prompts.
+ARCHITECTURES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"vocab_size": 61, "num_hidden_layers": 5}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"vocab_size": 67, "num_hidden_layers": 4, "head_dim": 24}),
+    "glm4": (Glm4ForCausalLM, Glm4Config, {"vocab_size": 71, "num_hidden_layers": 4, "head_dim": 16}),
+    "mistral": (
+        MistralForCausalLM,
+        MistralConfig,
+        {"vocab_size": 83, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 8},
+    ),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"vocab_size": 97, "num_hidden_layers": 5}),
+}
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    # Wide enough that attention looks at different places and greedy answers do not fall into one token.
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+BYTES = 256
+SPECIAL = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "user": "<user>",
+    "assistant": "<assistant>",
+}  # ids from 256 on
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def random_model(arch: str, seed: int, **overrides) -> PreTrainedModel:
+    """A random fp32 model on the CPU in eval mode; `overrides` replace values of its config."""
+    cls, config_cls, own = ARCHITECTURES[arch]
+    config = config_cls(**{**COMMON, **own, **overrides})
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(seed)
+    return cls(config).eval().requires_grad_(False)
+
+
+def byte_tokenizer(
+    chat_template: str | None = TEMPLATE, first_special: str = "<s>"
+) -> PreTrainedTokenizerFast:
+    """One id per byte, then the special tokens; `first_special` renames the first of those."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = {**SPECIAL, "bos_token": first_special}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=names["bos_token"],
+        eos_token=names["eos_token"],
+        additional_special_tokens=[names["user"], names["assistant"]],
+    )
+    fast.chat_template = chat_template
+    return fast
+
+
+def save_pair(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **overrides) -> DictConfig:
+    """Saves a target (5 layers), a draft (1 layer) and the target's tokenizer; returns the pair's config.
+
+    overrides: values of both model configs.
+    """
+    tokenizer = tokenizer or byte_tokenizer()
+    size = {
+        "vocab_size": BYTES + len(SPECIAL),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": None,
+        **overrides,
+    }
+    random_model("llama", 0, **size).save_pretrained(folder / "target")
+    random_model("qwen2", 1, **{**size, "num_hidden_layers": 1}).save_pretrained(folder / "draft")
+    tokenizer.save_pretrained(folder / "target")
+    base = OmegaConf.load(CONF / "pair" / "_base.yaml")
+    own = {"name": "saved", "target": str(folder / "target"), "draft": str(folder / "draft"), "device": "cpu"}
+    return OmegaConf.merge(base, own)

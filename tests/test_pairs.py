@@ -1,0 +1,190 @@
+"""Pairs are loaded the way real ones are: from folders in the Hugging Face format, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from specbench.errors import UserError
+from specbench.pairs import choose_device, load_pair
+from tests.models import TEMPLATE, byte_tokenizer, save_pair
+
+CHAT = [
+    {"role": "user", "content": "Zwölf?"},
+    {"role": "assistant", "content": "12"},
+    {"role": "user", "content": "Ja"},
+]
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    """The config of a freshly saved pair that a test may spoil."""
+    return save_pair(tmp_path / "pair")
+
+
+def edit_json(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_loads_target_and_draft(cfg):
+    pair = load_pair(cfg, seed=0, with_draft=True)
+    for model in (pair.target, pair.draft):
+        assert model.dtype == torch.float32 and model.device.type == "cpu" and not model.training
+        assert model.config._attn_implementation == "sdpa"
+        assert not any(p.requires_grad for p in model.parameters())
+    assert pair.context_length == 512
+    assert (pair.name, pair.init, pair.parts) == ("saved", "pretrained", {})
+
+
+def test_draft_is_left_alone_unless_asked_for(cfg):
+    cfg.draft = "/nowhere"
+    assert load_pair(cfg, seed=0, with_draft=False).draft is None
+    with pytest.raises(UserError, match="no model folder '/nowhere'"):
+        load_pair(cfg, seed=0, with_draft=True)
+    cfg.draft = None
+    with pytest.raises(UserError, match="no draft model"):
+        load_pair(cfg, seed=0, with_draft=True)
+
+
+def test_context_is_the_shorter_one(cfg):
+    edit_json(_file(cfg.draft, "config.json"), max_position_embeddings=100)
+    assert load_pair(cfg, seed=0, with_draft=True).context_length == 100
+    assert load_pair(cfg, seed=0, with_draft=False).context_length == 512
+
+
+def test_one_dtype_for_both_whatever_is_stored(cfg):
+    cfg.dtype = "bfloat16"
+    pair = load_pair(cfg, seed=0, with_draft=True)
+    assert pair.target.dtype == pair.draft.dtype == pair.dtype == torch.bfloat16
+
+
+def test_prompt_has_one_bos_and_survives_the_way_back(cfg):
+    pair = load_pair(cfg, seed=0, with_draft=False)
+    ids = pair.prompt_ids(CHAT)
+    assert ids.count(pair.tokenizer.bos_token_id) == 1 and ids[0] == pair.tokenizer.bos_token_id
+    assert pair.tokenizer.decode(ids) == "<s><user>Zwölf?<assistant>12</s><user>Ja<assistant>"
+    assert pair.decode(ids) == "Zwölf?12Ja"
+
+
+def test_template_of_the_config_and_its_variables(cfg):
+    cfg.chat_template = "{{ bos_token }}{{ mood }}: {{ messages[-1].content }}"
+    cfg.template_kwargs = {"mood": "calm"}
+    pair = load_pair(cfg, seed=0, with_draft=False)
+    assert pair.tokenizer.decode(pair.prompt_ids(CHAT)) == "<s>calm: Ja"
+
+
+def test_neither_template(cfg):
+    byte_tokenizer(chat_template=None).save_pretrained(cfg.target)
+    _file(cfg.target, "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"no chat template: set pair\.chat_template"):
+        load_pair(cfg, seed=0, with_draft=False)
+    cfg.chat_template = TEMPLATE
+    assert load_pair(cfg, seed=0, with_draft=False).prompt_ids(CHAT)
+
+
+def test_stop_ids_are_the_union(cfg):
+    eos = byte_tokenizer().eos_token_id
+    edit_json(_file(cfg.target, "generation_config.json"), eos_token_id=[eos, 7])
+    edit_json(_file(cfg.target, "config.json"), eos_token_id=9)
+    edit_json(_file(cfg.draft, "config.json"), eos_token_id=11)
+    assert load_pair(cfg, seed=0, with_draft=True).stop_ids == {eos, 7, 9}
+    cfg.stop_ids = [5]
+    pair = load_pair(cfg, seed=0, with_draft=False)
+    assert pair.stop_ids == {5}
+    assert pair.decode([65, 5, 66]) == pair.decode([65, 66])
+
+
+def test_bin_weights_load_without_running_code(cfg):
+    state = load_pair(cfg, seed=0, with_draft=False).target.state_dict()
+    _file(cfg.target, "model.safetensors").unlink()
+    torch.save(state, _file(cfg.target, "pytorch_model.bin"))
+    loaded = load_pair(cfg, seed=0, with_draft=False).target.state_dict()
+    assert all(torch.equal(state[name], loaded[name]) for name in state)
+
+    class Code:
+        def __reduce__(self):
+            return print, ("code ran",)
+
+    torch.save({**state, "evil": Code()}, _file(cfg.target, "pytorch_model.bin"))
+    with pytest.raises(UserError, match="Weights only load failed"):
+        load_pair(cfg, seed=0, with_draft=False)
+
+
+def test_incomplete_weights_are_refused(cfg):
+    layers = json.loads(_file(cfg.target, "config.json").read_text())["num_hidden_layers"]
+    edit_json(_file(cfg.target, "config.json"), num_hidden_layers=layers + 1, layer_types=None)
+    with pytest.raises(UserError, match=r"lack 9 tensors, such as model\.layers\.5"):
+        load_pair(cfg, seed=0, with_draft=False)
+
+
+def test_random_weights_come_from_the_seed_alone(cfg):
+    cfg.init = "random"
+    _file(cfg.target, "model.safetensors").unlink()
+    one, same, other = (load_pair(cfg, seed=s, with_draft=False).target.lm_head.weight for s in (3, 3, 4))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert one.dtype == torch.float32
+
+
+def test_draft_with_another_vocabulary(cfg):
+    byte_tokenizer(first_special="<bos>").save_pretrained(cfg.draft)
+    expected = rf"id 256 is '<s>' in '{cfg.target}' but '<bos>' in '{cfg.draft}'"
+    with pytest.raises(UserError, match=expected):
+        load_pair(cfg, seed=0, with_draft=True)
+    byte_tokenizer().save_pretrained(cfg.draft)
+    assert load_pair(cfg, seed=0, with_draft=True).draft is not None
+
+
+def test_draft_too_narrow_and_draft_padded(tmp_path, cfg):
+    narrow = save_pair(tmp_path / "narrow", vocab_size=258)
+    cfg.draft = narrow.draft
+    with pytest.raises(UserError, match="has 258 logits, the pair's tokenizer has ids up to 259"):
+        load_pair(cfg, seed=0, with_draft=True)
+    cfg.draft = save_pair(tmp_path / "padded", vocab_size=320).draft
+    assert load_pair(cfg, seed=0, with_draft=True).draft.config.vocab_size == 320
+
+
+def test_models_that_are_not_there(cfg):
+    for name, message in {
+        "no-such-org/no-such-model": "the hub cannot be reached",
+        "not a name": "neither a local folder nor on the hub",
+        "specbench/tiny/weights/nothing": "`make tiny`",
+        "some/folder/below": "no model folder 'some/folder/below'",
+    }.items():
+        cfg.target = name
+        with pytest.raises(UserError, match=message) as caught:
+            load_pair(cfg, seed=0, with_draft=False)
+        assert "\n" not in str(caught.value)
+
+
+def test_gated_model_says_what_to_do(cfg):
+    cfg.target, cfg.gated = "some-org/some-model", True
+    with pytest.raises(UserError, match="accept its licence"):
+        load_pair(cfg, seed=0, with_draft=False)
+
+
+def test_broken_folders(cfg):
+    _file(cfg.target, "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(UserError, match="cannot load"):
+        load_pair(cfg, seed=0, with_draft=False)
+    edit_json(_file(cfg.target, "config.json"), model_type="nonesuch")
+    with pytest.raises(UserError, match="cannot load"):
+        load_pair(cfg, seed=0, with_draft=False)
+    _file(cfg.target, "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="no tokenizer"):
+        load_pair(cfg, seed=0, with_draft=False)
+
+
+def test_devices():
+    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(UserError, match="this machine has"):
+        choose_device("cuda:99")
+    with pytest.raises(UserError, match="is not a device"):
+        choose_device("gpu")
+
+
+def _file(folder, name):
+    return Path(folder) / name
