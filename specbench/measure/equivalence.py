@@ -1,0 +1,56 @@
+"""Is the answer of a method the answer of the target? Judged on token ids, never on text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+VERDICTS = ("exact", "tie", "violation")
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """The verdict on one answer (None: not judged, as under sampling), and what it rests on.
+
+    first_divergence: index of the first difference, counted from the first new token; None when exact.
+    margin: the target's logit of the reference's token less that of the answer's, at that place; None when
+    there are no two tokens to compare. noise: the rounding noise that the margin was held against, in logits.
+    """
+
+    verdict: str | None
+    first_divergence: int | None
+    margin: float | None
+    noise: float | None
+
+
+def certify(
+    reference: Sequence[int],
+    answer: Sequence[int],
+    stop_ids: Collection[int],
+    margin_at: Callable[[int, int, int], float],
+    noise: float,
+) -> Certificate:
+    """Compares an answer with the reference: new token ids of both, cut after the first stop token.
+
+    Where they first differ in a token, `margin_at(index, reference_token, answer_token)` is asked for the
+    target's margin between the two after the common prefix: within the noise it is a tie, a choice that
+    rounding alone makes differently. Everything else is a violation, also an answer that ends before or goes
+    on after the reference without a differing token: the token that ends an answer is a token, so no near-tie
+    explains a missing one.
+    """
+    ours, theirs = until_stop(answer, stop_ids), until_stop(reference, stop_ids)
+    for index, (expected, found) in enumerate(zip_longest(theirs, ours)):
+        if expected == found:
+            continue
+        if expected is None or found is None:
+            return Certificate("violation", index, None, noise)
+        margin = margin_at(index, expected, found)
+        return Certificate("tie" if abs(margin) <= noise else "violation", index, margin, noise)
+    return Certificate("exact", None, None, noise)
+
+
+def until_stop(tokens: Sequence[int], stop_ids: Collection[int]) -> Sequence[int]:
+    """The tokens up to and including the first stop token."""
+    end = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    return tokens[: end + 1]

@@ -1,0 +1,68 @@
+"""Journal records as tables: one row per generation, one row per draft-verify round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+# The columns of decoding.trace.Step; seconds and bytes as there. (Not imported: that would load torch.)
+STEP_COLUMNS = {
+    "drafted": "int32",
+    "accepted": "int32",
+    "emitted": "int32",
+    "depth": "int32",
+    "draft_seconds": "float64",
+    "verify_seconds": "float64",
+    "other_seconds": "float64",
+    "draft_bytes": "int64",
+    "target_bytes": "int64",
+}
+KEYS = {
+    "question_id": "int64",
+    "task": "str",
+    "category": "str",
+    "turn": "int32",
+    "arm": "str",
+    "repeat": "int32",
+}
+# New tokens, and seconds as in decoding.trace.Generation.
+GENERATION_COLUMNS = {"tokens": "int64", "prefill_seconds": "float64", "seconds": "float64"}
+
+
+def generations_frame(records: list[dict]) -> pd.DataFrame:
+    """One row per turn, arm and repeat: KEYS, GENERATION_COLUMNS (NaN for a prefill that was not timed)."""
+    rows = [
+        (*keys, len(generation["tokens"]), generation["prefill_seconds"], generation["seconds"])
+        for keys, generation in _generations(records)
+    ]
+    types = KEYS | GENERATION_COLUMNS
+    return pd.DataFrame(rows, columns=list(types)).astype(types)
+
+
+def steps_frame(records: list[dict]) -> pd.DataFrame:
+    """One row per round of every generation: KEYS, `step` (from 0 in its generation), STEP_COLUMNS."""
+    rows = [
+        (*keys, step, *values)
+        for keys, generation in _generations(records)
+        for step, values in enumerate(zip(*(generation["steps"][name] for name in STEP_COLUMNS), strict=True))
+    ]
+    types = KEYS | {"step": "int32"} | STEP_COLUMNS
+    return pd.DataFrame(rows, columns=list(types)).astype(types)
+
+
+def _generations(records: list[dict]) -> Iterator[tuple[tuple, dict]]:
+    """Every generation of the questions that did not fail, with its KEYS."""
+    for record in records:
+        for turn in record["turns"]:
+            for arm, repeats in turn["arms"].items():
+                for repeat, generation in enumerate(repeats):
+                    keys = (
+                        record["question_id"],
+                        record["task"],
+                        record["category"],
+                        turn["turn"],
+                        arm,
+                        repeat,
+                    )
+                    yield keys, generation

@@ -1,0 +1,226 @@
+"""From journal records to the numbers of a summary. Nothing else in the project computes a metric.
+
+Every function is pure. A number that could not be measured is None. Totals (tokens, seconds) are over all
+repeats; comparisons take the mean of a question's repeats first, so that the question is what is resampled.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pandas as pd
+
+from specbench.measure.equivalence import VERDICTS
+from specbench.measure.frames import GENERATION_COLUMNS, generations_frame, steps_frame
+from specbench.measure.statistics import speedup
+
+SCHEMA = 1
+ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
+
+
+def summary(records: list[dict], facts: dict, config: dict) -> dict:
+    """The content of summary.json: the numbers over all questions (`overall`) and over each task."""
+    baseline = baseline_numbers(records, facts)
+    reference = ARMS[baseline["quoted_against"]]
+    tasks = {}
+    for record in records:
+        tasks.setdefault(record["task"], []).append(record)
+    overall = numbers(records, facts, reference)
+    failed = sum(record["error"] is not None for record in records)
+    settings = {key: value for key, value in config["method"].items() if key not in ("name", "_target_")}
+    return {
+        "schema": SCHEMA,
+        "status": "failed" if failed else "complete",
+        "failed": failed,
+        "method": config["method"]["name"],
+        "settings": settings,
+        "pair": config["pair"]["name"],
+        "data": config["data"]["name"],
+        "task": config["task"]["name"],
+        "temperature": config["decoding"]["temperature"],
+        "batch_size": config["batch_size"],
+        "repeats": config["repeats"],
+        "protocol": config["protocol"],
+        "dtype": facts["dtype"],
+        "device": facts["device"],
+        "weights": facts["weights"],
+        "overall": overall,
+        "tasks": {task: numbers(of_task, facts, reference) for task, of_task in tasks.items()},
+        "equivalence": overall["equivalence"],
+        "baseline": baseline,
+    }
+
+
+def numbers(records: list[dict], facts: dict, reference: str) -> dict:
+    """The metrics of the method over some questions, its speedups against the arm `reference`."""
+    generations, steps = generations_frame(records), steps_frame(records)
+    method = generations[generations["arm"] == "method"]
+    rounds = steps[steps["arm"] == "method"]
+    turns = turn_means(generations)
+    whole = paired_seconds(turns, reference)
+    decoding = paired_seconds(turns, reference, with_prefill=False)
+    total = speedup(whole["reference"], whole["method"])
+    rate = _ratio(method["tokens"].sum(), method["seconds"].sum())
+    return {
+        "questions": method["question_id"].nunique(),
+        "tokens": _total(method["tokens"]),
+        "seconds": _total(method["seconds"]),
+        "tokens_per_second": rate,
+        "speedup": total.value,
+        "speedup_low": total.low,
+        "speedup_high": total.high,
+        "speedup_questions": len(whole),
+        "decode_speedup": _ratio(decoding["reference"].sum(), decoding["method"].sum()),
+        "spec_bench_speedup": spec_bench_speedup(turns, reference),
+        "acceptance_length": acceptance_length(rounds),
+        "acceptance_rate": acceptance_rate(rounds),
+        **acceptance_by_position(rounds),
+        "mbsu": mbsu(rounds, facts["target_pass_bytes"]),
+        "bandwidth_fraction": bandwidth_fraction(rate, facts),
+        "prefill_seconds": _total(method["prefill_seconds"]),
+        "draft_seconds": _total(rounds["draft_seconds"]),
+        "verify_seconds": _total(rounds["verify_seconds"]),
+        "other_seconds": _total(rounds["other_seconds"]),
+        "equivalence": equivalence(records),
+    }
+
+
+def baseline_numbers(records: list[dict], facts: dict) -> dict:
+    """What the method is measured against: our own plain decoding, or transformers' generate if it is faster.
+
+    Both rates are over the turns that both arms answered, where there are any: only those compare.
+    `bandwidth_fraction` is that of the quoted one; `equivalence` holds the answers of one against the other.
+    """
+    turns = turn_means(generations_frame(records))
+    shared = turns["seconds"][list(ARMS.values())].notna().all(axis=1)
+    sums = (turns[shared] if shared.any() else turns).sum()
+    rates = {name: _ratio(sums["tokens", arm], sums["seconds", arm]) for name, arm in ARMS.items()}
+    quoted = max(ARMS, key=lambda name: rates[name] or 0.0)
+    return {
+        "tokens_per_second": rates["engine"],
+        "hf_generate_tokens_per_second": rates["hf_generate"],
+        "quoted_against": quoted,
+        "bandwidth_fraction": bandwidth_fraction(rates[quoted], facts),
+        "equivalence": equivalence(records, "baseline_equivalence"),
+    }
+
+
+def turn_means(generations: pd.DataFrame) -> pd.DataFrame:
+    """Means over the repeats: one row per (question_id, turn), one column per (tokens | *seconds, arm).
+
+    NaN where an arm did not answer, or where its prefill was not timed.
+    """
+    wide = generations.groupby(["question_id", "turn", "arm"])[list(GENERATION_COLUMNS)].mean().unstack("arm")
+    return wide.reindex(columns=pd.MultiIndex.from_product([GENERATION_COLUMNS, [*ARMS.values(), "method"]]))
+
+
+def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = True) -> pd.DataFrame:
+    """Seconds per question of the arm `reference` and of the method: columns `reference` and `method`.
+
+    Answers of one length are compared as timed. Where a near-tie or sampling made the lengths differ, the
+    shorter answer would win by being short; so the method's decoding is scaled to the reference's number of
+    tokens, prefill + decoding * (n_reference - 1) / (n_method - 1), as the prefill gives the first token. A
+    question is left out if one of its turns has no time in either arm, or cannot be scaled (a method's answer
+    of one token).
+    """
+    tokens, seconds, prefill = turns["tokens"], turns["seconds"], turns["prefill_seconds"]
+    equal = tokens[reference] == tokens["method"]
+    factor = (tokens[reference] - 1) / (tokens["method"] - 1).where(tokens["method"] > 1)
+    decoding = (seconds["method"] - prefill["method"]) * factor.where(~equal, 1.0)
+    if with_prefill:
+        method = seconds["method"].where(equal, prefill["method"] + decoding)
+        pair = pd.DataFrame({"reference": seconds[reference], "method": method})
+    else:
+        pair = pd.DataFrame({"reference": seconds[reference] - prefill[reference], "method": decoding})
+    return _complete_questions(pair).groupby("question_id").sum()
+
+
+def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:
+    """Mean over questions of the method's tokens/s, divided by that of the reference (Spec-Bench's speed.py).
+
+    Tokens are generated ids in both arms; Spec-Bench counts the baseline's from its text, which favours the
+    method.
+    """
+    timed = turns[["tokens", "seconds"]].loc[:, (slice(None), [reference, "method"])]
+    sums = _complete_questions(timed).groupby("question_id").sum()
+    rates = sums["tokens"] / sums["seconds"]
+    return _ratio(rates["method"].sum(), rates[reference].sum())
+
+
+def acceptance_length(rounds: pd.DataFrame) -> float | None:
+    """Tokens emitted by draft-verify rounds per target pass of theirs, bonus token included, prefill not."""
+    return _ratio(rounds["emitted"].sum(), len(rounds))
+
+
+def acceptance_rate(rounds: pd.DataFrame) -> float | None:
+    """Accepted / drafted tokens; None for a method that never drafted."""
+    return _ratio(rounds["accepted"].sum(), rounds["drafted"].sum())
+
+
+def acceptance_by_position(rounds: pd.DataFrame) -> dict[str, list[float | None]]:
+    """Acceptance at each draft position, counted along the longest path of a tree.
+
+    unconditional: of the rounds that drafted so far, the share that accepted this position. conditional: the
+    same among the rounds in which it was judged, that is, in which all before it was accepted and no stop
+    token was.
+    """
+    depth, accepted, emitted = (rounds[name].to_numpy() for name in ("depth", "accepted", "emitted"))
+    stopped = emitted == accepted  # the answer ended inside the draft: there was no token of the target's own
+    unconditional, conditional = [], []
+    for position in range(depth.max(initial=0)):
+        drafted = depth > position
+        judged = drafted & (accepted >= position) & ~(stopped & (accepted == position))
+        kept = int((accepted > position).sum())
+        unconditional.append(_ratio(kept, drafted.sum()))
+        conditional.append(_ratio(kept, judged.sum()))
+    return {"acceptance_by_position": unconditional, "acceptance_by_position_conditional": conditional}
+
+
+def mbsu(rounds: pd.DataFrame, target_pass_bytes: int) -> float | None:
+    """Memory-bound speedup: tokens emitted x bytes of one target pass / bytes of weights really read.
+
+    What the speedup would be if time were nothing but reading weights (Goel et al. 2024, arXiv 2403.00858).
+    For a draft length gamma and a draft model of c times the target's bytes it is acceptance_length / (1 + c
+    * gamma).
+    """
+    read = rounds["draft_bytes"].sum() + rounds["target_bytes"].sum()
+    return _ratio(int(rounds["emitted"].sum()) * target_pass_bytes, read)
+
+
+def bandwidth_fraction(tokens_per_second: float | None, facts: dict) -> float | None:
+    """A speed as a fraction of that of plain decoding if it did nothing but read the target's weights.
+
+    Above 1: faster than any plain decoding from memory on this machine. (Weights that fit into the caches can
+    be read faster than memory; keys and values are not counted.)
+    """
+    bandwidth = facts["bandwidth_bytes_per_second"]
+    if tokens_per_second is None or bandwidth is None:
+        return None
+    return tokens_per_second * facts["target_pass_bytes"] / bandwidth
+
+
+def equivalence(records: list[dict], key: str = "equivalence") -> dict:
+    """Counts of the verdicts; `answers` were judged, and where none was (sampling) the counts are None."""
+    judged = [turn[key] for record in records for turn in record["turns"] if turn.get(key)]
+    judged = [certificate for certificate in judged if certificate["verdict"] is not None]
+    divergences = [c["first_divergence"] for c in judged if c["first_divergence"] is not None]
+    counts = {name: sum(c["verdict"] == name for c in judged) if judged else None for name in VERDICTS}
+    return {
+        "answers": len(judged),
+        **counts,
+        "first_divergence_median": float(median(divergences)) if divergences else None,
+    }
+
+
+def _complete_questions(turns: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the questions that have a number in every column of every turn."""
+    return turns[turns.notna().all(axis=1).groupby("question_id").transform("all")]
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return float(numerator / denominator) if denominator > 0 else None
+
+
+def _total(column: pd.Series) -> float | int | None:
+    """Sum of a column; None when there is nothing to add, or a part of it is unknown."""
+    return column.sum(skipna=False).item() if len(column) and column.notna().all() else None

@@ -1,0 +1,114 @@
+"""Journal records made by hand, and strategies for them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+FACTS = {
+    "target_pass_bytes": 1000,
+    "dtype": "float32",
+    "device": "cpu",
+    "bandwidth_bytes_per_second": 1e6,
+    "noise": 1e-4,
+    "weights": "pretrained",
+}
+CONFIG = {
+    "method": {"_target_": "methods.sps.SpeculativeSampling", "name": "sps", "max_draft_tokens": 5},
+    "pair": {"name": "tiny", "chat_template": "{{ messages }}\n{% if x %}"},
+    "data": {"name": "tiny"},
+    "task": {"name": "all", "tasks": {"qa": ["qa"]}},
+    "decoding": {"max_new_tokens": 64, "temperature": 0.0},
+    "batch_size": 1,
+    "repeats": 1,
+    "protocol": "paired",
+    "seed": 0,
+    "tracker": {"name": "none"},
+    "experiment": None,
+    "runs_root": "runs",
+    "run_dir": None,
+}
+EXACT = {"verdict": "exact", "first_divergence": None, "margin": None, "noise": 1e-4}
+TIE = {"verdict": "tie", "first_divergence": 4, "margin": 1e-5, "noise": 1e-4}
+VIOLATION = {"verdict": "violation", "first_divergence": 2, "margin": 0.5, "noise": 1e-4}
+
+
+def columns(rounds: list[dict]) -> dict:
+    """Rounds as the journal holds them; `accepted` alone makes a round of a chain of 5."""
+    full = [
+        {
+            "drafted": 5,
+            "emitted": r["accepted"] + 1,
+            "depth": r.get("drafted", 5),
+            "draft_seconds": 0.01,
+            "verify_seconds": 0.02,
+            "other_seconds": 0.005,
+            "draft_bytes": r.get("drafted", 5) * 100,
+            "target_bytes": 1000,
+        }
+        | r
+        for r in rounds
+    ]
+    names = ("drafted", "accepted", "emitted", "depth", "draft_seconds", "verify_seconds", "other_seconds",
+             "draft_bytes", "target_bytes")  # fmt: skip
+    return {name: [r[name] for r in full] for name in names}
+
+
+def generation(accepted=(), seconds=None, prefill=0.1, tokens=None, drafted=5) -> dict:
+    """One generation whose rounds accepted so many draft tokens each."""
+    rounds = [{"accepted": a, "drafted": drafted} for a in accepted]
+    count = 1 + sum(a + 1 for a in accepted) if tokens is None else tokens
+    spent = 0.1 + 0.035 * len(rounds) if seconds is None else seconds
+    return {
+        "tokens": list(range(100, 100 + count)),
+        "prefill_seconds": prefill,
+        "seconds": spent,
+        "finish": "length",
+        "steps": columns(rounds),
+    }
+
+
+def turn(number=0, equivalence=EXACT, **arms) -> dict:
+    """One turn; each arm is a generation or a list of repeats."""
+    return {
+        "turn": number,
+        "prompt_tokens": 10,
+        "prompt_sha256": "0" * 64,
+        "arms": {name: g if isinstance(g, list) else [g] for name, g in arms.items()},
+        "text": {"baseline": f"plain {number}\u2028", "method": f"drafted {number}\u2028"},
+        "equivalence": equivalence,
+    }
+
+
+def record(question_id=1, task="qa", category=None, turns=(), error=None) -> dict:
+    return {
+        "question_id": question_id,
+        "task": task,
+        "category": category or task,
+        "error": error,
+        "turns": list(turns),
+    }
+
+
+def answered(question_id=1, task="qa", accepted=(2, 3), slow=2.0, turns=1, **more) -> dict:
+    """A question that the baseline answered `slow` times as slowly as the method."""
+    method = generation(accepted)
+    count = len(method["tokens"])
+    plain = generation([0] * (count - 1), seconds=method["seconds"] * slow, drafted=0)
+    return record(
+        question_id, task, turns=[turn(i, baseline=plain, method=method) for i in range(turns)], **more
+    )
+
+
+accepted = st.lists(st.integers(0, 5), min_size=1, max_size=8)
+
+
+slowness = st.floats(0.1, 10)
+
+
+@st.composite
+def questions(draw, min_size=1, max_size=6, slow=slowness):
+    """Finished questions with answers of equal length in both arms."""
+    return [
+        answered(i, draw(st.sampled_from(["qa", "rag"])), draw(accepted), draw(slow), draw(st.integers(1, 2)))
+        for i in range(draw(st.integers(min_size, max_size)))
+    ]

@@ -1,0 +1,87 @@
+from itertools import product
+
+import pytest
+
+from specbench.measure.equivalence import Certificate, certify, until_stop
+
+STOP = {0}
+NOISE = 1e-3
+WORDS = [w for n in range(5) for w in product((0, 1, 2), repeat=n)]  # every sequence of up to 4 tokens
+
+
+def never(index, expected, found):
+    raise AssertionError("no two tokens differ, so there is no margin to ask for")
+
+
+def margin_of(value):
+    return lambda index, expected, found: value
+
+
+def cut(tokens):
+    return tokens[: tokens.index(0) + 1] if 0 in tokens else tokens
+
+
+@pytest.mark.parametrize("tokens", WORDS)
+def test_until_stop(tokens):
+    assert until_stop(tokens, STOP) == cut(tokens)
+
+
+def test_every_pair_of_short_answers():
+    for reference, answer in product(WORDS, repeat=2):
+        asked = []
+
+        def margin_at(index, expected, found, asked=asked):
+            asked.append((index, expected, found))
+            return NOISE
+
+        found = certify(reference, answer, STOP, margin_at, NOISE)
+        left, right = cut(reference), cut(answer)
+        shared = min(len(left), len(right))
+        at = next((i for i in range(shared) if left[i] != right[i]), shared)
+        if left == right:
+            assert found == Certificate("exact", None, None, NOISE) and not asked
+        elif at < shared:
+            assert found == Certificate("tie", at, NOISE, NOISE) and asked == [(at, left[at], right[at])]
+        else:
+            assert found == Certificate("violation", at, None, NOISE) and not asked
+
+
+@pytest.mark.parametrize(
+    ("margin", "verdict"),
+    [(0.0, "tie"), (NOISE, "tie"), (-NOISE, "tie"), (1.01 * NOISE, "violation"), (-1.01 * NOISE, "violation"),
+     (float("nan"), "violation"), (float("inf"), "violation")],
+)  # fmt: skip
+def test_a_tie_lies_within_the_noise(margin, verdict):
+    found = certify([1, 2, 0], [1, 1, 0], STOP, margin_of(margin), NOISE)
+    assert (found.verdict, found.first_divergence) == (verdict, 1)
+
+
+REFERENCE = [5, 6, 7, 8, 9, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "at"),
+    [
+        ([5, 6, 8, 8, 9, 0], "violation", 2),  # a swapped token
+        ([5, 6, 7, 9, 0], "violation", 3),  # a dropped bonus token
+        ([5, 6, 7, 8, 9, 0, 4, 4], "exact", None),  # tokens after the stop token do not count
+        ([5, 6, 7], "violation", 3),  # truncated
+        ([], "violation", 0),
+        ([5, 6, 7, 7, 8, 9, 0], "violation", 3),  # an extra token
+        ([5, 6, 7, 8, 9], "violation", 5),  # the stop token is missing
+        ([5, 6, 7, 8, 9, 9], "violation", 5),  # went on instead of stopping, at no near-tie
+        ([5, 6, 0], "violation", 2),  # stopped early, at no near-tie
+    ],
+)
+def test_planted_faults(answer, verdict, at):
+    found = certify(REFERENCE, answer, STOP, margin_of(3.0), NOISE)
+    assert (found.verdict, found.first_divergence) == (verdict, at)
+
+
+def test_stopping_at_a_near_tie_is_a_tie():
+    assert certify(REFERENCE, [5, 6, 0], STOP, margin_of(0.0), NOISE).verdict == "tie"
+
+
+def test_a_missing_token_is_a_violation_whatever_the_noise():
+    assert certify(REFERENCE, [5, 6], STOP, never, float("inf")).verdict == "violation"
+    assert certify([5, 6], [5, 6, 7], STOP, never, float("inf")).verdict == "violation"

@@ -1,0 +1,308 @@
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbench.measure import metrics
+from specbench.measure.frames import STEP_COLUMNS, generations_frame, steps_frame
+from tests.measure.synthetic import (
+    CONFIG,
+    EXACT,
+    FACTS,
+    TIE,
+    VIOLATION,
+    answered,
+    columns,
+    generation,
+    questions,
+    record,
+    turn,
+)
+
+KEYS = [
+    *("questions", "tokens", "seconds", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
+    *("decode_speedup", "spec_bench_speedup", "acceptance_length", "acceptance_rate", "mbsu"),
+    *("draft_seconds", "verify_seconds", "other_seconds"),
+]
+
+
+def overall(records, facts=FACTS) -> dict:
+    return metrics.numbers(records, facts, "baseline")
+
+
+def scaled(records, factor):
+    """The same records with every time multiplied."""
+
+    def walk(node):
+        if isinstance(node, list):
+            return [walk(item) for item in node]
+        if isinstance(node, dict):
+            return {k: times(v) if k.endswith("seconds") else walk(v) for k, v in node.items()}
+        return node
+
+    def times(value):
+        return [v * factor for v in value] if isinstance(value, list) else value * factor
+
+    return walk(records)
+
+
+def test_the_step_columns_are_those_of_the_trace():
+    from specbench.decoding.trace import Step
+
+    assert list(STEP_COLUMNS) == list(Step.__dataclass_fields__)
+
+
+def test_numbers_of_one_question_by_hand():
+    method = generation([2, 5, 0], seconds=1.0, prefill=0.4)  # 11 tokens in 3 rounds
+    plain = generation([0] * 10, seconds=2.5, prefill=0.5, drafted=0)
+    found = metrics.summary([record(turns=[turn(baseline=plain, method=method)])], FACTS, CONFIG)
+    numbers = found["overall"]
+    assert (numbers["questions"], numbers["tokens"], numbers["seconds"]) == (1, 11, 1.0)
+    assert numbers["tokens_per_second"] == 11.0
+    assert numbers["speedup"] == 2.5 and numbers["speedup_low"] is None
+    assert numbers["decode_speedup"] == pytest.approx(2.0 / 0.6)
+    assert numbers["spec_bench_speedup"] == 2.5
+    assert numbers["acceptance_length"] == pytest.approx(10 / 3)
+    assert numbers["acceptance_rate"] == pytest.approx(7 / 15)
+    assert numbers["acceptance_by_position"] == pytest.approx([2 / 3, 2 / 3, 1 / 3, 1 / 3, 1 / 3])
+    assert numbers["acceptance_by_position_conditional"] == pytest.approx([2 / 3, 1, 1 / 2, 1, 1])
+    assert numbers["mbsu"] == pytest.approx(10 * 1000 / (3 * 1000 + 15 * 100))
+    assert numbers["draft_seconds"] == pytest.approx(0.03)
+    assert numbers["verify_seconds"] == pytest.approx(0.06)
+    assert numbers["other_seconds"] == pytest.approx(0.015)
+    assert numbers["bandwidth_fraction"] == pytest.approx(11.0 * 1000 / 1e6)
+    baseline = found["baseline"]
+    assert baseline["tokens_per_second"] == 4.4 and baseline["hf_generate_tokens_per_second"] is None
+    assert baseline["quoted_against"] == "engine"
+    assert baseline["bandwidth_fraction"] == pytest.approx(4.4 * 1000 / 1e6)
+
+
+def test_the_summary_has_the_keys_that_others_read():
+    found = metrics.summary([answered(1), answered(2, "rag")], FACTS, CONFIG)
+    assert {
+        *(
+            "schema",
+            "status",
+            "method",
+            "pair",
+            "data",
+            "task",
+            "temperature",
+            "batch_size",
+            "dtype",
+            "device",
+        ),
+        *("overall", "tasks", "equivalence", "baseline"),
+    } <= set(found)
+    assert (found["schema"], found["status"], found["method"], found["pair"]) == (
+        1,
+        "complete",
+        "sps",
+        "tiny",
+    )
+    assert found["settings"] == {"max_draft_tokens": 5}
+    assert list(found["tasks"]) == ["qa", "rag"]
+    for numbers in (found["overall"], *found["tasks"].values()):
+        assert set(KEYS) <= set(numbers)
+    assert set(found["equivalence"]) == {"answers", "exact", "tie", "violation", "first_divergence_median"}
+    assert {"tokens_per_second", "hf_generate_tokens_per_second", "bandwidth_fraction"} <= set(
+        found["baseline"]
+    )
+    json.dumps(found, allow_nan=False)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 8), st.integers(1, 400), st.lists(st.floats(0, 1), min_size=1, max_size=10))
+def test_mbsu_of_a_fixed_draft_length(gamma, draft_bytes, shares):
+    """tau / (1 + c * gamma), c = draft bytes / target bytes."""
+    rounds = [
+        {"accepted": int(share * gamma), "drafted": gamma, "draft_bytes": gamma * draft_bytes}
+        for share in shares
+    ]
+    method = generation() | {"steps": columns(rounds)}
+    found = overall([record(turns=[turn(method=method)])])
+    c = draft_bytes / FACTS["target_pass_bytes"]
+    assert found["mbsu"] == pytest.approx(found["acceptance_length"] / (1 + c * gamma))
+
+
+@settings(deadline=None, max_examples=25)
+@given(questions())
+def test_acceptance_identities(records):
+    found = overall(records)
+    rounds = sum(len(t["arms"]["method"][0]["steps"]["emitted"]) for r in records for t in r["turns"])
+    prefills = sum(len(r["turns"]) for r in records)
+    assert found["acceptance_length"] * rounds == pytest.approx(found["tokens"] - prefills)
+    assert found["acceptance_length"] == pytest.approx(
+        1 + 5 * found["acceptance_rate"]
+    )  # a chain of 5, no stop
+    assert sum(found["acceptance_by_position"]) == pytest.approx(5 * found["acceptance_rate"])
+    conditional = [c for c in found["acceptance_by_position_conditional"] if c is not None]
+    for position, share in enumerate(found["acceptance_by_position"]):
+        assert share == pytest.approx(math.prod(conditional[: position + 1]))
+    total = (
+        found["prefill_seconds"] + found["draft_seconds"] + found["verify_seconds"] + found["other_seconds"]
+    )
+    assert total == pytest.approx(found["seconds"])
+
+
+@settings(deadline=None, max_examples=20)
+@given(questions(), st.sampled_from([0.25, 2.0]))
+def test_the_unit_of_time_leaves_ratios_alone(records, factor):
+    one, other = overall(records), overall(scaled(records, factor))
+    for name, value in one.items():
+        if name.endswith("seconds"):
+            assert other[name] == pytest.approx(value * factor)
+        elif name in ("tokens_per_second", "bandwidth_fraction"):
+            assert other[name] == pytest.approx(value / factor)
+        else:
+            assert other[name] == value
+
+
+@settings(deadline=None, max_examples=20)
+@given(questions(min_size=2, slow=st.just(1.0)))
+def test_a_baseline_against_itself_holds_1(records):
+    found = overall(records)
+    assert found["speedup"] == found["speedup_low"] == found["speedup_high"] == 1.0
+    assert found["spec_bench_speedup"] == pytest.approx(1.0)
+
+
+def test_the_interval_does_not_depend_on_the_order_of_the_questions():
+    records = [answered(i, slow=1 + i % 4, accepted=[i % 6]) for i in range(12)]
+    names = ("speedup", "speedup_low", "speedup_high")
+    assert [overall(records)[n] for n in names] == [overall(records[::-1])[n] for n in names]
+
+
+def test_plain_decoding_as_a_method():
+    plain = generation([0] * 5, drafted=0)
+    found = overall([record(turns=[turn(baseline=plain, method=plain)])])
+    assert found["acceptance_length"] == 1.0 and found["mbsu"] == 1.0
+    assert found["acceptance_rate"] is None
+    assert found["acceptance_by_position"] == found["acceptance_by_position_conditional"] == []
+
+
+def test_a_stop_token_in_the_draft_is_no_rejection_of_what_follows():
+    rounds = columns([{"accepted": 2, "emitted": 2}, {"accepted": 2}])
+    found = overall([record(turns=[turn(method=generation() | {"steps": rounds})])])
+    assert found["acceptance_by_position"] == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert found["acceptance_by_position_conditional"] == [1.0, 1.0, 0.0, None, None]
+
+
+def test_a_tree_is_counted_along_its_longest_path():
+    rounds = columns([{"accepted": 2, "drafted": 12, "depth": 3}, {"accepted": 0, "drafted": 12, "depth": 3}])
+    found = overall([record(turns=[turn(method=generation() | {"steps": rounds})])])
+    assert found["acceptance_rate"] == pytest.approx(2 / 24)
+    assert found["acceptance_by_position"] == [0.5, 0.5, 0.0]
+
+
+def test_repeats_are_averaged_per_question_and_totalled_in_sums():
+    def repeats(*spent):
+        return [generation([1, 1], seconds=s) for s in spent]
+
+    first = record(1, turns=[turn(baseline=repeats(4.0, 2.0), method=repeats(1.0, 2.0))])
+    second = record(2, turns=[turn(baseline=repeats(6.0), method=repeats(3.0, 3.0))])
+    found = overall([first, second])
+    assert found["speedup"] == pytest.approx((3.0 + 6.0) / (1.5 + 3.0))
+    assert (found["questions"], found["tokens"], found["seconds"]) == (2, 20, 9.0)
+
+
+def test_answers_of_other_lengths_are_compared_over_equal_tokens():
+    """Both arms decode 20 tokens/s; the method's answer is half as long, which must win it nothing."""
+    plain = generation([0] * 20, seconds=0.5 + 1.0, prefill=0.5, drafted=0)
+    method = generation([0] * 10, seconds=0.5 + 0.5, prefill=0.5)
+    found = overall([record(turns=[turn(baseline=plain, method=method, equivalence=TIE)])])
+    assert found["speedup"] == pytest.approx(1.0)
+    assert found["decode_speedup"] == pytest.approx(1.0)
+
+
+def test_an_answer_that_cannot_be_scaled_is_left_out_of_the_comparison():
+    short = generation([], seconds=0.1)
+    long = generation([0] * 9, seconds=1.0, drafted=0)
+    found = overall(
+        [record(1, turns=[turn(baseline=long, method=short, equivalence=TIE)]), answered(2, slow=3.0)]
+    )
+    assert found["questions"] == 2 and found["speedup_questions"] == 1
+    assert found["speedup"] == pytest.approx(3.0)
+    both_short = overall([record(turns=[turn(baseline=generation([], seconds=0.3), method=short)])])
+    assert both_short["speedup"] == pytest.approx(3.0) and both_short["acceptance_length"] is None
+
+
+def hf(count, seconds):
+    return generation(tokens=count, seconds=seconds, prefill=None)
+
+
+def test_the_faster_baseline_is_the_one_that_is_quoted():
+    method, plain = generation([4], seconds=1.0), generation([0] * 5, seconds=2.0, drafted=0)
+    slower = metrics.summary(
+        [record(turns=[turn(baseline=plain, method=method, hf_generate=hf(6, 3.0))])], FACTS, CONFIG
+    )
+    assert slower["baseline"]["quoted_against"] == "engine" and slower["overall"]["speedup"] == 2.0
+    assert slower["baseline"]["hf_generate_tokens_per_second"] == 2.0
+    faster = metrics.summary(
+        [record(turns=[turn(baseline=plain, method=method, hf_generate=hf(6, 1.5))])], FACTS, CONFIG
+    )
+    assert faster["baseline"]["quoted_against"] == "hf_generate" and faster["overall"]["speedup"] == 1.5
+    assert faster["overall"]["spec_bench_speedup"] == 1.5
+    assert faster["overall"]["decode_speedup"] is None  # its prefill was not timed
+    assert faster["baseline"]["bandwidth_fraction"] == pytest.approx(4.0 * 1000 / 1e6)
+
+
+def test_baselines_are_compared_on_the_questions_that_both_answered():
+    timed = record(1, turns=[turn(baseline=generation([0] * 9, seconds=1.0), method=generation([8]),
+                                  hf_generate=hf(10, 2.0))])  # fmt: skip
+    rest = record(2, turns=[turn(baseline=generation([0] * 9, seconds=50.0), method=generation([8]))])
+    found = metrics.summary([timed, rest], FACTS, CONFIG)["baseline"]
+    assert (found["tokens_per_second"], found["hf_generate_tokens_per_second"]) == (10.0, 5.0)
+    assert found["quoted_against"] == "engine"
+
+
+def test_failed_questions_count_as_failed_and_nowhere_else():
+    failed = record(9, "rag", error="out of memory")
+    found = metrics.summary([answered(1), failed], FACTS, CONFIG)
+    assert (found["status"], found["failed"]) == ("failed", 1)
+    assert found["overall"] == metrics.summary([answered(1)], FACTS, CONFIG)["overall"]
+    assert found["tasks"]["rag"]["questions"] == 0
+    assert all(found["tasks"]["rag"][key] is None for key in KEYS if key != "questions")
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize("records", [[], [record(error="no memory")]])
+def test_nothing_measured_is_none(records):
+    found = metrics.summary(records, FACTS, CONFIG)
+    assert all(found["overall"][key] is None for key in KEYS if key != "questions")
+    assert found["equivalence"] == {
+        "answers": 0, "exact": None, "tie": None, "violation": None, "first_divergence_median": None
+    }  # fmt: skip
+    assert found["baseline"]["tokens_per_second"] is None and found["baseline"]["bandwidth_fraction"] is None
+
+
+def test_equivalence_counts_answers():
+    unjudged = dict.fromkeys(EXACT)
+    turns = [turn(i, certificate) for i, certificate in enumerate([EXACT, TIE, TIE, VIOLATION, unjudged])]
+    found = metrics.equivalence([record(turns=turns)])
+    assert found == {"answers": 4, "exact": 1, "tie": 2, "violation": 1, "first_divergence_median": 4.0}
+
+
+def test_an_unknown_bandwidth_leaves_the_fraction_open():
+    found = metrics.summary([answered()], FACTS | {"bandwidth_bytes_per_second": None}, CONFIG)
+    assert found["overall"]["bandwidth_fraction"] is None and found["baseline"]["bandwidth_fraction"] is None
+
+
+@settings(deadline=None, max_examples=20)
+@given(questions())
+def test_frames_hold_every_generation_and_every_round(records):
+    generations, steps = generations_frame(records), steps_frame(records)
+    counted = [g for r in records for t in r["turns"] for arm in t["arms"].values() for g in arm]
+    assert len(generations) == len(counted)
+    assert len(steps) == sum(len(g["steps"]["emitted"]) for g in counted)
+    assert steps["emitted"].sum() == generations["tokens"].sum() - len(generations)
+    assert not steps.duplicated(["question_id", "turn", "arm", "repeat", "step"]).any()
+
+
+@pytest.mark.parametrize("module", ["specbench.measure.metrics", "specbench.questions"])
+def test_imports_no_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
