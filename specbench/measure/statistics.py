@@ -6,7 +6,6 @@ import warnings
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import DegenerateDataWarning, bootstrap
 
 CONFIDENCE = 0.95
 RESAMPLES = 9999
@@ -58,6 +57,9 @@ def _ratio_of_sums(reference: np.ndarray, method: np.ndarray, axis: int = -1) ->
 
 
 def _interval(reference: np.ndarray, method: np.ndarray, kind: str) -> tuple[float, float]:
+    # Here, for it takes a second, and who only reads a summary needs none of it.
+    from scipy.stats import DegenerateDataWarning, bootstrap
+
     with warnings.catch_warnings(), np.errstate(invalid="ignore"):  # the NaN that comes back says the same
         warnings.simplefilter("ignore", DegenerateDataWarning)
         interval = bootstrap(

@@ -1,0 +1,282 @@
+"""The run folder: found or made, locked, written line by line, finished at once.
+
+Two processes use it one after the other: the one that was asked for a run finds or makes the folder
+(`find_or_create`), the one that measures holds it (`open_journal`) and ends it (`finalise`).
+Truth is `records.jsonl`, one line per finished question; all that `finalise` writes is derived from it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from specbench.errors import UserError
+from specbench.measure import metrics
+from specbench.measure.files import write_atomic
+from specbench.measure.frames import steps_frame
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"
+RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
+ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
+NOT_MEASURED = ("run_dir", "runs_root", "tracker")  # configuration that does not change what is measured
+
+
+# -- finding and making a folder
+
+
+def find_or_create(config: Mapping) -> Path:
+    """The folder to measure `config` in: its `run_dir`, or else the newest that can go on, or a new one.
+
+    A folder can go on while it has no summary, and was made for the same configuration by the same code.
+    Raises UserError when `run_dir` is a folder that cannot go on, or that holds other things.
+    """
+    config = _plain(config)
+    code = {"source_sha256": source_sha256()}
+    if config["run_dir"] is not None:
+        return _given_folder(Path(config["run_dir"]), config, code)
+    root = Path(config["runs_root"])
+    for run_dir in sorted(root.glob(f"*_{config_hash(config)}"), reverse=True):  # names begin with the date
+        if not is_complete(run_dir) and _difference(run_dir, config, code) is None:
+            return run_dir
+    return _start(_new_folder(root, config), config, code)
+
+
+def config_hash(config: Mapping) -> str:
+    """8 hex digits of the configuration, less what does not change what is measured."""
+    return hashlib.sha256(_canonical(_plain(config)).encode()).hexdigest()[:8]
+
+
+def source_sha256() -> str:
+    """Hex digest of the code that measures: every Python file of harness and methods, known to git or not."""
+    digest = hashlib.sha256()
+    for path in sorted(p for package in ("specbench", "methods") for p in (ROOT / package).rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(ROOT)}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def read_config(run_dir: Path) -> dict:
+    """The resolved configuration of a run folder."""
+    return yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+
+
+def is_complete(run_dir: Path) -> bool:
+    """Whether every question was tried and the summary is there."""
+    return (run_dir / SUMMARY).exists()
+
+
+def _plain(config: Mapping) -> dict:
+    return OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
+
+
+def _canonical(config: dict) -> str:
+    return json.dumps({k: v for k, v in config.items() if k not in NOT_MEASURED}, sort_keys=True)
+
+
+def _new_folder(root: Path, config: dict) -> Path:
+    parts = [config[group]["name"] for group in ("method", "pair", "task")]
+    label = "_".join(re.sub(r"[^\w.-]+", "-", str(part)) for part in parts)
+    while True:
+        run_dir = root / f"{time.strftime('%Y-%m-%d_%H%M%S')}_{label}_{config_hash(config)}"
+        try:
+            run_dir.mkdir(parents=True)
+            return run_dir
+        except FileExistsError:  # made within this very second
+            time.sleep(0.1)
+
+
+def _start(run_dir: Path, config: dict, code: dict) -> Path:
+    write_json(run_dir / CODE, code)
+    write_atomic(run_dir / CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    return run_dir
+
+
+def _difference(run_dir: Path, config: dict, code: dict) -> str | None:
+    """Why a folder cannot go on with this configuration and code; None if it can."""
+    if not (run_dir / CONFIG).exists() or not (run_dir / CODE).exists():
+        return "it holds something else than a run"
+    if _canonical(read_config(run_dir)) != _canonical(config):
+        return "it was made for another configuration"
+    return None if read_json(run_dir / CODE) == code else "the code has changed since"
+
+
+def _given_folder(run_dir: Path, config: dict, code: dict) -> Path:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not any(run_dir.iterdir()):
+        return _start(run_dir, config, code)
+    difference = _difference(run_dir, config, code)
+    if difference:
+        raise UserError(f"run_dir={run_dir} cannot go on: {difference}; name another folder, or none")
+    return run_dir
+
+
+# -- the journal
+
+
+class Journal:
+    """The records of a run folder that this process holds; `records` are those already on disk."""
+
+    def __init__(self, path: Path, records: list[dict]):
+        self.records = records
+        self._path = path
+        self._known = {record["question_id"] for record in records}
+
+    def append(self, record: dict) -> None:
+        """Adds a finished question and the time of day (`tstamp`, s); it is on the disk when this returns."""
+        if record["question_id"] in self._known:
+            raise ValueError(f"question {record['question_id']} is already in {self._path}")
+        record = finite(record | {"tstamp": time.time()})
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.records.append(record)
+        self._known.add(record["question_id"])
+
+
+@contextmanager
+def open_journal(run_dir: Path) -> Iterator[Journal]:
+    """Holds a run folder for this process alone (a killed one frees it), and mends its journal after a crash.
+
+    Raises UserError when another process holds it, or when the journal is damaged elsewhere than at its end.
+    """
+    with open(run_dir / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{run_dir} is being measured by another process: let it end first") from error
+        records, whole = _read(run_dir / RECORDS)
+        if not whole:
+            lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            write_atomic(run_dir / RECORDS, "".join(lines))
+        yield Journal(run_dir / RECORDS, records)
+
+
+def read_records(run_dir: Path) -> list[dict]:
+    """Every finished question of a run folder, which may be in use; a last line cut short is left out."""
+    return _read(run_dir / RECORDS)[0]
+
+
+def _read(path: Path) -> tuple[list[dict], bool]:
+    """The records of a journal, and whether it is whole: not cut short within its last line."""
+    if not path.exists():
+        return [], True
+    content = path.read_bytes()
+    lines = content.split(b"\n")  # not splitlines(): texts may hold other line separators
+    if not lines[-1]:
+        lines.pop()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:  # bad JSON, or bytes that are not UTF-8
+            if number < len(lines):
+                raise UserError(f"{path}, line {number}: not valid JSON; the journal is damaged") from error
+            return records, False
+    return records, content.endswith(b"\n") or not content
+
+
+# -- the end of a run
+
+
+def finalise(run_dir: Path) -> dict:
+    """Writes what follows from the journal (answers, steps, last of all the summary); returns the summary.
+
+    A folder that already has a summary stays as it is. Call it while the journal is open, so that no other
+    process writes the same folder.
+    """
+    if is_complete(run_dir):
+        return read_json(run_dir / SUMMARY)
+    records, config = read_records(run_dir), read_config(run_dir)
+    for arm, name in ANSWERS.items():
+        answers = spec_bench_answers(records, arm, config)
+        write_atomic(run_dir / name, "".join(json.dumps(a, ensure_ascii=False) + "\n" for a in answers))
+    _write_steps(run_dir / STEPS, records)
+    summary = finite(metrics.summary(records, read_json(run_dir / FACTS), config))
+    write_json(run_dir / SUMMARY, summary)
+    return summary
+
+
+def spec_bench_answers(records: list[dict], arm: str, config: dict) -> list[dict]:
+    """The answers of one arm in Spec-Bench's schema, sorted by question, without those that failed.
+
+    choices[i] is repeat i. accept_lengths runs over all turns, one entry per round: the tokens that it
+    emitted, the bonus token included; the first token of a turn comes from the prefill and is in no round.
+    The texts are those of the first repeat: with greedy decoding all repeats say the same.
+    """
+    name = config["method"]["name"] if arm == "method" else "baseline"
+    model_id = f"{config['pair']['name']}-{name}"
+    return [
+        {
+            "question_id": record["question_id"],
+            "category": record["category"],
+            "answer_id": uuid.uuid5(
+                uuid.NAMESPACE_OID, f"{model_id} {record['tstamp']} {record['question_id']}"
+            ).hex,
+            "model_id": model_id,
+            "choices": [
+                _choice(record["turns"], arm, i) for i in range(len(record["turns"][0]["arms"][arm]))
+            ],
+            "tstamp": record["tstamp"],
+        }
+        for record in sorted(records, key=lambda record: record["question_id"])
+        if record["error"] is None
+    ]
+
+
+def _choice(turns: list[dict], arm: str, repeat: int) -> dict:
+    generations = [turn["arms"][arm][repeat] for turn in turns]
+    emitted = [generation["steps"]["emitted"] for generation in generations]
+    return {
+        "index": repeat,
+        "turns": [turn["text"][arm] for turn in turns],
+        "decoding_steps": [len(rounds) for rounds in emitted],
+        "new_tokens": [len(generation["tokens"]) for generation in generations],
+        "wall_time": [generation["seconds"] for generation in generations],
+        "accept_lengths": [count for rounds in emitted for count in rounds],
+    }
+
+
+def _write_steps(path: Path, records: list[dict]) -> None:
+    table = pa.Table.from_pandas(steps_frame(records), preserve_index=False)
+    metadata = (table.schema.metadata or {}) | {b"specbench_schema": str(metrics.SCHEMA).encode()}
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata(metadata), sink)
+    write_atomic(path, sink.getvalue().to_pybytes())
+
+
+# -- JSON
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Writes JSON atomically; a number that is not finite becomes null."""
+    write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict:
+    """The content of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def finite(value):
+    """The same value with null for each NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
