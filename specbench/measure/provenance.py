@@ -1,0 +1,293 @@
+"""Where numbers come from: code, machine, settings, inputs; written down before the first question is timed.
+
+torch is imported where it is needed: a report compares provenance without it.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from specbench.errors import UserError
+from specbench.measure import store
+from specbench.measure.files import file_sha256
+from specbench.questions import packaged
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "scipy",
+    "pandas",
+    "pyarrow",
+    "accelerate",
+    "specbench",
+)
+# Named one by one: any other variable may hold a secret.
+ENVIRONMENT = (
+    *(
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "OMP_PROC_BIND",
+        "OMP_PLACES",
+        "OMP_SCHEDULE",
+    ),
+    *("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_BLOCKTIME", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
+    *(
+        "DNNL_DEFAULT_FPMATH_MODE",
+        "LD_PRELOAD",
+        "MALLOC_ARENA_MAX",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_LAUNCH_BLOCKING",
+    ),
+    *("CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE"),
+)
+GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "clocks.max.sm", "power.limit")
+
+# What must be equal for two runs to be compared, and for one to go on: dotted names, each with all below it.
+COMPARABLE = (
+    *("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights.target"),
+    *("config.pair.target", "config.pair.dtype", "config.pair.device", "config.pair.init", "config.data"),
+    *("config.decoding", "config.batch_size", "config.protocol"),
+)
+SAME_RUN = ("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights")
+
+BUFFER_BYTES = 2**30  # far more than any cache holds
+PASSES = 9
+
+
+def collect(config: dict, questions_file: Path, command: Sequence[str] | None = None) -> dict:
+    """Everything there is to know before the first question.
+
+    command: the command line, by default that of this process. Secrets are left out: of the environment only
+    known variables are read, and values that look like a key, or are named like one, are blanked.
+    """
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": [_without_secret_value(argument) for argument in command or sys.orig_argv],
+        "config": without_secrets(config),
+        "versions": versions(),
+        "machine": machine(),
+        "load_average": list(os.getloadavg()),
+        "threads": threads(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        "source_sha256": store.source_sha256(),
+        "git": git_state(store.ROOT),
+        "questions": {"path": str(questions_file), "sha256": file_sha256(questions_file)},
+        "weights": weights(config["pair"]),
+    }
+
+
+def record(run_dir: Path, provenance: dict) -> None:
+    """Writes provenance.json; in a run that goes on, checks instead that nothing has changed since it began.
+
+    Raises UserError naming what has: half a run from another machine is no measurement.
+    """
+    path = run_dir / store.PROVENANCE
+    if not path.exists():
+        store.write_json(path, provenance)
+        return
+    changed = differences(store.read_json(path), store.finite(provenance), SAME_RUN)
+    if changed:
+        raise UserError(f"{run_dir} cannot go on, for {'; '.join(changed)}: remove the folder to start anew")
+
+
+def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) -> list[str]:
+    """Why two runs are not comparable, each as "versions.torch was 2.11 and is 2.13"; [] if they are."""
+    left, right = (
+        {key: value for key, value in _flat(provenance) if key.startswith(tuple(names))}
+        for provenance in (first, second)
+    )
+    return [
+        f"{key} was {left.get(key)} and is {right.get(key)}"
+        for key in sorted(left.keys() | right.keys())
+        if left.get(key) != right.get(key)
+    ]
+
+
+# -- the parts
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that are installed."""
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    return {"python": platform.python_version()} | {p: installed[p] for p in PACKAGES if p in installed}
+
+
+def machine() -> dict:
+    """Operating system, processor, cores (of the machine; usable by this process), memory in GiB, GPUs."""
+    return {
+        "os": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "gpus": gpus(),
+    }
+
+
+def gpus() -> list[dict[str, str]]:
+    """What nvidia-smi says of each GPU (MiB, MHz, W); [] without one."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    if found.returncode:  # installed, but there is no GPU
+        return []
+    rows = csv.reader(found.stdout.splitlines(), skipinitialspace=True)
+    return [dict(zip(GPU_FIELDS, row, strict=True)) for row in rows]
+
+
+def threads() -> dict:
+    """Threads of torch within an operation and between operations, and its CUDA (None: built without)."""
+    import torch
+
+    return {
+        "torch": torch.get_num_threads(),
+        "interop": torch.get_num_interop_threads(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def git_state(root: Path) -> dict | None:
+    """Commit, and what differs from it (`git diff HEAD`, and its sha256); None if `root` is no repository."""
+    if shutil.which("git") is None:
+        return None
+
+    def git(*arguments: str) -> bytes | None:
+        found = subprocess.run(["git", "-C", root, *arguments], capture_output=True, check=False)
+        return None if found.returncode else found.stdout
+
+    top, commit, diff = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD"), git("diff", "HEAD")
+    if (
+        top is None or commit is None or Path(os.fsdecode(top.strip())) != root
+    ):  # installed into another repository
+        return None
+    return {
+        "commit": commit.decode().strip(),
+        "diff_sha256": hashlib.sha256(diff).hexdigest(),
+        "diff": without_secrets(diff.decode(errors="replace")),
+    }
+
+
+def weights(pair: Mapping) -> dict[str, dict]:
+    """The weights of a pair (target, draft, parts.<name>): where from, and checksums of the files on disk.
+
+    For a model of the hub: its id, the revision asked for, and the commit that the local cache has of it.
+    """
+    sources = {"target": pair["target"], "draft": pair["draft"]}
+    sources |= {f"parts.{name}": path for name, path in pair["parts"].items()}
+    return {
+        name: _weights(source, pair.get(f"{name}_revision"))
+        for name, source in sources.items()
+        if source is not None
+    }
+
+
+def _weights(source: str, revision: str | None) -> dict:
+    path = packaged(source)
+    if path.exists():
+        files = (
+            [path]
+            if path.is_file()
+            else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
+        )
+        return {"source": source, "files": {file.name: file_sha256(file) for file in files}}
+    cached = try_to_load_from_cache(source, "config.json", revision=revision)
+    commit = Path(cached).parent.name if isinstance(cached, str) else None
+    return {"source": source, "revision": revision, "commit": commit}
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    found = (
+        re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    )
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _flat(value, prefix: str = ""):
+    """(dotted name, value) of every leaf of nested dictionaries and lists."""
+    items = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    )
+    if items is None:
+        yield prefix, value
+        return
+    for key, item in items:
+        yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+
+
+# -- secrets
+
+SECRET_NAME = re.compile(
+    r"(^|[._-])(api_?key|access_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE
+)
+SECRET_TEXT = re.compile(
+    # keys that are known by their form
+    r"\b(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|sk-[\w-]{16,}|AKIA[0-9A-Z]{16})\b"
+    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password@host
+)
+BLANK = "***"
+
+
+def without_secrets(value, name: str = ""):
+    """The same value with texts blanked that are named like a secret, or look like one."""
+    if isinstance(value, Mapping):
+        return {key: without_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item, name) for item in value]
+    if not isinstance(value, str):
+        return value
+    return BLANK if SECRET_NAME.search(name) else SECRET_TEXT.sub(BLANK, value)
+
+
+def _without_secret_value(argument: str) -> str:
+    """A command-line argument, `name=secret` blanked."""
+    name, equals, value = argument.partition("=")
+    return name + equals + without_secrets(value, name) if equals else without_secrets(argument)
+
+
+# -- the ceiling
+
+
+def bandwidth(device) -> float:
+    """Bytes per second at which torch reads the memory of `device`: the ceiling of work that is bound by it.
+
+    The median over passes that each sum 1 GiB of float32 numbers, after a warm-up, with the threads torch has
+    now. A sum reads every byte once, writes nothing, and of torch's operations comes closest to what the
+    memory gives; the type of the weights plays no part. Weights that fit into a cache can be read faster.
+    """
+    import torch
+
+    from specbench.decoding.trace import Clock
+
+    clock = Clock(device)
+    buffer = torch.ones(BUFFER_BYTES // 4, dtype=torch.float32, device=device)
+
+    def seconds() -> float:
+        clock.synchronize()
+        start = clock.mark()
+        buffer.sum()
+        end = clock.mark()
+        clock.synchronize()
+        return clock.seconds(start, end)
+
+    seconds()
+    return BUFFER_BYTES / statistics.median(seconds() for _ in range(PASSES))

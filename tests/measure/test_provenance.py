@@ -1,0 +1,132 @@
+import copy
+import hashlib
+import json
+import subprocess
+
+import pytest
+import torch
+
+from specbench.errors import UserError
+from specbench.measure import provenance, store
+from tests.measure.synthetic import CONFIG
+
+PAIR = {"name": "tiny", "target": "none/such-model", "target_revision": "main", "draft": None, "parts": {}}
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text("{}\n")
+    return path
+
+
+@pytest.fixture
+def found(questions) -> dict:
+    return provenance.collect(CONFIG | {"pair": PAIR}, questions, ["bench", "method=sps"])
+
+
+def test_what_is_collected(found, questions):
+    json.dumps(found, allow_nan=False)
+    assert found["versions"]["torch"] == torch.__version__ and "python" in found["versions"]
+    assert found["threads"]["torch"] == torch.get_num_threads()
+    assert found["machine"]["cores"] >= found["machine"]["usable_cores"] >= 1 and found["machine"]["cpu"]
+    assert found["questions"]["sha256"] == hashlib.sha256(questions.read_bytes()).hexdigest()
+    assert found["config"]["method"]["max_draft_tokens"] == 5
+    assert found["command"] == ["bench", "method=sps"]
+    assert found["weights"] == {"target": {"source": "none/such-model", "revision": "main", "commit": None}}
+
+
+def test_checksums_of_weights_on_disk(tmp_path):
+    target, part = tmp_path / "target", tmp_path / "head.bin"
+    target.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (target / name).write_text(name)
+    part.write_bytes(b"part")
+    found = provenance.weights(PAIR | {"target": str(target), "parts": {"kangaroo": str(part)}})
+    assert found["target"]["files"] == {"model.safetensors": hashlib.sha256(b"model.safetensors").hexdigest()}
+    assert found["parts.kangaroo"]["files"] == {"head.bin": hashlib.sha256(b"part").hexdigest()}
+    assert "draft" not in found
+
+
+def test_no_secret_is_recorded(questions, monkeypatch):
+    secret = "hf_" + "a1B2" * 8
+    monkeypatch.setenv("HF_TOKEN", secret)
+    monkeypatch.setenv("WANDB_API_KEY", "plain-words-key")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    config = CONFIG | {
+        "pair": PAIR,
+        "tracker": {"name": "wandb", "api_key": "plain-words-key"},
+        "note": f"x {secret} y",
+    }
+    command = ["bench", f"note={secret}", "tracker.api_key=plain-words-key", secret, "https://me:pass@host/x"]
+    found = provenance.collect(config, questions, command)
+    text = json.dumps(found)
+    for word in (secret, "plain-words-key", "me:pass"):
+        assert word not in text
+    assert found["environment"]["OMP_NUM_THREADS"] == "2"
+    assert found["command"][2] == "tracker.api_key=***" and found["config"]["note"] == "x *** y"
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run(["git", "-C", folder, *identity, *arguments], check=True, capture_output=True)
+
+
+def test_commit_and_diff(tmp_path):
+    assert provenance.git_state(tmp_path) is None
+    git(tmp_path, "init")
+    assert provenance.git_state(tmp_path) is None  # no commit yet
+    (tmp_path / "code.py").write_text("x = 1\n")
+    git(tmp_path, "add", "code.py")
+    git(tmp_path, "commit", "-m", "x")
+    clean = provenance.git_state(tmp_path)
+    assert len(clean["commit"]) == 40 and clean["diff"] == ""
+    (tmp_path / "code.py").write_text("x = 2\n")
+    changed = provenance.git_state(tmp_path)
+    assert changed["commit"] == clean["commit"] and changed["diff_sha256"] != clean["diff_sha256"]
+    assert "+x = 2" in changed["diff"]
+    (tmp_path / "installed").mkdir()
+    assert provenance.git_state(tmp_path / "installed") is None
+
+
+def test_git_is_not_needed(monkeypatch):
+    monkeypatch.setattr(provenance.shutil, "which", lambda name: None)
+    assert provenance.git_state(store.ROOT) is None and provenance.gpus() == []
+
+
+def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, NVIDIA H200, 570.1, 143771, 1980, 700.00'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert [g["name"] for g in provenance.gpus()] == ["NVIDIA H200"]
+    assert provenance.gpus()[0]["driver_version"] == "570.1"
+    tool.write_text("#!/bin/sh\necho 'no driver' >&2\nexit 9\n")
+    assert provenance.gpus() == []
+
+
+def test_differences_name_what_cannot_be_compared(found):
+    other = copy.deepcopy(found)
+    other["time"], other["load_average"], other["config"]["method"]["name"] = "later", [9.0], "pld"
+    assert provenance.differences(found, other) == []
+    other["versions"]["torch"] = "1.0"
+    other["threads"]["torch"] = 64
+    other["environment"]["OMP_PLACES"] = "cores"
+    lines = provenance.differences(found, other)
+    assert len(lines) == 3
+    assert f"versions.torch was {torch.__version__} and is 1.0" in lines
+    assert any(line.startswith("environment.OMP_PLACES was None") for line in lines)
+
+
+def test_a_run_goes_on_only_where_it_began(found, tmp_path):
+    provenance.record(tmp_path, found)
+    before = (tmp_path / store.PROVENANCE).read_bytes()
+    provenance.record(tmp_path, found | {"time": "later"})
+    assert (tmp_path / store.PROVENANCE).read_bytes() == before
+    with pytest.raises(UserError, match=r"questions\.sha256 was .* and is 0"):
+        provenance.record(tmp_path, found | {"questions": {"path": "x", "sha256": "0"}})
+
+
+def test_bandwidth_is_a_plausible_speed(monkeypatch):
+    monkeypatch.setattr(provenance, "BUFFER_BYTES", 2**24)
+    assert 1e7 < provenance.bandwidth(torch.device("cpu")) < 1e13
