@@ -15,6 +15,7 @@ from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.target import Prefill, Target, attention_mask
 from specbench.errors import UserError
+from specbench.questions import packaged
 
 
 class Kangaroo(Drafter):
@@ -36,7 +37,7 @@ class Kangaroo(Drafter):
         layers = pair.target.config.num_hidden_layers
         if not 0 < exit_layer < layers:
             raise UserError(f"exit_layer must lie between 1 and {layers - 1} for this target, not {exit_layer}")
-        self.adapter = load_adapter(adapter, pair.target.config, pair.device, pair.dtype)
+        self.adapter = load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype)
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)
         self.max_draft_tokens = max_draft_tokens

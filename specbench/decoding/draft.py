@@ -76,6 +76,8 @@ class Needs:
 class Drafter:
     """Base of every method: `Method(pair, **parameters)`. One instance serves many generations; `begin` starts each.
 
+    The base itself drafts nothing, which is plain autoregressive decoding.
+
     taps: layers of the target whose input states the prefill must hand over. tree_nodes: the most nodes that a tree
     of this drafter holds beyond its longest path (0: chains only).
     """
@@ -89,7 +91,7 @@ class Drafter:
 
     def draft(self, context: Context) -> Draft:
         """Up to `context.max_draft` tokens to follow the pending one; an empty draft means plain decoding."""
-        raise NotImplementedError
+        return Draft(context.tokens[:0])
 
     def commit(self, context: Context, accepted: int) -> None:
         """`accepted` draft tokens and one token of the target joined the context, which is already up to date."""

@@ -50,13 +50,13 @@ class Engine:
         out = first.tolist()
         prefilled = clock.mark()
 
-        empty = Draft(tokens[:0])
+        nothing = Draft(tokens[:0])
         rounds = []
         while out[-1] not in self.stop_ids and len(out) < decoding.max_new_tokens:
             begun = clock.mark()
             context.max_draft = decoding.max_new_tokens - len(out) - 1
             asked = context.max_draft > 0  # the last place belongs to the target alone
-            draft = drafter.draft(context) if asked else empty
+            draft = drafter.draft(context) if asked else nothing
             drafted = clock.mark()
             logits = target.verify(context.pending(), draft, cache)
             verified = clock.mark()

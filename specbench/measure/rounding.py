@@ -1,0 +1,53 @@
+"""How much of a logit is rounding on this machine, in this dtype, at the shapes in use.
+
+The same token computed one row at a time (plain decoding) and within a block (verification) goes through other kernels,
+which add in another order. What that changes is measured here in the run itself, so that a near-tie can be told from a fault.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specbench.decoding.target import Target
+
+BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row
+
+
+@torch.inference_mode()
+def forced_logits(target: Target, prompt: list[int], answer: list[int], block: int) -> torch.Tensor:
+    """Logits [len(answer), vocab] that the target gives each token of `answer`, fed `block` rows at a time.
+
+    The prompt goes in at once, as in a generation; block 1 repeats the arithmetic of plain decoding.
+    """
+    ids = torch.tensor([prompt + answer], device=target.device)
+    cache = target.new_cache(ids.shape[1])
+    logits = [target.prefill(ids[:, : len(prompt)], cache).logits]
+    for start in range(len(prompt), ids.shape[1] - 1, block):
+        rows = ids[:, start : min(start + block, ids.shape[1] - 1)]
+        logits.append(target.head(target.run_layers(target.embed(rows), cache))[0])
+    return torch.cat(logits).float()
+
+
+def margin(
+    target: Target, prompt: list[int], answer: list[int], index: int, preferred: int, other: int
+) -> float:
+    """logit[preferred] - logit[other] where the target chooses token `index` of its `answer`, as plain decoding computes it."""
+    logits = forced_logits(target, prompt, answer[: index + 1], block=1)[index]
+    return (logits[preferred] - logits[other]).item()
+
+
+def shape_noise(target: Target, samples: list[tuple[list[int], list[int]]]) -> float:
+    """Twice the largest change, between block shapes, of the distance of the target's first two choices.
+
+    samples: (prompt, answer) token ids. Twice, because the largest of some hundred positions is a sample itself; a
+    real fault changes a logit by whole units, some thousand times more.
+    """
+    largest = 0.0
+    for prompt, answer in samples:
+        single = forced_logits(target, prompt, answer, block=1)
+        top = single.topk(2).indices
+        gap = single.gather(-1, top).diff()
+        for block in BLOCKS:
+            blocked = forced_logits(target, prompt, answer, block).gather(-1, top).diff()
+            largest = max(largest, (blocked - gap).abs().max().item())
+    return 2 * largest

@@ -1,0 +1,102 @@
+"""Our loop against transformers' own, interleaved in one run: `make benchmarks` or `python -m tests.benchmarks.decoding`.
+
+1. autoregressive: the engine with an empty draft against `generate`.
+2. assisted: `sps` with a constant draft length of 5 against `generate(assistant_model=...)` with the same draft model, the same
+   constant length and no confidence threshold (set on the assistant's generation config: given to generate it is ignored).
+Ratios of summed seconds over the questions with a 95 % interval; every answer must be the same in all four.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+
+import torch
+from hydra import compose, initialize_config_dir
+from tqdm import tqdm
+from transformers import GenerationConfig
+
+from methods.sps import SpeculativeSampling
+from specbench.bench import CONF
+from specbench.decoding.draft import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from specbench.measure.statistics import speedup
+from specbench.pairs import load_pair
+from specbench.questions import load_questions
+
+DRAFT_TOKENS = 5
+
+
+def transformers_arm(pair, max_new_tokens: int, assisted: bool):
+    """prompt ids -> new token ids."""
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=sorted(pair.stop_ids),
+        pad_token_id=min(pair.stop_ids),
+    )
+    if assisted:
+        own = pair.draft.generation_config
+        own.num_assistant_tokens = DRAFT_TOKENS
+        own.num_assistant_tokens_schedule = "constant"
+        own.assistant_confidence_threshold = 0.0
+    extra = {"assistant_model": pair.draft} if assisted else {}
+
+    @torch.inference_mode()
+    def generate(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt], device=pair.device)
+        output = pair.target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **extra)
+        return output[0, len(prompt) :].tolist()
+
+    return generate
+
+
+def engine_arm(pair, drafter: Drafter, max_new_tokens: int):
+    """prompt ids -> new token ids."""
+    engine = Engine(Target(pair.target), drafter, pair.stop_ids, pair.context_length)
+    return lambda prompt: engine.generate(prompt, Decoding(max_new_tokens)).tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pair", default="tiny")
+    parser.add_argument("--limit", type=int, default=4, help="questions per task")
+    parser.add_argument("--repeats", type=int, default=2)
+    options = parser.parse_args()
+    with initialize_config_dir(str(CONF), version_base=None):
+        cfg = compose("bench", overrides=[f"pair={options.pair}", f"data.limit={options.limit}"])
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=True)
+    cap = cfg.decoding.max_new_tokens
+    arms = {
+        "generate": transformers_arm(pair, cap, assisted=False),
+        "engine": engine_arm(pair, Drafter(), cap),
+        "assisted generate": transformers_arm(pair, cap, assisted=True),
+        "engine, sps": engine_arm(pair, SpeculativeSampling(pair, DRAFT_TOKENS), cap),
+    }
+    prompts = [pair.prompt_ids([{"role": "user", "content": q.turns[0]}]) for q in load_questions(cfg.data, cfg.task)]
+    for arm in arms.values():  # warm-up
+        arm(prompts[0])
+    seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(prompts))
+    differing = 0
+    names = list(arms)
+    for place, prompt in enumerate(tqdm(prompts, unit="prompt")):
+        for repeat in range(options.repeats):
+            shift = (place + repeat) % len(names)
+            answers = {}
+            for name in names[shift:] + names[:shift]:
+                start = time.perf_counter()
+                answers[name] = arms[name](prompt)
+                seconds[name][place] += time.perf_counter() - start
+            differing += len({tuple(a) for a in answers.values()}) > 1
+    print(f"pair {pair.name}, {len(prompts)} prompts x {options.repeats}, {torch.get_num_threads()} threads")
+    print(f"prompts on which the four did not agree: {differing}")
+    for slow, fast in (("generate", "engine"), ("assisted generate", "engine, sps"), ("engine", "engine, sps")):
+        ratio = speedup(seconds[slow], seconds[fast])
+        print(f"{fast} against {slow}: {ratio.value:.2f} times as fast [{ratio.low:.2f}, {ratio.high:.2f}]")
+
+
+if __name__ == "__main__":
+    main()

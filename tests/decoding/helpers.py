@@ -1,0 +1,101 @@
+"""Pairs of small random models on which drafts are sometimes right, and a drafter that is right on command."""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+
+from methods.kangaroo.adapter import Adapter, adapter_config
+from specbench.decoding.draft import Context, Draft, Drafter
+from tests.models import random_model
+
+STOP = 2
+
+
+@cache
+def random_pair(arch: str, seed: int = 0, **overrides):
+    """A target whose deep layers matter little (so that an early exit often guesses right) and a noisy copy as draft."""
+    target = random_model(arch, seed, **overrides)
+    layers = target.model.layers
+    with torch.no_grad():
+        for layer in layers[2:]:
+            layer.self_attn.o_proj.weight.mul_(0.3)
+            layer.mlp.down_proj.weight.mul_(0.3)
+        draft = copy.deepcopy(target)
+        noise = torch.Generator().manual_seed(seed)
+        for weight in draft.parameters():
+            weight.add_(torch.randn(weight.shape, generator=noise) * weight.std(correction=0) * 0.1)
+    return SimpleNamespace(
+        name=arch, target=target, draft=draft, device=target.device, dtype=target.dtype, parts={}, stop_ids=frozenset([STOP])
+    )
+
+
+def near_identity_adapter(pair) -> Adapter:
+    """An adapter that passes the exit states on nearly unchanged, so that drafts are right now and then."""
+    torch.manual_seed(7)
+    adapter = Adapter(adapter_config(pair.target.config))
+    with torch.no_grad():
+        adapter.layers[0].self_attn.o_proj.weight.mul_(0.1)
+        adapter.norm.weight.copy_(pair.target.model.norm.weight)
+    return adapter.eval().requires_grad_(False)
+
+
+def random_prompt(rng: random.Random, vocab: int, longest: int = 40) -> list[int]:
+    """Any ids but the stop token's; sometimes with a repeated stretch, so that prompt lookup finds something."""
+    prompt = [rng.choice([i for i in range(vocab) if i != STOP]) for _ in range(rng.choice([1, 2, 7, longest]))]
+    return prompt + prompt[: rng.randrange(len(prompt) + 1)]
+
+
+def generate_with_transformers(model, prompt: list[int], max_new_tokens: int, stop_ids=(STOP,)) -> list[int]:
+    """New token ids of transformers' own greedy generate."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=list(stop_ids),
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+class Oracle(Drafter):
+    """Drafts a known continuation, as a chain or a tree, and errs wherever its random numbers say so.
+
+    answer: the tokens that plain decoding gives. error: chance of each token to be wrong. tree: adds branches.
+    """
+
+    def __init__(self, prompt_length: int, answer: list[int], vocab: int, seed: int, error: float, longest: int, tree: bool):
+        self.rng = random.Random(seed)
+        self.start, self.answer, self.vocab = prompt_length, answer, vocab
+        self.error, self.longest, self.tree = error, longest, tree
+        self.tree_nodes = 3 * longest if tree else 0
+        self.committed: list[int] = []
+
+    def draft(self, context: Context) -> Draft:
+        length = min(self.rng.randint(0, self.longest), context.max_draft)
+        known = context.length - self.start
+        right = (self.answer + [0] * (known + length))[known : known + length]
+        chain = [self._wrong(t) if self.rng.random() < self.error else t for t in right]
+        if not self.tree or not chain:
+            return Draft(torch.tensor(chain, dtype=torch.int64))
+        tokens, parents, last = [], [], -1
+        for token in chain:
+            siblings = [self._wrong(token) for _ in range(self.rng.randint(0, 2))] + [token]
+            self.rng.shuffle(siblings)
+            at = len(tokens) + siblings.index(token)
+            tokens += siblings
+            parents += [last] * len(siblings)
+            last = at
+        return Draft(torch.tensor(tokens), parents=torch.tensor(parents))
+
+    def commit(self, context: Context, accepted: int) -> None:
+        self.committed.append(accepted)
+
+    def _wrong(self, token: int) -> int:
+        return (token + self.rng.randrange(1, self.vocab)) % self.vocab

@@ -1,0 +1,165 @@
+"""The acceptance rules by themselves: against brute force, and against the distribution they must leave unchanged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from specbench.decoding import acceptance
+from specbench.decoding.acceptance import accept, greedy_chain, greedy_tree, residual, sampled_chain
+from specbench.decoding.draft import Draft
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import ancestors
+
+SMALL = st.integers(0, 2)
+
+
+@given(st.lists(st.tuples(SMALL, SMALL), max_size=8), SMALL)
+def test_greedy_chain_keeps_the_matching_prefix(pairs, bonus):
+    choices, tokens = [c for c, _ in pairs] + [bonus], [t for _, t in pairs]
+    kept = 0
+    while kept < len(tokens) and tokens[kept] == choices[kept]:
+        kept += 1
+    verdict = greedy_chain(torch.tensor(choices), torch.tensor(tokens, dtype=torch.int64))
+    assert (verdict.count.item(), verdict.next.item()) == (kept, choices[kept])
+
+
+def test_greedy_chain_takes_rows_of_a_batch_one_by_one():
+    choices, tokens = torch.randint(0, 2, (50, 5)), torch.randint(0, 2, (50, 4))
+    batch = greedy_chain(choices, tokens)
+    for i in range(50):
+        single = greedy_chain(choices[i], tokens[i])
+        assert (batch.count[i], batch.next[i]) == (single.count, single.next)
+
+
+@st.composite
+def trees(draw):
+    """Parents and tokens of a tree whose siblings differ, and the target's choice at each node."""
+    k = draw(st.integers(1, 10))
+    parents = [draw(st.integers(-1, i - 1)) for i in range(k)]
+    tokens = []
+    for i, parent in enumerate(parents):
+        taken = {tokens[j] for j in range(i) if parents[j] == parent}
+        tokens.append(draw(st.sampled_from([t for t in range(k + 3) if t not in taken])))
+    choices = [draw(st.sampled_from(tokens + [0])) for _ in range(k + 1)]
+    return parents, tokens, choices
+
+
+@given(trees())
+@settings(max_examples=300)
+def test_greedy_tree_walks_the_matching_path(tree):
+    parents, tokens, choices = tree
+    path, node = [], -1
+    while True:
+        fits = [i for i, p in enumerate(parents) if p == node and tokens[i] == choices[node + 1]]
+        if not fits:
+            break
+        node = fits[0]
+        path.append(node)
+    verdict = greedy_tree(torch.tensor(choices), torch.tensor(tokens), torch.tensor(parents))
+    assert verdict.path[: verdict.count].tolist() == path
+    assert verdict.next.item() == choices[node + 1]
+
+
+@given(trees())
+def test_ancestors(tree):
+    parents = tree[0]
+    closure = ancestors(torch.tensor(parents))
+    for i in range(len(parents)):
+        line, node = set(), i
+        while node >= 0:
+            line.add(node)
+            node = parents[node]
+        assert set(closure[i].nonzero().flatten().tolist()) == line
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------
+
+VOCAB, ROWS = 6, 200_000
+
+
+def emitted_pairs(draft_kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws ROWS rounds of two draft tokens; returns counts of the first two emitted tokens, and what to expect.
+
+    The target's distribution depends on the position alone, so the expectation is a plain product.
+    """
+    g = torch.Generator().manual_seed(11)
+    p = torch.rand(3, VOCAB, generator=g) ** 3
+    p = p / p.sum(-1, keepdim=True)
+    probs = p.expand(ROWS, 3, VOCAB)
+    if draft_kind == "certain":
+        q, tokens = None, torch.tensor([1, 3]).expand(ROWS, 2)
+    else:
+        q = torch.rand(2, VOCAB, generator=g) ** 3
+        if draft_kind == "subset":
+            q[:, 3:] = 0  # a trimmed head: half the vocabulary cannot be drafted
+        q = q / q.sum(-1, keepdim=True)
+        tokens = torch.stack([torch.multinomial(row, ROWS, replacement=True, generator=g) for row in q], dim=1)
+        q = q.expand(ROWS, 2, VOCAB)
+    count, rest = sampled_chain(probs, tokens, q, torch.rand(ROWS, 2, generator=g))
+    following = torch.multinomial(rest, 1, generator=g).squeeze(-1)
+    # A round that rejected its first token emitted one token; plain decoding goes on from there.
+    plain = torch.multinomial(p[1], ROWS, replacement=True, generator=g)
+    first = torch.where(count >= 1, tokens[:, 0], following)
+    second = torch.where(count >= 2, tokens[:, 1], torch.where(count == 1, following, plain))
+    counts = torch.bincount(first * VOCAB + second, minlength=VOCAB * VOCAB)
+    return counts, (p[0][:, None] * p[1]).flatten()
+
+
+def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    expected = expected.double() / expected.double().sum() * counts.sum()
+    return chisquare(counts.double().numpy(), expected.numpy()).pvalue
+
+
+@pytest.mark.parametrize("draft_kind", ["full", "subset", "certain"])
+def test_speculative_sampling_leaves_the_distribution_unchanged(draft_kind):
+    assert p_value(*emitted_pairs(draft_kind)) > 1e-3
+
+
+@pytest.mark.parametrize("draft_kind", ["full", "subset", "certain"])
+def test_a_spoiled_residual_is_found(draft_kind, monkeypatch):
+    monkeypatch.setattr(acceptance, "residual", lambda p, q: p)
+    assert p_value(*emitted_pairs(draft_kind)) < 1e-9
+
+
+def test_argmax_drafts_with_a_soft_q_are_found():
+    """The fault of several public codes: the drafted token was not drawn from the q that it is tested with."""
+    g = torch.Generator().manual_seed(5)
+    p, q = torch.softmax(torch.randn(2, VOCAB, generator=g) * 1.5, dim=-1)
+    tokens = q.argmax().expand(ROWS, 1)
+    count, rest = sampled_chain(p.expand(ROWS, 2, VOCAB), tokens, q.expand(ROWS, 1, VOCAB), torch.rand(ROWS, 1, generator=g))
+    first = torch.where(count == 1, tokens[:, 0], torch.multinomial(rest, 1, generator=g).squeeze(-1))
+    assert p_value(torch.bincount(first, minlength=VOCAB), p) < 1e-9
+
+
+def test_residual_never_vanishes():
+    p = torch.tensor([0.5, 0.5, 0.0])
+    assert torch.equal(residual(p, p), p)
+    assert torch.equal(residual(p, torch.tensor([1.0, 0.0, 0.0])), torch.tensor([0.0, 0.5, 0.0]))
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_sampled_tree_leaves_the_distribution_unchanged(certain):
+    """Two children of the root and one grandchild: what comes first is still a draw from p."""
+    g = torch.Generator().manual_seed(2)
+    logits = torch.randn(4, VOCAB, generator=g)
+    p = torch.softmax(logits, dim=-1)
+    q = torch.softmax(torch.randn(VOCAB, generator=g), dim=-1)
+    parents = torch.tensor([-1, -1, 0])
+    counts = torch.zeros(VOCAB, VOCAB, dtype=torch.int64)
+    for _ in range(6000):
+        if certain:
+            draft = Draft(torch.tensor([1, 4, 2]), parents=parents)
+        else:
+            draft = Draft(torch.multinomial(q, 3, replacement=True, generator=g), q.expand(3, VOCAB), parents)
+        verdict = accept(logits, draft, Decoding(9, 1.0), g)
+        kept = draft.tokens[verdict.path[: verdict.count]].tolist() + [verdict.next.item()]
+        node = verdict.path[0].item() + 1 if verdict.count else None
+        if node is not None and len(kept) < 2:
+            raise AssertionError("a kept token is followed by one of the target")
+        second = kept[1] if len(kept) > 1 else torch.multinomial(p[1], 1, generator=g).item()
+        counts[kept[0], second] += 1
+    assert p_value(counts.sum(1), p[0]) > 1e-3

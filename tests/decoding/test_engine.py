@@ -1,0 +1,62 @@
+"""What the engine promises beside the right tokens: caps, contexts, clean state, and a trace that adds up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbench.decoding.draft import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from specbench.errors import UserError
+from tests.decoding.helpers import STOP, Oracle, random_pair, random_prompt
+
+
+@given(seed=st.integers(0, 2**20), cap=st.integers(1, 30), error=st.sampled_from([0, 0.2, 0.5]), tree=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_random_schedules(seed, cap, error, tree):
+    """One engine after another on the same buffers: caps are exact, caches hold what was accepted, the trace adds up."""
+    target = Target(random_pair("llama").target)
+    prompt = random_prompt(random.Random(seed), target.vocab_size)
+    plain = Engine(target, Drafter(), frozenset([STOP])).generate(prompt, Decoding(cap))
+    oracle = Oracle(len(prompt), plain.tokens, target.vocab_size, seed, error, 6, tree)
+    engine = Engine(target, oracle, frozenset([STOP]))
+    for _ in range(2):  # the second answer reuses the buffers of the first
+        answer = engine.generate(prompt, Decoding(cap))
+        assert answer.tokens == plain.tokens
+        assert len(answer.tokens) == cap or answer.tokens[-1] == STOP
+        for step in answer.steps:
+            assert 0 <= step.accepted <= step.depth <= step.drafted
+            assert step.emitted in (step.accepted, step.accepted + 1)
+        spans = sum(s.draft_seconds + s.verify_seconds + s.other_seconds for s in answer.steps)
+        assert answer.prefill_seconds + spans <= answer.seconds * 1.0001
+        oracle.rng.seed(seed)
+
+
+def test_cache_holds_all_but_the_pending_token():
+    target = Target(random_pair("llama").target)
+    engine = Engine(target, Drafter(), frozenset())
+    engine.generate([5, 6, 7], Decoding(10))
+    assert engine._cache.lengths == [3 + 9] * len(target.layers)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cap", "message"),
+    [([], 5, "prompt is empty"), ([1], 0, "at least 1"), ([1] * 500, 100, "do not fit the context of 512")],
+)
+def test_impossible_requests_are_refused(prompt, cap, message):
+    target = Target(random_pair("llama", max_position_embeddings=512).target)
+    with pytest.raises(UserError, match=message):
+        Engine(target, Drafter(), frozenset()).generate(prompt, Decoding(cap))
+
+
+def test_answers_may_fill_the_context_to_the_brim():
+    target = Target(random_pair("llama", max_position_embeddings=64).target)
+    plain = Engine(target, Drafter(), frozenset()).generate([7] * 40, Decoding(24))
+    oracle = Oracle(40, plain.tokens, target.vocab_size, 0, 0.0, 8, False)
+    assert Engine(target, oracle, frozenset()).generate([7] * 40, Decoding(24)).tokens == plain.tokens
+    assert len(plain.tokens) == 24

@@ -1,0 +1,59 @@
+"""The cache against a plain list of rows."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbench.decoding.kv_cache import KVCache
+
+LAYERS, CAPACITY = 2, 32
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 5)),
+        st.tuples(st.just("truncate"), st.integers(0, CAPACITY)),
+        st.tuples(st.just("keep"), st.integers(0, 2**16)),
+    ),
+    max_size=20,
+)
+
+
+@given(operations)
+@settings(max_examples=200)
+def test_cache_behaves_like_a_list(ops):
+    cache = KVCache(LAYERS, 2, 3, CAPACITY, torch.device("cpu"), torch.float32)
+    rows: list[float] = []
+    stamp = 0.0
+    for op, number in ops:
+        if op == "append" and len(rows) + number <= CAPACITY:
+            new = [stamp + i for i in range(number)]
+            stamp += number
+            values = torch.tensor(new).view(1, 1, number, 1).expand(1, 2, number, 3)
+            rows += new
+            for layer in range(LAYERS):
+                keys, held = cache.update(values + layer, -values, layer)
+                assert keys[0, 0, :, 0].tolist() == [r + layer for r in rows]
+                assert held[0, 1, :, 2].tolist() == [-r for r in rows]
+        elif op == "truncate":
+            cache.truncate(number)
+            rows = rows[:number]
+        elif op == "keep" and rows:
+            start = number % len(rows)
+            path = [i for i in range(len(rows) - start) if number >> i & 1]
+            cache.keep(start, torch.tensor(path, dtype=torch.int64))
+            rows = rows[:start] + [rows[start + i] for i in path]
+        assert cache.lengths == [len(rows)] * LAYERS
+        assert cache.data[:, 0, 0, 0, : len(rows), 0].tolist() == [[r + i for r in rows] for i in range(LAYERS)]
+
+
+def test_rolling_back_moves_no_data_and_layers_may_differ():
+    cache = KVCache(3, 1, 1, 8, torch.device("cpu"), torch.float32)
+    row = torch.ones(1, 1, 4, 1)
+    cache.update(row, row, 0)
+    cache.update(row[:, :, :2], row[:, :, :2], 1)
+    before = cache.data.data_ptr(), cache.data.clone()
+    cache.truncate(3)
+    assert cache.lengths == [3, 2, 0]
+    assert cache.data.data_ptr() == before[0] and torch.equal(cache.data, before[1])

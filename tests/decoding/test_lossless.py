@@ -1,0 +1,154 @@
+"""Every method's greedy answer is transformers' own, token by token, on five architectures in fp32."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+
+from methods.ar import Autoregressive
+from methods.kangaroo import Kangaroo
+from methods.kangaroo.adapter import save_adapter
+from methods.pld import PromptLookup
+from methods.sps import SpeculativeSampling
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from tests.decoding.helpers import (
+    STOP,
+    Oracle,
+    generate_with_transformers,
+    near_identity_adapter,
+    random_pair,
+    random_prompt,
+)
+from tests.models import ARCHITECTURES
+
+# Caps and stop ids: answers that end by either, and some that nothing ends early.
+ENDS = ((1, (STOP,)), (2, (STOP,)), (3, (STOP,)), (24, (STOP,)), (24, (STOP, 3)), (32, ()), (32, ()), (32, ()))
+LENGTHS = range(1, 9)
+ETAS = (0.0, 0.6, 1.01)
+
+
+@cache
+def cases(arch: str) -> list[tuple[list[int], int, tuple[int, ...], list[int]]]:
+    """(prompt, cap, stop ids, transformers' answer), computed once per architecture."""
+    pair, rng = random_pair(arch), random.Random(arch)
+    prompts = [(random_prompt(rng, pair.target.config.vocab_size), *end) for end in ENDS]
+    return [(*case, generate_with_transformers(pair.target, *case)) for case in prompts]
+
+
+def assert_lossless(arch: str, drafter) -> list:
+    """Runs every case; returns all steps."""
+    engine = Engine(Target(random_pair(arch).target), drafter, frozenset())
+    steps = []
+    for prompt, cap, stop_ids, expected in cases(arch):
+        engine.stop_ids = frozenset(stop_ids)
+        answer = engine.generate(prompt, Decoding(cap))
+        assert answer.tokens == expected
+        assert sum(s.emitted for s in answer.steps) + 1 == len(expected)
+        assert answer.finish == ("stop" if expected[-1] in stop_ids else "length")
+        steps += answer.steps
+    return steps
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    folders = {}
+    for arch in ARCHITECTURES:
+        folders[arch] = str(tmp_path_factory.mktemp(arch))
+        save_adapter(near_identity_adapter(random_pair(arch)), folders[arch], torch.float32)
+    return folders
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_plain_decoding(arch):
+    steps = assert_lossless(arch, Autoregressive(random_pair(arch)))
+    assert {(s.drafted, s.emitted) for s in steps} == {(0, 1)}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_prompt_lookup(arch):
+    steps = [s for n in LENGTHS for s in assert_lossless(arch, PromptLookup(random_pair(arch), n, max_ngram=2))]
+    assert max(s.drafted for s in steps) >= 6
+    assert any(0 < s.accepted for s in steps)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("threshold", [0.0, 0.4])
+def test_draft_model(arch, threshold):
+    accepted = []
+    for n in LENGTHS:
+        steps = assert_lossless(arch, SpeculativeSampling(random_pair(arch), n, threshold))
+        accepted += [s.accepted / s.drafted for s in steps if s.drafted]
+    # The test is worth something only if rounds of every kind took place.
+    assert 0 in accepted and 1 in accepted
+    if threshold == 0:
+        assert any(0 < a < 1 for a in accepted)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_target_as_its_own_draft_is_always_accepted(arch):
+    pair = random_pair(arch)
+    twin = SpeculativeSampling(type(pair)(**(vars(pair) | {"draft": pair.target})), 5)
+    steps = assert_lossless(arch, twin)
+    # Only a stop token inside the draft, which ends the round without a token of the target, leaves some over.
+    assert all(s.accepted == s.drafted or s.emitted == s.accepted for s in steps)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("eta", ETAS)
+def test_kangaroo(arch, eta, adapters):
+    accepted = []
+    for gamma in LENGTHS:
+        steps = assert_lossless(arch, Kangaroo(random_pair(arch), adapters[arch], 2, gamma, eta))
+        accepted += [s.accepted / s.drafted for s in steps if s.drafted]
+    assert 0 in accepted and 1 in accepted
+    if eta == 0:
+        assert any(0 < a < 1 for a in accepted)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("exit_layer", [1, 3])
+def test_kangaroo_at_other_exits(arch, exit_layer, adapters):
+    assert_lossless(arch, Kangaroo(random_pair(arch), adapters[arch], exit_layer, 4, 0.5))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_any_acceptance_pattern(arch, tree):
+    """A drafter that is right and wrong at random leaves the answer as it is, for chains and for trees."""
+    target = Target(random_pair(arch).target)
+    accepted = set()
+    for seed, error in enumerate([0.0, 0.1, 0.3, 1.0]):
+        for prompt, cap, stop_ids, expected in cases(arch):
+            oracle = Oracle(len(prompt), expected, target.vocab_size, seed, error, longest=8, tree=tree)
+            answer = Engine(target, oracle, frozenset(stop_ids)).generate(prompt, Decoding(cap))
+            assert answer.tokens == expected
+            accepted |= {s.accepted for s in answer.steps}
+    assert {0, 1, 2, 3} <= accepted and max(accepted) >= 6
+
+
+@pytest.mark.parametrize("method", ["pld", "sps", "kangaroo", "oracle", "tree"])
+def test_stop_token_anywhere(method, adapters):
+    """First token, inside a draft, as the bonus token, and on the very cap: the answer ends with it, nothing follows."""
+    pair = random_pair("llama")
+    target, rng = Target(pair.target), random.Random(3)
+    for _ in range(3):
+        prompt = random_prompt(rng, target.vocab_size)
+        free = generate_with_transformers(pair.target, prompt, 24, stop_ids=())
+        for stop in set(free):
+            cut = free.index(stop) + 1
+            for cap in {cut, cut + 1, 24}:
+                drafter = {
+                    "pld": lambda: PromptLookup(pair, 6),
+                    "sps": lambda: SpeculativeSampling(pair, 6),
+                    "kangaroo": lambda: Kangaroo(pair, adapters["llama"], 2, 6, 0.0),
+                    "oracle": lambda p=prompt, f=free: Oracle(len(p), f, target.vocab_size, 0, 0.05, 8, False),
+                    "tree": lambda p=prompt, f=free: Oracle(len(p), f, target.vocab_size, 0, 0.05, 8, True),
+                }[method]()
+                answer = Engine(target, drafter, frozenset([stop])).generate(prompt, Decoding(cap))
+                assert answer.tokens == free[:cut]
+                assert answer.finish == "stop"

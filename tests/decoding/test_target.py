@@ -1,0 +1,101 @@
+"""The staged forward against the model's own, and what a pass is said to read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbench.decoding.draft import Draft, Resume
+from specbench.decoding.target import Target
+from specbench.errors import UserError
+from tests.decoding.helpers import random_pair
+from tests.models import ARCHITECTURES, random_model
+
+
+def logits_of(model, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_check_accepts_the_stock_models(arch):
+    Target(random_pair(arch).target).check()
+
+
+def test_check_refuses_a_model_that_does_more_than_its_parts():
+    model = random_model("llama", 0)
+    model.model.embed_tokens.register_forward_hook(lambda m, i, out: out)  # harmless: hooks run in both
+    Target(model).check()
+    model.model.register_forward_pre_hook(
+        lambda m, args, kwargs: (args, kwargs | {"inputs_embeds": None} | {"input_ids": (args + (kwargs.get("input_ids"),))[0] + 1}),
+        with_kwargs=True,
+    )
+    with pytest.raises(UserError, match="cannot be driven layer by layer"):
+        Target(model).check()
+
+
+def test_a_model_without_the_parts_is_named():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=17, n_positions=32, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(UserError, match="model type 'gpt2'"):
+        Target(model)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@torch.inference_mode()
+def test_unequal_layers_resume_exactly(arch):
+    """Shallow layers run ahead token by token; the deep ones follow in one pass."""
+    model = random_pair(arch).target
+    target, ids = Target(model), list(range(3, 33))
+    cache = target.new_cache(64)
+    prefill = target.prefill(torch.tensor([ids[:20]]), cache, taps=(2,))
+    states = [target.run_layers(target.embed(torch.tensor([[i]])), cache, 0, 2) for i in ids[20:25]]
+    assert cache.lengths == [25, 25] + [20] * (len(target.layers) - 2)
+    draft = Draft(torch.tensor(ids[21:25]), resume=Resume(2, torch.cat(states, dim=1)))
+    logits = target.verify(torch.tensor([[ids[20]]]), draft, cache)
+    expected = logits_of(model, ids[:25])
+    torch.testing.assert_close(logits, expected[20:25], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(prefill.logits[0], expected[19], atol=1e-4, rtol=1e-4)
+    assert prefill.hidden[2].shape == (1, 20, target.hidden_size)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@torch.inference_mode()
+def test_each_path_of_a_tree_gets_the_logits_of_its_own_sequence(arch):
+    model = random_pair(arch).target
+    target, prompt, pending = Target(model), list(range(3, 25)), 30
+    cache = target.new_cache(64)
+    target.prefill(torch.tensor([prompt]), cache)
+    tokens, parents = [5, 6, 7, 8, 9], [-1, 0, -1, 2, 2]
+    draft = Draft(torch.tensor(tokens), parents=torch.tensor(parents))
+    logits = target.verify(torch.tensor([[pending]]), draft, cache)
+    for node in range(len(tokens)):
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, tokens[at])
+            at = parents[at]
+        expected = logits_of(model, [*prompt, pending, *path])[-1]
+        torch.testing.assert_close(logits[node + 1], expected, atol=1e-4, rtol=1e-4)
+    # The accepted path moves into place; what follows is computed as if nothing else had been there.
+    cache.keep(len(prompt) + 1, torch.tensor([2, 4]))
+    after = target.verify(torch.tensor([[40]]), Draft(torch.tensor([], dtype=torch.int64)), cache)
+    expected = logits_of(model, [*prompt, pending, 7, 9, 40])[-1]
+    torch.testing.assert_close(after[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_pass_bytes_count_heads_but_no_look_ups():
+    for tied in (True, False):
+        model = random_model("llama", 0, tie_word_embeddings=tied)
+        target = Target(model)
+        embedding = model.model.embed_tokens.weight.numel() * 4
+        everything = sum(p.numel() for p in model.parameters()) * 4
+        assert target.pass_bytes() == (everything if tied else everything - embedding)
+        parts = target.pass_bytes(0, 2, head=False) + target.pass_bytes(2)
+        assert parts == target.pass_bytes()
+
+
+def test_logits_can_be_cut_to_the_ids_that_count():
+    model = random_model("llama", 0)
+    hidden = torch.randn(1, 2, model.config.hidden_size)
+    assert Target(model, vocab_size=50).head(hidden).shape == (1, 2, 50)

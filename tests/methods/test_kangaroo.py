@@ -1,0 +1,188 @@
+"""Kangaroo's own promises: what is drafted, what is in its caches, what no layer does twice, and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from methods.kangaroo import Kangaroo
+from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter, save_adapter
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from specbench.errors import UserError
+from tests.decoding.helpers import near_identity_adapter, random_pair
+
+PROMPT = [3, 9, 27, 11, 33, 29, 17]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_adapter(near_identity_adapter(random_pair("llama")), tmp_path, torch.float32)
+    return str(tmp_path)
+
+
+def run(folder: str, gamma: int, eta: float, kind=Kangaroo, cap: int = 40):
+    pair = random_pair("llama")
+    drafter = kind(pair, folder, 2, gamma, eta)
+    return Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(cap)).steps
+
+
+def full_rounds(steps, gamma: int, cap: int = 40) -> list:
+    """The rounds in which the cap left room for gamma draft tokens and one of the target."""
+    full, emitted = [], 1
+    for step in steps:
+        if cap - emitted > gamma:
+            full.append(step)
+        emitted += step.emitted
+    return full
+
+
+def test_eta_zero_drafts_gamma_and_eta_above_one_drafts_one(folder):
+    for gamma in (1, 3, 6):
+        steps = full_rounds(run(folder, gamma, 0.0), gamma)
+        assert {s.drafted for s in steps} == {gamma}
+    assert {s.drafted for s in full_rounds(run(folder, 6, 1.01), 6)} == {1}
+
+
+def test_between_them_the_length_follows_the_confidence(folder):
+    lengths = {s.drafted for s in full_rounds(run(folder, 6, 0.4), 6)}
+    assert len(lengths) > 1 and lengths <= set(range(1, 7))
+
+
+def test_caches_after_every_round(folder):
+    """The target holds all but the pending token in every layer; the adapter the same, but for the last draft token
+    after a full acceptance; and what it holds is what one pass over the known tokens would give."""
+    seen = set()
+
+    class Checked(Kangaroo):
+        def commit(self, context, accepted):
+            super().commit(context, accepted)
+            known = context.length - 1
+            full = self._unadapted is not None
+            assert self.cache.lengths == [known] * len(self.target.layers)
+            assert self._cache.lengths == [known - full]
+            seen.add(full)
+            fresh = self.target.new_cache(known)
+            states = self.target.run_layers(self.target.embed(context.known()[:-1].unsqueeze(0)), fresh, 0, 2)
+            other = self.adapter.new_cache(known)
+            rope = self.adapter.rope(torch.arange(known).unsqueeze(0), states)
+            self.adapter(states, rope, None, other)
+            held = known - full
+            torch.testing.assert_close(
+                self._cache.data[..., :held, :], other.data[..., :held, :], atol=1e-4, rtol=1e-4
+            )
+            if full:
+                torch.testing.assert_close(self._unadapted, states[:, -1:], atol=1e-4, rtol=1e-4)
+
+    run(folder, 3, 0.0, Checked)
+    assert seen == {True, False}
+
+
+def test_no_layer_sees_a_token_twice_in_a_round(folder):
+    pair = random_pair("llama")
+    rows = [0] * len(pair.target.model.layers)
+    hooks = [
+        layer.register_forward_hook(lambda m, a, o, i=i: rows.__setitem__(i, rows[i] + o.shape[1]))
+        for i, layer in enumerate(pair.target.model.layers)
+    ]
+    steps = run(folder, 4, 0.0)
+    for hook in hooks:
+        hook.remove()
+    assert rows == [len(PROMPT) + sum(s.drafted + 1 for s in steps)] * len(rows)
+
+
+def test_bytes_of_a_round(folder):
+    pair = random_pair("llama")
+    target = Target(pair.target)
+    adapter = load_adapter(folder, pair.target.config, "cpu", torch.float32)
+    adapter_bytes = 4 * sum(p.numel() for p in adapter.parameters())
+    head, shallow = target.pass_bytes(0, 0), target.pass_bytes(0, 2, head=False)
+    for step in full_rounds(run(folder, 4, 0.0), 4):
+        assert step.draft_bytes == 4 * (adapter_bytes + head) + 5 * shallow
+        assert step.target_bytes == target.pass_bytes(2)
+
+
+@pytest.mark.parametrize(("width", "heads", "count"), [(4096, 32, 67_117_056), (5120, 40, 104_867_840)])
+def test_parameters_of_the_published_adapters(width, heads, count):
+    with torch.device("meta"):
+        adapter = Adapter(adapter_config(LlamaConfig(hidden_size=width, num_attention_heads=heads)))
+    assert sum(p.numel() for p in adapter.parameters()) == count
+    assert set(adapter.state_dict()) == {
+        "norm.weight",
+        "layers.0.input_layernorm.weight",
+        *(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"),
+    }
+
+
+def test_loads_the_authors_format(folder, tmp_path):
+    """config.json without head_dim, a pickle, and the rotary buffer that old transformers stored."""
+    pair = random_pair("llama")
+    state = load_file(f"{folder}/model.safetensors")
+    authors = tmp_path / "authors"
+    authors.mkdir()
+    config = pair.target.config
+    (authors / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_size": config.hidden_size,
+                "intermediate_size": 99,
+                "num_attention_heads": config.num_attention_heads,
+                "num_hidden_layers": 1,
+                "rms_norm_eps": 1e-6,
+                "vocab_size": config.vocab_size,
+                "torch_dtype": "float16",
+            }
+        )
+    )
+    torch.save(state | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, authors / "pytorch_model.bin")
+    ours, theirs = (load_adapter(f, config, "cpu", torch.float32) for f in (folder, authors))
+    hidden = torch.randn(1, 5, config.hidden_size)
+    rope = ours.rope(torch.arange(5).unsqueeze(0), hidden)
+    assert torch.equal(ours(hidden, rope), theirs(hidden, rope))
+
+
+def spoil(folder: str, change) -> None:
+    state = load_file(f"{folder}/model.safetensors")
+    change(state)
+    save_file(state, f"{folder}/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("norm.weight"), "missing norm.weight"),
+        (lambda s: s.update({"lm_head.weight": torch.ones(2)}), "unknown lm_head.weight"),
+        (lambda s: s.update({"norm.weight": torch.ones(2)}), r"norm.weight is \(2,\)"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(folder, change, message):
+    spoil(folder, change)
+    with pytest.raises(UserError, match=message):
+        load_adapter(folder, random_pair("llama").target.config, "cpu", torch.float32)
+
+
+def test_an_adapter_of_another_width_is_refused(folder):
+    with pytest.raises(UserError, match="trained for another target"):
+        load_adapter(folder, LlamaConfig(hidden_size=48, num_attention_heads=4), "cpu", torch.float32)
+
+
+def test_a_pickle_that_runs_code_is_not_loaded(folder, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (print, ("code ran",))
+
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"norm.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(Exception, match="[Ww]eights.only"):
+        load_adapter(folder, random_pair("llama").target.config, "cpu", torch.float32)
+
+
+def test_an_exit_layer_outside_the_target_is_refused(folder):
+    with pytest.raises(UserError, match="exit_layer must lie between"):
+        Kangaroo(random_pair("llama"), folder, exit_layer=99)
