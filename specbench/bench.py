@@ -1,0 +1,215 @@
+"""Entry point: `python -m specbench.bench key=value ...`, with `-m` for a sweep.
+
+Hydra composes the configuration, all that needs no weights is checked, and each job is measured in a process
+of its own. Exit code: 0 measured; 1 a run or some of its questions failed; 2 the command asks for what is not
+there or cannot work; 130 or 143 stopped by Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from specbench.errors import UserError, near, one_line_errors
+from specbench.measure import store
+from specbench.questions import load_questions, warmup_questions
+from specbench.report import tables
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "conf"
+
+WHOLE_NUMBERS = {
+    "batch_size": 1,
+    "repeats": 1,
+    "seed": 0,
+    "decoding.max_new_tokens": 1,
+}  # and the least of each
+WORDS = {
+    "protocol": ("paired", "spec_bench"),
+    "pair.dtype": ("float32", "bfloat16", "float16"),
+    "pair.init": ("pretrained", "random"),
+}
+
+
+# -- one job
+
+
+def run_one(cfg: DictConfig) -> int:
+    """Checks and measures one job, prints its table and the path of its run folder; returns the exit code."""
+    check(cfg)
+    run_dir = store.find_or_create(cfg)
+    code = measure(run_dir)
+    if code == 2:  # the runner has said in one line what the user can put right
+        return code
+    if store.is_complete(run_dir):
+        tables.print_run(run_dir)
+    if code != 0:
+        print(f"error: some of the run failed (exit code {code}); see {run_dir}", file=sys.stderr)
+    print(run_dir, flush=True)
+    return code
+
+
+def check(cfg: DictConfig) -> None:
+    """Resolves the configuration; raises UserError for all that can be known to fail without weights."""
+    try:
+        OmegaConf.resolve(cfg)
+        missing = OmegaConf.missing_keys(cfg)
+    except OmegaConfBaseException as error:
+        raise UserError(str(error)) from error
+    if missing:
+        raise UserError(f"there is no value for {', '.join(sorted(missing))}")
+    check_values(cfg)
+    check_method(cfg)
+    load_questions(cfg.data, cfg.task)
+    warmup_questions(cfg.data)
+
+
+def check_values(cfg: DictConfig) -> None:
+    """Raises UserError for a number that is none or too small, and for a word that is not a known one."""
+    least = WHOLE_NUMBERS if cfg.data.limit is None else {**WHOLE_NUMBERS, "data.limit": 1}
+    for key, low in least.items():
+        value = OmegaConf.select(cfg, key)
+        if type(value) is not int or value < low:
+            raise UserError(f"{key} must be a whole number of at least {low}, not {value!r}")
+    temperature = cfg.decoding.temperature
+    if type(temperature) not in (int, float) or not 0 <= temperature < float("inf"):
+        raise UserError(f"decoding.temperature must be a number of at least 0, not {temperature!r}")
+    for key, known in WORDS.items():
+        value = OmegaConf.select(cfg, key)
+        if value not in known:
+            raise UserError(f"unknown {key} '{value}': {near(value, known)}")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(cfg.pair.device)):
+        raise UserError(f"pair.device must be auto, cpu or cuda:0, not {cfg.pair.device!r}")
+
+
+def check_method(cfg: DictConfig) -> None:
+    """Raises UserError when the method lacks a parameter, or needs what pair and decoding do not give."""
+    name, cls = cfg.method.name, hydra.utils.get_class(cfg.method._target_)
+    takes = {key: p for key, p in inspect.signature(cls).parameters.items() if key != "pair"}
+    for key in cfg.method:
+        if key not in ("name", "_target_", *takes):
+            raise UserError(f"method {name} has no parameter '{key}': {near(key, takes)}")
+
+    needs = cls.needs
+    if needs.draft_model and cfg.pair.draft is None:
+        raise UserError(
+            f"method {name} needs a draft model and pair {cfg.pair.name} has none: set pair.draft"
+        )
+    if needs.part is not None and cfg.pair.parts.get(needs.part) is None:
+        required = [key for key, parameter in takes.items() if parameter.default is parameter.empty]
+        if not required or any(cfg.method.get(key) is None for key in required):  # else it was given by hand
+            training = f"python -m {cfg.method._target_.rpartition('.')[0]}.train pair={cfg.pair.name}"
+            raise UserError(
+                f"pair {cfg.pair.name} has no part '{needs.part}', which method {name} needs: "
+                f"train it with `{training}`, then name it with +pair.parts.{needs.part}=PATH"
+            )
+    if cfg.batch_size > 1 and not needs.batching:
+        raise UserError(f"method {name} cannot batch: set batch_size=1")
+    if cfg.decoding.temperature > 0 and not needs.sampling:
+        raise UserError(f"method {name} cannot sample: set decoding=greedy")
+
+
+def measure(run_dir: Path) -> int:
+    """Measures a run folder in a child process that does not outlive this one; returns its exit code."""
+    libc = ctypes.CDLL(None)
+
+    def before_start() -> None:
+        # Ctrl-C reaches every process of a terminal; this one alone answers it, with SIGTERM for the child.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if sys.platform == "linux":  # where the kernel ends the child of a parent that was killed
+            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    command = [sys.executable, "-m", "specbench.measure.runner", str(run_dir)]
+    child = subprocess.Popen(command, preexec_fn=before_start)
+    try:
+        code = child.wait()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        signal.signal(signal.SIGTERM, previous)
+    return code if code >= 0 else 1
+
+
+# -- names that are not there
+
+
+def explain(error: HydraException | OmegaConfBaseException, overrides: list[str]) -> str:
+    """One line for what Hydra says in many."""
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        choices = [option for option in error.options if not option.startswith("_")]
+        return f"unknown {group} '{choice}': {near(choice, choices)}"
+    if isinstance(error, ConfigCompositionException):
+        key = re.match(r"Could not override '([\w.]+)'", str(error))
+        if key:
+            return unknown_key(key[1], overrides)
+    return f"{error} {error.__cause__ or ''}"
+
+
+def unknown_key(key: str, overrides: list[str]) -> str:
+    """One line about a key that is not in the configuration which the overrides' group choices give."""
+    pairs = [override.split("=", 1) for override in overrides if "=" in override]
+    choices = [f"{group}={value.split(',')[0]}" for group, value in pairs if (CONF / group).is_dir()]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        node = OmegaConf.to_container(compose("bench", overrides=choices))
+    for part in key.split("."):
+        known = node if isinstance(node, dict) else {}
+        if part not in known:
+            return f"unknown key '{key}': {near(part, known)}"
+        node = known[part]
+    return f"key '{key}' is not there for every choice of this sweep"
+
+
+# -- the command
+
+
+@one_line_errors()
+def main() -> int:
+    """Runs every job of the command line; returns the exit code, for a sweep the highest of its jobs."""
+    if not CONF.is_dir():
+        raise UserError(f"no folder {CONF}: install with `pip install -e .` from a checkout")
+    codes = [0]
+
+    def job(cfg: DictConfig) -> None:
+        try:
+            codes.append(run_one(cfg))
+        except UserError as error:  # the other jobs of a sweep go on
+            print(f"error: {error}", file=sys.stderr)
+            codes.append(2)
+
+    # The parser wants all key=value arguments in a row; `-m` may stand anywhere.
+    sys.argv[1:] = overrides = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            os.environ["SPECBENCH_SCRATCH"] = scratch
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="bench")(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, overrides)) from error
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

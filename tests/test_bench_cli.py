@@ -1,0 +1,239 @@
+"""The command line: what is wrong is said in one line before a weight is loaded, and exit codes tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from specbench import bench
+from specbench.errors import UserError
+from tests.models import save_pair
+
+TIMEOUT = 120
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(bench.CONF), version_base="1.3"):
+        return compose("bench", overrides=list(overrides))
+
+
+def run_main(monkeypatch, capfd, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    for name in ("HYDRA_FULL_ERROR", "SPECBENCH_SCRATCH"):  # set by main
+        monkeypatch.setenv(name, "")
+    try:
+        code = bench.main()
+    except SystemExit as leave:
+        code = leave.code
+    return code, *capfd.readouterr()
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["method=kangaro"], "unknown method 'kangaro': did you mean kangaroo? (known: ar, kangaroo, "),
+        (["-m", "method=sps,kangaro"], "unknown method 'kangaro': did you mean kangaroo?"),
+        (["pair=tny"], "unknown pair 'tny': did you mean tiny?"),
+        (["task=rga"], "unknown task 'rga': did you mean rag?"),
+        (["experiment=smok"], "unknown experiment 'smok': did you mean smoke?"),
+        (["metod=ar"], "unknown key 'metod': did you mean method?"),
+        (["method=sps", "method.max_draft_token=3"], "did you mean max_draft_tokens?"),
+        (["-m", "method=sps,kangaroo", "method.exit_layer=3"], "unknown key 'method.exit_layer': known:"),
+        (["-m", "method=kangaroo,sps", "method.exit_layer=3"], "is not there for every choice of this sweep"),
+        (["method=sps,ar"], "To sweep over it, add --multirun"),
+        (["data.limit"], "missing EQUAL"),
+    ],
+)  # fmt: skip
+def test_unknown_names(monkeypatch, capfd, arguments, message):
+    code, out, err = run_main(monkeypatch, capfd, *arguments)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert message in err
+
+
+# -- values and combinations
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["repeats=0"], "repeats must be a whole number of at least 1, not 0"),
+        (["batch_size=two"], "batch_size must be a whole number of at least 1, not 'two'"),
+        (["data.limit=0"], "data.limit must be"),
+        (["data.limit=true"], "data.limit must be"),
+        (["decoding.max_new_tokens=0"], "decoding.max_new_tokens must be"),
+        (["seed=-1"], "seed must be"),
+        (["decoding.temperature=-0.5"], "decoding.temperature must be a number of at least 0"),
+        (["decoding.temperature=nan"], "decoding.temperature must be"),
+        (["decoding.temperature=hot"], "decoding.temperature must be"),
+        (["protocol=pared"], "unknown protocol 'pared': did you mean paired?"),
+        (["pair.dtype=fp16"], "unknown pair.dtype 'fp16': "),
+        (["pair.init=zero"], "unknown pair.init 'zero'"),
+        (["pair.device=gpu"], "pair.device must be auto, cpu or cuda:0"),
+        (["+method.gamma=3"], "method kangaroo has no parameter 'gamma'"),
+        (["batch_size=4", "method=sps"], "method sps cannot batch"),
+        (["method=sps", "pair.draft=null"], "pair tiny has none: set pair.draft"),
+        (
+            ["pair.parts.kangaroo=null"],
+            "train it with `python -m methods.kangaroo.train pair=tiny`, then name it with +pair.parts.",
+        ),
+        (["method.adapter=${nope}"], "nope"),
+        (["pair.target=???"], "there is no value for pair.target"),
+        (["data.path=/nowhere/questions.jsonl"], "/nowhere/questions.jsonl"),
+    ],
+)  # fmt: skip
+def test_values_and_combinations(overrides, message):
+    with pytest.raises(UserError) as caught:
+        bench.check(composed(*overrides))
+    assert message in str(caught.value)
+
+
+def test_sampling_needs_a_method_that_can(monkeypatch):
+    from methods.pld import PromptLookup
+    from specbench.decoding.draft import Needs
+
+    monkeypatch.setattr(PromptLookup, "needs", Needs(sampling=False))
+    bench.check_method(composed("method=pld"))
+    with pytest.raises(UserError, match="method pld cannot sample"):
+        bench.check_method(composed("method=pld", "decoding=sample"))
+
+
+def test_part_given_by_hand():
+    bench.check_method(composed("pair.parts.kangaroo=null", "method.adapter=/some/folder"))
+
+
+# -- the child process
+
+
+@pytest.fixture
+def endless_child(tmp_path):
+    """A command that measures with a child that never ends, and the file where the child leaves its pid."""
+    pid_file, fake_python = tmp_path / "pid", tmp_path / "python"
+    fake_python.write_text(
+        f"#!/bin/sh\necho $$ > {pid_file}.new && mv {pid_file}.new {pid_file}\nexec sleep 600\n"
+    )
+    fake_python.chmod(0o755)
+    code = (
+        f"import sys; sys.executable = {str(fake_python)!r}; from pathlib import Path\n"
+        "from specbench.bench import measure; measure(Path('.'))"
+    )
+    return [sys.executable, "-c", code], pid_file
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="reads /proc; only Linux ends the child of a killed parent"
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_orphan_stays(endless_child, number):
+    command, pid_file = endless_child
+    parent = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    wait_for(pid_file.exists)
+    child = int(pid_file.read_text())
+    assert alive(child)
+    parent.send_signal(number)
+    code = parent.wait(TIMEOUT)
+    assert code == {signal.SIGTERM: 143}.get(number, -number)
+    wait_for(lambda: not alive(child))
+
+
+def test_exit_code_of_the_child(monkeypatch, tmp_path):
+    for name, script in {"3": "exit 3", "1": "kill -9 $$"}.items():
+        fake_python = tmp_path / name
+        fake_python.write_text(f"#!/bin/sh\n{script}\n")
+        fake_python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(fake_python))
+        assert bench.measure(tmp_path) == int(name)
+
+
+def test_sweep_goes_on_after_a_failure(monkeypatch, capfd, tmp_path):
+    asked, files = [], ["data.path=q.jsonl", "data.warmup=q.jsonl"]
+
+    def measured(run_dir):
+        asked.append(run_dir)
+        return 1 if len(asked) == 1 else 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "measure", measured)
+    code, out, err = run_main(monkeypatch, capfd, "-m", "method=ar,pld", "repeats=0,1,2", *files)
+    assert code == 2 and not asked and err.count("there is no file") == 4
+    (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": ["?"]}\n')
+    code, out, err = run_main(monkeypatch, capfd, "-m", "method=ar,pld", "repeats=0,1,2", *files)
+    assert code == 2 and len(asked) == 4
+    assert err.count("repeats must be") == 2 and err.count("error:") == 3
+    assert out.splitlines() == [str(run_dir) for run_dir in asked]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "q.jsonl"] == ["runs"]
+    assert not list(tmp_path.rglob("multirun.yaml"))
+
+
+# -- end to end
+
+
+def cli(cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command, env = (
+        [sys.executable, "-m", "specbench.bench", *arguments],
+        {**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with a small saved pair and three questions, and the arguments that name them."""
+    pair = save_pair(tmp_path / "pair")
+    lines = [{"question_id": i, "category": "qa", "turns": [f"What is {i}?"]} for i in (1, 2, 3)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = [
+        f"pair.target={pair.target}", f"pair.draft={pair.draft}", "pair.tokenizer=null", "pair.parts.kangaroo=null",
+        "pair.device=cpu",
+        "data.path=q.jsonl", "data.warmup=q.jsonl", "decoding.max_new_tokens=12",
+    ]  # fmt: skip
+    return tmp_path, arguments
+
+
+def test_measures_and_names_the_folder(place):
+    cwd, arguments = place
+    before = {path.name for path in cwd.iterdir()}
+    done = cli(cwd, "method=sps", *arguments)
+    assert done.returncode == 0, done.stderr
+    run_dir = cwd / done.stdout.splitlines()[-1]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["method"] == "sps" and summary["overall"]["questions"] == 3
+    assert summary["equivalence"]["violation"] == 0
+    assert {path.name for path in cwd.iterdir()} - before == {"runs"}
+
+
+def test_error_of_the_runner_is_one_line(place):
+    cwd, arguments = place
+    narrow = save_pair(cwd / "narrow", vocab_size=258)
+    done = cli(cwd, "method=sps", *arguments, f"pair.draft={narrow.draft}", "run_dir=here")
+    assert done.returncode == 2 and done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "the vocabularies differ" in errors[0] and "Traceback" not in done.stderr
+    assert not (cwd / "here" / "summary.json").exists()

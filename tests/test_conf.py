@@ -1,0 +1,83 @@
+"""Every YAML of every group composes and says its own name, and its method's class takes what it gives."""
+
+from __future__ import annotations
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from specbench.bench import CONF, check_method, check_values
+from specbench.decoding.draft import Drafter
+from specbench.questions import TASKS
+
+GROUPS = ("method", "pair", "data", "task", "decoding", "tracker", "experiment")
+CHOICES = [
+    (group, path.stem)
+    for group in GROUPS
+    for path in sorted((CONF / group).glob("*.yaml"))
+    if not path.stem.startswith("_")
+]
+NAMES = {group: [choice for g, choice in CHOICES if g == group] for group in GROUPS}
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("bench", overrides=list(overrides))
+    OmegaConf.resolve(cfg)
+    return cfg
+
+
+def test_no_other_groups():
+    assert sorted(path.name for path in CONF.iterdir() if path.is_dir()) == sorted(GROUPS)
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_composes(group, choice):
+    cfg = composed(f"{group}={choice}")
+    assert not OmegaConf.missing_keys(cfg)
+    if group == "experiment":
+        assert cfg.experiment == choice
+    elif group != "decoding":
+        assert cfg[group].name == choice
+    check_values(cfg)
+
+
+def test_every_key_is_there_by_default():
+    cfg = composed()
+    assert set(cfg) == {
+        *GROUPS, "batch_size", "repeats", "protocol", "seed", "run_dir", "runs_root"
+    }  # fmt: skip
+    assert cfg.decoding.max_new_tokens == cfg.data.max_new_tokens
+    assert cfg.method.adapter == cfg.pair.parts.kangaroo
+    assert composed("data.max_new_tokens=7").decoding.max_new_tokens == 7
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_entry_point_composes(path):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        OmegaConf.resolve(compose(path.stem))
+
+
+@pytest.mark.parametrize("method", NAMES["method"])
+def test_method(method):
+    cfg = composed(f"method={method}")
+    cls = hydra.utils.get_class(cfg.method._target_)
+    assert issubclass(cls, Drafter)
+    check_method(cfg)
+
+
+@pytest.mark.parametrize("pair", NAMES["pair"])
+def test_pairs_have_the_same_keys(pair):
+    assert set(composed(f"pair={pair}").pair) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))
+
+
+def test_data_sets_have_the_same_keys():
+    assert len({frozenset(composed(f"data={name}").data) for name in NAMES["data"]}) == 1
+
+
+def test_tasks_are_those_of_spec_bench():
+    everything = {name: tuple(categories) for name, categories in composed("task=all").task.tasks.items()}
+    assert everything == TASKS
+    for name in TASKS:
+        assert composed(f"task={name}").task.tasks == {name: list(TASKS[name])}
