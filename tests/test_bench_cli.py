@@ -210,9 +210,8 @@ def place(tmp_path):
     lines = [{"question_id": i, "category": "qa", "turns": [f"What is {i}?"]} for i in (1, 2, 3)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = [
-        f"pair.target={pair.target}", f"pair.draft={pair.draft}", "pair.tokenizer=null", "pair.parts.kangaroo=null",
-        "pair.device=cpu",
-        "data.path=q.jsonl", "data.warmup=q.jsonl", "decoding.max_new_tokens=12",
+        f"pair.target={pair.target}", f"pair.draft={pair.draft}", "pair.tokenizer=null", "pair.device=cpu",
+        "pair.parts.kangaroo=null", "data.path=q.jsonl", "data.warmup=q.jsonl", "decoding.max_new_tokens=12",
     ]  # fmt: skip
     return tmp_path, arguments
 
