@@ -68,8 +68,8 @@ COMPARABLE = (
 )
 SAME_RUN = ("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights")
 
-BUFFER_BYTES = 2**30  # far more than any cache holds
-PASSES = 9
+BUFFER_BYTES = 2**28  # far more than any cache holds
+PASSES = 7
 
 
 def collect(config: dict, questions_file: Path, command: Sequence[str] | None = None) -> dict:
@@ -105,17 +105,19 @@ def record(run_dir: Path, provenance: dict) -> None:
         return
     changed = differences(store.read_json(path), store.finite(provenance), SAME_RUN)
     if changed:
-        raise UserError(f"{run_dir} cannot go on, for {'; '.join(changed)}: remove the folder to start anew")
+        raise UserError(
+            f"{run_dir} was begun under other conditions ({'; '.join(changed)}): remove it to start anew"
+        )
 
 
 def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) -> list[str]:
-    """Why two runs are not comparable, each as "versions.torch was 2.11 and is 2.13"; [] if they are."""
+    """Why two runs are not comparable, each as "versions.torch 2.11 against 2.13"; [] if they are."""
     left, right = (
         {key: value for key, value in _flat(provenance) if key.startswith(tuple(names))}
         for provenance in (first, second)
     )
     return [
-        f"{key} was {left.get(key)} and is {right.get(key)}"
+        f"{key} {left.get(key)!s:.40} against {right.get(key)!s:.40}"
         for key in sorted(left.keys() | right.keys())
         if left.get(key) != right.get(key)
     ]
@@ -270,7 +272,7 @@ def _without_secret_value(argument: str) -> str:
 def bandwidth(device) -> float:
     """Bytes per second at which torch reads the memory of `device`: the ceiling of work that is bound by it.
 
-    The median over passes that each sum 1 GiB of float32 numbers, after a warm-up, with the threads torch has
+    The median over passes that each sum 256 MiB of float32 numbers, after a warm-up, with the threads torch has
     now. A sum reads every byte once, writes nothing, and of torch's operations comes closest to what the
     memory gives; the type of the weights plays no part. Weights that fit into a cache can be read faster.
     """

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"
 RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
 ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
+NOT_MEASURING = ("specbench/report", "specbench/tiny")  # code that may change while a run is interrupted
 NOT_MEASURED = ("run_dir", "runs_root", "tracker")  # configuration that does not change what is measured
 
 
@@ -62,9 +63,13 @@ def config_hash(config: Mapping) -> str:
 
 
 def source_sha256() -> str:
-    """Hex digest of the code that measures: every Python file of harness and methods, known to git or not."""
+    """Hex digest of the code that measures: the Python files of harness and methods, known to git or not."""
     digest = hashlib.sha256()
-    for path in sorted(p for package in ("specbench", "methods") for p in (ROOT / package).rglob("*.py")):
+    for path in sorted(
+        path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")
+    ):
+        if any(path.is_relative_to(ROOT / folder) for folder in NOT_MEASURING):
+            continue
         content = path.read_bytes()
         digest.update(f"{path.relative_to(ROOT)}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()

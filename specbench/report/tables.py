@@ -1,0 +1,244 @@
+"""Tables of finished runs: `python -m specbench.report.tables [RUN_DIR ...]`, by default of all in runs/."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specbench.errors import UserError, one_line_errors
+from specbench.measure import metrics, provenance, store
+from specbench.measure.statistics import verdict
+
+PIPED_WIDTH = 100
+UNKNOWN = "–"  # not measured
+DIFFERENCES_SHOWN = 3
+QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
+
+
+def run_table(summary: dict) -> Table:
+    """The numbers of one run: a row per task, those with a violation first, then all questions together."""
+    table = Table(title=_title(summary), caption=baseline_line(summary["baseline"]), **_STYLE)
+    _add_columns(table, "task")
+    tasks = sorted(summary["tasks"].items(), key=lambda item: not item[1]["equivalence"]["violation"])
+    for name, numbers in tasks:
+        table.add_row(name, *_cells(numbers))
+    table.add_section()
+    table.add_row("overall", *_cells(summary["overall"]), style="bold")
+    return table
+
+
+def overview_table(summaries: Iterable[dict]) -> Table:
+    """One row per run, over all its questions; of a method's parameters those that its runs differ in."""
+    summaries = list(summaries)
+    table = Table(title=Text("all runs, over all their questions", style="bold"), **_STYLE)
+    _add_columns(table, "run")
+    for summary in summaries:
+        alike = [other["settings"] for other in summaries if other["method"] == summary["method"]]
+        varied = {k: v for k, v in summary["settings"].items() if any(other.get(k) != v for other in alike)}
+        lines = [f"{summary['method']}, {summary['pair']}", *_settings(varied)]
+        table.add_row("\n".join(lines), *_cells(summary["overall"]))
+    return table
+
+
+def baseline_line(baseline: dict) -> Text:
+    """What the speedups are quoted against, how fast it is, and how close to what the memory allows."""
+    engine, generate = baseline["tokens_per_second"], baseline["hf_generate_tokens_per_second"]
+    text = Text(
+        f"baseline: our loop {_number(engine, 1)} tokens/s, transformers generate {_number(generate, 1)}; "
+    )
+    text.append(f"speedups are against {QUOTED[baseline['quoted_against']]}")
+    if baseline["bandwidth_fraction"] is not None:
+        text.append(f", at {baseline['bandwidth_fraction']:.0%} of the memory-bandwidth ceiling")
+    if baseline["equivalence"]["violation"]:
+        text.append(
+            f"\nVIOLATION: the two differ in {baseline['equivalence']['violation']} answers", style="bold red"
+        )
+    return text
+
+
+def summary_frame(run_folders: Iterable[Path]) -> pd.DataFrame:
+    """One row per run and task, and one with task "overall": the numbers of summary.json, flat.
+
+    Folders without a summary are left out. Verdict counts stand under their names (exact, tie, violation),
+    numbers of the baseline under `baseline_<name>`, parameters of the method as one text in `settings`.
+    """
+    rows = []
+    for run_dir in run_folders:
+        if not store.is_complete(run_dir):
+            continue
+        summary = read_summary(run_dir)
+        nested = ("overall", "tasks", "equivalence", "baseline", "settings", "task")
+        run = {"run": run_dir.name} | {k: v for k, v in summary.items() if k not in nested}
+        run["settings"] = ", ".join(_settings(summary["settings"]))
+        baseline = {f"baseline_{k}": v for k, v in summary["baseline"].items() if k != "equivalence"}
+        for task, numbers in [*summary["tasks"].items(), ("overall", summary["overall"])]:
+            flat = {k: v for k, v in numbers.items() if k != "equivalence"} | numbers["equivalence"]
+            rows.append(run | {"task": task} | flat | baseline)
+    return pd.DataFrame(rows)
+
+
+def read_summary(run_dir: Path) -> dict:
+    """The summary of a finished run. Raises UserError for one that another version wrote."""
+    summary = store.read_json(run_dir / store.SUMMARY)
+    if summary["schema"] != metrics.SCHEMA:
+        raise UserError(
+            f"{run_dir / store.SUMMARY} has schema {summary['schema']}; this version reads {metrics.SCHEMA}"
+        )
+    return summary
+
+
+def finished_runs(paths: Iterable[Path]) -> list[Path]:
+    """The finished run folders among the paths; a path may also be a folder of run folders."""
+    found = []
+    for path in paths:
+        inside = (
+            [path] if store.is_complete(path) else sorted(p.parent for p in path.glob(f"*/{store.SUMMARY}"))
+        )
+        if not inside:
+            raise UserError(
+                f"no finished run in {path}: a run folder holds {store.SUMMARY} once it is complete"
+            )
+        found += inside
+    return found
+
+
+def not_comparable(run_folders: list[Path]) -> list[str]:
+    """One line for each run that should not be set beside the first, with the reasons."""
+    paths = [run_dir / store.PROVENANCE for run_dir in run_folders]
+    found = {path.parent: store.read_json(path) for path in paths if path.exists()}
+    lines = [
+        f"{path.parent.name} may not be comparable: it has no {path.name}"
+        for path in paths
+        if not path.exists()
+    ]
+    for run_dir in list(found)[1:]:
+        first = next(iter(found))
+        reasons = provenance.differences(found[first], found[run_dir])
+        if reasons:
+            more = len(reasons) - DIFFERENCES_SHOWN
+            shown = "; ".join(reasons[:DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+            lines.append(f"{run_dir.name} is not comparable with {first.name}: {shown}")
+    return lines
+
+
+def print_run(run_dir: Path) -> None:
+    """Prints the table of one finished run."""
+    console().print(run_table(read_summary(run_dir)))
+
+
+def console() -> Console:
+    """Standard output: as wide as the terminal, and 100 columns when it goes elsewhere."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
+
+
+@one_line_errors()
+def main() -> None:
+    """Prints the table of each run, runs with a violation first, and an overview of several."""
+    parser = argparse.ArgumentParser(prog="python -m specbench.report.tables", description=__doc__)
+    parser.add_argument(
+        "run_dir", nargs="*", type=Path, default=[Path("runs")], help="run folders, or folders of them"
+    )
+    summaries = {run_dir: read_summary(run_dir) for run_dir in finished_runs(parser.parse_args().run_dir)}
+    ordered = dict(sorted(summaries.items(), key=lambda item: not item[1]["equivalence"]["violation"]))
+    out = console()
+    for run_dir, summary in ordered.items():
+        out.print(run_table(summary))
+        out.print(Text(f"{run_dir}\n", style="dim"))
+    if len(ordered) > 1:
+        out.print(overview_table(ordered.values()))
+        for line in not_comparable(list(summaries)):
+            out.print(Text(line, style="yellow"))
+
+
+_STYLE = {
+    "box": box.SIMPLE_HEAD,
+    "show_edge": False,
+    "pad_edge": False,
+    "title_justify": "left",
+    "title_style": "",
+    "caption_justify": "left",
+    "caption_style": "",
+}
+
+
+def _add_columns(table: Table, first: str) -> None:
+    table.add_column(first, no_wrap=first == "task", overflow="fold")
+    for name in (
+        "ques-\ntions",
+        "tokens\nper s",
+        "speedup\n[95 % interval]",
+        "accept.\nlength",
+        "accept.\nrate",
+        "\nMBSU",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("exact/tie/\nviolation", justify="right", no_wrap=True)
+
+
+def _cells(numbers: dict) -> list[str | Text]:
+    return [
+        str(numbers["questions"]),
+        _number(numbers["tokens_per_second"], 1),
+        _speedup(numbers),
+        _number(numbers["acceptance_length"], 2),
+        _number(numbers["acceptance_rate"], 2),
+        _number(numbers["mbsu"], 2),
+        _equivalence(numbers["equivalence"]),
+    ]
+
+
+def _speedup(numbers: dict) -> Text:
+    """The speedup and its interval; words in place of a number that could as well be 1."""
+    low, high = numbers["speedup_low"], numbers["speedup_high"]
+    said = verdict(low, high)
+    if said is None:
+        return Text(_number(numbers["speedup"], 2))
+    shown = said if said == "no difference" else f"{numbers['speedup']:.2f}"
+    style = {"faster": "green", "slower": "red", "no difference": ""}[said]
+    return Text(f"{shown} [{low:.2f}, {high:.2f}]", style=style)
+
+
+def _equivalence(counts: dict) -> Text:
+    if not counts["answers"]:
+        return Text(UNKNOWN)
+    text = f"{counts['exact']}/{counts['tie']}/{counts['violation']}"
+    return Text(text, style="bold red" if counts["violation"] else "")
+
+
+def _number(value: float | None, digits: int) -> str:
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def _settings(settings: dict) -> list[str]:
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def _title(summary: dict) -> Text:
+    text = Text()
+    equivalence = summary["equivalence"]
+    if equivalence["violation"]:
+        judged = f"{equivalence['violation']} of {equivalence['answers']} answers are not the target's own"
+        text.append(f"VIOLATION: {judged}\n", style="bold red")
+    if summary["failed"]:
+        text.append(f"FAILED: {summary['failed']} questions, left out of every number\n", style="bold red")
+    settings = f" ({', '.join(_settings(summary['settings']))})" if summary["settings"] else ""
+    text.append(f"{summary['method']}{settings}", style="bold").append(
+        f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
+        f"batch {summary['batch_size']}, {summary['dtype']}, {summary['device']}"
+    )
+    if summary["weights"] == "random":
+        text.append("\nrandom weights: times and sizes are real, acceptance is not", style="yellow")
+    return text
+
+
+if __name__ == "__main__":
+    main()
