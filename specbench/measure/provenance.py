@@ -26,37 +26,17 @@ from specbench.measure import store
 from specbench.measure.files import file_sha256
 from specbench.questions import packaged
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "numpy",
-    "scipy",
-    "pandas",
-    "pyarrow",
-    "accelerate",
-    "specbench",
-)
+PACKAGES = {
+    *("torch", "transformers", "tokenizers", "accelerate", "safetensors"),
+    *("numpy", "scipy", "pandas", "pyarrow", "specbench"),
+}
 # Named one by one: any other variable may hold a secret.
 ENVIRONMENT = (
-    *(
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-        "OMP_PROC_BIND",
-        "OMP_PLACES",
-        "OMP_SCHEDULE",
-    ),
-    *("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_BLOCKTIME", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
-    *(
-        "DNNL_DEFAULT_FPMATH_MODE",
-        "LD_PRELOAD",
-        "MALLOC_ARENA_MAX",
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_LAUNCH_BLOCKING",
-    ),
-    *("CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE"),
+    *("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_SCHEDULE", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"),
+    *("KMP_BLOCKTIME", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ATEN_CPU_CAPABILITY", "LD_PRELOAD"),
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE", "MALLOC_ARENA_MAX", "TOKENIZERS_PARALLELISM"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG"),
+    *("NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 )
 GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "clocks.max.sm", "power.limit")
 
@@ -68,7 +48,8 @@ COMPARABLE = (
 )
 SAME_RUN = ("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights")
 
-BUFFER_BYTES = 2**28  # far more than any cache holds
+# Far more than the caches hold; on a GPU so much that starting a pass is small beside it.
+BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}
 PASSES = 7
 
 
@@ -128,8 +109,10 @@ def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) ->
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that are installed."""
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    return {"python": platform.python_version()} | {p: installed[p] for p in PACKAGES if p in installed}
+    found = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    return {"python": platform.python_version()} | {
+        name: found[name] for name in sorted(PACKAGES & found.keys())
+    }
 
 
 def machine() -> dict:
@@ -272,16 +255,17 @@ def _without_secret_value(argument: str) -> str:
 def bandwidth(device) -> float:
     """Bytes per second at which torch reads the memory of `device`: the ceiling of work that is bound by it.
 
-    The median over passes that each sum 256 MiB of float32 numbers, after a warm-up, with the threads torch has
-    now. A sum reads every byte once, writes nothing, and of torch's operations comes closest to what the
-    memory gives; the type of the weights plays no part. Weights that fit into a cache can be read faster.
+    The median over passes that each sum a large buffer of float32 numbers, after a warm-up, with the threads
+    torch has now. A sum reads every byte once, writes nothing, and of torch's operations is closest to what
+    the memory gives; the type of the weights plays no part. Weights that fit into a cache can be read faster.
     """
     import torch
 
     from specbench.decoding.trace import Clock
 
     clock = Clock(device)
-    buffer = torch.ones(BUFFER_BYTES // 4, dtype=torch.float32, device=device)
+    size = BUFFER_BYTES[device.type]
+    buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
 
     def seconds() -> float:
         clock.synchronize()
@@ -292,4 +276,4 @@ def bandwidth(device) -> float:
         return clock.seconds(start, end)
 
     seconds()
-    return BUFFER_BYTES / statistics.median(seconds() for _ in range(PASSES))
+    return size / statistics.median(seconds() for _ in range(PASSES))

@@ -172,16 +172,9 @@ _STYLE = {
 
 def _add_columns(table: Table, first: str) -> None:
     table.add_column(first, no_wrap=first == "task", overflow="fold")
-    for name in (
-        "ques-\ntions",
-        "tokens\nper s",
-        "speedup\n[95 % interval]",
-        "accept.\nlength",
-        "accept.\nrate",
-        "\nMBSU",
-    ):
+    counts, ratios = ("ques-\ntions", "tokens\nper s"), ("accept.\nlength", "accept.\nrate", "\nMBSU")
+    for name in (*counts, "speedup\n[95 % interval]", *ratios, "exact/tie/\nviolation"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("exact/tie/\nviolation", justify="right", no_wrap=True)
 
 
 def _cells(numbers: dict) -> list[str | Text]:

@@ -128,5 +128,5 @@ def test_a_run_goes_on_only_where_it_began(found, tmp_path):
 
 
 def test_bandwidth_is_a_plausible_speed(monkeypatch):
-    monkeypatch.setattr(provenance, "BUFFER_BYTES", 2**24)
+    monkeypatch.setattr(provenance, "BUFFER_BYTES", {"cpu": 2**24})
     assert 1e7 < provenance.bandwidth(torch.device("cpu")) < 1e13
