@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import (
     Glm4Config,
@@ -77,11 +77,15 @@ def random_model(arch: str, seed: int, **overrides) -> PreTrainedModel:
 def byte_tokenizer(
     chat_template: str | None = TEMPLATE, first_special: str = "<s>"
 ) -> PreTrainedTokenizerFast:
-    """One id per byte, then the special tokens; `first_special` renames the first of those."""
+    """One id per byte, then the special tokens; `first_special` renames the first, which is BOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([first_special])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first_special} $A", special_tokens=[(first_special, BYTES)]
+    )
     names = {**SPECIAL, "bos_token": first_special}
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
