@@ -30,7 +30,13 @@ def random_pair(arch: str, seed: int = 0, **overrides):
         for weight in draft.parameters():
             weight.add_(torch.randn(weight.shape, generator=noise) * weight.std(correction=0) * 0.1)
     return SimpleNamespace(
-        name=arch, target=target, draft=draft, device=target.device, dtype=target.dtype, parts={}, stop_ids=frozenset([STOP])
+        name=arch,
+        target=target,
+        draft=draft,
+        device=target.device,
+        dtype=target.dtype,
+        parts={},
+        stop_ids=frozenset([STOP]),
     )
 
 
@@ -46,7 +52,9 @@ def near_identity_adapter(pair) -> Adapter:
 
 def random_prompt(rng: random.Random, vocab: int, longest: int = 40) -> list[int]:
     """Any ids but the stop token's; sometimes with a repeated stretch, so that prompt lookup finds something."""
-    prompt = [rng.choice([i for i in range(vocab) if i != STOP]) for _ in range(rng.choice([1, 2, 7, longest]))]
+    prompt = [
+        rng.choice([i for i in range(vocab) if i != STOP]) for _ in range(rng.choice([1, 2, 7, longest]))
+    ]
     return prompt + prompt[: rng.randrange(len(prompt) + 1)]
 
 
@@ -70,7 +78,16 @@ class Oracle(Drafter):
     answer: the tokens that plain decoding gives. error: chance of each token to be wrong. tree: adds branches.
     """
 
-    def __init__(self, prompt_length: int, answer: list[int], vocab: int, seed: int, error: float, longest: int, tree: bool):
+    def __init__(
+        self,
+        prompt_length: int,
+        answer: list[int],
+        vocab: int,
+        seed: int,
+        error: float,
+        longest: int,
+        tree: bool,
+    ):
         self.rng = random.Random(seed)
         self.start, self.answer, self.vocab = prompt_length, answer, vocab
         self.error, self.longest, self.tree = error, longest, tree

@@ -97,7 +97,9 @@ def emitted_pairs(draft_kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         if draft_kind == "subset":
             q[:, 3:] = 0  # a trimmed head: half the vocabulary cannot be drafted
         q = q / q.sum(-1, keepdim=True)
-        tokens = torch.stack([torch.multinomial(row, ROWS, replacement=True, generator=g) for row in q], dim=1)
+        tokens = torch.stack(
+            [torch.multinomial(row, ROWS, replacement=True, generator=g) for row in q], dim=1
+        )
         q = q.expand(ROWS, 2, VOCAB)
     count, rest = sampled_chain(probs, tokens, q, torch.rand(ROWS, 2, generator=g))
     following = torch.multinomial(rest, 1, generator=g).squeeze(-1)
@@ -130,7 +132,9 @@ def test_argmax_drafts_with_a_soft_q_are_found():
     g = torch.Generator().manual_seed(5)
     p, q = torch.softmax(torch.randn(2, VOCAB, generator=g) * 1.5, dim=-1)
     tokens = q.argmax().expand(ROWS, 1)
-    count, rest = sampled_chain(p.expand(ROWS, 2, VOCAB), tokens, q.expand(ROWS, 1, VOCAB), torch.rand(ROWS, 1, generator=g))
+    count, rest = sampled_chain(
+        p.expand(ROWS, 2, VOCAB), tokens, q.expand(ROWS, 1, VOCAB), torch.rand(ROWS, 1, generator=g)
+    )
     first = torch.where(count == 1, tokens[:, 0], torch.multinomial(rest, 1, generator=g).squeeze(-1))
     assert p_value(torch.bincount(first, minlength=VOCAB), p) < 1e-9
 

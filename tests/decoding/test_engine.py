@@ -16,7 +16,12 @@ from specbench.errors import UserError
 from tests.decoding.helpers import STOP, Oracle, random_pair, random_prompt
 
 
-@given(seed=st.integers(0, 2**20), cap=st.integers(1, 30), error=st.sampled_from([0, 0.2, 0.5]), tree=st.booleans())
+@given(
+    seed=st.integers(0, 2**20),
+    cap=st.integers(1, 30),
+    error=st.sampled_from([0, 0.2, 0.5]),
+    tree=st.booleans(),
+)
 @settings(max_examples=60, deadline=None)
 def test_random_schedules(seed, cap, error, tree):
     """One engine after another on the same buffers: caps are exact, caches hold what was accepted, the trace adds up."""

@@ -45,7 +45,9 @@ def test_cache_behaves_like_a_list(ops):
             cache.keep(start, torch.tensor(path, dtype=torch.int64))
             rows = rows[:start] + [rows[start + i] for i in path]
         assert cache.lengths == [len(rows)] * LAYERS
-        assert cache.data[:, 0, 0, 0, : len(rows), 0].tolist() == [[r + i for r in rows] for i in range(LAYERS)]
+        assert cache.data[:, 0, 0, 0, : len(rows), 0].tolist() == [
+            [r + i for r in rows] for i in range(LAYERS)
+        ]
 
 
 def test_rolling_back_moves_no_data_and_layers_may_differ():

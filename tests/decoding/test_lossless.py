@@ -27,7 +27,16 @@ from tests.decoding.helpers import (
 from tests.models import ARCHITECTURES
 
 # Caps and stop ids: answers that end by either, and some that nothing ends early.
-ENDS = ((1, (STOP,)), (2, (STOP,)), (3, (STOP,)), (24, (STOP,)), (24, (STOP, 3)), (32, ()), (32, ()), (32, ()))
+ENDS = (
+    (1, (STOP,)),
+    (2, (STOP,)),
+    (3, (STOP,)),
+    (24, (STOP,)),
+    (24, (STOP, 3)),
+    (32, ()),
+    (32, ()),
+    (32, ()),
+)
 LENGTHS = range(1, 9)
 ETAS = (0.0, 0.6, 1.01)
 
@@ -71,7 +80,9 @@ def test_plain_decoding(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_prompt_lookup(arch):
-    steps = [s for n in LENGTHS for s in assert_lossless(arch, PromptLookup(random_pair(arch), n, max_ngram=2))]
+    steps = [
+        s for n in LENGTHS for s in assert_lossless(arch, PromptLookup(random_pair(arch), n, max_ngram=2))
+    ]
     assert max(s.drafted for s in steps) >= 6
     assert any(0 < s.accepted for s in steps)
 
@@ -146,7 +157,9 @@ def test_stop_token_anywhere(method, adapters):
                     "pld": lambda: PromptLookup(pair, 6),
                     "sps": lambda: SpeculativeSampling(pair, 6),
                     "kangaroo": lambda: Kangaroo(pair, adapters["llama"], 2, 6, 0.0),
-                    "oracle": lambda p=prompt, f=free: Oracle(len(p), f, target.vocab_size, 0, 0.05, 8, False),
+                    "oracle": lambda p=prompt, f=free: Oracle(
+                        len(p), f, target.vocab_size, 0, 0.05, 8, False
+                    ),
                     "tree": lambda p=prompt, f=free: Oracle(len(p), f, target.vocab_size, 0, 0.05, 8, True),
                 }[method]()
                 answer = Engine(target, drafter, frozenset([stop])).generate(prompt, Decoding(cap))

@@ -18,7 +18,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from tests.decoding.helpers import near_identity_adapter, random_pair
 
-VOCAB, ANSWERS, LENGTH = 5, 2500, 4
+VOCAB, ANSWERS, LENGTH = 5, 1500, 4
 PROMPT = [1, 3, 4, 1, 3]
 
 
@@ -41,6 +41,7 @@ def drafter(pair, method: str, folder: str):
 @torch.inference_mode()
 def expected_counts(model) -> torch.Tensor:
     """Expected counts of tokens 2 and 3 of the answer together (token 1 comes from the prefill), exactly enumerated."""
+
     def following(prefixes):
         return torch.softmax(model(prefixes, use_cache=False).logits[:, -1].float(), dim=-1)
 
@@ -48,7 +49,9 @@ def expected_counts(model) -> torch.Tensor:
     for _ in range(3):
         probs = following(ids)
         weights = (weights[:, None] * probs).flatten()
-        ids = torch.cat([ids.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(ids))[:, None]], dim=1)
+        ids = torch.cat(
+            [ids.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(ids))[:, None]], dim=1
+        )
     return weights.view(VOCAB, VOCAB * VOCAB).sum(0) * ANSWERS
 
 

@@ -22,14 +22,22 @@ def test_check_accepts_the_stock_models(arch):
     Target(random_pair(arch).target).check()
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_check_refuses_shifted_positions(arch, monkeypatch):
+    """A fault of ours, or a model whose positions work in another way, is found before anything is measured."""
+    rope = Target._rope
+
+    def shifted(self, start, n, offsets, capacity):
+        return rope(self, start + (start > 0), n, offsets, capacity + 1)
+
+    monkeypatch.setattr(Target, "_rope", shifted)
+    with pytest.raises(UserError, match="cannot be driven layer by layer"):
+        Target(random_pair(arch).target).check()
+
+
 def test_check_refuses_a_model_that_does_more_than_its_parts():
     model = random_model("llama", 0)
-    model.model.embed_tokens.register_forward_hook(lambda m, i, out: out)  # harmless: hooks run in both
-    Target(model).check()
-    model.model.register_forward_pre_hook(
-        lambda m, args, kwargs: (args, kwargs | {"inputs_embeds": None} | {"input_ids": (args + (kwargs.get("input_ids"),))[0] + 1}),
-        with_kwargs=True,
-    )
+    model.register_forward_hook(lambda module, args, output: setattr(output, "logits", output.logits / 7) or output)
     with pytest.raises(UserError, match="cannot be driven layer by layer"):
         Target(model).check()
 

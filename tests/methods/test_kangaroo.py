@@ -140,7 +140,9 @@ def test_loads_the_authors_format(folder, tmp_path):
             }
         )
     )
-    torch.save(state | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, authors / "pytorch_model.bin")
+    torch.save(
+        state | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, authors / "pytorch_model.bin"
+    )
     ours, theirs = (load_adapter(f, config, "cpu", torch.float32) for f in (folder, authors))
     hidden = torch.randn(1, 5, config.hidden_size)
     rope = ours.rope(torch.arange(5).unsqueeze(0), hidden)

@@ -1,0 +1,282 @@
+"""The runner on a small saved pair: arms, certificates, faults that must be found, questions that fail, kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from transformers import AutoConfig
+
+from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
+from specbench.bench import CONF
+from specbench.decoding import engine as engine_module
+from specbench.decoding.draft import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.kv_cache import KVCache
+from specbench.measure import runner, store
+from tests.models import save_pair
+
+CATEGORIES = ["writing", "coding", "translation", "summarization", "qa", "math_reasoning", "rag"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A saved pair, an adapter for it, questions and warm-up questions."""
+    folder = tmp_path_factory.mktemp("workplace")
+    save_pair(folder, num_hidden_layers=4)
+    config = AutoConfig.from_pretrained(folder / "target")
+    save_adapter(Adapter(adapter_config(config)), folder / "kangaroo", torch.float32)
+    for name, first in (("questions", 1), ("warmup", 100)):
+        lines = [
+            {
+                "question_id": first + i,
+                "category": category,
+                "turns": [f"Say something about {category}.", "Say more."][: 2 if i < 2 else 1],
+            }
+            for i, category in enumerate(CATEGORIES if name == "questions" else CATEGORIES[-1:])
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def overrides(workplace: Path, method: str, runs: Path) -> list[str]:
+    return [
+        f"method={method}",
+        "pair=tiny",
+        f"pair.target={workplace}/target",
+        f"pair.draft={workplace}/draft",
+        f"pair.tokenizer={workplace}/target",
+        f"pair.parts.kangaroo={workplace}/kangaroo",
+        f"data.path={workplace}/questions.jsonl",
+        f"data.warmup={workplace}/warmup.jsonl",
+        "data.limit=null",
+        "decoding.max_new_tokens=12",
+        "pair.device=cpu",
+        f"runs_root={runs}",
+    ]
+
+
+def start(workplace: Path, method: str, runs: Path, *more: str) -> Path:
+    """The folder of a run that is yet to be measured."""
+    with initialize_config_dir(str(CONF), version_base=None):
+        cfg = compose("bench", overrides=[*overrides(workplace, method, runs), *more])
+    OmegaConf.resolve(cfg)
+    return store.find_or_create(cfg)
+
+
+def measured(workplace: Path, method: str, runs: Path, *more: str) -> tuple[int, dict, list[dict]]:
+    """Exit code, summary and records of a run in this process."""
+    run_dir = start(workplace, method, runs, *more)
+    code = runner.run(run_dir)
+    return code, store.read_json(run_dir / store.SUMMARY), store.read_records(run_dir)
+
+
+@pytest.mark.parametrize("method", ["ar", "sps", "pld", "kangaroo"])
+def test_a_run(workplace, tmp_path, method):
+    code, summary, records = measured(workplace, method, tmp_path)
+    assert code == 0 and summary["status"] == "complete"
+    assert summary["equivalence"]["answers"] == len(CATEGORIES) + 2
+    assert summary["equivalence"]["violation"] == 0
+    assert [r["question_id"] for r in records] == list(range(1, len(CATEGORIES) + 1))
+    for turn in (t for r in records for t in r["turns"]):
+        baseline, method_answer = turn["arms"]["baseline"][0], turn["arms"]["method"][0]
+        assert baseline["tokens"] == method_answer["tokens"] == turn["arms"]["hf_generate"][0]["tokens"]
+        assert turn["baseline_equivalence"]["verdict"] == "exact"
+    if method == "ar":
+        assert summary["overall"]["acceptance_length"] == 1 and summary["overall"]["mbsu"] == 1
+
+
+def test_sampling_is_not_certified(workplace, tmp_path):
+    code, summary, records = measured(
+        workplace, "sps", tmp_path, "decoding=sample", "decoding.max_new_tokens=8"
+    )
+    assert code == 0 and summary["temperature"] == 1.0
+    assert {t["equivalence"]["verdict"] for r in records for t in r["turns"]} == {None}
+
+
+def test_arms_take_turns_in_going_first(workplace, tmp_path, monkeypatch):
+    order = []
+    prepare = runner.prepare
+
+    def watched(cfg):
+        bench = prepare(cfg)
+        bench.arms = {
+            name: lambda *a, name=name, arm=arm: (order.append(name), arm(*a))[1]
+            for name, arm in bench.arms.items()
+        }
+        return bench
+
+    monkeypatch.setattr(runner, "prepare", watched)
+    measured(workplace, "pld", tmp_path, "task=rag", "repeats=6")
+    timed = order[3:]  # behind the warm-up
+    assert len(timed) == 18
+    firsts = timed[::3]
+    assert {name: firsts.count(name) for name in firsts} == {"baseline": 2, "method": 2, "hf_generate": 2}
+    assert all(set(timed[i : i + 3]) == set(firsts) for i in range(0, 18, 3))
+
+
+def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, monkeypatch):
+    """With an arm that says something else in turn 1, the protocols differ in what they ask in turn 2."""
+    real = Engine.generate
+
+    def stutter(self, prompt, decoding, seed=0):
+        answer = real(self, prompt, decoding, seed)
+        if type(self.drafter).__name__ == "PromptLookup":
+            answer.tokens[:3] = [40, 41, 42]  # plain letters, which the chat template hands on as they are
+        return answer
+
+    monkeypatch.setattr(Engine, "generate", stutter)
+    prompts = {"paired": [], "spec_bench": []}
+    for protocol, seen in prompts.items():
+        ask = runner.Bench.prompt
+        monkeypatch.setattr(
+            runner.Bench,
+            "prompt",
+            lambda s, q, a, seen=seen, ask=ask: (seen.append(ask(s, q, a)), ask(s, q, a))[1],
+        )
+        measured(
+            workplace, "pld", tmp_path / protocol, "task=mt_bench", "data.limit=1", f"protocol={protocol}"
+        )
+        monkeypatch.setattr(runner.Bench, "prompt", ask)
+    second = {protocol: {tuple(p) for p in seen[-3:]} for protocol, seen in prompts.items()}
+    assert len(second["paired"]) == 1
+    assert len(second["spec_bench"]) == 2
+
+
+def keep_stale_rows(monkeypatch, bench):
+    real = KVCache.truncate
+
+    def sloppy(self, length):
+        if 0 < length < max(self.lengths):
+            self.data[..., length - 1, :] = self.data[..., length, :]  # of a token that was rejected
+        real(self, length)
+
+    monkeypatch.setattr(KVCache, "truncate", sloppy)
+
+
+def accept_one_too_many(monkeypatch, bench):
+    real = engine_module.accept
+
+    def generous(logits, draft, decoding, generator):
+        verdict = real(logits, draft, decoding, generator)
+        k = draft.tokens.shape[0]
+        return type(verdict)((verdict.count + 1).clamp(max=k), verdict.next, verdict.path)
+
+    monkeypatch.setattr(engine_module, "accept", generous)
+
+
+def drop_a_token(monkeypatch, bench):
+    real = bench.arms["method"]
+
+    def forgetful(*request):
+        answer = real(*request)
+        del answer.tokens[5]
+        return answer
+
+    bench.arms["method"] = forgetful
+
+
+def run_past_the_stop_token(monkeypatch):
+    real = Engine.generate
+
+    def restless(self, prompt, decoding, seed=0):
+        drafting = type(self.drafter) is not Drafter
+        self.stop_ids, stops = (frozenset(), self.stop_ids) if drafting else (self.stop_ids, self.stop_ids)
+        answer = real(self, prompt, decoding, seed)
+        self.stop_ids = stops
+        return answer
+
+    monkeypatch.setattr(Engine, "generate", restless)
+
+
+@pytest.mark.parametrize("fault", [keep_stale_rows, accept_one_too_many, drop_a_token])
+def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, fault):
+    prepare = runner.prepare
+
+    def prepare_and_spoil(cfg):
+        bench = prepare(cfg)
+        fault(monkeypatch, bench)
+        return bench
+
+    monkeypatch.setattr(runner, "prepare", prepare_and_spoil)
+    _, summary, _ = measured(workplace, "sps", tmp_path, "decoding.max_new_tokens=24")
+    assert summary["equivalence"]["violation"] > 0
+
+
+def test_tokens_after_the_stop_token_change_no_verdict_but_are_counted(workplace, tmp_path, monkeypatch):
+    """Answers are compared up to the stop token; what a fault adds behind it shows in the token count."""
+    common = ["decoding.max_new_tokens=24"]
+    _, _, records = measured(workplace, "sps", tmp_path / "free", *common)
+    said = [t["arms"]["baseline"][0]["tokens"] for r in records for t in r["turns"]]
+    stop = said[0][10]  # made a stop id, it ends an answer in the middle
+    run_past_the_stop_token(monkeypatch)
+    _, _, records = measured(workplace, "sps", tmp_path / "stop", *common, f"pair.stop_ids=[{stop}]")
+    turn = records[0]["turns"][0]
+    assert turn["equivalence"]["verdict"] == "exact"
+    assert len(turn["arms"]["method"][0]["tokens"]) > len(turn["arms"]["baseline"][0]["tokens"])
+
+
+def test_a_question_that_fails_is_recorded_and_leaves_the_others_alone(workplace, tmp_path, capsys):
+    questions = (workplace / "questions.jsonl").read_text().splitlines()
+    long = json.loads(questions[4]) | {"turns": ["word " * 300]}
+    path = tmp_path / "long.jsonl"
+    path.write_text("\n".join([*questions[:4], json.dumps(long), *questions[5:]]) + "\n")
+    code, summary, records = measured(workplace, "pld", tmp_path, f"data.path={path}")
+    assert code == 1 and summary["status"] != "complete"
+    failed = [r for r in records if r["error"]]
+    assert [r["question_id"] for r in failed] == [5]
+    assert "the context only 512" in failed[0]["error"]
+    assert summary["overall"]["questions"] == len(CATEGORIES) - 1
+    assert "question 5 failed" in capsys.readouterr().err
+
+
+def without_times(summary: dict) -> dict:
+    """A summary less its times and what is computed from them."""
+    timed = ("seconds", "speedup", "per_second", "bandwidth", "verdict", "quoted", "noise", "low", "high")
+    return {
+        key: without_times(value) if isinstance(value, dict) else value
+        for key, value in summary.items()
+        if not any(word in key for word in timed)
+    }
+
+
+def bench_command(workplace: Path, runs: Path) -> list[str]:
+    return [sys.executable, "-m", "specbench.bench", *overrides(workplace, "sps", runs)]
+
+
+def test_killed_and_started_again(workplace, tmp_path):
+    """Kill -9 in the middle, half a line at the end of the journal: no question is lost or measured twice."""
+    runs = tmp_path / "killed"
+    environment = os.environ | {"PYTHONPATH": str(CONF.parent)}
+    process = subprocess.Popen(
+        bench_command(workplace, runs), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while not (journals := list(runs.glob("*/records.jsonl"))) or journals[0].read_bytes().count(b"\n") < 2:
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.005)
+    child = int(subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()[0])
+    os.kill(child, signal.SIGKILL)
+    assert process.wait() != 0
+    (run_dir,) = runs.iterdir()
+    finished = store.read_records(run_dir)
+    assert 2 <= len(finished) < len(CATEGORIES) and not store.is_complete(run_dir)
+    with open(run_dir / store.RECORDS, "a") as journal:
+        journal.write('{"question_id": 3, "task": "tr')
+
+    again = subprocess.run(bench_command(workplace, runs), env=environment, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines()[-1] == str(run_dir)
+    records = store.read_records(run_dir)
+    assert [r["question_id"] for r in records] == list(range(1, len(CATEGORIES) + 1))
+    assert records[: len(finished)] == finished
+    _, undisturbed, _ = measured(workplace, "sps", tmp_path / "whole")
+    assert without_times(store.read_json(run_dir / store.SUMMARY)) == without_times(undisturbed)
