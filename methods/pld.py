@@ -27,5 +27,3 @@ class PromptLookup(Drafter):
                 start = matches[-1, 0] + n
                 return Draft(known[start : start + length].clone())
         return Draft(known[:0])
-
-

@@ -21,7 +21,11 @@ ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
 def conversation_batches(
-    tokenize: Callable[[list[dict]], tuple[list[int], list[float]]], file: str | Path, batch_size: int, length: int, seed: int
+    tokenize: Callable[[list[dict]], tuple[list[int], list[float]]],
+    file: str | Path,
+    batch_size: int,
+    length: int,
+    seed: int,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Endless batches {"input_ids": [B, T] int64, "loss_weight": [B, T] float32} of conversations cut at `length`.
 
@@ -31,7 +35,9 @@ def conversation_batches(
     rows = [tokenize(messages) for messages in _read_conversations(Path(file))]
     rows = [(ids[:length], weights[:length]) for ids, weights in rows if any(weights[:length])]
     if not rows:
-        raise UserError(f"'{file}' holds no conversation in which the assistant says anything within {length} tokens")
+        raise UserError(
+            f"'{file}' holds no conversation in which the assistant says anything within {length} tokens"
+        )
     rng = random.Random(seed)
     while True:
         batch = rng.choices(rows, k=batch_size)
@@ -86,8 +92,12 @@ def train_part(
     module, optimizer = accelerator.prepare(module, optimizer)
     accelerator.register_for_checkpointing(schedule)
     done = _resume(accelerator, checkpoints)
-    mine = islice(batches, done * accelerator.num_processes + accelerator.process_index, None, accelerator.num_processes)
-    bar = tqdm(total=steps, initial=done, desc="train", unit="step", disable=not accelerator.is_local_main_process)
+    mine = islice(
+        batches, done * accelerator.num_processes + accelerator.process_index, None, accelerator.num_processes
+    )
+    bar = tqdm(
+        total=steps, initial=done, desc="train", unit="step", disable=not accelerator.is_local_main_process
+    )
     for step in range(done, steps):
         batch = {k: v.to(accelerator.device) for k, v in next(mine).items()}
         value = loss(module, batch)
@@ -139,7 +149,9 @@ def _read_conversations(file: Path) -> Iterator[list[dict]]:
                     messages = [{"role": m["role"], "content": m["content"]} for m in row["messages"]]
                 else:
                     turns = row["conversations"]
-                    messages = [{"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in turns]
+                    messages = [
+                        {"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in turns
+                    ]
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{file}, line {number}: not a conversation ({error!r})") from error
             yield messages

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -27,6 +28,9 @@ from specbench.errors import UserError, near, one_line_errors
 from specbench.measure import store
 from specbench.questions import load_questions, warmup_questions
 from specbench.report import tables
+
+if TYPE_CHECKING:
+    from specbench.decoding.draft import Needs
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -72,7 +76,8 @@ def check(cfg: DictConfig) -> None:
     if missing:
         raise UserError(f"there is no value for {', '.join(sorted(missing))}")
     check_values(cfg)
-    check_method(cfg)
+    needs = check_method(cfg)
+    check_folders(cfg, needs)
     load_questions(cfg.data, cfg.task)
     warmup_questions(cfg.data)
 
@@ -95,8 +100,8 @@ def check_values(cfg: DictConfig) -> None:
         raise UserError(f"pair.device must be auto, cpu or cuda:0, not {cfg.pair.device!r}")
 
 
-def check_method(cfg: DictConfig) -> None:
-    """Raises UserError when the method lacks a parameter, or needs what pair and decoding do not give."""
+def check_method(cfg: DictConfig) -> Needs:
+    """What the method needs. Raises UserError when pair or decoding lack it, or for an unknown parameter."""
     name, cls = cfg.method.name, hydra.utils.get_class(cfg.method._target_)
     takes = {key: p for key, p in inspect.signature(cls).parameters.items() if key != "pair"}
     for key in cfg.method:
@@ -108,18 +113,33 @@ def check_method(cfg: DictConfig) -> None:
         raise UserError(
             f"method {name} needs a draft model and pair {cfg.pair.name} has none: set pair.draft"
         )
-    if needs.part is not None and cfg.pair.parts.get(needs.part) is None:
-        required = [key for key, parameter in takes.items() if parameter.default is parameter.empty]
-        if not required or any(cfg.method.get(key) is None for key in required):  # else it was given by hand
-            training = f"python -m {cfg.method._target_.rpartition('.')[0]}.train pair={cfg.pair.name}"
-            raise UserError(
-                f"pair {cfg.pair.name} has no part '{needs.part}', which method {name} needs: "
-                f"train it with `{training}`, then name it with +pair.parts.{needs.part}=PATH"
-            )
+    required = [key for key, parameter in takes.items() if parameter.default is parameter.empty]
+    by_hand = required and all(cfg.method.get(key) is not None for key in required)
+    if needs.part is not None and cfg.pair.parts.get(needs.part) is None and not by_hand:
+        training = f"python -m {cfg.method._target_.rpartition('.')[0]}.train pair={cfg.pair.name}"
+        raise UserError(
+            f"pair {cfg.pair.name} has no part '{needs.part}', which method {name} needs: "
+            f"train it with `{training}`, then name it with ++pair.parts.{needs.part}=FOLDER"
+        )
     if cfg.batch_size > 1 and not needs.batching:
         raise UserError(f"method {name} cannot batch: set batch_size=1")
     if cfg.decoding.temperature > 0 and not needs.sampling:
         raise UserError(f"method {name} cannot sample: set decoding=greedy")
+    return needs
+
+
+def check_folders(cfg: DictConfig, needs: Needs) -> None:
+    """Raises UserError when a model, tokenizer or part that will be read is a path where no folder is."""
+    from specbench.pairs import local_folder  # late: a misspelt name need not wait for torch
+
+    names = [cfg.pair.target, cfg.pair.tokenizer]
+    if needs.draft_model:
+        names.append(cfg.pair.draft)
+    if needs.part is not None:
+        names.append(cfg.pair.parts.get(needs.part))
+    for name in names:
+        if name is not None:
+            local_folder(name)
 
 
 def measure(run_dir: Path) -> int:

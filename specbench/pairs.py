@@ -123,6 +123,18 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
     )
 
 
+def local_folder(name: str) -> Path | None:
+    """The folder that `name` means, None if it is a hub id. Raises UserError for a path where no folder is."""
+    folder = packaged(name)
+    if folder.is_dir():
+        return folder
+    if name.startswith("specbench/tiny/"):
+        raise UserError(f"there is no folder '{name}': `make tiny` trains the embedded family")
+    if name.startswith(("/", ".", "~", "specbench/")) or name.count("/") > 1:
+        raise UserError(f"there is no folder '{name}'")
+    return None
+
+
 def choose_device(name: str) -> torch.device:
     """ "auto" is CUDA where there is one. Raises UserError for a device that this machine does not have."""
     if name == "auto":
@@ -180,16 +192,9 @@ class _Source:
 
     def __init__(self, name: str, revision: str | None, cfg: DictConfig):
         self.name, self.revision, self.cfg = name, revision, cfg
-        self.folder = packaged(name)
-        self.path = name  # what transformers is given: the hub id keeps its revision
-        if self.folder.is_dir():
-            self.path = self.folder
-        elif name.startswith("specbench/tiny/"):
-            raise UserError(f"no model folder '{name}': `make tiny` trains the embedded family")
-        elif name.startswith(("/", ".", "~", "specbench/")) or name.count("/") > 1:
-            raise UserError(f"no model folder '{name}'")
-        else:
-            self.folder = fetch_small_files(name, revision, cfg.gated)
+        folder = local_folder(name)
+        self.folder = folder or fetch_small_files(name, revision, cfg.gated)
+        self.path = folder or name  # what transformers is given: a hub id keeps its revision
 
     def config(self) -> PretrainedConfig:
         """The config of the language model (for a model that also sees or hears: of that part)."""

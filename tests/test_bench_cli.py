@@ -87,11 +87,13 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["method=sps", "pair.draft=null"], "pair tiny has none: set pair.draft"),
         (
             ["pair.parts.kangaroo=null"],
-            "train it with `python -m methods.kangaroo.train pair=tiny`, then name it with +pair.parts.",
+            "train it with `python -m methods.kangaroo.train pair=tiny`, then name it with ++pair.parts.",
         ),
+        (["pair.parts.kangaroo=./nothing"], "there is no folder './nothing'"),
+        (["method=ar", "pair.target=/nothing"], "there is no folder '/nothing'"),
         (["method.adapter=${nope}"], "nope"),
         (["pair.target=???"], "there is no value for pair.target"),
-        (["data.path=/nowhere/questions.jsonl"], "/nowhere/questions.jsonl"),
+        (["method=ar", "data.path=/nowhere/questions.jsonl"], "/nowhere/questions.jsonl"),
     ],
 )  # fmt: skip
 def test_values_and_combinations(overrides, message):

@@ -42,7 +42,7 @@ def test_loads_target_and_draft(cfg):
 def test_draft_is_left_alone_unless_asked_for(cfg):
     cfg.draft = "/nowhere"
     assert load_pair(cfg, seed=0, with_draft=False).draft is None
-    with pytest.raises(UserError, match="no model folder '/nowhere'"):
+    with pytest.raises(UserError, match="there is no folder '/nowhere'"):
         load_pair(cfg, seed=0, with_draft=True)
     cfg.draft = None
     with pytest.raises(UserError, match="no draft model"):
@@ -151,7 +151,7 @@ def test_models_that_are_not_there(cfg):
         "no-such-org/no-such-model": "the hub cannot be reached",
         "not a name": "neither a local folder nor on the hub",
         "specbench/tiny/weights/nothing": "`make tiny`",
-        "some/folder/below": "no model folder 'some/folder/below'",
+        "some/folder/below": "there is no folder 'some/folder/below'",
     }.items():
         cfg.target = name
         with pytest.raises(UserError, match=message) as caught:

@@ -131,4 +131,6 @@ def _read_state(folder: Path) -> dict[str, torch.Tensor]:
         return load_file(folder / "model.safetensors")
     if (folder / "pytorch_model.bin").is_file():
         return torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    raise UserError(f"no Kangaroo adapter in '{folder}': neither model.safetensors nor pytorch_model.bin is there")
+    raise UserError(
+        f"no Kangaroo adapter in '{folder}': neither model.safetensors nor pytorch_model.bin is there"
+    )

@@ -36,7 +36,9 @@ class Kangaroo(Drafter):
     ):
         layers = pair.target.config.num_hidden_layers
         if not 0 < exit_layer < layers:
-            raise UserError(f"exit_layer must lie between 1 and {layers - 1} for this target, not {exit_layer}")
+            raise UserError(
+                f"exit_layer must lie between 1 and {layers - 1} for this target, not {exit_layer}"
+            )
         self.adapter = load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype)
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)

@@ -50,7 +50,11 @@ def agreement(target: Target, exit_layer: int, adapter: Adapter, batches) -> flo
         exits, finals, weights = _states(target, exit_layer, batch)
         chosen = weights == 1.0
         adapted = _adapt(adapter, exits)[:, :-1][chosen]
-        same += (target.unembed(adapted).argmax(-1) == target.unembed(finals[:, :-1][chosen]).argmax(-1)).sum().item()
+        same += (
+            (target.unembed(adapted).argmax(-1) == target.unembed(finals[:, :-1][chosen]).argmax(-1))
+            .sum()
+            .item()
+        )
         counted += int(chosen.sum())
     return same / counted
 
@@ -70,7 +74,9 @@ def _adapt(adapter, exits: torch.Tensor) -> torch.Tensor:
 
 def _batches(cfg: DictConfig, pair: Pair, seed: int):
     if cfg.conversations is not None:
-        return conversation_batches(assistant_tokens(pair), cfg.conversations, cfg.batch_size, cfg.length, seed)
+        return conversation_batches(
+            assistant_tokens(pair), cfg.conversations, cfg.batch_size, cfg.length, seed
+        )
     if cfg.pair.get("training") is None:
         raise UserError(f"pair '{pair.name}' brings no training text: give conversations=FILE (JSON lines)")
     return hydra.utils.instantiate(
@@ -98,7 +104,9 @@ def train(cfg: DictConfig) -> Path:
         cfg.save_every,
     )
     held_out = agreement(target, cfg.exit_layer, adapter.eval(), islice(_batches(cfg, pair, cfg.seed + 1), 4))
-    save_adapter(adapter, out, getattr(torch, cfg.save_dtype), exit_layer=cfg.exit_layer, held_out_agreement=held_out)
+    save_adapter(
+        adapter, out, getattr(torch, cfg.save_dtype), exit_layer=cfg.exit_layer, held_out_agreement=held_out
+    )
     print(f"held-out agreement with the target: {held_out:.3f}")
     print(out)
     return out

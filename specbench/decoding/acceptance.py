@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.draft import Draft
+from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import ancestors
 
 
@@ -28,7 +28,9 @@ class Accepted:
     path: torch.Tensor | None = None
 
 
-def accept(logits: torch.Tensor, draft: Draft, decoding: Decoding, generator: torch.Generator | None) -> Accepted:
+def accept(
+    logits: torch.Tensor, draft: Draft, decoding: Decoding, generator: torch.Generator | None
+) -> Accepted:
     """Applies the rule that fits. logits: [1 + k, vocab] after the pending token and each draft token."""
     if draft.parents is not None:
         if decoding.greedy:

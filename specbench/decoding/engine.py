@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from specbench.decoding.acceptance import accept
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.draft import Context, Draft, Drafter
+from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target, ancestors
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.errors import UserError
@@ -17,7 +17,9 @@ CACHE_STEP = 256  # a cache that grows in steps is reused by most questions
 class Engine:
     """Decodes one sequence at a time with a target and a drafter; buffers are kept between calls."""
 
-    def __init__(self, target: Target, drafter: Drafter, stop_ids: frozenset[int], context_length: int | None = None):
+    def __init__(
+        self, target: Target, drafter: Drafter, stop_ids: frozenset[int], context_length: int | None = None
+    ):
         self.target = target
         self.drafter = drafter
         self.stop_ids = stop_ids
@@ -112,7 +114,9 @@ class Engine:
             depth = int(ancestors(draft.parents).sum(1).max())
         spans = [self.clock.seconds(a, b) for a, b in zip(marks, marks[1:])]
         layer = draft.resume.layer if draft.resume is not None else 0
-        return Step(drafted, accepted, emitted, depth, *spans, draft.bytes_read, self.target.pass_bytes(layer))
+        return Step(
+            drafted, accepted, emitted, depth, *spans, draft.bytes_read, self.target.pass_bytes(layer)
+        )
 
     def _empty_cache(self, capacity: int):
         if self._cache.capacity < capacity:

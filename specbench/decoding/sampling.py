@@ -23,7 +23,9 @@ class Decoding:
         """Logits [..., vocab] -> the distribution to sample from, float32."""
         return torch.softmax(logits.float() / self.temperature, dim=-1)
 
-    def select(self, logits: torch.Tensor, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def select(
+        self, logits: torch.Tensor, generator: torch.Generator | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [n, vocab] -> tokens [n] and, when sampling, the distribution [n, vocab] they were drawn from."""
         if self.greedy:
             return logits.argmax(-1), None

@@ -100,7 +100,12 @@ class Target:
         return self.embed_tokens(ids)
 
     def run_layers(
-        self, hidden: torch.Tensor, cache: KVCache, lo: int = 0, hi: int | None = None, tree: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        cache: KVCache,
+        lo: int = 0,
+        hi: int | None = None,
+        tree: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states [1, n, d] through layers [lo, hi), appended to what the cache holds of them.
 
@@ -158,7 +163,9 @@ class Target:
         ids = torch.arange(24, device=self.device).remainder(self.vocab_size).unsqueeze(0)
         own = self.model(ids, use_cache=False).logits[0, :, : self.vocab_size].float()
         cache = self.new_cache(ids.shape[1])
-        half = ids.shape[1] // 2  # in two parts, so that positions and masks behind a filled cache are checked too
+        half = (
+            ids.shape[1] // 2
+        )  # in two parts, so that positions and masks behind a filled cache are checked too
         parts = (self.run_layers(self.embed(part), cache) for part in (ids[:, :half], ids[:, half:]))
         staged = torch.cat([self.head(part)[0] for part in parts]).float()
         scale = own.abs().max().clamp(min=1.0)
@@ -185,7 +192,9 @@ class Target:
         return cos.index_select(1, offsets + start), sin.index_select(1, offsets + start)
 
     def _dummy(self) -> torch.Tensor:
-        return torch.empty(1, device=self.device, dtype=self.dtype)  # rotary modules read only dtype and device of it
+        return torch.empty(
+            1, device=self.device, dtype=self.dtype
+        )  # rotary modules read only dtype and device of it
 
 
 def _tree_offsets(tree: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,7 +48,9 @@ def transformers_arm(pair, max_new_tokens: int, assisted: bool):
     @torch.inference_mode()
     def generate(prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt], device=pair.device)
-        output = pair.target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **extra)
+        output = pair.target.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=config, **extra
+        )
         return output[0, len(prompt) :].tolist()
 
     return generate
@@ -76,7 +78,9 @@ def main() -> None:
         "assisted generate": transformers_arm(pair, cap, assisted=True),
         "engine, sps": engine_arm(pair, SpeculativeSampling(pair, DRAFT_TOKENS), cap),
     }
-    prompts = [pair.prompt_ids([{"role": "user", "content": q.turns[0]}]) for q in load_questions(cfg.data, cfg.task)]
+    prompts = [
+        pair.prompt_ids([{"role": "user", "content": q.turns[0]}]) for q in load_questions(cfg.data, cfg.task)
+    ]
     for arm in arms.values():  # warm-up
         arm(prompts[0])
     seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(prompts))
@@ -93,7 +97,11 @@ def main() -> None:
             differing += len({tuple(a) for a in answers.values()}) > 1
     print(f"pair {pair.name}, {len(prompts)} prompts x {options.repeats}, {torch.get_num_threads()} threads")
     print(f"prompts on which the four did not agree: {differing}")
-    for slow, fast in (("generate", "engine"), ("assisted generate", "engine, sps"), ("engine", "engine, sps")):
+    for slow, fast in (
+        ("generate", "engine"),
+        ("assisted generate", "engine, sps"),
+        ("engine", "engine, sps"),
+    ):
         ratio = speedup(seconds[slow], seconds[fast])
         print(f"{fast} against {slow}: {ratio.value:.2f} times as fast [{ratio.low:.2f}, {ratio.high:.2f}]")
 
