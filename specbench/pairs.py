@@ -124,7 +124,7 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder that `name` means, None if it is a hub id. Raises UserError for a path where no folder is."""
+    """The folder that `name` means, None if it is a hub id. Raises UserError for a path without a folder."""
     folder = packaged(name)
     if folder.is_dir():
         return folder
