@@ -28,6 +28,7 @@ from specbench.errors import UserError, near, one_line_errors
 from specbench.measure import store
 from specbench.questions import load_questions, warmup_questions
 from specbench.report import tables
+from specbench.tracking import track
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Needs
@@ -60,6 +61,7 @@ def run_one(cfg: DictConfig) -> int:
         return code
     if store.is_complete(run_dir):
         tables.print_run(run_dir)
+        track(run_dir, cfg.tracker)
     if code != 0:
         print(f"error: some of the run failed (exit code {code}); see {run_dir}", file=sys.stderr)
     print(run_dir, flush=True)

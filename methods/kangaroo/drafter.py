@@ -19,7 +19,8 @@ from specbench.questions import packaged
 
 
 class Kangaroo(Drafter):
-    """exit_layer: layers in the drafting part. max_draft_tokens: gamma. confidence_threshold: eta, tested on the top-1
+    """exit_layer: layers in the drafting part; None takes the one that the adapter's config.json names (the authors'
+    does not: 2 for their 7B, 3 for their 13B adapter). max_draft_tokens: gamma. confidence_threshold: eta, tested on the top-1
     probability at temperature 1 (paper, table 3), with a strict <, so that 0 gives a constant draft length and more
     than 1 a single draft token. adapter: folder of the adapter's checkpoint.
     """
@@ -30,16 +31,12 @@ class Kangaroo(Drafter):
         self,
         pair,
         adapter: str,
-        exit_layer: int = 2,
+        exit_layer: int | None = None,
         max_draft_tokens: int = 6,
         confidence_threshold: float = 0.6,
     ):
-        layers = pair.target.config.num_hidden_layers
-        if not 0 < exit_layer < layers:
-            raise UserError(
-                f"exit_layer must lie between 1 and {layers - 1} for this target, not {exit_layer}"
-            )
         self.adapter = load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype)
+        exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)
         self.max_draft_tokens = max_draft_tokens
@@ -105,3 +102,17 @@ class Kangaroo(Drafter):
         if self.confidence_threshold <= 0:
             return False
         return bool(torch.softmax(logits.float(), dim=-1).max() < self.confidence_threshold)
+
+
+def _exit_layer(asked: int | None, adapter, layers: int) -> int:
+    """The exit layer to use. Raises UserError when nobody names one, when the adapter was trained for another, or
+    when the target does not have it."""
+    trained = getattr(adapter.config, "exit_layer", None)
+    chosen = trained if asked is None else asked
+    if chosen is None:
+        raise UserError("the adapter does not say which layer it was trained for: set method.exit_layer")
+    if trained not in (None, chosen):
+        raise UserError(f"the adapter was trained for exit layer {trained}, not {chosen}")
+    if not 0 < chosen < layers:
+        raise UserError(f"exit_layer must lie between 1 and {layers - 1} for this target, not {chosen}")
+    return chosen

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hydra
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
@@ -120,7 +121,7 @@ class Bench:
         answers: dict[str, list[Generation]] = {name: [] for name in names}
         for repeat in range(self.repeats):
             shift = (place + repeat) % len(names)
-            seed = hash((self.seed, question.question_id, turn, repeat)) % 2**31
+            seed = answer_seed(self.seed, question.question_id, turn, repeat)
             for name in names[shift:] + names[:shift]:
                 answers[name].append(self.arms[name](prompts[name], self.capped(prompts[name]), seed))
         prompt = prompts[BASELINE]
@@ -161,6 +162,11 @@ class Bench:
                 if name == BASELINE:
                     samples.append((prompt, answer.tokens))
         self.noise = shape_noise(self.target, samples)
+
+
+def answer_seed(*parts: int) -> int:
+    """A seed for one answer that any of its parts changes; the same on every machine."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
 def _journal(generation: Generation) -> dict:

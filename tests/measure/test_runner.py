@@ -34,7 +34,7 @@ def workplace(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("workplace")
     save_pair(folder, num_hidden_layers=4)
     config = AutoConfig.from_pretrained(folder / "target")
-    save_adapter(Adapter(adapter_config(config)), folder / "kangaroo", torch.float32)
+    save_adapter(Adapter(adapter_config(config)), folder / "kangaroo", torch.float32, exit_layer=2)
     for name, first in (("questions", 1), ("warmup", 100)):
         lines = [
             {

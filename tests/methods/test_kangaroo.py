@@ -185,6 +185,12 @@ def test_a_pickle_that_runs_code_is_not_loaded(folder, tmp_path):
         load_adapter(folder, random_pair("llama").target.config, "cpu", torch.float32)
 
 
-def test_an_exit_layer_outside_the_target_is_refused(folder):
-    with pytest.raises(UserError, match="exit_layer must lie between"):
-        Kangaroo(random_pair("llama"), folder, exit_layer=99)
+def test_the_exit_layer_is_the_adapters_own_or_said(folder):
+    pair = random_pair("llama")
+    for layer in (None, 99):
+        with pytest.raises(UserError, match="set method.exit_layer" if layer is None else "must lie between"):
+            Kangaroo(pair, folder, layer)
+    save_adapter(near_identity_adapter(pair), folder, torch.float32, exit_layer=3)
+    assert Kangaroo(pair, folder).exit_layer == Kangaroo(pair, folder, 3).exit_layer == 3
+    with pytest.raises(UserError, match="trained for exit layer 3, not 2"):
+        Kangaroo(pair, folder, 2)
