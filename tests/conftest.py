@@ -11,7 +11,9 @@ import hypothesis
 import pytest
 import torch
 
-torch.set_num_threads(1)  # for models this small threads only wait for each other, all the more on a busy machine
+torch.set_num_threads(
+    1
+)  # for models this small threads only wait for each other, all the more on a busy machine
 
 hypothesis.settings.register_profile("specbench", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("specbench")

@@ -37,7 +37,9 @@ def test_check_refuses_shifted_positions(arch, monkeypatch):
 
 def test_check_refuses_a_model_that_does_more_than_its_parts():
     model = random_model("llama", 0)
-    model.register_forward_hook(lambda module, args, output: setattr(output, "logits", output.logits / 7) or output)
+    model.register_forward_hook(
+        lambda module, args, output: setattr(output, "logits", output.logits / 7) or output
+    )
     with pytest.raises(UserError, match="cannot be driven layer by layer"):
         Target(model).check()
 

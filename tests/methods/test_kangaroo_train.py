@@ -21,7 +21,10 @@ from tests.models import save_pair
 
 
 def batch_of(*weights: float) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.arange(3, 3 + len(weights)).unsqueeze(0), "loss_weight": torch.tensor([weights])}
+    return {
+        "input_ids": torch.arange(3, 3 + len(weights)).unsqueeze(0),
+        "loss_weight": torch.tensor([weights]),
+    }
 
 
 def test_loss_counts_exactly_the_predictions_of_weighted_tokens():
@@ -56,7 +59,12 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     save_pair(folder, num_hidden_layers=4)
     conversations = [
-        {"messages": [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": f"{w} {w} {w}"}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"say {w}"},
+                {"role": "assistant", "content": f"{w} {w} {w}"},
+            ]
+        }
         for w in ("one", "two", "three", "four")
     ]
     (folder / "talk.jsonl").write_text("".join(json.dumps(c) + "\n" for c in conversations))
@@ -135,7 +143,11 @@ def test_conversations_are_masked_turn_by_turn(workplace, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{]", "line 1"), ('{"messages": [{"role": "user"}]}', "line 1"), ('{"messages": []}', "holds no conversation")],
+    [
+        ("{]", "line 1"),
+        ('{"messages": [{"role": "user"}]}', "line 1"),
+        ('{"messages": []}', "holds no conversation"),
+    ],
 )
 def test_bad_conversations_are_named(tmp_path, content, message):
     (tmp_path / "bad.jsonl").write_text(content + "\n")
