@@ -22,7 +22,7 @@ test: $(STAMP) ## Run the tests [ARGS="-k name"]
 	@$(PY) -m pytest $(ARGS)
 
 benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on an idle machine)
-	@$(PY) -m pytest -s tests/benchmarks $(ARGS)
+	@$(PY) -m tests.benchmarks.decoding $(ARGS)
 
 tiny: $(STAMP) ## Train the embedded model family again, from nothing
 	@$(PY) -m specbench.tiny.train $(ARGS)

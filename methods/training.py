@@ -80,8 +80,8 @@ def train_part(
 ) -> torch.nn.Module:
     """Trains `module` for `steps` batches with AdamW (warm-up over 5 %, then linear decay to 0); returns it.
 
-    loss(module, batch) -> scalar. The state is saved under `checkpoints` every `save_every` steps; a run that was stopped goes on
-    from there with the batch that follows.
+    loss(module, batch) -> scalar. The state is saved under `checkpoints` every `save_every` steps; a run that was
+    stopped goes on from there with the batch that follows.
     """
     accelerator = Accelerator()
     optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)

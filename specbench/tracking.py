@@ -1,4 +1,4 @@
-"""Weights & Biases: a view of a finished run folder. The folder stays the truth; a tracker never costs a measurement."""
+"""Weights & Biases: a view of a finished run folder, which stays the truth. A tracker never costs a measurement."""
 
 from __future__ import annotations
 

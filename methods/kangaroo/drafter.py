@@ -1,9 +1,9 @@
 """Kangaroo's drafter: the target's first layers and an adapter draft; verification resumes where they stopped.
 
 A round (paper, sections 4.1 and 4.3): run layers [0, exit_layer) on the newest token; unless the previous draft token
-was one of low confidence or the draft is full, the adapter and the target's head turn its exit state into the next draft token. The
-token that ends the draft is verified too: its exit state was computed for that. Verification takes all exit states
-through layers [exit_layer, N), so that no layer runs twice.
+was one of low confidence or the draft is full, the adapter and the target's head turn its exit state into the next
+draft token. The token that ends the draft is verified too: its exit state was computed for that. Verification takes
+all exit states through layers [exit_layer, N), so that no layer runs twice.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from specbench.questions import packaged
 
 class Kangaroo(Drafter):
     """exit_layer: layers in the drafting part; None takes the one that the adapter's config.json names (the authors'
-    does not: 2 for their 7B, 3 for their 13B adapter). max_draft_tokens: gamma. confidence_threshold: eta, tested on the top-1
-    probability at temperature 1 (paper, table 3), with a strict <, so that 0 gives a constant draft length and more
-    than 1 a single draft token. adapter: folder of the adapter's checkpoint.
+    does not: 2 for their 7B, 3 for their 13B adapter). max_draft_tokens: gamma. confidence_threshold: eta, tested on
+    the top-1 probability at temperature 1 (paper, table 3), with a strict <, so that 0 gives a constant draft length
+    and more than 1 a single draft token. adapter: folder of the adapter's checkpoint.
     """
 
     needs = Needs(part="kangaroo")

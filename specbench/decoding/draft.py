@@ -1,4 +1,4 @@
-"""What a drafter hands over (`Draft`), what it is told (`Context`), what it needs (`Needs`), and the `Drafter` itself."""
+"""What a drafter hands over (`Draft`), is told (`Context`) and needs (`Needs`), and the `Drafter` itself."""
 
 from __future__ import annotations
 

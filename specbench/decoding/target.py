@@ -1,9 +1,9 @@
 """A stock Hugging Face causal language model, driven layer by layer.
 
 The one file that touches a model's insides. It needs the anatomy that the decoder-only families share (token
-embedding, a list of layers, rotary positions, a final norm, a head); `Target.check` compares the staged forward with the model's
-own once at load, so a family with another anatomy is refused instead of being measured wrongly. Draft models are
-driven by this same class.
+embedding, a list of layers, rotary positions, a final norm, a head); `Target.check` compares the staged forward with
+the model's own once at load, so a family with another anatomy is refused instead of being measured wrongly. Draft
+models are driven by this same class.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Target:
         base = getattr(model, "model", None)
         if not all(hasattr(base, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
             raise UserError(
-                f"model type '{model.config.model_type}' has no embed_tokens/layers/norm/rotary_emb to drive layer by layer"
+                f"model type '{model.config.model_type}' cannot be driven layer by layer: it lacks one of "
+                "embed_tokens, layers, norm, rotary_emb"
             )
         self.model = model
         self.config = model.config

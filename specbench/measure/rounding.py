@@ -1,7 +1,8 @@
 """How much of a logit is rounding on this machine, in this dtype, at the shapes in use.
 
 The same token computed one row at a time (plain decoding) and within a block (verification) goes through other kernels,
-which add in another order. What that changes is measured here in the run itself, so that a near-tie can be told from a fault.
+which add in another order. What that changes is measured here in the run itself, so that a near-tie can be told from
+a fault.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def forced_logits(target: Target, prompt: list[int], answer: list[int], block: i
 def margin(
     target: Target, prompt: list[int], answer: list[int], index: int, preferred: int, other: int
 ) -> float:
-    """logit[preferred] - logit[other] where the target chooses token `index` of its `answer`, as plain decoding computes it."""
+    """logit[preferred] - logit[other] where the target chooses token `index` of `answer`, as plain decoding has it."""
     logits = forced_logits(target, prompt, answer[: index + 1], block=1)[index]
     return (logits[preferred] - logits[other]).item()
 

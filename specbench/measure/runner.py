@@ -1,7 +1,8 @@
 """Measures one job: `python -m specbench.measure.runner RUN_DIR`, where RUN_DIR holds `config.yaml`.
 
 Per question the arms run one after the other on the same prompt, in an order that rotates from question to question, so
-that a machine that drifts slows all of them alike. Every finished question is journalled at once; the summary is written last.
+that a machine that drifts slows all of them alike. Every finished question is journalled at once; the summary is
+written last.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Our loop against transformers' own, interleaved in one run: `make benchmarks` or `python -m tests.benchmarks.decoding`.
+"""Our loop against transformers' own, interleaved in one run: `make benchmarks`.
 
 1. autoregressive: the engine with an empty draft against `generate`.
-2. assisted: `sps` with a constant draft length of 5 against `generate(assistant_model=...)` with the same draft model, the same
-   constant length and no confidence threshold (set on the assistant's generation config: given to generate it is ignored).
+2. assisted: `sps` with a constant draft length of 5 against `generate(assistant_model=...)` with the same draft
+   model, the same constant length and no confidence threshold (set on the assistant's generation config: given to
+   generate it is ignored).
 Ratios of summed seconds over the questions with a 95 % interval; every answer must be the same in all four.
 """
 

@@ -18,7 +18,7 @@ STOP = 2
 
 @cache
 def random_pair(arch: str, seed: int = 0, **overrides):
-    """A target whose deep layers matter little (so that an early exit often guesses right) and a noisy copy as draft."""
+    """A target whose deep layers matter little, so that an early exit often guesses right; a noisy copy as draft."""
     target = random_model(arch, seed, **overrides)
     layers = target.model.layers
     with torch.no_grad():

@@ -24,7 +24,7 @@ from tests.decoding.helpers import STOP, Oracle, random_pair, random_prompt
 )
 @settings(max_examples=60, deadline=None)
 def test_random_schedules(seed, cap, error, tree):
-    """One engine after another on the same buffers: caps are exact, caches hold what was accepted, the trace adds up."""
+    """Caps are exact, the trace adds up, and a second answer on the same buffers is the same."""
     target = Target(random_pair("llama").target)
     prompt = random_prompt(random.Random(seed), target.vocab_size)
     plain = Engine(target, Drafter(), frozenset([STOP])).generate(prompt, Decoding(cap))

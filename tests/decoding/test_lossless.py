@@ -144,7 +144,7 @@ def test_any_acceptance_pattern(arch, tree):
 
 @pytest.mark.parametrize("method", ["pld", "sps", "kangaroo", "oracle", "tree"])
 def test_stop_token_anywhere(method, adapters):
-    """First token, inside a draft, as the bonus token, and on the very cap: the answer ends with it, nothing follows."""
+    """As first token, inside a draft, as bonus token, on the very cap: the answer ends with it and nothing follows."""
     pair = random_pair("llama")
     target, rng = Target(pair.target), random.Random(3)
     for _ in range(3):

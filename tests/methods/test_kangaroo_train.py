@@ -1,4 +1,4 @@
-"""Training an adapter: what the loss sees, that it learns, that a stopped training goes on, and where texts come from."""
+"""Training an adapter: what the loss sees, that it learns, that it goes on when stopped, where texts come from."""
 
 from __future__ import annotations
 
