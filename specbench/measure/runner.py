@@ -12,6 +12,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import permutations
 from pathlib import Path
 
 import hydra
@@ -96,7 +97,7 @@ class Bench:
         return Decoding(min(self.decoding.max_new_tokens, room), self.decoding.temperature)
 
     def measure(self, question: Question, place: int) -> dict:
-        """One journal record; `place` rotates the order of the arms."""
+        """One journal record; `place` chooses the order of the arms."""
         said: dict[str, list[str]] = {name: [] for name in self.arms}
         turns = []
         for turn in range(len(question.turns)):
@@ -118,19 +119,18 @@ class Bench:
         }
 
     def _turn(self, question: Question, turn: int, prompts: dict[str, list[int]], place: int) -> dict:
-        names = list(self.arms)
-        answers: dict[str, list[Generation]] = {name: [] for name in names}
+        orders = list(permutations(self.arms))
+        answers: dict[str, list[Generation]] = {name: [] for name in self.arms}
         for repeat in range(self.repeats):
-            shift = (place + repeat) % len(names)
             seed = answer_seed(self.seed, question.question_id, turn, repeat)
-            for name in names[shift:] + names[:shift]:
+            for name in orders[(place + repeat) % len(orders)]:
                 answers[name].append(self.arms[name](prompts[name], self.capped(prompts[name]), seed))
         prompt = prompts[BASELINE]
         return {
             "turn": turn,
             "prompt_tokens": len(prompt),
             "prompt_sha256": hashlib.sha256(repr(prompt).encode()).hexdigest(),
-            "arms": {name: [_journal(g) for g in answers[name]] for name in names},
+            "arms": {name: [_journal(g) for g in generations] for name, generations in answers.items()},
             "equivalence": asdict(self._certify(prompts, answers, METHOD)),
             "baseline_equivalence": asdict(self._certify(prompts, answers, HF)) if HF in answers else None,
         }
