@@ -89,11 +89,11 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
             ["pair.parts.kangaroo=null"],
             "train it with `python -m methods.kangaroo.train pair=tiny`, then name it with ++pair.parts.",
         ),
-        (["pair.parts.kangaroo=./nothing"], "there is no folder './nothing'"),
+        (["pair.target=.", "pair.tokenizer=null", "pair.parts.kangaroo=./nothing"], "there is no folder './nothing'"),
         (["method=ar", "pair.target=/nothing"], "there is no folder '/nothing'"),
         (["method.adapter=${nope}"], "nope"),
         (["pair.target=???"], "there is no value for pair.target"),
-        (["method=ar", "data.path=/nowhere/questions.jsonl"], "/nowhere/questions.jsonl"),
+        (["method=ar", "pair.target=.", "pair.tokenizer=null", "data.path=/nowhere/q.jsonl"], "/nowhere/q.jsonl"),
     ],
 )  # fmt: skip
 def test_values_and_combinations(overrides, message):
@@ -175,7 +175,8 @@ def test_exit_code_of_the_child(monkeypatch, tmp_path):
 
 
 def test_sweep_goes_on_after_a_failure(monkeypatch, capfd, tmp_path):
-    asked, files = [], ["data.path=q.jsonl", "data.warmup=q.jsonl"]
+    asked = []
+    files = ["data.path=q.jsonl", "data.warmup=q.jsonl", "pair.target=.", "pair.tokenizer=null"]
 
     def measured(run_dir):
         asked.append(run_dir)
