@@ -9,12 +9,15 @@ models are driven by this same class.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from specbench.decoding.kv_cache import KVCache
 from specbench.errors import UserError
+
+if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
+    from transformers import PreTrainedModel
 
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}

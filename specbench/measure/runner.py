@@ -34,6 +34,7 @@ from specbench.measure.rounding import margin, shape_noise
 from specbench.pairs import Pair, load_pair
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
 
+WARM_UP_TOKENS = 64  # of each arm on each warm-up question; the rounding noise is measured on as many
 BASELINE, METHOD, HF = "baseline", "method", "hf_generate"
 Arm = Callable[[list[int], Decoding, int], Generation]
 
@@ -48,8 +49,8 @@ def hf_generate_arm(pair: Pair) -> Arm:
         config = GenerationConfig(
             max_new_tokens=decoding.max_new_tokens,
             do_sample=not decoding.greedy,
-            eos_token_id=sorted(pair.stop_ids),
-            pad_token_id=min(pair.stop_ids),
+            eos_token_id=sorted(pair.stop_ids) or None,
+            pad_token_id=min(pair.stop_ids, default=0),
             **sampling,
         )
         torch.manual_seed(seed)
@@ -157,7 +158,8 @@ class Bench:
         samples = []
         for question in questions:
             prompt = self.prompt(question, [])
-            decoding = self.capped(prompt)
+            cap = min(self.capped(prompt).max_new_tokens, WARM_UP_TOKENS)
+            decoding = Decoding(cap, self.decoding.temperature)
             for name, arm in self.arms.items():
                 answer = arm(prompt, decoding, self.seed)
                 if name == BASELINE:
@@ -184,12 +186,12 @@ def _journal(generation: Generation) -> dict:
 
 def prepare(cfg: DictConfig) -> Bench:
     """Loads the pair and builds the arms."""
-    needs = hydra.utils.get_class(cfg.method._target_).needs
-    pair = load_pair(cfg.pair, cfg.seed, with_draft=needs.draft_model)
+    method = hydra.utils.get_class(cfg.method._target_)
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=method.needs.draft_model)
     target = Target(pair.target)
     target.check()
-    settings = {key: value for key, value in cfg.method.items() if key != "name"}
-    drafter = hydra.utils.instantiate(settings, pair=pair)
+    settings = {key: value for key, value in cfg.method.items() if key not in ("name", "_target_")}
+    drafter = method(pair=pair, **settings)  # not hydra's instantiate, which would wrap what the method says is wrong
     arms: dict[str, Arm] = {
         BASELINE: Engine(target, Drafter(), pair.stop_ids, pair.context_length).generate,
         METHOD: Engine(target, drafter, pair.stop_ids, pair.context_length).generate,
