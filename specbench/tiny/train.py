@@ -1,0 +1,231 @@
+"""Make the embedded family from nothing: tokenizer, questions, models, and a look at the shipped ones.
+
+    python -m specbench.tiny.train [--out DIR] [--only STAGE ...] [--install] [--smoke]
+
+Every model starts with a lookup circuit set by hand (`models.install_lookup`), without which a few million tokens
+do not teach it to quote. The targets are grown in depth, because per token a shallow model learns the words faster:
+
+    base            6 layers, most of the tokens, constant learning rate
+    stem            grown to 12 layers (every layer followed by a silent copy of itself), constant rate
+    target_shallow  the stem with its learning rate decayed to zero
+    target          the stem before that decay, grown to 24 layers, trained on and decayed
+    draft           2 layers of less width, from scratch on the same kind of text, other seed
+
+Every stage is seeded and keeps a checkpoint that it goes on from when it is started again. The same machine
+and versions give the same files; another machine sums floats in another order, so its weights differ a
+little. The comparison at the end therefore also gives the held-out loss of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from specbench.tiny import models, world
+from specbench.tiny.data import packed_batches
+from specbench.tiny.optimise import Schedule, answer_loss, train_stage
+from specbench.tiny.tokenizer import VOCAB_SIZE, load_tokenizer, train_tokenizer
+
+SHIPPED = Path(__file__).parent
+QUESTIONS, WARMUP, SUMS = "questions.jsonl", "warmup.jsonl", "SHA256SUMS"
+MODELS = ("target", "target_shallow", "draft")
+ROW = 512
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One training stage. A step is `batch` rows of `ROW` tokens.
+
+    It starts from the final state of stage `parent` (grown to twice the depth with `grow`), or from scratch
+    in `shape`. `drills` is the share of each kind of exercise in its text. With `ship` its model is one of the family.
+    """
+
+    name: str
+    seed: int
+    schedule: Schedule
+    batch: int
+    drills: Mapping[str, float] | None = None
+    parent: str = ""
+    grow: bool = False
+    shape: models.Shape | None = None
+    ship: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Sizes of everything, and the training stages in their order."""
+
+    vocab: int
+    tokenizer_examples: int
+    per_task: int
+    stages: tuple[Stage, ...]
+
+
+COPY = dict.fromkeys(("copy_words", "copy_sentences", "dictionary", "translate_clause"), 0.03)
+WORDS = {"dictionary": 0.12, "phrasebook": 0.16, "translate_clause": 0.08}
+FEW = {"dictionary": 0.02, "phrasebook": 0.10, "translate_clause": 0.05}
+DEEP, SMALL, TOY = models.Shape(6, 128, 384), models.Shape(2, 96, 288), models.Shape(2, 64, 64)
+FULL = Recipe(VOCAB_SIZE, 12_000, 40, (
+    Stage("base", 1, Schedule(800, 30, 0), batch=4, drills=COPY, shape=DEEP),
+    Stage("stem", 3, Schedule(220, 20, 0), batch=4, drills=WORDS, parent="base", grow=True),
+    Stage("target_shallow", 4, Schedule(160, 10, 160), batch=4, drills=FEW, parent="stem", ship=True),
+    Stage("target", 5, Schedule(320, 20, 220), batch=4, drills=FEW, parent="stem", grow=True, ship=True),
+    Stage("draft", 12, Schedule(1000, 30, 300), batch=4, drills=FEW, shape=SMALL, ship=True),
+))  # fmt: skip
+SMOKE = Recipe(2048, 200, 8, (
+    Stage("base", 1, Schedule(3, 1, 0), batch=1, drills=COPY, shape=TOY),
+    Stage("stem", 3, Schedule(2, 1, 0), batch=1, parent="base", grow=True),
+    Stage("target_shallow", 4, Schedule(2, 1, 1), batch=1, parent="stem", ship=True),
+    Stage("target", 5, Schedule(2, 1, 1), batch=1, parent="stem", grow=True, ship=True),
+    Stage("draft", 12, Schedule(3, 1, 1), batch=1, shape=TOY, ship=True),
+))  # fmt: skip
+
+
+class Build:
+    """The stages; each reads what earlier stages left in `out` and writes its own files."""
+
+    def __init__(self, out: Path, recipe: Recipe) -> None:
+        self.out, self.recipe = out, recipe
+        self.weights, self.checkpoints = out / "weights", out / "checkpoints"
+        for folder in (self.weights, self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def stages(self) -> dict[str, Callable[[], None]]:
+        """All stages in their order."""
+        trained = {stage.name: partial(self.train, stage) for stage in self.recipe.stages}
+        return {"tokenizer": self.tokenizer, "questions": self.questions, **trained, "sums": self.sums}
+
+    def tokenizer(self) -> None:
+        """Train and save the tokenizer."""
+        tokenizer = train_tokenizer(self.recipe.tokenizer_examples, self.recipe.vocab)
+        tokenizer.save_pretrained(self.weights / "tokenizer")
+
+    def questions(self) -> None:
+        """Write the benchmark questions, and one of each task for the warm-up."""
+        benchmark = world.benchmark_examples(world.BENCHMARK_SEED, self.recipe.per_task)
+        write_questions(self.out / QUESTIONS, benchmark)
+        one_per_task = {example.task: example for example in world.benchmark_examples(world.WARMUP_SEED, 1)}
+        write_questions(self.out / WARMUP, list(one_per_task.values()), first_id=9001)
+
+    def train(self, stage: Stage) -> None:
+        """Run one training stage and save its model."""
+        tokenizer = load_tokenizer(self.weights / "tokenizer")
+        if stage.parent:
+            model = models.load(self.checkpoints / stage.parent)
+            model = models.grow(model) if stage.grow else model
+        else:
+            model = models.build(stage.shape, tokenizer, stage.seed)
+        batches = packed_batches(tokenizer, stage.batch, ROW, stage.seed, drills=stage.drills)
+        checkpoint = self.checkpoints / f"{stage.name}.pt"
+        loss = train_stage(model, batches, stage.schedule, stage.name, checkpoint, stage.seed)
+        tokens = stage.schedule.steps * stage.batch * ROW
+        print(f"{stage.name}: {tokens:,} tokens, last loss {loss:.3f}", flush=True)
+        if stage.ship:
+            models.save_bf16(model, self.weights / stage.name)
+        else:
+            model.save_pretrained(self.checkpoints / stage.name)
+
+    def sums(self) -> None:
+        """List the checksum of every file."""
+        lines = [f"{digest}  {name}" for name, digest in checksums(self.weights).items()]
+        (self.weights / SUMS).write_text("\n".join(lines) + "\n")
+
+
+def write_questions(path: Path, examples: list[world.Example], first_id: int = 1) -> None:
+    """Write `examples` in Spec-Bench's schema, one JSON object per line."""
+    lines = []
+    for number, example in enumerate(examples):
+        row = {
+            "question_id": first_id + number, "category": example.category,
+            "turns": list(example.turns), "reference": list(example.answers),
+        }  # fmt: skip
+        lines.append(json.dumps(row, ensure_ascii=False))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """sha256 of every file below `folder` (but for the list itself), by relative path."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SUMS)
+    return {p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def held_out_loss(weights: Path, name: str, rows: int = 32) -> float:
+    """Cross-entropy in nats per answer token of model `name` on held-out examples, in its own tokenizer."""
+    tokenizer = load_tokenizer(weights / "tokenizer")
+    batches = list(islice(packed_batches(tokenizer, 4, ROW, world.HELD_OUT_SEED), rows // 4))
+    return answer_loss(models.load(weights / name), batches)
+
+
+def compare(built: Path, shipped: Path, rows: int) -> None:
+    """Print, file by file, whether `built` equals `shipped`, and the held-out losses of both."""
+    new, old = checksums(built), checksums(shipped) if shipped.exists() else {}
+    for name, digest in new.items():
+        verdict = "not shipped" if name not in old else "same as shipped"
+        print(f"{name}: {'differs from the shipped one' if name in old and old[name] != digest else verdict}")
+    for name in MODELS:
+        losses = [f"built {held_out_loss(built, name, rows):.3f}"] if (built / name).exists() else []
+        losses += [f"shipped {held_out_loss(shipped, name, rows):.3f}"] if (shipped / name).exists() else []
+        print(f"{name}: held-out loss in nats per answer token: {', '.join(losses) or 'no model'}")
+
+
+def install(out: Path, shipped: Path) -> None:
+    """Put the built questions and weights in the place of the shipped ones; the weights in one rename.
+
+    What else lies in the shipped folder (parts that methods train on top of the family) stays.
+    """
+    fresh, old = shipped / "weights.new", shipped / "weights.old"
+    if fresh.exists():  # left by an installation that was killed
+        shutil.rmtree(fresh)
+    shutil.copytree(out / "weights", fresh)
+    if (shipped / "weights").exists():
+        for entry in (shipped / "weights").iterdir():
+            if entry.is_dir() and not (fresh / entry.name).exists():
+                shutil.copytree(entry, fresh / entry.name)
+        (shipped / "weights").rename(old)
+    fresh.rename(shipped / "weights")
+    if old.exists():
+        shutil.rmtree(old)
+    for name in (QUESTIONS, WARMUP):
+        shutil.copy(out / name, shipped / name)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m specbench.tiny.train", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/tiny"), help="build folder (default: %(default)s)"
+    )
+    parser.add_argument("--only", nargs="+", metavar="STAGE", help="run these stages only")
+    parser.add_argument(
+        "--install", action="store_true", help="replace the shipped questions and weights at the end"
+    )
+    parser.add_argument("--smoke", action="store_true", help="every stage at toy scale, in seconds")
+    options = parser.parse_args(arguments)
+    build = Build(options.out, SMOKE if options.smoke else FULL)
+    chosen = options.only or list(build.stages)
+    if unknown := [name for name in chosen if name not in build.stages]:
+        parser.error(f"unknown stage {unknown[0]!r}; stages are {', '.join(build.stages)}")
+    torch.use_deterministic_algorithms(True)
+    for name in chosen:
+        build.stages[name]()
+    compare(build.weights, SHIPPED / "weights", rows=4 if options.smoke else 32)
+    if options.install:
+        build.sums()
+        install(options.out, SHIPPED)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

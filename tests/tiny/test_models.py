@@ -1,0 +1,148 @@
+"""Growth in depth, the optimiser, the schedule, and the shipped models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbench.tiny import models
+from specbench.tiny.muon import Muon, orthogonalise
+from specbench.tiny.optimise import Schedule, train_stage, weighted_loss
+from specbench.tiny.tokenizer import load_tokenizer
+from specbench.tiny.train import MODELS, SHIPPED, SUMS, checksums
+
+WEIGHTS = SHIPPED / "weights"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(WEIGHTS / "tokenizer")
+
+
+def test_growth_leaves_the_logits_alone(tokenizer):
+    small = models.build(models.Shape(2, 64, 96), tokenizer, seed=0).eval()
+    ids = torch.randint(0, 16384, (2, 40), generator=torch.Generator().manual_seed(0))
+    grown = models.grow(models.grow(small)).eval()
+    assert grown.config.num_hidden_layers == len(grown.model.layers) == 8
+    with torch.no_grad():
+        assert (grown(ids).logits - small(ids).logits).abs().max() <= 1e-6
+    grown.model.embed_tokens.weight.data.zero_()
+    assert not grown.lm_head.weight.any(), "the head of the grown model must stay tied to its embedding"
+    assert small.lm_head.weight.any(), "growing must not share weights with the smaller model"
+
+
+def test_a_fresh_model_already_looks_up_what_followed_a_token(tokenizer):
+    model = models.build(models.Shape(2, 96, 64), tokenizer, seed=0).eval()
+    ids = torch.randint(8, 16384, (4, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
+    with torch.no_grad():
+        logits = model(ids).logits[:, 40:-1]
+    logits.scatter_(
+        2, ids[:, 40:-1, None], float("-inf")
+    )  # training soon unlearns to repeat the token at hand
+    assert (logits.argmax(-1) == ids[:, 41:]).float().mean() > 0.9
+
+
+def test_one_layer_is_too_few_for_the_lookup(tokenizer):
+    with pytest.raises(ValueError, match="two layers"):
+        models.build(models.Shape(1, 64, 64), tokenizer, seed=0)
+
+
+def test_a_width_that_heads_cannot_share_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="100"):
+        models.build(models.Shape(2, 100, 64), tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 48, 16), (2, 16, 48)])
+def test_orthogonalise_brings_singular_values_near_one(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonalise(matrices))
+    assert values.min() > 0.3 and values.max() < 1.5
+
+
+def test_muon_refuses_vectors():
+    with pytest.raises(ValueError, match="2-D"):
+        Muon([torch.nn.Parameter(torch.zeros(3))])
+
+
+def test_the_schedule_rises_stays_and_falls():
+    schedule = Schedule(steps=100, warmup=10, decay=20)
+    assert schedule.factor(0) == pytest.approx(0.1)
+    assert schedule.factor(50) == 1.0
+    assert schedule.factor(99) == pytest.approx(1 / 20)
+    assert Schedule(steps=10, warmup=1, decay=0).factor(9) == 1.0
+
+
+def _batches(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        ids = torch.randint(0, 50, (1, 32), generator=generator)
+        yield {"input_ids": ids, "loss_weight": torch.full((1, 32), 1.0)}
+
+
+def test_a_stage_goes_on_from_its_checkpoint_as_if_never_stopped(tokenizer, tmp_path):
+    schedule = Schedule(steps=6, warmup=2, decay=2)
+    straight = models.build(models.Shape(2, 64, 32), tokenizer, seed=0)
+    train_stage(straight, _batches(1), schedule, "straight", tmp_path / "a.pt", seed=1)
+
+    def breaking():
+        stream = _batches(1)
+        for _ in range(4):
+            yield next(stream)
+        raise KeyboardInterrupt
+
+    broken = models.build(models.Shape(2, 64, 32), tokenizer, seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        train_stage(broken, breaking(), schedule, "broken", tmp_path / "b.pt", seed=1, save_every_seconds=0.0)
+    resumed = models.build(models.Shape(2, 64, 32), tokenizer, seed=5)
+    train_stage(resumed, _batches(1), schedule, "resumed", tmp_path / "b.pt", seed=1)
+    for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_a_diverged_stage_says_so(tokenizer, tmp_path):
+    model = models.build(models.Shape(2, 64, 32), tokenizer, seed=0)
+    model.model.norm.weight.data.fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match="boom"):
+        train_stage(model, _batches(1), Schedule(2, 1, 0), "boom", tmp_path / "c.pt", seed=1)
+
+
+def test_sampling_prompt_tokens_keeps_the_expected_loss(tokenizer):
+    model = models.build(models.Shape(2, 64, 32), tokenizer, seed=0)
+    ids = torch.randint(0, 16384, (1, 256), generator=torch.Generator().manual_seed(2))
+    weight = torch.full((1, 256), 0.2)
+    weight[0, 128:] = 1.0
+    batch = {"input_ids": ids, "loss_weight": weight}
+    loss, weight_sum = weighted_loss(model, batch)
+    full = [loss.item(), weight_sum]
+    draws = [weighted_loss(model, batch, 0.34, torch.Generator().manual_seed(i)) for i in range(40)]
+    assert sum(w for _, w in draws) / 40 == pytest.approx(full[1], rel=0.05)
+    assert sum(t.item() for t, _ in draws) / 40 == pytest.approx(full[0], rel=0.05)
+
+
+def test_shipped_files_are_those_of_the_list():
+    listed = dict(line.split("  ")[::-1] for line in (WEIGHTS / SUMS).read_text().splitlines())
+    own = {
+        name: digest
+        for name, digest in checksums(WEIGHTS).items()
+        if name.split("/")[0] in (*MODELS, "tokenizer")
+    }
+    assert listed == own
+
+
+def test_shipped_files_fit_their_budget():
+    own = [p for name in (*MODELS, "tokenizer") for p in (WEIGHTS / name).rglob("*")]
+    assert sum(p.stat().st_size for p in own) <= 33_000_000
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shipped_models_are_stock_llamas_over_one_vocabulary(name, tokenizer):
+    model = models.load(WEIGHTS / name, torch.bfloat16)
+    config = model.config
+    assert config.model_type == "llama" and config.vocab_size == len(tokenizer)
+    assert config.tie_word_embeddings and config.max_position_embeddings == 4096 and config.head_dim == 32
+    assert config.num_hidden_layers == {"target": 24, "target_shallow": 12, "draft": 2}[name]
+    for holder in (config, model.generation_config):
+        assert holder.bos_token_id == tokenizer.bos_token_id
+        assert holder.eos_token_id == tokenizer.eos_token_id
+        assert holder.pad_token_id == tokenizer.pad_token_id
+    assert model.generation_config.do_sample is False

@@ -1,0 +1,71 @@
+"""`python -m specbench.tiny.train` from nothing to a comparison, at toy scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbench.tiny import evaluate, models, train
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    out = tmp_path_factory.mktemp("build")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    assert train.main(["--smoke", "--out", str(out)]) == 0
+    torch.use_deterministic_algorithms(deterministic)
+    return out
+
+
+def test_everything_is_written(built):
+    names = set(train.checksums(built / "weights"))
+    for model in train.MODELS:
+        assert {
+            f"{model}/model.safetensors",
+            f"{model}/config.json",
+            f"{model}/generation_config.json",
+        } <= names
+    assert "tokenizer/tokenizer.json" in names
+    assert (built / "weights" / train.SUMS).exists()
+    assert (built / train.QUESTIONS).exists() and (built / train.WARMUP).exists()
+
+
+def test_weights_are_bf16_and_of_growing_depth(built):
+    depths = {}
+    for name in train.MODELS:
+        model = models.LlamaForCausalLM.from_pretrained(built / "weights" / name)
+        assert model.dtype == torch.bfloat16
+        depths[name] = model.config.num_hidden_layers
+    assert depths["target"] == 2 * depths["target_shallow"]
+
+
+def test_install_replaces_the_whole_folder_and_compare_tells_the_difference(built, tmp_path, capsys):
+    (tmp_path / "weights" / "draft").mkdir(parents=True)
+    (tmp_path / "weights" / "draft" / "stale").write_text("old")
+    (tmp_path / "weights" / "adapter").mkdir()
+    (tmp_path / "weights" / "adapter" / "part").write_text("of a method")
+    train.install(built, tmp_path)
+    installed = train.checksums(tmp_path / "weights")
+    assert installed.pop("adapter/part"), "what a method has put there stays"
+    assert installed == train.checksums(built / "weights")
+    assert {p.name for p in tmp_path.iterdir()} == {"weights", train.QUESTIONS, train.WARMUP}
+    train.compare(built / "weights", tmp_path / "weights", rows=4)
+    said = capsys.readouterr().out
+    assert "differs" not in said and "tokenizer/tokenizer.json: same as shipped" in said
+    (tmp_path / "weights" / "draft" / "config.json").open("a").write("\n")
+    train.compare(built / "weights", tmp_path / "weights", rows=4)
+    assert "draft/config.json: differs from the shipped one" in capsys.readouterr().out
+
+
+def test_an_unknown_stage_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--only", "tokeniser", "--out", str(tmp_path)])
+    assert "unknown stage 'tokeniser'" in capsys.readouterr().err
+
+
+def test_evaluate_reports_every_task(built, capsys):
+    arguments = ["--weights", str(built / "weights"), "--limit", "2", "--max-new-tokens", "12"]
+    assert evaluate.main(arguments) == 0
+    said = capsys.readouterr().out
+    for task in ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag", "overall"):
+        assert task in said
