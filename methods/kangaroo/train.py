@@ -24,6 +24,26 @@ from specbench.pairs import Pair, load_pair
 CHUNK = 512  # positions whose logits exist at a time
 
 
+@torch.no_grad()
+def fresh_adapter(target: Target, like_layer: int) -> Adapter:
+    """An adapter to train: the attention of one of the target's own layers, if it has that form, and its final norm.
+
+    The authors begin with norms of 1 and random attention; from here far fewer steps are needed. Where the layer's
+    attention has another form (shared key heads, biases), the adapter begins as a plain early exit instead: an
+    attention that adds nothing yet.
+    """
+    adapter = Adapter(adapter_config(target.config)).to(target.device)
+    adapter.norm.weight.copy_(target.norm.weight)
+    own, layer = adapter.layers[0], target.layers[like_layer]
+    shapes, others = ({k: v.shape for k, v in m.self_attn.state_dict().items()} for m in (own, layer))
+    if shapes == others:
+        own.self_attn.load_state_dict(layer.self_attn.state_dict())
+        own.input_layernorm.load_state_dict(layer.input_layernorm.state_dict())
+    else:
+        own.self_attn.o_proj.weight.zero_()
+    return adapter
+
+
 def distillation(target: Target, exit_layer: int):
     """The loss for `train_part`: (adapter, batch) -> mean soft cross-entropy over the weighted positions."""
 
@@ -92,7 +112,7 @@ def train(cfg: DictConfig) -> Path:
     if not 0 < cfg.exit_layer < len(target.layers):
         raise UserError(f"exit_layer must lie between 1 and {len(target.layers) - 1}, not {cfg.exit_layer}")
     torch.manual_seed(cfg.seed)
-    adapter = Adapter(adapter_config(pair.target.config)).to(pair.device)
+    adapter = fresh_adapter(target, cfg.exit_layer if cfg.like_layer is None else cfg.like_layer)
     out = Path(cfg.out)
     adapter = train_part(
         adapter,

@@ -98,7 +98,7 @@ def test_training_learns_and_a_stopped_one_goes_on_to_the_same_adapter(workplace
     batches = list(islice(kangaroo_train._batches(cfg, pair, 5), 2))
     trained = load_adapter(whole, pair.target.config, "cpu", torch.float32)
     torch.manual_seed(0)
-    fresh = Adapter(adapter_config(pair.target.config))
+    fresh = kangaroo_train.fresh_adapter(target, 2)
     score = [kangaroo_train.agreement(target, 2, a, batches) for a in (fresh, trained)]
     assert score[1] > score[0] + 0.3
     assert json.loads((whole / "config.json").read_text())["exit_layer"] == 2
@@ -129,6 +129,16 @@ def test_training_learns_and_a_stopped_one_goes_on_to_the_same_adapter(workplace
         torch.testing.assert_close(resumed.state_dict()[name], weight, msg=name)
 
 
+def test_an_adapter_begins_like_a_layer_of_its_target_where_it_can():
+    for heads, same in ((4, True), (2, False)):
+        target = Target(random_pair("llama", num_key_value_heads=heads).target)
+        adapter = kangaroo_train.fresh_adapter(target, 3)
+        attention = adapter.layers[0].self_attn
+        assert torch.equal(adapter.norm.weight, target.norm.weight)
+        assert torch.equal(attention.q_proj.weight, target.layers[3].self_attn.q_proj.weight) == same
+        assert (attention.o_proj.weight == 0).all() == (not same)
+
+
 def test_conversations_are_masked_turn_by_turn(workplace, tmp_path):
     pair = load_pair(settings(workplace, tmp_path).pair, 0, with_draft=False)
     turns = [("human", "a?"), ("gpt", "bb"), ("human", "c?"), ("gpt", "dd")]
@@ -157,4 +167,4 @@ def test_bad_conversations_are_named(tmp_path, content, message):
 
 def test_a_pair_without_text_asks_for_conversations(workplace, tmp_path):
     with pytest.raises(UserError, match="conversations=FILE"):
-        kangaroo_train.train(settings(workplace, tmp_path, "conversations=null", "+pair.training=null"))
+        kangaroo_train.train(settings(workplace, tmp_path, "conversations=null", "pair.training=null"))
