@@ -10,6 +10,7 @@ PYTHONS := python3.13 python3.12 python3.11 python3
 NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
 
 METHOD ?= kangaroo
+TINY := build/tiny
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -24,8 +25,14 @@ test: $(STAMP) ## Run the tests [ARGS="-k name"]
 benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on an idle machine)
 	@$(PY) -m tests.benchmarks.decoding $(ARGS)
 
-tiny: $(STAMP) ## Train the embedded model family again, from nothing
-	@$(PY) -m specbench.tiny.train $(ARGS)
+tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny, and compare it with the shipped one
+	@$(PY) -m specbench.tiny.train --out $(TINY) $(ARGS)
+	@$(PY) -m methods.kangaroo.train pair=tiny like_layer=4 steps=300 pair.target=$(TINY)/weights/target \
+		pair.tokenizer=$(TINY)/weights/tokenizer out=$(TINY)/weights/kangaroo
+	@$(PY) -m methods.kangaroo.train pair=tiny_shallow like_layer=2 steps=200 \
+		pair.target=$(TINY)/weights/target_shallow pair.tokenizer=$(TINY)/weights/tokenizer \
+		out=$(TINY)/weights/kangaroo_shallow
+	@$(PY) -m specbench.tiny.train --out $(TINY) --only sums
 
 report: $(STAMP) ## Tables over the run folders in runs/
 	@$(PY) -m specbench.report.tables $(ARGS)

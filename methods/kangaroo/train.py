@@ -8,6 +8,7 @@ the research sheet calls faults: the loss counts position t when token t + 1 is 
 
 from __future__ import annotations
 
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -127,6 +128,7 @@ def train(cfg: DictConfig) -> Path:
     save_adapter(
         adapter, out, getattr(torch, cfg.save_dtype), exit_layer=cfg.exit_layer, held_out_agreement=held_out
     )
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)  # of no use once the adapter is there
     print(f"held-out agreement with the target: {held_out:.3f}")
     print(out)
     return out
