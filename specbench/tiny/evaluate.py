@@ -4,14 +4,14 @@
 
 Per task: the share of positions where the draft's most probable token, given the target's own greedy answer
 so far, is the target's token; the same for a linear reading of the target's layer 2 (what an early exit has
-to work with); how long the answers are and how many end by themselves. Held-out losses come last.
+to work with); how long the answers are, how many end by themselves and how many loop. Held-out losses come last.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -64,6 +64,12 @@ def agreement(model: LlamaForCausalLM, prompt: list[int], answer: list[int]) -> 
     ids = torch.tensor([prompt + answer])
     logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     return logits.argmax(-1) == ids[0, len(prompt) :]
+
+
+def loops(answer: list[int], width: int = 4, times: int = 3) -> bool:
+    """Whether the same `width` tokens in a row come `times` times or more."""
+    seen = Counter(tuple(answer[i : i + width]) for i in range(len(answer) - width + 1))
+    return max(seen.values(), default=0) >= times
 
 
 @torch.no_grad()
@@ -128,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"reference: {examples[0].answers[0]}")
 
     exits = exit_agreement(target, answered)
-    print(f"{'task':16} {'draft':>7} {'layer 2':>8} {'tokens':>7} {'ended':>6}")
+    print(f"{'task':16} {'draft':>7} {'layer 2':>8} {'tokens':>7} {'ended':>6} {'loops':>6}")
     pooled = []
     for task in world.TASK_NAMES:
         hits = torch.cat([agreement(draft, p, a) for p, a in answered[task]]).float()
@@ -136,7 +142,10 @@ def main(arguments: list[str] | None = None) -> int:
         lengths = [len(a) for _, a in answered[task]]
         ended = sum(a[-1] == tokenizer.eos_token_id for _, a in answered[task]) / len(lengths)
         mean = sum(lengths) / len(lengths)
-        print(f"{task:16} {hits.mean().item():7.3f} {exits[task]:8.3f} {mean:7.1f} {ended:6.2f}")
+        looping = sum(loops(a) for _, a in answered[task]) / len(lengths)
+        print(
+            f"{task:16} {hits.mean().item():7.3f} {exits[task]:8.3f} {mean:7.1f} {ended:6.2f} {looping:6.2f}"
+        )
     print(f"{'overall':16} {torch.cat(pooled).mean().item():7.3f}")
     for name in MODELS:
         if (options.weights / name).exists():

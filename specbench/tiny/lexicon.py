@@ -52,7 +52,7 @@ class Noun(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A transitive verb; `past` and `participle` agree but for irregular verbs."""
+    """A transitive verb; `past` is its participle too."""
 
     index: int
     base: str
