@@ -5,11 +5,10 @@
 Every model starts with a lookup circuit set by hand (`models.install_lookup`), without which a few million tokens
 do not teach it to quote. The targets are grown in depth, because per token a shallow model learns the words faster:
 
-    base            6 layers, exercises in copying in between, constant learning rate
-    words           the same model, most of the tokens, exercises in the second language in between
+    base            6 layers, most of the tokens, exercises in copying in between, constant learning rate
     stem            grown to 12 layers (every layer followed by a silent copy of itself), constant rate
     target_shallow  the stem with its learning rate decayed to zero
-    target          the stem before that decay, grown to 24 layers, trained on and decayed
+    target          that model grown to 24 layers, trained on and decayed again
     draft           2 layers of less width, from scratch on the same kind of text, other seed
 
 Every stage is seeded and keeps a checkpoint that it goes on from when it is started again. The same machine
@@ -73,23 +72,21 @@ class Recipe:
 
 
 COPY = dict.fromkeys(("copy_words", "copy_sentences", "dictionary", "translate_clause"), 0.03)
-WORDS = {"dictionary": 0.06, "phrasebook": 0.12, "translate_clause": 0.06}
 FEW = {"dictionary": 0.02, "phrasebook": 0.10, "translate_clause": 0.05}
 DEEP, SMALL, TOY = models.Shape(6, 128, 384), models.Shape(2, 96, 288), models.Shape(2, 64, 64)
 FULL = Recipe(VOCAB_SIZE, 12_000, 40, (
     Stage("base", 1, Schedule(800, 30, 0), batch=4, drills=COPY, shape=DEEP),
-    Stage("words", 6, Schedule(480, 20, 0, muon_lr=0.016), batch=4, drills=WORDS, parent="base"),
-    Stage("stem", 3, Schedule(150, 20, 0), batch=4, drills=WORDS, parent="words", grow=True),
-    Stage("target_shallow", 4, Schedule(140, 10, 140), batch=4, drills=FEW, parent="stem", ship=True),
-    Stage("target", 5, Schedule(220, 15, 180), batch=4, drills=FEW, parent="stem", grow=True, ship=True),
-    Stage("draft", 12, Schedule(800, 30, 300), batch=4, drills=FEW, shape=SMALL, ship=True),
+    Stage("stem", 3, Schedule(220, 20, 0), batch=4, drills=COPY, parent="base", grow=True),
+    Stage("target_shallow", 4, Schedule(160, 10, 160), batch=4, drills=FEW, parent="stem", ship=True),
+    Stage("target", 5, Schedule(150, 10, 130, 0.015, 3e-3), batch=4, drills=FEW, parent="target_shallow",
+          grow=True, ship=True),
+    Stage("draft", 12, Schedule(400, 30, 250), batch=4, drills=FEW, shape=SMALL, ship=True),
 ))  # fmt: skip
 SMOKE = Recipe(2048, 200, 8, (
     Stage("base", 1, Schedule(3, 1, 0), batch=1, drills=COPY, shape=TOY),
-    Stage("words", 6, Schedule(2, 1, 0), batch=1, drills=WORDS, parent="base"),
-    Stage("stem", 3, Schedule(2, 1, 0), batch=1, parent="words", grow=True),
+    Stage("stem", 3, Schedule(2, 1, 0), batch=1, parent="base", grow=True),
     Stage("target_shallow", 4, Schedule(2, 1, 1), batch=1, parent="stem", ship=True),
-    Stage("target", 5, Schedule(2, 1, 1), batch=1, parent="stem", grow=True, ship=True),
+    Stage("target", 5, Schedule(2, 1, 1), batch=1, parent="target_shallow", grow=True, ship=True),
     Stage("draft", 12, Schedule(3, 1, 1), batch=1, shape=TOY, ship=True),
 ))  # fmt: skip
 
@@ -125,7 +122,8 @@ class Build:
         """Run one training stage and save its model."""
         tokenizer = load_tokenizer(self.weights / "tokenizer")
         if stage.parent:
-            model = models.load(self.checkpoints / stage.parent)
+            shipped = (self.weights / stage.parent).exists()
+            model = models.load((self.weights if shipped else self.checkpoints) / stage.parent)
             model = models.grow(model) if stage.grow else model
         else:
             model = models.build(stage.shape, tokenizer, stage.seed)
