@@ -72,11 +72,12 @@ class Recipe:
 
 
 COPY = dict.fromkeys(("copy_words", "copy_sentences", "dictionary", "translate_clause"), 0.03)
+WORDS = {"dictionary": 0.12, "phrasebook": 0.16, "translate_clause": 0.08}
 FEW = {"dictionary": 0.02, "phrasebook": 0.10, "translate_clause": 0.05}
 DEEP, SMALL, TOY = models.Shape(6, 128, 384), models.Shape(2, 96, 288), models.Shape(2, 64, 64)
 FULL = Recipe(VOCAB_SIZE, 12_000, 40, (
     Stage("base", 1, Schedule(800, 30, 0), batch=4, drills=COPY, shape=DEEP),
-    Stage("stem", 3, Schedule(220, 20, 0), batch=4, drills=COPY, parent="base", grow=True),
+    Stage("stem", 3, Schedule(220, 20, 0), batch=4, drills=WORDS, parent="base", grow=True),
     Stage("target_shallow", 4, Schedule(160, 10, 160), batch=4, drills=FEW, parent="stem", ship=True),
     Stage("target", 5, Schedule(150, 10, 130, 0.015, 3e-3), batch=4, drills=FEW, parent="target_shallow",
           grow=True, ship=True),
