@@ -29,7 +29,7 @@ tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny
 	@$(PY) -m specbench.tiny.train --out $(TINY) $(ARGS)
 	@$(PY) -m methods.kangaroo.train pair=tiny like_layer=4 steps=300 pair.target=$(TINY)/weights/target \
 		pair.tokenizer=$(TINY)/weights/tokenizer out=$(TINY)/weights/kangaroo
-	@$(PY) -m methods.kangaroo.train pair=tiny_shallow like_layer=2 steps=200 \
+	@$(PY) -m methods.kangaroo.train pair=tiny_shallow like_layer=2 steps=150 \
 		pair.target=$(TINY)/weights/target_shallow pair.tokenizer=$(TINY)/weights/tokenizer \
 		out=$(TINY)/weights/kangaroo_shallow
 	@$(PY) -m specbench.tiny.train --out $(TINY) --only sums

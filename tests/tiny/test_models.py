@@ -121,17 +121,12 @@ def test_sampling_prompt_tokens_keeps_the_expected_loss(tokenizer):
 
 def test_shipped_files_are_those_of_the_list():
     listed = dict(line.split("  ")[::-1] for line in (WEIGHTS / SUMS).read_text().splitlines())
-    own = {
-        name: digest
-        for name, digest in checksums(WEIGHTS).items()
-        if name.split("/")[0] in (*MODELS, "tokenizer")
-    }
-    assert listed == own
+    assert listed == checksums(WEIGHTS)
+    assert {name.split("/")[0] for name in listed} >= {*MODELS, "tokenizer"}
 
 
 def test_shipped_files_fit_their_budget():
-    own = [p for name in (*MODELS, "tokenizer") for p in (WEIGHTS / name).rglob("*")]
-    assert sum(p.stat().st_size for p in own) <= 33_000_000
+    assert sum(p.stat().st_size for p in WEIGHTS.rglob("*")) <= 40_000_000
 
 
 @pytest.mark.parametrize("name", MODELS)
