@@ -191,7 +191,9 @@ def prepare(cfg: DictConfig) -> Bench:
     target = Target(pair.target)
     target.check()
     settings = {key: value for key, value in cfg.method.items() if key not in ("name", "_target_")}
-    drafter = method(pair=pair, **settings)  # not hydra's instantiate, which would wrap what the method says is wrong
+    drafter = method(
+        pair=pair, **settings
+    )  # not hydra's instantiate, which would wrap what the method says is wrong
     arms: dict[str, Arm] = {
         BASELINE: Engine(target, Drafter(), pair.stop_ids, pair.context_length).generate,
         METHOD: Engine(target, drafter, pair.stop_ids, pair.context_length).generate,
