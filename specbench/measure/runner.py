@@ -29,7 +29,7 @@ from specbench.decoding.target import Target
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.errors import UserError, one_line_errors
 from specbench.measure import provenance, store
-from specbench.measure.equivalence import Certificate, certify
+from specbench.measure.equivalence import VERDICTS, Certificate, certify
 from specbench.measure.rounding import margin, shape_noise
 from specbench.pairs import Pair, load_pair
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
@@ -151,7 +151,7 @@ class Bench:
         certificates = [
             certify(reference, a.tokens, self.pair.stop_ids, margin_at, self.noise) for a in others
         ]
-        return max(certificates, key=lambda c: ("exact", "tie", "violation").index(c.verdict))
+        return max(certificates, key=lambda c: VERDICTS.index(c.verdict))
 
     def warm_up(self, questions: list[Question]) -> None:
         """Runs every arm on each warm-up question, and measures the rounding noise on the baseline's answers."""
