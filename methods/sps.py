@@ -22,9 +22,7 @@ class SpeculativeSampling(Drafter):
         target_vocab = pair.target.get_output_embeddings().weight.shape[0]
         draft_vocab = pair.draft.get_output_embeddings().weight.shape[0]
         self.model = Target(pair.draft, vocab_size=min(draft_vocab, target_vocab))
-        self.missing_ids = (
-            target_vocab - self.model.vocab_size
-        )  # ids only the target has: the draft gives them q = 0
+        self.missing_ids = target_vocab - self.model.vocab_size  # the target's alone: the draft's q is 0
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold
         self.pass_bytes = self.model.pass_bytes()

@@ -84,6 +84,13 @@ def adapter_config(target_config) -> LlamaConfig:
     )
 
 
+def check_exit_layer(exit_layer: int, layers: int) -> int:
+    """The exit layer as given. Raises UserError unless it leaves layers of the target on both sides."""
+    if not 0 < exit_layer < layers:
+        raise UserError(f"exit_layer must lie between 1 and {layers - 1} for this target, not {exit_layer}")
+    return exit_layer
+
+
 def load_adapter(folder: str | Path, target_config, device, dtype) -> Adapter:
     """Reads `config.json` and `model.safetensors` or the authors' `pytorch_model.bin` from a folder.
 

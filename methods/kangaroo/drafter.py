@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from methods.kangaroo.adapter import load_adapter
+from methods.kangaroo.adapter import check_exit_layer, load_adapter
 from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
 from specbench.decoding.kv_cache import KVCache
-from specbench.decoding.target import Prefill, Target, attention_mask
+from specbench.decoding.target import Prefill, Target, attention_mask, weight_bytes
 from specbench.errors import UserError
 from specbench.questions import packaged
 
@@ -41,6 +41,7 @@ class Kangaroo(Drafter):
         self.taps = (exit_layer,)
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold
+        self._adapter_bytes = weight_bytes(self.adapter)
         self._cache: KVCache | None = None
 
     def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
@@ -52,10 +53,6 @@ class Kangaroo(Drafter):
         self._cache.truncate(0)
         self._adapt(prefill.hidden[self.exit_layer])  # fills the adapter's cache with the prompt
         self._unadapted = None  # exit states the target has kept but the adapter has not seen
-        adapter_bytes = sum(p.numel() * p.element_size() for p in self.adapter.parameters())
-        # The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
-        self._draft_bytes = adapter_bytes + target.pass_bytes(0, 0)
-        self._shallow_bytes = target.pass_bytes(0, self.exit_layer, head=False)
 
     def draft(self, context: Context) -> Draft:
         target, decoding = self.target, context.decoding
@@ -77,7 +74,7 @@ class Kangaroo(Drafter):
             tokens=torch.cat(tokens),
             probs=None if decoding.greedy else torch.cat(probs),
             resume=Resume(self.exit_layer, self._states),
-            bytes_read=len(tokens) * self._draft_bytes + len(states) * self._shallow_bytes,
+            bytes_read=self._bytes_read(len(tokens)),
         )
 
     def commit(self, context: Context, accepted: int) -> None:
@@ -86,6 +83,14 @@ class Kangaroo(Drafter):
         # After a full acceptance the last draft token went through the shallow layers but not through the adapter.
         missing = known - self._cache.lengths[0]
         self._unadapted = self._states[:, accepted : accepted + 1] if missing else None
+
+    def _bytes_read(self, drafted: int) -> int:
+        """Weights read for `drafted` tokens: adapter and head once each, the shallow layers once more than that.
+
+        The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
+        """
+        head, shallow = self.target.pass_bytes(0, 0), self.target.pass_bytes(0, self.exit_layer, head=False)
+        return drafted * (self._adapter_bytes + head) + (drafted + 1) * shallow
 
     def _shallow(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [1, n] -> exit states [1, n, d], appended to the target's own cache."""
@@ -113,6 +118,4 @@ def _exit_layer(asked: int | None, adapter, layers: int) -> int:
         raise UserError("the adapter does not say which layer it was trained for: set method.exit_layer")
     if trained not in (None, chosen):
         raise UserError(f"the adapter was trained for exit layer {trained}, not {chosen}")
-    if not 0 < chosen < layers:
-        raise UserError(f"exit_layer must lie between 1 and {layers - 1} for this target, not {chosen}")
-    return chosen
+    return check_exit_layer(chosen, layers)

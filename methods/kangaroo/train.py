@@ -16,7 +16,7 @@ import hydra
 import torch
 from omegaconf import DictConfig
 
-from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
+from methods.kangaroo.adapter import Adapter, adapter_config, check_exit_layer, save_adapter
 from methods.training import assistant_tokens, conversation_batches, train_part
 from specbench.decoding.target import Target
 from specbench.errors import UserError, one_line_errors
@@ -110,8 +110,7 @@ def train(cfg: DictConfig) -> Path:
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     pair.target.requires_grad_(False)
     target = Target(pair.target)
-    if not 0 < cfg.exit_layer < len(target.layers):
-        raise UserError(f"exit_layer must lie between 1 and {len(target.layers) - 1}, not {cfg.exit_layer}")
+    check_exit_layer(cfg.exit_layer, len(target.layers))
     torch.manual_seed(cfg.seed)
     adapter = fresh_adapter(target, cfg.exit_layer if cfg.like_layer is None else cfg.like_layer)
     out = Path(cfg.out)

@@ -71,10 +71,11 @@ class Target:
         self.vocab_size = vocab_size or self.lm_head.weight.shape[0]
         self._cut_head = self.vocab_size < self.lm_head.weight.shape[0]
         self._windows = [_window(self.config, i) for i in range(len(self.layers))]
+        self._window_kinds = frozenset(self._windows)
         self._static_rope = self.config.rope_parameters.get("rope_type", "default") in STATIC_ROPE
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._layer_bytes = [_bytes(layer) for layer in self.layers]
-        self._head_bytes = _bytes(self.norm) + _bytes(self.lm_head)
+        self._layer_bytes = [weight_bytes(layer) for layer in self.layers]
+        self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
 
     # -- what a pass costs -------------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class Target:
         else:
             offsets, seen = _tree_offsets(tree)
         rope = self._rope(start, n, offsets, cache.capacity)
-        masks = {w: attention_mask(n, start, hidden, w, offsets, seen) for w in set(self._windows[lo:hi])}
+        masks = {w: attention_mask(n, start, hidden, w, offsets, seen) for w in self._window_kinds}
         for layer, window in zip(self.layers[lo:hi], self._windows[lo:hi]):
             hidden = layer(
                 hidden,
@@ -167,9 +168,7 @@ class Target:
         ids = torch.arange(24, device=self.device).remainder(self.vocab_size).unsqueeze(0)
         own = self.model(ids, use_cache=False).logits[0, :, : self.vocab_size].float()
         cache = self.new_cache(ids.shape[1])
-        half = (
-            ids.shape[1] // 2
-        )  # in two parts, so that positions and masks behind a filled cache are checked too
+        half = ids.shape[1] // 2  # two parts, to check positions and masks behind a filled cache too
         parts = (self.run_layers(self.embed(part), cache) for part in (ids[:, :half], ids[:, half:]))
         staged = torch.cat([self.head(part)[0] for part in parts]).float()
         scale = own.abs().max().clamp(min=1.0)
@@ -196,9 +195,7 @@ class Target:
         return cos.index_select(1, offsets + start), sin.index_select(1, offsets + start)
 
     def _dummy(self) -> torch.Tensor:
-        return torch.empty(
-            1, device=self.device, dtype=self.dtype
-        )  # rotary modules read only dtype and device of it
+        return torch.empty(1, device=self.device, dtype=self.dtype)  # only its dtype and device are read
 
 
 def _tree_offsets(tree: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,5 +243,6 @@ def _window(config, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def _bytes(module: torch.nn.Module) -> int:
+def weight_bytes(module: torch.nn.Module) -> int:
+    """Bytes of a module's parameters."""
     return sum(p.numel() * p.element_size() for p in module.parameters())

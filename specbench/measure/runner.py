@@ -39,8 +39,11 @@ BASELINE, METHOD, HF = "baseline", "method", "hf_generate"
 Arm = Callable[[list[int], Decoding, int], Generation]
 
 
-def hf_generate_arm(pair: Pair) -> Arm:
-    """transformers' own generate on the same target: the reference that our baseline must not be slower than."""
+def hf_generate_arm(pair: Pair, **options) -> Arm:
+    """transformers' own generate on the same target: the reference that our baseline must not be slower than.
+
+    options: more arguments for `generate`, such as `assistant_model`.
+    """
     clock = Clock(pair.device)
 
     @torch.inference_mode()
@@ -57,7 +60,9 @@ def hf_generate_arm(pair: Pair) -> Arm:
         clock.synchronize()
         start = clock.mark()
         ids = torch.tensor([prompt], device=pair.device)
-        output = pair.target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        output = pair.target.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=config, **options
+        )
         tokens = output[0, len(prompt) :].tolist()
         end = clock.mark()
         clock.synchronize()
@@ -191,9 +196,8 @@ def prepare(cfg: DictConfig) -> Bench:
     target = Target(pair.target)
     target.check()
     settings = {key: value for key, value in cfg.method.items() if key not in ("name", "_target_")}
-    drafter = method(
-        pair=pair, **settings
-    )  # not hydra's instantiate, which would wrap what the method says is wrong
+    # Not hydra's instantiate, which would wrap what the method says is wrong.
+    drafter = method(pair=pair, **settings)
     arms: dict[str, Arm] = {
         BASELINE: Engine(target, Drafter(), pair.stop_ids, pair.context_length).generate,
         METHOD: Engine(target, drafter, pair.stop_ids, pair.context_length).generate,

@@ -76,7 +76,7 @@ class Clause:
         )
         if passive:
             auxiliary = "were" if self.object.many else "was"
-            words = [object_, auxiliary, self.verb.past, "by", subject]
+            words = [object_, auxiliary, self.verb.participle, "by", subject]
         elif negated:
             words = [subject, "did not", self.verb.base, object_]
         else:

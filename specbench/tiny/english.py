@@ -15,13 +15,13 @@ THINGS = (
     "bridge horse cart mile shelf page scroll chair snow fire coat river house door window garden table "
     "bag box cup plate ring key clock mirror"
 ).split()
-# "base" or "base/past" for irregular verbs.
+# "base", or "base/past" or "base/past/participle" for irregular verbs.
 VERBS = (
-    "carry/carried find/found build/built open paint repair sell/sold buy/bought watch clean hide/hid "
-    "count follow lift bring/brought study/studied forget/forgot love fear praise steal/stole burn cover "
-    "draw/drew examine guard fill keep/kept lose/lost mend move need notice pull push reach save "
-    "show/showed take/took throw/threw touch trade wash weigh visit admire borrow/borrowed break/broke "
-    "choose/chose describe prepare protect"
+    "carry/carried find/found build/built open paint repair sell/sold buy/bought watch clean "
+    "hide/hid/hidden count follow lift bring/brought study/studied forget/forgot/forgotten love fear "
+    "praise steal/stole/stolen burn cover draw/drew/drawn examine guard fill keep/kept lose/lost mend "
+    "move need notice pull push reach save show/showed/shown take/took/taken throw/threw/thrown touch "
+    "trade wash weigh visit admire borrow/borrowed break/broke choose/chose describe prepare protect"
 ).split()
 ADJECTIVES = (
     "old new small large red green heavy light broken clean quiet bright dark cold warm round narrow deep "

@@ -52,12 +52,13 @@ class Noun(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A transitive verb; `past` is its participle too."""
+    """A transitive verb; only a few verbs have a participle other than their past."""
 
     index: int
     base: str
     third: str
     past: str
+    participle: str
     ing: str
     foreign: str
 
@@ -129,6 +130,7 @@ class Lexicon:
             *english.THINGS,
             *english.ADJECTIVES,
             *english.ADVERBS,
+            *(form for verb in english.VERBS for form in verb.split("/")),
             *english.FREQUENT,
         }
         self.nouns = [self._noun(i) for i in range(nouns)]
@@ -195,15 +197,16 @@ class Lexicon:
     def _verb(self, index: int) -> Verb:
         base = self._word(2)
         if index < len(english.VERBS):
-            base, _, past = english.VERBS[index].partition("/")
+            base, *irregular = english.VERBS[index].split("/")
             stem = base.removesuffix("e")
-            return Verb(index, base, plural(base), past or stem + "ed", stem + "ing", self._foreign())
+            irregular = irregular or [stem + "ed"]
+            return Verb(index, base, plural(base), irregular[0], irregular[-1], stem + "ing", self._foreign())
         stem = base[:-1] if base.endswith("e") else base
         past = stem + "ed"
         if self._rng.random() < 0.15:  # strong verbs: the vowel changes
             swap = str.maketrans("aeiou", "oaouo")
             past = base.translate(swap) + ("" if base.translate(swap) != base else "t")
-        return Verb(index, base, plural(base), past, stem + "ing", self._foreign())
+        return Verb(index, base, plural(base), past, past, stem + "ing", self._foreign())
 
     def _modifiers(self, known: list[str], count: int, endings: tuple[str, ...]) -> list[Modifier]:
         made = [self._word(2, endings) for _ in range(max(0, count - len(known)))]

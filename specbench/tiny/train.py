@@ -1,6 +1,6 @@
 """Make the embedded family from nothing: tokenizer, questions, models, and a look at the shipped ones.
 
-    python -m specbench.tiny.train [--out DIR] [--only STAGE ...] [--install] [--smoke]
+    python -m specbench.tiny.train [--out DIR] [--only STAGE ...] [--threads N] [--install] [--smoke]
 
 Every model starts with a lookup circuit set by hand (`models.install_lookup`), without which a few million tokens
 do not teach it to quote. The targets are grown in depth, because per token a shallow model learns the words faster:
@@ -11,9 +11,9 @@ do not teach it to quote. The targets are grown in depth, because per token a sh
     target          that model grown to 24 layers, trained on and decayed again
     draft           2 layers of less width, from scratch on the same kind of text, other seed
 
-Every stage is seeded and keeps a checkpoint that it goes on from when it is started again. The same machine
-and versions give the same files; another machine sums floats in another order, so its weights differ a
-little. The comparison at the end therefore also gives the held-out loss of both.
+Every stage is seeded and keeps a checkpoint that it goes on from when it is started again. The same machine,
+versions and number of threads give the same files; others sum floats in another order, so that the weights
+differ a little. The comparison at the end therefore also gives the held-out loss of both.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ WORDS = {"dictionary": 0.12, "phrasebook": 0.16, "translate_clause": 0.08}
 FEW = {"dictionary": 0.02, "phrasebook": 0.10, "translate_clause": 0.05}
 DEEP, SMALL, TOY = models.Shape(6, 128, 384), models.Shape(2, 96, 288), models.Shape(2, 64, 64)
 FULL = Recipe(VOCAB_SIZE, 12_000, 40, (
-    Stage("base", 1, Schedule(800, 30, 0), batch=4, drills=COPY, shape=DEEP),
-    Stage("stem", 3, Schedule(220, 20, 0), batch=4, drills=WORDS, parent="base", grow=True),
-    Stage("target_shallow", 4, Schedule(160, 10, 160), batch=4, drills=FEW, parent="stem", ship=True),
-    Stage("target", 5, Schedule(150, 10, 130, 0.015, 3e-3), batch=4, drills=FEW, parent="target_shallow",
+    Stage("base", 1, Schedule(1400, 30, 0), batch=4, drills=COPY, shape=DEEP),
+    Stage("stem", 3, Schedule(300, 20, 0), batch=4, drills=WORDS, parent="base", grow=True),
+    Stage("target_shallow", 4, Schedule(200, 10, 200), batch=4, drills=FEW, parent="stem", ship=True),
+    Stage("target", 5, Schedule(200, 10, 170, 0.015, 3e-3), batch=4, drills=FEW, parent="target_shallow",
           grow=True, ship=True),
-    Stage("draft", 12, Schedule(400, 30, 250), batch=4, drills=FEW, shape=SMALL, ship=True),
+    Stage("draft", 12, Schedule(700, 30, 450), batch=4, drills=FEW, shape=SMALL, ship=True),
 ))  # fmt: skip
 SMOKE = Recipe(2048, 200, 8, (
     Stage("base", 1, Schedule(3, 1, 0), batch=1, drills=COPY, shape=TOY),
@@ -213,6 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--install", action="store_true", help="replace the shipped questions and weights at the end"
     )
+    parser.add_argument("--threads", type=int, default=1, help="more are faster; the shipped files took 1")
     parser.add_argument("--smoke", action="store_true", help="every stage at toy scale, in seconds")
     options = parser.parse_args(arguments)
     build = Build(options.out, SMOKE if options.smoke else FULL)
@@ -220,6 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := [name for name in chosen if name not in build.stages]:
         parser.error(f"unknown stage {unknown[0]!r}; stages are {', '.join(build.stages)}")
     torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(options.threads)
     for name in chosen:
         build.stages[name]()
     compare(build.weights, SHIPPED / "weights", rows=4 if options.smoke else 32)

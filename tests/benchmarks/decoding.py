@@ -16,7 +16,6 @@ from collections import defaultdict
 import torch
 from hydra import compose, initialize_config_dir
 from tqdm import tqdm
-from transformers import GenerationConfig
 
 from methods.sps import SpeculativeSampling
 from specbench.bench import CONF
@@ -24,6 +23,7 @@ from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
+from specbench.measure.runner import Arm, hf_generate_arm
 from specbench.measure.statistics import speedup
 from specbench.pairs import load_pair
 from specbench.questions import load_questions
@@ -31,36 +31,18 @@ from specbench.questions import load_questions
 DRAFT_TOKENS = 5
 
 
-def transformers_arm(pair, max_new_tokens: int, assisted: bool):
-    """prompt ids -> new token ids."""
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=sorted(pair.stop_ids),
-        pad_token_id=min(pair.stop_ids),
-    )
-    if assisted:
-        own = pair.draft.generation_config
-        own.num_assistant_tokens = DRAFT_TOKENS
-        own.num_assistant_tokens_schedule = "constant"
-        own.assistant_confidence_threshold = 0.0
-    extra = {"assistant_model": pair.draft} if assisted else {}
-
-    @torch.inference_mode()
-    def generate(prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt], device=pair.device)
-        output = pair.target.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=config, **extra
-        )
-        return output[0, len(prompt) :].tolist()
-
-    return generate
+def assisted_arm(pair) -> Arm:
+    """`generate` with the pair's draft model, a constant draft length and no confidence threshold."""
+    own = pair.draft.generation_config
+    own.num_assistant_tokens = DRAFT_TOKENS
+    own.num_assistant_tokens_schedule = "constant"
+    own.assistant_confidence_threshold = 0.0
+    return hf_generate_arm(pair, assistant_model=pair.draft)
 
 
-def engine_arm(pair, drafter: Drafter, max_new_tokens: int):
-    """prompt ids -> new token ids."""
-    engine = Engine(Target(pair.target), drafter, pair.stop_ids, pair.context_length)
-    return lambda prompt: engine.generate(prompt, Decoding(max_new_tokens)).tokens
+def engine_arm(pair, drafter: Drafter) -> Arm:
+    """Our loop with a drafter."""
+    return Engine(Target(pair.target), drafter, pair.stop_ids, pair.context_length).generate
 
 
 def main() -> None:
@@ -72,18 +54,18 @@ def main() -> None:
     with initialize_config_dir(str(CONF), version_base=None):
         cfg = compose("bench", overrides=[f"pair={options.pair}", f"data.limit={options.limit}"])
     pair = load_pair(cfg.pair, cfg.seed, with_draft=True)
-    cap = cfg.decoding.max_new_tokens
+    decoding = Decoding(cfg.decoding.max_new_tokens)
     arms = {
-        "generate": transformers_arm(pair, cap, assisted=False),
-        "engine": engine_arm(pair, Drafter(), cap),
-        "assisted generate": transformers_arm(pair, cap, assisted=True),
-        "engine, sps": engine_arm(pair, SpeculativeSampling(pair, DRAFT_TOKENS), cap),
+        "generate": hf_generate_arm(pair),
+        "engine": engine_arm(pair, Drafter()),
+        "assisted generate": assisted_arm(pair),
+        "engine, sps": engine_arm(pair, SpeculativeSampling(pair, DRAFT_TOKENS)),
     }
     prompts = [
         pair.prompt_ids([{"role": "user", "content": q.turns[0]}]) for q in load_questions(cfg.data, cfg.task)
     ]
     for arm in arms.values():  # warm-up
-        arm(prompts[0])
+        arm(prompts[0], decoding, 0)
     seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(prompts))
     differing = 0
     names = list(arms)
@@ -93,7 +75,7 @@ def main() -> None:
             answers = {}
             for name in names[shift:] + names[:shift]:
                 start = time.perf_counter()
-                answers[name] = arms[name](prompt)
+                answers[name] = arms[name](prompt, decoding, 0).tokens
                 seconds[name][place] += time.perf_counter() - start
             differing += len({tuple(a) for a in answers.values()}) > 1
     print(f"pair {pair.name}, {len(prompts)} prompts x {options.repeats}, {torch.get_num_threads()} threads")
