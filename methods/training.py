@@ -1,4 +1,4 @@
-"""What the training of a method's own part shares: conversations as batches, and a loop that resumes.
+"""What the training of a method's own part shares: batches of conversations, a teacher's loss, a loop that resumes.
 
 Several GPUs: `accelerate launch -m methods.<method>.train ...`; each process then reads its own share of the batches.
 """
@@ -6,116 +6,166 @@ Several GPUs: `accelerate launch -m methods.<method>.train ...`; each process th
 from __future__ import annotations
 
 import json
-import random
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from omegaconf import DictConfig
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from specbench.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.errors import UserError
 
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+CHUNK = 512  # positions whose logits exist at a time
+HELD_OUT_BATCHES = 8
+TOO_MANY = 10_000  # conversations in a row without anything to learn from
+LOG = "train_log.jsonl"
+
+Batch = dict[str, torch.Tensor]
 
 
-def conversation_batches(
-    tokenize: Callable[[list[dict]], tuple[list[int], list[float]]],
-    file: str | Path,
-    batch_size: int,
-    length: int,
-    seed: int,
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless batches {"input_ids": [B, T] int64, "loss_weight": [B, T] float32} of conversations cut at `length`.
+def batches(cfg: DictConfig, pair, held_out: bool = False) -> Iterator[Batch]:
+    """Endless batches of packed conversations; see `specbench.conversations`."""
+    tokenize = tokenizer_of(pair, cfg.prompt_weight)
+    stream = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
+    cut = ((ids[: cfg.length], weights[: cfg.length]) for ids, weights in map(tokenize, stream))
+    rows = _answered(cut, cfg.length)
+    pad_id = pair.tokenizer.pad_token_id
+    return batched(
+        packed_rows(rows, cfg.length, min(pair.stop_ids) if pad_id is None else pad_id), cfg.batch_size
+    )
 
-    file: JSON lines with `messages` ({role, content}) or ShareGPT's `conversations` ({from, value}). loss_weight[b, t]
-    weighs the prediction of token t: 1 for what the assistant says, else 0. Raises UserError naming a bad line.
+
+def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
+    """The rows in which the assistant says something. Raises UserError where none comes for long."""
+    skipped = 0
+    for row in rows:
+        skipped = 0 if 1.0 in row[1] else skipped + 1
+        if not skipped:
+            yield row
+        elif skipped > TOO_MANY:
+            raise UserError(f"the conversations hold nothing that the assistant says within {length} tokens")
+
+
+def held_out_batches(cfg: DictConfig, pair) -> list[Batch]:
+    """A few batches of conversations that are never trained on, on the pair's device."""
+    chosen = islice(batches(cfg, pair, held_out=True), HELD_OUT_BATCHES)
+    return [{name: tensor.to(pair.device) for name, tensor in batch.items()} for batch in chosen]
+
+
+def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) -> torch.Tensor:
+    """States [B, T, d] -> [n, d] at the positions before each token that weighs anything (or just `weight`)."""
+    weights = batch["loss_weight"][:, 1:]
+    return states[:, :-1][weights > 0 if weight is None else weights == weight]
+
+
+def soft_cross_entropy(
+    student: torch.Tensor, student_head: Callable, teacher: torch.Tensor, teacher_head: Callable, batch: Batch
+) -> torch.Tensor:
+    """Mean cross-entropy [] of the student against the teacher's own next-token distribution, weighted.
+
+    student, teacher: states [B, T, d] that their heads turn into logits, a chunk of positions at a time.
     """
-    rows = [tokenize(messages) for messages in _read_conversations(Path(file))]
-    rows = [(ids[:length], weights[:length]) for ids, weights in rows if any(weights[:length])]
-    if not rows:
-        raise UserError(
-            f"'{file}' holds no conversation in which the assistant says anything within {length} tokens"
-        )
-    rng = random.Random(seed)
-    while True:
-        batch = rng.choices(rows, k=batch_size)
-        longest = max(len(ids) for ids, _ in batch)
-        yield {
-            "input_ids": torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in batch]),
-            "loss_weight": torch.tensor([weights + [0.0] * (longest - len(weights)) for _, weights in batch]),
-        }
+    weights = batch["loss_weight"][:, 1:]
+    weights = weights[weights > 0]
+    total = torch.zeros((), device=weights.device)
+    parts = (predicting(student, batch), predicting(teacher, batch), weights)
+    for states, goals, weight in zip(*(part.split(CHUNK) for part in parts)):
+        logits = student_head(states).float()
+        with torch.no_grad():
+            goal = teacher_head(goals).float()
+            width = min(logits.shape[-1], goal.shape[-1])  # one of the heads may be padded further
+            goal = torch.softmax(goal[:, :width], dim=-1)
+        total = total + weight @ cross_entropy(logits[:, :width], goal, reduction="none")
+    return total / weights.sum()
 
 
-def assistant_tokens(pair) -> Callable[[list[dict]], tuple[list[int], list[float]]]:
-    """A tokenizer of whole conversations for `conversation_batches`: ids as the pair prompts them, 1 on each token the
-    assistant says (its stop token included) and 0 elsewhere."""
-    stop = sorted(pair.stop_ids)[:1]
+@torch.no_grad()
+def agreement(choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], held_out: list[Batch]) -> float:
+    """Share of positions at which student and target have the same first choice, which is what greedy drafts live on.
 
-    def tokenize(messages: list[dict]) -> tuple[list[int], list[float]]:
-        ids: list[int] = []
-        weights: list[float] = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = pair.prompt_ids(messages[:i])
-            answer = pair.tokenizer.encode(message["content"], add_special_tokens=False) + stop
-            # The prompt is templated anew for every turn; what it shares with the ids so far keeps its weights.
-            weights = weights[: len(prompt)] + [0.0] * (len(prompt) - len(weights)) + [1.0] * len(answer)
-            ids = prompt + answer
-        return ids, weights
-
-    return tokenize
+    choices(batch) -> both choices, [n] each, at the positions before each token that the assistant says.
+    """
+    pairs = [choices(batch) for batch in held_out]
+    return torch.cat([student == target for student, target in pairs]).float().mean().item()
 
 
 def train_part(
     module: torch.nn.Module,
-    loss: Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor],
-    batches: Iterator[dict[str, torch.Tensor]],
-    steps: int,
-    learning_rate: float,
-    checkpoints: Path,
-    save_every: int,
-) -> torch.nn.Module:
-    """Trains `module` for `steps` batches with AdamW (warm-up over 5 %, then linear decay to 0); returns it.
+    batches: Iterator[Batch],
+    evaluate: Callable[[], dict[str, float]],
+    cfg: DictConfig,
+) -> dict[str, float]:
+    """Trains `module`, which turns a batch into a loss, in place with AdamW as conf/train.yaml says, the learning rate
+    rising over 5 % of the steps and then falling to 0. Returns the last figures.
 
-    loss(module, batch) -> scalar. The state is saved under `checkpoints` every `save_every` steps; a run that was
-    stopped goes on from there with the batch that follows.
+    evaluate() -> figures on held-out text, taken and logged whenever a state is saved, and at the end. A run that was
+    stopped goes on from its last state with the batch that follows.
     """
-    accelerator = Accelerator()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    warmup = max(1, steps // 20)
+    accelerator = Accelerator(mixed_precision=cfg.precision)
+    checkpoints = Path(cfg.out) / "checkpoints"
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    warmup = max(1, cfg.steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+        optimizer, lambda step: min((step + 1) / warmup, (cfg.steps - step) / max(1, cfg.steps - warmup))
     )
-    module, optimizer = accelerator.prepare(module, optimizer)
+    wrapped, optimizer = accelerator.prepare(module, optimizer)
     accelerator.register_for_checkpointing(schedule)
     done = _resume(accelerator, checkpoints)
-    mine = islice(
-        batches, done * accelerator.num_processes + accelerator.process_index, None, accelerator.num_processes
-    )
-    bar = tqdm(
-        total=steps, initial=done, desc="train", unit="step", disable=not accelerator.is_local_main_process
-    )
-    for step in range(done, steps):
-        batch = {k: v.to(accelerator.device) for k, v in next(mine).items()}
-        value = loss(module, batch)
-        accelerator.backward(value)
-        accelerator.clip_grad_norm_(module.parameters(), 1.0)
+    world, rank = accelerator.num_processes, accelerator.process_index
+    mine = islice(batches, done * cfg.accumulate * world + rank, None, world)
+    main = accelerator.is_main_process
+    bar = tqdm(total=cfg.steps, initial=done, desc="train", unit="step", disable=not main)
+    figures: dict[str, float] = {}
+    losses = []
+    for step in range(done + 1, cfg.steps + 1):
+        wrapped.train()
+        for part in range(1, cfg.accumulate + 1):
+            batch = {k: v.to(accelerator.device) for k, v in next(mine).items()}
+            with nullcontext() if part == cfg.accumulate else accelerator.no_sync(wrapped):
+                loss = wrapped(batch)
+                accelerator.backward(loss / cfg.accumulate)
+            losses.append(loss.detach())
+        accelerator.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         bar.update()
-        if step % 10 == 0:
-            bar.set_postfix(loss=f"{value.item():.3f}")
-        if (step + 1) % save_every == 0 and step + 1 < steps:
+        if step % cfg.save_every != 0 and step != cfg.steps:
+            continue
+        module.eval()
+        figures = {"loss": torch.stack(losses).mean().item(), **evaluate()}
+        losses.clear()
+        bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
+        if main:
+            _log(Path(cfg.out) / LOG, {"step": step, **figures})
+        if step < cfg.steps:
             accelerator.save_state(str(checkpoints / "state.new"))
-            if accelerator.is_main_process:
-                _replace(checkpoints, step + 1)
+            if main:
+                _replace(checkpoints, step)
             accelerator.wait_for_everyone()
     bar.close()
-    return accelerator.unwrap_model(module)
+    return figures
+
+
+def finish(out: Path, figures: dict[str, float]) -> None:
+    """Says how the training ended, and drops its states, which are of no use once the part itself is there."""
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    print(", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()))
+    print(out)
+
+
+def _log(path: Path, row: dict) -> None:
+    """Adds a line; one for the same step, written before a stop, stays above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def _replace(checkpoints: Path, step: int) -> None:
@@ -136,22 +186,3 @@ def _resume(accelerator: Accelerator, checkpoints: Path) -> int:
         return 0
     accelerator.load_state(str(checkpoints / f"state-{max(steps)}"))
     return max(steps)
-
-
-def _read_conversations(file: Path) -> Iterator[list[dict]]:
-    if not file.is_file():
-        raise UserError(f"no conversations file '{file}'")
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                if "messages" in row:
-                    messages = [{"role": m["role"], "content": m["content"]} for m in row["messages"]]
-                else:
-                    turns = row["conversations"]
-                    messages = [
-                        {"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in turns
-                    ]
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{file}, line {number}: not a conversation ({error!r})") from error
-            yield messages

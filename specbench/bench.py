@@ -111,7 +111,7 @@ def check_method(cfg: DictConfig) -> Needs:
             raise UserError(f"method {name} has no parameter '{key}': {near(key, takes)}")
 
     needs = cls.needs
-    if needs.draft_model and cfg.pair.draft is None:
+    if needs.draft_model and needs.part is None and cfg.pair.draft is None:
         raise UserError(
             f"method {name} needs a draft model and pair {cfg.pair.name} has none: set pair.draft"
         )
@@ -123,6 +123,14 @@ def check_method(cfg: DictConfig) -> Needs:
             f"pair {cfg.pair.name} has no part '{needs.part}', which method {name} needs: "
             f"train it with `{training}`, then name it with ++pair.parts.{needs.part}=FOLDER"
         )
+    if cfg.vocab.name != "full":
+        if "vocab_map" not in takes:
+            raise UserError(f"method {name} has no head to trim: set vocab=full")
+        if cfg.method.get("vocab_map") is None:
+            raise UserError(
+                f"pair {cfg.pair.name} has no vocabulary map: make one with `python -m methods.vocab_trim.calibrate "
+                f"pair={cfg.pair.name}`, then name it with vocab.map=FOLDER"
+            )
     if cfg.batch_size > 1 and not needs.batching:
         raise UserError(f"method {name} cannot batch: set batch_size=1")
     if cfg.decoding.temperature > 0 and not needs.sampling:
@@ -134,9 +142,7 @@ def check_folders(cfg: DictConfig, needs: Needs) -> None:
     """Raises UserError when a model, tokenizer or part that will be read is a path where no folder is."""
     from specbench.pairs import local_folder  # late: a misspelt name need not wait for torch
 
-    names = [cfg.pair.target, cfg.pair.tokenizer]
-    if needs.draft_model:
-        names.append(cfg.pair.draft)
+    names = [cfg.pair.target, cfg.pair.tokenizer, needs.draft_of(cfg.pair)]
     if needs.part is not None:
         names.append(cfg.pair.parts.get(needs.part))
     for name in names:

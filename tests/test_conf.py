@@ -11,7 +11,7 @@ from specbench.bench import CONF, check_method, check_values
 from specbench.decoding.draft import Drafter
 from specbench.questions import TASKS
 
-GROUPS = ("method", "pair", "data", "task", "decoding", "tracker", "experiment")
+GROUPS = ("method", "pair", "vocab", "data", "task", "decoding", "tracker", "experiment")
 CHOICES = [
     (group, path.stem)
     for group in GROUPS

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from methods.heads import confidence, draft_head
 from methods.kangaroo.adapter import check_exit_layer, load_adapter
 from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
 from specbench.decoding.kv_cache import KVCache
@@ -22,7 +23,8 @@ class Kangaroo(Drafter):
     """exit_layer: layers in the drafting part; None takes the one that the adapter's config.json names (the authors'
     does not: 2 for their 7B, 3 for their 13B adapter). max_draft_tokens: gamma. confidence_threshold: eta, tested on
     the top-1 probability at temperature 1 (paper, table 3), with a strict <, so that 0 gives a constant draft length
-    and more than 1 a single draft token. adapter: folder of the adapter's checkpoint.
+    and more than 1 a single draft token. adapter: folder of the adapter's checkpoint. vocab_map, vocab_size: a trimmed
+    head for drafting, see `methods.heads`.
     """
 
     needs = Needs(part="kangaroo")
@@ -34,6 +36,8 @@ class Kangaroo(Drafter):
         exit_layer: int | None = None,
         max_draft_tokens: int = 6,
         confidence_threshold: float = 0.6,
+        vocab_map: str | None = None,
+        vocab_size: int | None = None,
     ):
         self.adapter = load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype)
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
@@ -41,6 +45,7 @@ class Kangaroo(Drafter):
         self.taps = (exit_layer,)
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold
+        self.head = draft_head(pair, Target(pair.target), vocab_map, vocab_size)
         self._adapter_bytes = weight_bytes(self.adapter)
         self._cache: KVCache | None = None
 
@@ -55,14 +60,14 @@ class Kangaroo(Drafter):
         self._unadapted = None  # exit states the target has kept but the adapter has not seen
 
     def draft(self, context: Context) -> Draft:
-        target, decoding = self.target, context.decoding
+        decoding = context.decoding
         limit = min(self.max_draft_tokens, context.max_draft)
         states = [self._shallow(context.pending())]
         feed = states[0] if self._unadapted is None else torch.cat([self._unadapted, states[0]], dim=1)
         tokens, probs = [], []
         while True:
-            logits = target.unembed(self._adapt(feed)[:, -1])
-            token, q = decoding.select(logits, context.generator)
+            logits = self.head.logits(self._adapt(feed)[:, -1])
+            token, q = self.head.choose(logits, decoding, context.generator)
             tokens.append(token)
             probs.append(q)
             feed = self._shallow(token.unsqueeze(0))
@@ -72,7 +77,7 @@ class Kangaroo(Drafter):
         self._states = torch.cat(states, dim=1)
         return Draft(
             tokens=torch.cat(tokens),
-            probs=None if decoding.greedy else torch.cat(probs),
+            probs=self.head.spread(probs),
             resume=Resume(self.exit_layer, self._states),
             bytes_read=self._bytes_read(len(tokens)),
         )
@@ -89,8 +94,8 @@ class Kangaroo(Drafter):
 
         The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
         """
-        head, shallow = self.target.pass_bytes(0, 0), self.target.pass_bytes(0, self.exit_layer, head=False)
-        return drafted * (self._adapter_bytes + head) + (drafted + 1) * shallow
+        shallow = self.target.pass_bytes(0, self.exit_layer, head=False)
+        return drafted * (self._adapter_bytes + self.head.bytes) + (drafted + 1) * shallow
 
     def _shallow(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [1, n] -> exit states [1, n, d], appended to the target's own cache."""
@@ -106,7 +111,7 @@ class Kangaroo(Drafter):
     def _unsure(self, logits: torch.Tensor) -> bool:
         if self.confidence_threshold <= 0:
             return False
-        return bool(torch.softmax(logits.float(), dim=-1).max() < self.confidence_threshold)
+        return bool(confidence(logits) < self.confidence_threshold)
 
 
 def _exit_layer(asked: int | None, adapter, layers: int) -> int:

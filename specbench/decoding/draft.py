@@ -26,7 +26,8 @@ class Draft:
     tokens: [k] int64. probs: [k, vocab] the distribution each token was drawn from, None when the tokens were chosen
     without chance (greedy, prompt lookup): acceptance then treats each as certain under the drafter.
     parents: None for a chain; for a tree [k], the index of each token's parent, -1 for the pending token; parents
-    stand before their children. bytes_read: weights read to make this draft.
+    stand before their children. bytes_read: weights read to make this draft. exits: for a drafter that can leave its
+    model at several depths, after how many layers it left for each token.
     """
 
     tokens: torch.Tensor
@@ -34,6 +35,7 @@ class Draft:
     parents: torch.Tensor | None = None
     resume: Resume | None = None
     bytes_read: int = 0
+    exits: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -63,7 +65,8 @@ class Context:
 class Needs:
     """What a drafter requires, as data, so that a combination is refused before a weight is loaded.
 
-    draft_model: a draft model in the pair. part: a trained part in the pair's `parts`, by that name.
+    draft_model: a draft model in the pair. part: a trained part in the pair's `parts`, by that name; with `draft_model`
+    that part is the draft model, in place of the pair's own.
     sampling: whether it can draft at temperature > 0. batching: whether it can serve more than one row.
     """
 
@@ -71,6 +74,12 @@ class Needs:
     part: str | None = None
     sampling: bool = True
     batching: bool = False
+
+    def draft_of(self, pair_cfg) -> str | None:
+        """The draft model that a pair's configuration has for this drafter, None if it has none or none is needed."""
+        if not self.draft_model:
+            return None
+        return pair_cfg.draft if self.part is None else pair_cfg.parts.get(self.part)
 
 
 class Drafter:

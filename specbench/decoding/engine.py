@@ -114,9 +114,8 @@ class Engine:
             depth = int(ancestors(draft.parents).sum(1).max())
         spans = [self.clock.seconds(a, b) for a, b in zip(marks, marks[1:])]
         layer = draft.resume.layer if draft.resume is not None else 0
-        return Step(
-            drafted, accepted, emitted, depth, *spans, draft.bytes_read, self.target.pass_bytes(layer)
-        )
+        target_bytes = self.target.pass_bytes(layer)
+        return Step(drafted, accepted, emitted, depth, *spans, draft.bytes_read, target_bytes, draft.exits)
 
     def _empty_cache(self, capacity: int):
         if self._cache.capacity < capacity:

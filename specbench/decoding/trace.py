@@ -18,6 +18,7 @@ class Step:
     depth: draft tokens on the longest path that could have been accepted (equals drafted for a chain).
     *_seconds: time spent drafting, verifying, and on the rest (acceptance, roll-back, commit).
     *_bytes: bytes of weights read by the drafter's passes and by the target's verification pass.
+    exits: as in `Draft`, one entry per drafted token; empty for a drafter with a single depth.
     """
 
     drafted: int
@@ -29,6 +30,7 @@ class Step:
     other_seconds: float
     draft_bytes: int
     target_bytes: int
+    exits: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ STEP_COLUMNS = {
     "other_seconds": "float64",
     "draft_bytes": "int64",
     "target_bytes": "int64",
+    "exits": "object",
 }
 KEYS = {
     "question_id": "int64",

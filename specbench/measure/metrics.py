@@ -75,6 +75,7 @@ def numbers(records: list[dict], facts: dict, reference: str) -> dict:
         "acceptance_length": acceptance_length(rounds),
         "acceptance_rate": acceptance_rate(rounds),
         **acceptance_by_position(rounds),
+        "exit_shares": exit_shares(rounds),
         "mbsu": mbsu(rounds, facts["target_pass_bytes"]),
         "bandwidth_fraction": bandwidth_fraction(rate, facts),
         "prefill_seconds": _total(method["prefill_seconds"]),
@@ -174,6 +175,12 @@ def acceptance_by_position(rounds: pd.DataFrame) -> dict[str, list[float | None]
         unconditional.append(_ratio(kept, drafted.sum()))
         conditional.append(_ratio(kept, judged.sum()))
     return {"acceptance_by_position": unconditional, "acceptance_by_position_conditional": conditional}
+
+
+def exit_shares(rounds: pd.DataFrame) -> dict[str, float] | None:
+    """Share of the draft tokens that left the draft model after so many layers; None for a single depth."""
+    counts = rounds["exits"].explode().value_counts()
+    return {str(layers): float(n / counts.sum()) for layers, n in counts.sort_index().items()} or None
 
 
 def mbsu(rounds: pd.DataFrame, target_pass_bytes: int) -> float | None:

@@ -192,7 +192,9 @@ def _journal(generation: Generation) -> dict:
 def prepare(cfg: DictConfig) -> Bench:
     """Loads the pair and builds the arms."""
     method = hydra.utils.get_class(cfg.method._target_)
-    pair = load_pair(cfg.pair, cfg.seed, with_draft=method.needs.draft_model)
+    needs = method.needs
+    pair_cfg = OmegaConf.merge(cfg.pair, {"draft": needs.draft_of(cfg.pair)}) if needs.part else cfg.pair
+    pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     target = Target(pair.target)
     target.check()
     settings = {key: value for key, value in cfg.method.items() if key not in ("name", "_target_")}

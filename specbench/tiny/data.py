@@ -1,20 +1,23 @@
-"""Examples as token ids, packed into rows of equal length with a loss weight per token."""
+"""The world's examples as conversations, and as packed batches of token ids with a loss weight per token."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from specbench.conversations import Messages, Tokens, batched, packed_rows
 from specbench.tiny.tokenizer import ASSISTANT, BOS, END, USER
 from specbench.tiny.world import Example, training_examples
 
 PROMPT_WEIGHT = 0.2
-_WAITING = 48  # examples to choose from when a row is filled: about 3 % of a row stays empty
+SPANS, TIMES = (1, 1, 1, 1, 2, 2, 3, 5, 8, 12, 20), (1, 1, 2, 3)  # tokens said again, and how often
+METHODS_SEED = 1000  # what methods train on follows other seeds than what the models were trained on
 
 
-def encode_example(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[int], list[float]]:
+def encode_example(tokenizer: PreTrainedTokenizerFast, example: Example) -> Tokens:
     """Token ids of the whole conversation as the chat template writes it, and the loss weight of each."""
     bos, user, assistant, end = tokenizer.convert_tokens_to_ids([BOS, USER, ASSISTANT, END])
     ids, weights = [bos], [0.0]
@@ -26,34 +29,25 @@ def encode_example(tokenizer: PreTrainedTokenizerFast, example: Example) -> tupl
     return ids, weights
 
 
-def packed_rows(
-    tokenizer: PreTrainedTokenizerFast, examples: Iterable[Example], length: int
-) -> Iterator[tuple]:
-    """Rows (ids, weights) of exactly `length` made of whole examples; longer examples are left out."""
-    stream = iter(examples)
-    waiting: list[tuple[list[int], list[float]]] = []
-    exhausted = False
-    while True:
-        while len(waiting) < _WAITING and not exhausted:
-            example = next(stream, None)
-            exhausted = example is None
-            if example is not None:
-                encoded = encode_example(tokenizer, example)
-                if len(encoded[0]) <= length:
-                    waiting.append(encoded)
-        if not waiting:
-            return
-        ids, weights = waiting.pop(0)
-        ids, weights = list(ids), list(weights)
-        while True:  # best fit: the longest waiting example that still has room
-            fitting = [i for i, (more, _) in enumerate(waiting) if len(ids) + len(more) <= length]
-            if not fitting:
-                break
-            more_ids, more_weights = waiting.pop(max(fitting, key=lambda i: len(waiting[i][0])))
-            ids += more_ids
-            weights += more_weights
-        empty = length - len(ids)
-        yield ids + [tokenizer.pad_token_id] * empty, weights + [0.0] * empty
+def stutter(ids: list[int], weights: list[float], rng: random.Random, chance: float) -> Tokens:
+    """The example with, at `chance` of its answer tokens, what was just said said again, with weight 0.
+
+    A small model that decodes greedily falls into loops, because a repetition makes itself likelier. Text never shows
+    how to go on after one; these do, and the repetitions themselves are not learnt.
+    """
+    out_ids: list[int] = []
+    out_weights: list[float] = []
+    said = 0  # answer tokens in a row
+    for i, weight in zip(ids, weights):
+        out_ids.append(i)
+        out_weights.append(weight)
+        said = said + 1 if weight == 1.0 else 0
+        if said and i != ids[-1] and rng.random() < chance:
+            span = min(said, rng.choice(SPANS))
+            again = out_ids[-span:] * rng.choice(TIMES)
+            out_ids += again
+            out_weights += [0.0] * len(again)
+    return out_ids, out_weights
 
 
 def packed_batches(
@@ -63,15 +57,27 @@ def packed_batches(
     seed: int,
     examples: Iterable[Example] | None = None,
     drills: Mapping[str, float] | None = None,
+    stuttering: float = 0.0,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches of {"input_ids": [B, T] int64, "loss_weight": [B, T] float32}, endless for the training stream.
+    """Batches {"input_ids": [B, T] int64, "loss_weight": [B, T] float32}, endless for the training stream.
 
     `loss_weight[b, t]` weighs the prediction of token t from the tokens before it: 1 for answers and their
-    end token, `PROMPT_WEIGHT` for prompts, 0 for padding and the first token.
+    end token, `PROMPT_WEIGHT` for prompts, 0 for padding and the first token. stuttering: see `stutter`.
     """
-    rows = packed_rows(tokenizer, training_examples(seed, drills) if examples is None else examples, length)
-    while batch := [row for _, row in zip(range(batch_size), rows, strict=False)]:
-        yield {
-            "input_ids": torch.tensor([ids for ids, _ in batch]),
-            "loss_weight": torch.tensor([weights for _, weights in batch]),
-        }
+    chosen = training_examples(seed, drills) if examples is None else examples
+    rows: Iterable[Tokens] = (encode_example(tokenizer, example) for example in chosen)
+    if stuttering:
+        rng = random.Random(seed)
+        rows = (stutter(*row, rng, stuttering) for row in rows)
+    return batched(packed_rows(rows, length, tokenizer.pad_token_id), batch_size)
+
+
+def conversations(seed: int) -> Iterator[Messages]:
+    """Endless conversations of the world, for the training of methods' parts."""
+    for example in training_examples(METHODS_SEED + seed):
+        turns = zip(example.turns, example.answers, strict=True)
+        yield [
+            {"role": role, "content": text}
+            for turn in turns
+            for role, text in zip(("user", "assistant"), turn)
+        ]

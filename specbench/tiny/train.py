@@ -47,7 +47,8 @@ class Stage:
     """One training stage. A step is `batch` rows of `ROW` tokens.
 
     It starts from the final state of stage `parent` (grown to twice the depth with `grow`), or from scratch
-    in `shape`. `drills` is the share of each kind of exercise in its text. With `ship` its model is one of the family.
+    in `shape`. `drills` is the share of each kind of exercise in its text, `stuttering` that of the repetitions in its
+    answers. With `ship` its model is one of the family.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Stage:
     schedule: Schedule
     batch: int
     drills: Mapping[str, float] | None = None
+    stuttering: float = 0.0
     parent: str = ""
     grow: bool = False
     shape: models.Shape | None = None
@@ -78,9 +80,9 @@ DEEP, SMALL, TOY = models.Shape(6, 128, 384), models.Shape(2, 96, 288), models.S
 FULL = Recipe(VOCAB_SIZE, 12_000, 40, (
     Stage("base", 1, Schedule(1400, 30, 0), batch=4, drills=COPY, shape=DEEP),
     Stage("stem", 3, Schedule(300, 20, 0), batch=4, drills=WORDS, parent="base", grow=True),
-    Stage("target_shallow", 4, Schedule(200, 10, 200), batch=4, drills=FEW, parent="stem", ship=True),
-    Stage("target", 5, Schedule(200, 10, 170, 0.015, 3e-3), batch=4, drills=FEW, parent="target_shallow",
-          grow=True, ship=True),
+    Stage("target_shallow", 4, Schedule(200, 10, 200), batch=4, drills=FEW, stuttering=0.03, parent="stem", ship=True),
+    Stage("target", 5, Schedule(200, 10, 170, 0.015, 3e-3), batch=4, drills=FEW, stuttering=0.03,
+          parent="target_shallow", grow=True, ship=True),
     Stage("draft", 12, Schedule(700, 30, 450), batch=4, drills=FEW, shape=SMALL, ship=True),
 ))  # fmt: skip
 SMOKE = Recipe(2048, 200, 8, (
@@ -128,7 +130,8 @@ class Build:
             model = models.grow(model) if stage.grow else model
         else:
             model = models.build(stage.shape, tokenizer, stage.seed)
-        batches = packed_batches(tokenizer, stage.batch, ROW, stage.seed, drills=stage.drills)
+        text = {"drills": stage.drills, "stuttering": stage.stuttering}
+        batches = packed_batches(tokenizer, stage.batch, ROW, stage.seed, **text)
         checkpoint = self.checkpoints / f"{stage.name}.pt"
         loss = train_stage(model, batches, stage.schedule, stage.name, checkpoint, stage.seed)
         tokens = stage.schedule.steps * stage.batch * ROW

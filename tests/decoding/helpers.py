@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
+from methods.heads import DraftHead
 from methods.kangaroo.adapter import Adapter, adapter_config
 from specbench.decoding.draft import Context, Draft, Drafter
 from tests.models import random_model
@@ -38,6 +39,19 @@ def random_pair(arch: str, seed: int = 0, **overrides):
         parts={},
         stop_ids=frozenset([STOP]),
     )
+
+
+def sorted_pair(arch: str, seed: int = 0, **overrides):
+    """A random pair whose draft model counts as sorted, with exits behind the first, second and last layer."""
+    pair = random_pair(arch, seed, **overrides)
+    pair.draft.config.exits = [1, 2, pair.draft.config.num_hidden_layers]
+    return pair
+
+
+def trimmed(drafter: Drafter, kept: list[int]) -> Drafter:
+    """The drafter with a head that knows only the tokens `kept`."""
+    drafter.head = DraftHead(drafter.head.model, drafter.head.vocab_size, torch.tensor(kept))
+    return drafter
 
 
 def near_identity_adapter(pair) -> Adapter:

@@ -12,6 +12,7 @@ from methods.ar import Autoregressive
 from methods.kangaroo import Kangaroo
 from methods.kangaroo.adapter import save_adapter
 from methods.pld import PromptLookup
+from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
@@ -23,6 +24,8 @@ from tests.decoding.helpers import (
     near_identity_adapter,
     random_pair,
     random_prompt,
+    sorted_pair,
+    trimmed,
 )
 from tests.models import ARCHITECTURES
 
@@ -128,6 +131,38 @@ def test_kangaroo_at_other_exits(arch, exit_layer, adapters):
     assert_lossless(arch, Kangaroo(random_pair(arch), adapters[arch], exit_layer, 4, 0.5))
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("threshold", [0.0, 0.2, 1.01])
+def test_sorted_draft(arch, threshold):
+    accepted, exits = [], set()
+    for n in LENGTHS:
+        drafter = SortedDraft(sorted_pair(arch), thresholds=[threshold, threshold], max_draft_tokens=n)
+        steps = assert_lossless(arch, drafter, half=n)
+        accepted += [s.accepted / s.drafted for s in steps if s.drafted]
+        exits |= {layers for s in steps for layers in s.exits}
+    assert 0 in accepted and 1 in accepted
+    deepest = random_pair(arch).draft.config.num_hidden_layers
+    assert exits == {0.0: {1}, 0.2: {1, 2, deepest}, 1.01: {deepest}}[threshold]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("method", ["sps", "kangaroo", "s2d"])
+def test_trimmed_head(arch, method, adapters):
+    """Half of the vocabulary is out of the drafter's reach; what it drafts lies in the other half."""
+    pair = sorted_pair(arch)
+    kept = list(range(0, pair.target.config.vocab_size, 2))
+    steps = []
+    for n in LENGTHS:
+        drafter = {
+            "sps": lambda n=n: SpeculativeSampling(pair, n),
+            "kangaroo": lambda n=n: Kangaroo(pair, adapters[arch], 2, n, 0.0),
+            "s2d": lambda n=n: SortedDraft(pair, thresholds=[0.2, 0.2], max_draft_tokens=n),
+        }[method]()
+        steps += assert_lossless(arch, trimmed(drafter, kept), half=n)
+    accepted = [s.accepted / s.drafted for s in steps if s.drafted]
+    assert 0 in accepted and any(a > 0 for a in accepted)
+
+
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_any_acceptance_pattern(arch, tree):
@@ -143,7 +178,7 @@ def test_any_acceptance_pattern(arch, tree):
     assert {0, 1, 2, 3} <= accepted and max(accepted) >= 6
 
 
-@pytest.mark.parametrize("method", ["pld", "sps", "kangaroo", "oracle", "tree"])
+@pytest.mark.parametrize("method", ["pld", "sps", "s2d", "kangaroo", "oracle", "tree"])
 def test_stop_token_anywhere(method, adapters):
     """As first token, inside a draft, as bonus token, on the very cap: the answer ends with it and nothing follows."""
     pair = random_pair("llama")
@@ -157,6 +192,7 @@ def test_stop_token_anywhere(method, adapters):
                 drafter = {
                     "pld": lambda: PromptLookup(pair, 6),
                     "sps": lambda: SpeculativeSampling(pair, 6),
+                    "s2d": lambda: SortedDraft(sorted_pair("llama"), thresholds=[0.2, 0.2]),
                     "kangaroo": lambda: Kangaroo(pair, adapters["llama"], 2, 6, 0.0),
                     "oracle": lambda p=prompt, f=free: Oracle(
                         len(p), f, target.vocab_size, 0, 0.05, 8, False

@@ -7,17 +7,14 @@ from itertools import islice
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from methods.kangaroo import train as kangaroo_train
 from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter
-from methods.training import assistant_tokens, conversation_batches
-from specbench.bench import CONF
+from methods.training import agreement, batches
 from specbench.decoding.target import Target
-from specbench.errors import UserError
 from specbench.pairs import load_pair
 from tests.decoding.helpers import random_pair
-from tests.models import save_pair
+from tests.methods.training_helpers import Stopped, stop_after, training_settings, training_workplace
 
 
 def batch_of(*weights: float) -> dict[str, torch.Tensor]:
@@ -37,7 +34,7 @@ def test_loss_counts_exactly_the_predictions_of_weighted_tokens():
         rope = adapter.rope(torch.arange(6).unsqueeze(0), out.hidden_states[2])
         student = target.unembed(adapter(out.hidden_states[2], rope))[0, 3].log_softmax(-1)
         expected = -(out.logits[0, 3].softmax(-1) * student).sum()
-    loss = kangaroo_train.distillation(target, 2)(adapter, batch)
+    loss = kangaroo_train.Distillation(adapter, target, 2)(batch)
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert all(p.grad is not None for p in adapter.parameters())
@@ -47,47 +44,20 @@ def test_loss_counts_exactly_the_predictions_of_weighted_tokens():
 def test_weights_are_weights():
     target = Target(random_pair("llama").target)
     adapter = Adapter(adapter_config(target.config))
-    loss = kangaroo_train.distillation(target, 2)
+    loss = kangaroo_train.Distillation(adapter, target, 2)
     with torch.no_grad():
-        first, second = loss(adapter, batch_of(0, 0, 0, 1.0, 0)), loss(adapter, batch_of(0, 0, 0, 0, 1.0))
-        both = loss(adapter, batch_of(0, 0, 0, 0.25, 0.75))
+        first, second = loss(batch_of(0, 0, 0, 1.0, 0)), loss(batch_of(0, 0, 0, 0, 1.0))
+        both = loss(batch_of(0, 0, 0, 0.25, 0.75))
     torch.testing.assert_close(both, 0.25 * first + 0.75 * second)
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("train")
-    save_pair(folder, num_hidden_layers=4)
-    conversations = [
-        {
-            "messages": [
-                {"role": "user", "content": f"say {w}"},
-                {"role": "assistant", "content": f"{w} {w} {w}"},
-            ]
-        }
-        for w in ("one", "two", "three", "four")
-    ]
-    (folder / "talk.jsonl").write_text("".join(json.dumps(c) + "\n" for c in conversations))
-    return folder
+    return training_workplace(tmp_path_factory.mktemp("train"))
 
 
 def settings(workplace, out, *more: str):
-    overrides = [
-        f"pair.target={workplace}/target",
-        f"pair.tokenizer={workplace}/target",
-        "pair.device=cpu",
-        f"conversations={workplace}/talk.jsonl",
-        "steps=40",
-        "batch_size=4",
-        "length=64",
-        "learning_rate=1e-2",
-        "save_every=15",
-        "save_dtype=float32",
-        f"out={out}",
-        *more,
-    ]
-    with initialize_config_dir(str(CONF), version_base=None):
-        return compose("train_kangaroo", overrides=overrides)
+    return training_settings("train_kangaroo", workplace, out, "learning_rate=1e-2", *more)
 
 
 def test_training_learns_and_a_stopped_one_goes_on_to_the_same_adapter(workplace, tmp_path, monkeypatch):
@@ -95,35 +65,22 @@ def test_training_learns_and_a_stopped_one_goes_on_to_the_same_adapter(workplace
     whole = kangaroo_train.train(cfg)
     pair = load_pair(cfg.pair, 0, with_draft=False)
     target = Target(pair.target)
-    batches = list(islice(kangaroo_train._batches(cfg, pair, 5), 2))
+    held_out = list(islice(batches(cfg, pair, held_out=True), 2))
     trained = load_adapter(whole, pair.target.config, "cpu", torch.float32)
     torch.manual_seed(0)
     fresh = kangaroo_train.fresh_adapter(target, 2)
-    score = [kangaroo_train.agreement(target, 2, a, batches) for a in (fresh, trained)]
+    modules = [kangaroo_train.Distillation(adapter, target, 2) for adapter in (fresh, trained)]
+    score = [agreement(module.choices, held_out) for module in modules]
     assert score[1] > score[0] + 0.3
-    assert json.loads((whole / "config.json").read_text())["exit_layer"] == 2
+    kept = json.loads((whole / "config.json").read_text())
+    assert kept["exit_layer"] == 2 and kept["held_out_agreement"] > score[0] + 0.3
 
-    class Stopped(Exception):
-        pass
-
-    make_loss = kangaroo_train.distillation
-
-    def interrupted(*args):
-        loss, calls = make_loss(*args), iter(range(35))
-
-        def limited(*inner):
-            if next(calls, None) is None:
-                raise Stopped
-            return loss(*inner)
-
-        return limited
-
+    stop_after(monkeypatch, kangaroo_train.Distillation, 35)
     cfg = settings(workplace, tmp_path / "stopped")
-    monkeypatch.setattr(kangaroo_train, "distillation", interrupted)
     with pytest.raises(Stopped):
         kangaroo_train.train(cfg)
     assert [p.name for p in (tmp_path / "stopped/checkpoints").iterdir()] == ["state-30"]
-    monkeypatch.setattr(kangaroo_train, "distillation", make_loss)
+    monkeypatch.undo()
     resumed = load_adapter(kangaroo_train.train(cfg), pair.target.config, "cpu", torch.float32)
     for name, weight in trained.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], weight, msg=name)
@@ -137,34 +94,3 @@ def test_an_adapter_begins_like_a_layer_of_its_target_where_it_can():
         assert torch.equal(adapter.norm.weight, target.norm.weight)
         assert torch.equal(attention.q_proj.weight, target.layers[3].self_attn.q_proj.weight) == same
         assert (attention.o_proj.weight == 0).all() == (not same)
-
-
-def test_conversations_are_masked_turn_by_turn(workplace, tmp_path):
-    pair = load_pair(settings(workplace, tmp_path).pair, 0, with_draft=False)
-    turns = [("human", "a?"), ("gpt", "bb"), ("human", "c?"), ("gpt", "dd")]
-    file = tmp_path / "sharegpt.jsonl"
-    file.write_text(json.dumps({"conversations": [{"from": f, "value": v} for f, v in turns]}) + "\n")
-    batch = next(conversation_batches(assistant_tokens(pair), file, 2, 64, 0))
-    ids, weights = batch["input_ids"][0], batch["loss_weight"][0]
-    assert pair.tokenizer.decode(ids) == "<s><user>a?<assistant>bb</s><user>c?<assistant>dd</s>"
-    assert pair.tokenizer.decode(ids[weights == 1]) == "bb</s>dd</s>"
-    assert pair.tokenizer.decode(ids[:1]) == "<s>"  # BOS stays in
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{]", "line 1"),
-        ('{"messages": [{"role": "user"}]}', "line 1"),
-        ('{"messages": []}', "holds no conversation"),
-    ],
-)
-def test_bad_conversations_are_named(tmp_path, content, message):
-    (tmp_path / "bad.jsonl").write_text(content + "\n")
-    with pytest.raises(UserError, match=message):
-        next(conversation_batches(lambda m: ([], []), tmp_path / "bad.jsonl", 1, 8, 0))
-
-
-def test_a_pair_without_text_asks_for_conversations(workplace, tmp_path):
-    with pytest.raises(UserError, match="conversations=FILE"):
-        kangaroo_train.train(settings(workplace, tmp_path, "conversations=null", "pair.training=null"))

@@ -1,0 +1,87 @@
+"""S2D's drafter: a sorted draft model that leaves, token by token, at the shallowest exit that is sure enough.
+
+Every exit (the first k layers) shares the final norm and the head, and was trained to be a draft model of its own
+(Kavehzadeh et al. 2024). A token that left early has no keys and values in the deeper layers; they are computed when a
+later token goes that deep, from the states that the token left with. Those states are kept by absolute position, so a
+roll-back is nothing but shorter caches: what lies beyond their length is written anew before it is read.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from methods.heads import confidence
+from methods.sps import SpeculativeSampling
+from specbench.decoding.draft import Needs
+from specbench.errors import UserError
+
+
+class SortedDraft(SpeculativeSampling):
+    """The draft model is the pair's part `s2d`; its config.json names its `exits`.
+
+    exits: those to use, None for all; one alone is the fixed-exit draft that the paper compares with. thresholds: for
+    each exit but the last, the top-1 probability (temperature 1) above which a token leaves there; the last takes
+    whatever comes. Others: as in `SpeculativeSampling`.
+    """
+
+    needs = Needs(draft_model=True, part="s2d")
+
+    def __init__(
+        self,
+        pair,
+        exits: list[int] | None = None,
+        thresholds: list[float] | None = None,
+        max_draft_tokens: int = 5,
+        confidence_threshold: float = 0.0,
+        vocab_map: str | None = None,
+        vocab_size: int | None = None,
+    ):
+        super().__init__(pair, max_draft_tokens, confidence_threshold, vocab_map, vocab_size)
+        self.exits = choose_exits(exits, getattr(pair.draft.config, "exits", None))
+        self.thresholds = choose_thresholds(thresholds, len(self.exits))
+        self.layers = self.exits[-1]
+        read, start = 0, 0
+        for end in self.exits:  # every exit on the way costs a use of the head
+            read += self.model.pass_bytes(start, end, head=False) + self.head.bytes
+            self._bytes[end], start = read, end
+
+    def _allocate(self, capacity: int) -> None:
+        super()._allocate(capacity)
+        # For each exit but the last: the states that tokens left it with, by absolute position.
+        shape = (len(self.exits) - 1, 1, capacity, self.model.hidden_size)
+        self._left = torch.empty(shape, device=self.model.device, dtype=self.model.dtype).unbind(0)
+
+    def _next(self, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+        model, cache = self.model, self._cache
+        hidden, start = model.embed(ids), 0
+        for end, left, threshold in zip(self.exits, [*self._left, None], self.thresholds):
+            position = cache.lengths[start]
+            hidden = model.run_layers(hidden, cache, start, end)
+            logits = self.head.logits(model.norm(hidden[:, -1]))
+            if left is None:
+                break
+            known = position + hidden.shape[1]
+            left[:, position:known] = hidden
+            if confidence(logits) > threshold:
+                break
+            hidden, start = left[:, cache.lengths[end] : known], end
+        return logits, end
+
+
+def choose_exits(asked: list[int] | None, trained: list[int] | None) -> list[int]:
+    """The exits to use, ascending. Raises UserError for one that the draft model was not trained with."""
+    if not trained:
+        raise UserError("the pair's part 's2d' is no sorted draft: its config.json names no `exits`")
+    if unknown := sorted(set(asked or []) - set(trained)):
+        raise UserError(f"the sorted draft has no exit {unknown[0]}: it was trained with {sorted(trained)}")
+    return sorted(set(asked or trained))
+
+
+def choose_thresholds(asked: list[float] | None, exits: int) -> list[float]:
+    """One threshold per exit, the last without effect. None: 0.5 everywhere, the authors' released setting."""
+    given = [0.5] * exits if asked is None else list(asked)
+    if len(given) == exits - 1:
+        given.append(0.0)
+    if len(given) != exits:
+        raise UserError(f"{exits} exits take {exits} thresholds (the last has no effect), not {len(given)}")
+    return given

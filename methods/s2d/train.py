@@ -1,0 +1,130 @@
+"""Trains a sorted draft model: `python -m methods.s2d.train pair=... [layers=12 exits=[6,9,12]]`.
+
+SoFT (Kavehzadeh et al. 2024, from the authors' code): the draft model is cut from the target's first layers, with its
+embeddings, final norm and head; every step trains all exits at once, with the mean of their cross-entropies on the text
+itself. No target is its teacher, so one draft model serves them all.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from methods.training import (
+    CHUNK,
+    Batch,
+    agreement,
+    batches,
+    finish,
+    held_out_batches,
+    predicting,
+    train_part,
+)
+from specbench.errors import UserError, one_line_errors
+from specbench.pairs import load_pair
+
+
+class Sorted(torch.nn.Module):
+    """batch -> mean over the exits of the weighted cross-entropy of the text, in one forward pass."""
+
+    def __init__(self, model: PreTrainedModel, exits: list[int]):
+        super().__init__()
+        self.model, self.exits = model, exits
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        weights, goals = batch["loss_weight"][:, 1:], batch["input_ids"][:, 1:]
+        weights, goals = weights[weights > 0], goals[weights > 0]
+        total = torch.zeros((), device=weights.device)
+        for states in self.states(batch):
+            parts = predicting(states, batch).split(CHUNK), goals.split(CHUNK), weights.split(CHUNK)
+            for rows, goal, weight in zip(*parts):
+                total = total + weight @ cross_entropy(
+                    self.model.lm_head(rows).float(), goal, reduction="none"
+                )
+        return total / weights.sum() / len(self.exits)
+
+    def states(self, batch: Batch) -> list[torch.Tensor]:
+        """The normed states [B, T, d] of every exit. Only the exits are normed; the deepest already is."""
+        outputs = self.model.model(batch["input_ids"], use_cache=False, output_hidden_states=True)
+        norm, hidden = self.model.model.norm, outputs.hidden_states
+        return [*(norm(hidden[exit]) for exit in self.exits[:-1]), outputs.last_hidden_state]
+
+    def choices(
+        self, batch: Batch, number: int, target: PreTrainedModel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """First choices [n] of an exit and of a target before each token that the assistant says."""
+        final = target.model(batch["input_ids"], use_cache=False).last_hidden_state
+        student = self.model.lm_head(predicting(self.states(batch)[number], batch, 1.0))
+        return student.argmax(-1), target.lm_head(predicting(final, batch, 1.0)).argmax(-1)
+
+
+def cut(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
+    """A model of its own, in float32, of some of the target's layers, its embeddings, final norm and head."""
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in layers]
+    model = type(target)(config).float()
+    state = target.state_dict()
+    kept = {}
+    for name, weight in state.items():
+        prefix, _, rest = name.partition("layers.")
+        number, _, rest = rest.partition(".")
+        if not number:
+            kept[name] = weight
+        elif int(number) in layers:
+            kept[f"{prefix}layers.{layers.index(int(number))}.{rest}"] = weight
+    model.load_state_dict(kept)
+    model.generation_config = copy.deepcopy(target.generation_config)
+    return model.to(target.device)
+
+
+def train(cfg: DictConfig) -> Path:
+    """Trains as configured (conf/train_s2d.yaml) and returns the folder of the finished draft model."""
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
+    depth = pair.target.config.num_hidden_layers
+    layers = list(range(cfg.layers)) if isinstance(cfg.layers, int) else list(cfg.layers)
+    exits = sorted(cfg.exits)
+    if not layers or not all(0 <= i < depth for i in layers):
+        raise UserError(
+            f"layers must be some of the target's, 0 to {depth - 1}, or how many of its first; not {layers}"
+        )
+    if not exits or exits[0] < 1 or exits[-1] != len(layers):
+        raise UserError(
+            f"exits must rise from 1 on and end with all {len(layers)} layers of the draft; not {exits}"
+        )
+    torch.manual_seed(cfg.seed)
+    model = cut(pair.target, layers)
+    module, held_out = Sorted(model, exits), held_out_batches(cfg, pair)
+
+    def evaluate() -> dict[str, float]:
+        return {
+            f"held_out_agreement_{exit}": agreement(
+                lambda b, i=i: module.choices(b, i, pair.target), held_out
+            )
+            for i, exit in enumerate(exits)
+        }
+
+    figures = train_part(module, batches(cfg, pair), evaluate, cfg)
+    out = Path(cfg.out)
+    model.config.exits = exits
+    model.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
+    pair.tokenizer.save_pretrained(out)
+    finish(out, figures)
+    return out
+
+
+@hydra.main(version_base=None, config_path="../../conf", config_name="train_s2d")
+def main(cfg: DictConfig) -> None:
+    with one_line_errors():
+        train(cfg)
+
+
+if __name__ == "__main__":
+    main()

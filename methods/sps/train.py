@@ -1,0 +1,79 @@
+"""Trains a plain draft model by distillation: `python -m methods.sps.train pair=... [draft=MODEL]`.
+
+The draft model learns the target's own next-token distribution (soft cross-entropy) on conversations; the teacher is
+computed on the fly. It starts from the pair's draft model or another one of the same vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedModel
+
+from methods.training import (
+    Batch,
+    agreement,
+    batches,
+    finish,
+    held_out_batches,
+    predicting,
+    soft_cross_entropy,
+    train_part,
+)
+from specbench.errors import one_line_errors
+from specbench.pairs import load_pair
+
+
+class Distillation(torch.nn.Module):
+    """batch -> cross-entropy of a draft model against the target, which stays as it is."""
+
+    def __init__(self, draft: PreTrainedModel, target: PreTrainedModel):
+        super().__init__()
+        self.draft = draft
+        self._teacher = (target,)  # in a tuple: no part of this module, neither trained nor saved
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        student, teacher = self.states(batch)
+        return soft_cross_entropy(student, self.draft.lm_head, teacher, self._teacher[0].lm_head, batch)
+
+    def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final states [B, T, d] of the draft model and [B, T, D] of the target."""
+        with torch.no_grad():
+            teacher = self._teacher[0].model(batch["input_ids"], use_cache=False).last_hidden_state
+        return self.draft.model(batch["input_ids"], use_cache=False).last_hidden_state, teacher
+
+    def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """First choices [n] of draft and target before each token that the assistant says."""
+        heads = (self.draft.lm_head, self._teacher[0].lm_head)
+        states = self.states(batch)
+        return tuple(head(predicting(s, batch, 1.0)).argmax(-1) for head, s in zip(heads, states))
+
+
+def train(cfg: DictConfig) -> Path:
+    """Trains as configured (conf/train_sps.yaml) and returns the folder of the finished draft model."""
+    pair_cfg = cfg.pair if cfg.draft is None else OmegaConf.merge(cfg.pair, {"draft": cfg.draft})
+    pair = load_pair(pair_cfg, cfg.seed, with_draft=True)
+    torch.manual_seed(cfg.seed)
+    draft = pair.draft.float().requires_grad_(True)
+    module, held_out = Distillation(draft, pair.target), held_out_batches(cfg, pair)
+    figures = train_part(
+        module, batches(cfg, pair), lambda: {"held_out_agreement": agreement(module.choices, held_out)}, cfg
+    )
+    out = Path(cfg.out)
+    draft.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
+    pair.tokenizer.save_pretrained(out)
+    finish(out, figures)
+    return out
+
+
+@hydra.main(version_base=None, config_path="../../conf", config_name="train_sps")
+def main(cfg: DictConfig) -> None:
+    with one_line_errors():
+        train(cfg)
+
+
+if __name__ == "__main__":
+    main()

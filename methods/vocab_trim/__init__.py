@@ -1,0 +1,1 @@
+"""VocabTrim: which tokens a draft head keeps. The trimmed head itself is `methods.heads`."""

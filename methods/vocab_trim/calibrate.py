@@ -1,0 +1,95 @@
+"""Counts tokens for a trimmed draft head: `python -m methods.vocab_trim.calibrate pair=... source=target_generated`.
+
+Three sources (VocabTrim, Goel et al. 2025; FR-Spec, Zhao et al. 2025): `raw_text`, what the assistant says in given
+conversations; `draft_generated` and `target_generated`, what the pair's draft model or target answers to the same
+prompts. Answers are sampled at `temperature`, so that tokens the greedy answers never touch are seen as well. At the
+end stands how much of held-out text written by the target each size would cover.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from methods.vocab_trim.vocab_map import rank, save_vocab_map
+from specbench.conversations import conversations
+from specbench.decoding.draft import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from specbench.errors import UserError, near, one_line_errors
+from specbench.pairs import Pair, load_pair
+
+SOURCES = ("raw_text", "draft_generated", "target_generated")
+SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+
+def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) -> Iterator[list[int]]:
+    """Endless answers as token ids: as they stand in the conversations, or as a model of the pair gives them."""
+    texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
+    turns = ((c[:i], m["content"]) for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
+    if source == "raw_text":
+        yield from (pair.tokenizer.encode(text, add_special_tokens=False) for _, text in turns)
+    model = Target(pair.draft if source == "draft_generated" else pair.target)
+    engine = Engine(model, Drafter(), pair.stop_ids, pair.context_length)
+    for number, (messages, _) in enumerate(turns):
+        prompt = pair.prompt_ids(messages)
+        room = min(cfg.max_new_tokens, pair.context_length - len(prompt))
+        if room > 0:
+            yield engine.generate(prompt, Decoding(room, cfg.temperature), seed=cfg.seed + number).tokens
+
+
+def count(stream: Iterator[list[int]], tokens: int, label: str) -> tuple[Counter, str]:
+    """How often each id comes in the first `tokens` or a few more, and the checksum of what was counted."""
+    counts: Counter = Counter()
+    digest = hashlib.sha256()
+    with tqdm(total=tokens, desc=label, unit="token") as bar:
+        for ids in stream:
+            counts.update(ids)
+            digest.update(json.dumps(ids).encode())
+            bar.update(len(ids))
+            if counts.total() >= tokens:
+                return counts, digest.hexdigest()
+    raise AssertionError("conversations do not end")
+
+
+def coverage(rows: list[list], seen: Counter, size: int) -> float:
+    """Share of the tokens in `seen` that the first `size` rows hold."""
+    kept = {row[0] for row in rows[:size]}
+    return sum(n for i, n in seen.items() if i in kept) / seen.total()
+
+
+def calibrate(cfg: DictConfig) -> Path:
+    """Counts as configured (conf/calibrate_vocab.yaml), writes the map and returns its folder."""
+    if cfg.source not in SOURCES:
+        raise UserError(f"unknown source '{cfg.source}': {near(cfg.source, SOURCES)}")
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=cfg.source == "draft_generated")
+    torch.manual_seed(cfg.seed)
+    counts, data = count(answers(cfg, pair, cfg.source), cfg.tokens, cfg.source)
+    rows = rank(counts, pair.tokenizer, pair.stop_ids)[: cfg.size]
+    facts = {"source": cfg.source, "pair": pair.name, "tokens": counts.total(), "data": data}
+    path = save_vocab_map(cfg.out, rows, pair.tokenizer, **facts)
+    seen, _ = count(answers(cfg, pair, "target_generated", held_out=True), cfg.held_out_tokens, "held out")
+    print(f"{len(rows)} of {len(pair.tokenizer)} tokens came up; coverage of held-out answers of the target:")
+    for size in (*(s for s in SIZES if s < len(rows)), len(rows)):
+        print(f"  {size:6} tokens: {coverage(rows, seen, size):.4f}")
+    print(path)
+    return Path(cfg.out)
+
+
+@hydra.main(version_base=None, config_path="../../conf", config_name="calibrate_vocab")
+def main(cfg: DictConfig) -> None:
+    with one_line_errors():
+        calibrate(cfg)
+
+
+if __name__ == "__main__":
+    main()

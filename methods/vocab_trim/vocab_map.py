@@ -1,0 +1,80 @@
+"""Which tokens a trimmed draft head keeps: a small, readable JSON file, made by `methods.vocab_trim.calibrate`.
+
+    {"source": ..., "tokens": how many were counted, "tokenizer": checksum, "data": checksum,
+     "rows": [[id, count, "token"], ...]}     likeliest first, special tokens before all others
+
+A run takes the first `vocab.size` rows, so that one map serves every size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from specbench.errors import UserError
+from specbench.questions import packaged
+
+FILE = "vocab_map.json"
+
+
+def tokenizer_checksum(tokenizer) -> str:
+    """sha256 over every token and its id."""
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
+
+def always_kept(tokenizer, stop_ids: frozenset[int]) -> list[int]:
+    """Tokens that frequency has no say in: stop tokens, and whatever the tokenizer marks as special or added (chat
+    roles, tools, thinking). Without them a draft could never end an answer."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return sorted({*stop_ids, *tokenizer.all_special_ids, *added})
+
+
+def rank(counts: Mapping[int, int], tokenizer, stop_ids: frozenset[int]) -> list[list]:
+    """Rows [id, count, token]: the always kept ones, then by count, equal counts by id. Only ids that were seen."""
+    forced = always_kept(tokenizer, stop_ids)
+    seen = sorted((i for i in counts if i not in set(forced)), key=lambda i: (-counts[i], i))
+    order = forced + seen
+    return [[i, counts.get(i, 0), token] for i, token in zip(order, tokenizer.convert_ids_to_tokens(order))]
+
+
+def save_vocab_map(folder: str | Path, rows: list[list], tokenizer, **facts) -> Path:
+    """Writes a map, one row a line."""
+    path = Path(folder) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = json.dumps({**facts, "tokenizer": tokenizer_checksum(tokenizer)}, indent=1)
+    lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text(f'{head[:-2]},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    return path
+
+
+def kept_ids(source: str | Path, pair, size: int | None) -> list[int]:
+    """Ids of the first `size` rows (None: all) of the map in folder `source`, ascending.
+
+    Raises UserError for a map that is missing or broken, was made for another tokenizer, or whose special tokens
+    alone do not fit into `size`. A size beyond the map keeps, after its rows, the lowest ids it does not list.
+    """
+    path = packaged(source) / FILE
+    if not path.is_file():
+        raise UserError(f"no vocabulary map '{path}': `python -m methods.vocab_trim.calibrate` makes one")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        ids, made_for = [int(row[0]) for row in content["rows"]], content["tokenizer"]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(f"the vocabulary map '{path}' is broken ({error!r})") from error
+    if made_for != tokenizer_checksum(pair.tokenizer):
+        raise UserError(
+            f"the vocabulary map '{path}' was made for another tokenizer: calibrate one for '{pair.name}'"
+        )
+    vocabulary = sorted(pair.tokenizer.get_vocab().values())
+    forced = len(always_kept(pair.tokenizer, pair.stop_ids))
+    if size is not None and not forced <= size <= len(vocabulary):
+        raise UserError(
+            f"vocab.size must lie between {forced} (special tokens) and {len(vocabulary)}, not {size}"
+        )
+    if size is not None and size > len(ids):
+        listed = set(ids)
+        ids += [i for i in vocabulary if i not in listed]
+    return sorted(ids[:size])

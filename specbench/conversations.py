@@ -1,0 +1,156 @@
+"""Conversations to train and calibrate on: from a file, a data set or a pair's own stream, packed into rows."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+
+from specbench.errors import UserError
+
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+HELD_OUT_EVERY = 50  # one conversation in so many is never trained on
+SHUFFLED = 1024  # conversations that a draw is made from
+WAITING = 48  # rows to choose from when one is filled: about 3 % of a row stays empty
+
+Messages = list[dict]  # [{"role": ..., "content": ...}]
+Tokens = tuple[list[int], list[float]]  # ids, and the weight of each in the loss
+
+
+def conversations(
+    source: str | None, pair_cfg: DictConfig, seed: int, held_out: bool = False, split: str = "train"
+) -> Iterator[Messages]:
+    """Endless conversations in an order that `seed` draws; the held-out ones are disjoint from the others.
+
+    source: a JSON Lines file or the name of a data set on the hub, whose rows have `messages` ({role, content}) or
+    ShareGPT's `conversations` ({from, value}); None for the pair's own (`pair.training`). Raises UserError when there
+    is none, or naming a line that is none.
+    """
+    if source is None:
+        if pair_cfg.get("training") is None:
+            raise UserError(
+                f"pair '{pair_cfg.name}' brings no training text: give conversations=FILE (JSON lines)"
+            )
+        yield from hydra.utils.instantiate(pair_cfg.training, seed=2 * seed + held_out)
+    for epoch in count():
+        rows = read(source, split)
+        chosen = (row for i, row in enumerate(rows) if (i % HELD_OUT_EVERY == 0) == held_out)
+        empty = True
+        for messages in shuffled(chosen, random.Random(f"{seed} {epoch}")):
+            empty = False
+            yield messages
+        if empty:
+            raise UserError(f"'{source}' holds too few conversations: some must be left to be held out")
+
+
+def read(source: str, split: str = "train") -> Iterator[Messages]:
+    """One pass over a file or data set, row by row."""
+    if Path(source).is_file():
+        with open(source, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    yield parse(json.loads(line))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise UserError(f"{source}, line {number}: not a conversation ({error!r})") from error
+        return
+    if Path(source).suffix in (".json", ".jsonl") or source.count("/") > 1:
+        raise UserError(f"no conversations file '{source}'")
+    from datasets import load_dataset  # late: it takes a second
+
+    try:
+        rows = load_dataset(source, split=split, streaming=True)
+    except Exception as error:  # noqa: BLE001 - whatever the library could not do is the user's to know
+        raise UserError(f"no conversations '{source}': neither a file nor a data set ({error})") from error
+    for number, row in enumerate(rows, 1):
+        try:
+            yield parse(row)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{source}, row {number}: not a conversation ({error!r})") from error
+
+
+def parse(row: dict) -> Messages:
+    """The messages of one row in either form. KeyError or TypeError for another form."""
+    if "messages" in row:
+        return [{"role": m["role"], "content": m["content"]} for m in row["messages"]]
+    return [{"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in row["conversations"]]
+
+
+def shuffled(rows: Iterable, rng: random.Random) -> Iterator:
+    """Every row once, each drawn from the `SHUFFLED` that come next."""
+    rows = iter(rows)
+    waiting = list(islice(rows, SHUFFLED))
+    for row in rows:
+        place = rng.randrange(len(waiting))
+        yield waiting[place]
+        waiting[place] = row
+    rng.shuffle(waiting)
+    yield from waiting
+
+
+def tokenizer_of(pair, prompt_weight: float = 0.0) -> Callable[[Messages], Tokens]:
+    """messages -> ids as the pair prompts them, each with its weight: 1 for what the assistant says (its stop token
+    included), `prompt_weight` for the rest, 0 for the first token, which nothing predicts."""
+    stop = (
+        [pair.tokenizer.eos_token_id]
+        if pair.tokenizer.eos_token_id in pair.stop_ids
+        else sorted(pair.stop_ids)[:1]
+    )
+
+    def tokenize(messages: Messages) -> Tokens:
+        ids: list[int] = []
+        weights: list[float] = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = pair.prompt_ids(messages[:i])
+            answer = pair.tokenizer.encode(message["content"], add_special_tokens=False) + stop
+            # The prompt is templated anew for every turn; what it shares with the ids so far keeps its weights.
+            weights = (
+                weights[: len(prompt)] + [prompt_weight] * (len(prompt) - len(weights)) + [1.0] * len(answer)
+            )
+            ids = prompt + answer
+        return ids, [0.0, *weights[1:]] if ids else []
+
+    return tokenize
+
+
+def packed_rows(rows: Iterable[Tokens], length: int, pad_id: int) -> Iterator[Tokens]:
+    """Rows of exactly `length` made of whole ones; longer ones are left out."""
+    stream = iter(rows)
+    waiting: list[Tokens] = []
+    exhausted = False
+    while True:
+        while len(waiting) < WAITING and not exhausted:
+            row = next(stream, None)
+            exhausted = row is None
+            if row is not None and len(row[0]) <= length:
+                waiting.append(row)
+        if not waiting:
+            return
+        ids, weights = waiting.pop(0)
+        ids, weights = list(ids), list(weights)
+        while True:  # best fit: the longest waiting row that still has room
+            fitting = [i for i, (more, _) in enumerate(waiting) if len(ids) + len(more) <= length]
+            if not fitting:
+                break
+            more_ids, more_weights = waiting.pop(max(fitting, key=lambda i: len(waiting[i][0])))
+            ids += more_ids
+            weights += more_weights
+        empty = length - len(ids)
+        yield ids + [pad_id] * empty, weights + [0.0] * empty
+
+
+def batched(rows: Iterator[Tokens], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches {"input_ids": [B, T] int64, "loss_weight": [B, T] float32} of rows of one length.
+
+    loss_weight[b, t] weighs the prediction of token t from the tokens before it.
+    """
+    while batch := list(islice(rows, batch_size)):
+        ids, weights = zip(*batch)
+        yield {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(weights)}

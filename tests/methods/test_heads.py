@@ -1,0 +1,85 @@
+"""Trimmed heads: the same drafts when nothing is trimmed, no token outside, q zero outside, fewer bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from methods.heads import DraftHead
+from methods.kangaroo import Kangaroo
+from methods.kangaroo.adapter import save_adapter
+from methods.s2d import SortedDraft
+from methods.sps import SpeculativeSampling
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from tests.decoding.helpers import near_identity_adapter, sorted_pair, trimmed
+
+PROMPT = [3, 9, 27, 11, 33, 29, 17]
+METHODS = ("sps", "kangaroo", "s2d")
+
+
+def make(method: str, pair, folder: str):
+    if method == "sps":
+        return SpeculativeSampling(pair, 4)
+    if method == "s2d":
+        return SortedDraft(pair, thresholds=[0.2, 0.2], max_draft_tokens=4)
+    save_adapter(near_identity_adapter(pair), folder, torch.float32)
+    return Kangaroo(pair, folder, 2, 4, 0.0)
+
+
+def drafts(drafter, pair, temperature: float) -> list:
+    """(tokens, probabilities) of every draft of one answer."""
+    seen = []
+    inner = drafter.draft
+
+    def record(context):
+        draft = inner(context)
+        seen.append((draft.tokens.clone(), draft.probs))
+        return draft
+
+    drafter.draft = record
+    Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(40, temperature), seed=5)
+    return seen
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_with_every_token_kept_the_drafts_are_bit_identical(method, temperature, tmp_path):
+    pair = sorted_pair("llama")
+    plain = drafts(make(method, pair, str(tmp_path)), pair, temperature)
+    everything = list(range(pair.target.config.vocab_size))
+    whole = drafts(trimmed(make(method, pair, str(tmp_path)), everything), pair, temperature)
+    assert len(plain) == len(whole) > 5
+    for (tokens, probs), (others, other_probs) in zip(plain, whole):
+        assert torch.equal(tokens, others)
+        assert (probs is None and other_probs is None) or torch.equal(probs, other_probs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_outside_the_kept_tokens_is_drafted(method, tmp_path):
+    pair = sorted_pair("llama")
+    vocab, kept = pair.target.config.vocab_size, [2, 3, 5, 7, 11, 13, 17, 29, 31, 60]
+    outside = torch.tensor([i for i in range(vocab) if i not in kept])
+    for tokens, probs in drafts(trimmed(make(method, pair, str(tmp_path)), kept), pair, 1.0):
+        assert set(tokens.tolist()) <= set(kept)
+        assert probs.shape == (len(tokens), vocab)
+        assert (probs[:, outside] == 0).all()
+        torch.testing.assert_close(probs.sum(-1), torch.ones(len(tokens)))
+
+
+def test_the_rows_are_copies_and_the_embedding_stays_whole():
+    pair = sorted_pair("llama", seed=2, tie_word_embeddings=True)
+    model = Target(pair.draft)
+    before = pair.draft.model.embed_tokens.weight.clone()
+    head = DraftHead(model, model.vocab_size, torch.tensor([4, 8, 15]))
+    head.weight.zero_()
+    assert torch.equal(pair.draft.model.embed_tokens.weight, before)
+
+
+def test_bytes_are_those_of_the_kept_rows():
+    model = Target(sorted_pair("llama").draft)
+    whole, part = DraftHead(model, 61), DraftHead(model, 61, torch.arange(10))
+    row = 4 * model.hidden_size
+    assert whole.bytes == model.pass_bytes(0, 0)
+    assert whole.bytes - part.bytes == (61 - 10) * row

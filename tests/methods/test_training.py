@@ -1,0 +1,145 @@
+"""The loop that every trainer shares, and what the sorted and the distilled draft model learn in it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from methods.kangaroo import train as kangaroo_train
+from methods.s2d import train as s2d_train
+from methods.sps import train as sps_train
+from methods.training import LOG, agreement, batches, held_out_batches, train_part
+from specbench.errors import UserError
+from specbench.pairs import load_pair
+from tests.decoding.helpers import random_pair
+from tests.methods.training_helpers import Stopped, stop_after, training_settings, training_workplace
+
+SORTED = ("layers=[0,2,3]", "exits=[1,3]", "learning_rate=1e-2")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return training_workplace(tmp_path_factory.mktemp("train"))
+
+
+def log(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+
+
+def test_sorted_training_learns_at_every_exit_and_goes_on_when_stopped(workplace, tmp_path, monkeypatch):
+    cfg = training_settings("train_s2d", workplace, tmp_path / "whole", *SORTED)
+    whole = AutoModelForCausalLM.from_pretrained(s2d_train.train(cfg))
+    assert whole.config.exits == [1, 3] and whole.config.num_hidden_layers == 3
+    rows = log(tmp_path / "whole")
+    assert [row["step"] for row in rows] == [15, 30, 40]
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
+    assert set(rows[0]) == {"step", "loss", "held_out_agreement_1", "held_out_agreement_3"}
+
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    module = s2d_train.Sorted(whole.eval(), [1, 3])
+    said = [row for batch in held_out_batches(cfg, pair) for row in [said_tokens(module, batch)]]
+    for number in range(2):  # "ab ab ab": the text itself is learnt, by both exits
+        assert torch.cat([row[number] for row in said]).float().mean() > 0.6
+
+    stop_after(monkeypatch, s2d_train.Sorted, 35)
+    cfg = training_settings("train_s2d", workplace, tmp_path / "stopped", *SORTED)
+    with pytest.raises(Stopped):
+        s2d_train.train(cfg)
+    monkeypatch.undo()
+    resumed = AutoModelForCausalLM.from_pretrained(s2d_train.train(cfg))
+    for name, weight in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], weight, msg=name)
+
+
+@torch.no_grad()
+def said_tokens(module, batch) -> list[torch.Tensor]:
+    """For each exit, whether its first choice is the token that the assistant says."""
+    goals = batch["input_ids"][:, 1:][batch["loss_weight"][:, 1:] == 1.0]
+    chosen = [s2d_train.predicting(states, batch, 1.0) for states in module.states(batch)]
+    return [module.model.lm_head(states).argmax(-1) == goals for states in chosen]
+
+
+def test_sorted_loss_is_the_mean_of_the_exits_own_losses():
+    model = random_pair("llama", seed=3).draft
+    batch = {
+        "input_ids": torch.tensor([[5, 9, 31, 7, 22, 14]]),
+        "loss_weight": torch.tensor([[0.0, 0.0, 0.2, 1.0, 0.0, 1.0]]),
+    }
+    expected = []
+    for exit in (2, 4, 5):
+        short = s2d_train.cut(model, list(range(exit)))
+        with torch.no_grad():
+            logits = short(batch["input_ids"]).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, batch["input_ids"][0, 1:], reduction="none")
+        expected.append((losses * batch["loss_weight"][0, 1:]).sum() / batch["loss_weight"].sum())
+    with torch.no_grad():
+        loss = s2d_train.Sorted(model, [2, 4, 5])(batch)
+    torch.testing.assert_close(loss, torch.stack(expected).mean())
+
+
+def test_a_cut_of_all_layers_is_the_target_itself():
+    target = random_pair("qwen3", seed=3).target
+    whole = s2d_train.cut(target, list(range(4)))
+    ids = torch.arange(3, 20).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(whole(ids).logits, target(ids).logits)
+    assert all(p.requires_grad for p in whole.parameters())
+    picked = s2d_train.cut(target, [0, 3])
+    ours, theirs = picked.model.layers[1].state_dict(), target.model.layers[3].state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (("layers=9",), "layers must be some of the target's, 0 to 3"),
+        (("layers=3", "exits=[1,2]"), "exits must rise from 1 on and end with all 3 layers"),
+    ],
+)
+def test_sorted_shapes_that_cannot_be_are_refused(workplace, tmp_path, wrong, message):
+    with pytest.raises(UserError, match=message):
+        s2d_train.train(training_settings("train_s2d", workplace, tmp_path, *wrong))
+
+
+def test_distillation_brings_a_draft_model_closer_to_its_target(workplace, tmp_path):
+    cfg = training_settings("train_sps", workplace, tmp_path, "learning_rate=1e-2")
+    pair = load_pair(cfg.pair, 0, with_draft=True)
+    before = agreement(sps_train.Distillation(pair.draft, pair.target).choices, held_out_batches(cfg, pair))
+    out = sps_train.train(cfg)
+    draft = AutoModelForCausalLM.from_pretrained(out)
+    after = agreement(sps_train.Distillation(draft, pair.target).choices, held_out_batches(cfg, pair))
+    assert after > before + 0.3
+    assert log(tmp_path)[-1]["held_out_agreement"] == pytest.approx(after)
+    assert not (out / "checkpoints").exists()
+
+
+def test_accumulated_batches_count_like_one_larger_batch(workplace, tmp_path):
+    """Two batches of two rows a step move the weights like one batch of four, where every row weighs the same."""
+    weights = []
+    for accumulate, size in ((1, 4), (2, 2)):
+        sizes = (f"accumulate={accumulate}", f"batch_size={size}", "steps=3", "save_every=3")
+        cfg = training_settings("train_sps", workplace, tmp_path / str(accumulate), *sizes)
+        pair = load_pair(cfg.pair, 0, with_draft=True)
+        module = sps_train.Distillation(pair.draft.requires_grad_(True), pair.target)
+        ids = torch.arange(48).view(12, 4) + 5
+        rows = [{"input_ids": row, "loss_weight": torch.ones(row.shape)} for row in ids.split(size)]
+        train_part(module, iter(rows), dict, cfg)
+        weights.append([p.clone() for p in module.parameters()])
+    for one, other in zip(*weights):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_pair_without_text_asks_for_conversations(workplace, tmp_path):
+    with pytest.raises(UserError, match="conversations=FILE"):
+        more = ("conversations=null", "pair.training=null")
+        kangaroo_train.train(training_settings("train_kangaroo", workplace, tmp_path, *more))
+
+
+def test_text_in_which_the_assistant_never_speaks_is_refused(workplace, tmp_path):
+    (tmp_path / "mute.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n' * 3)
+    cfg = training_settings("train_kangaroo", workplace, tmp_path, f"conversations={tmp_path}/mute.jsonl")
+    with pytest.raises(UserError, match="nothing that the assistant says within 20 tokens"):
+        next(batches(cfg, load_pair(cfg.pair, 0, with_draft=False)))

@@ -1,0 +1,108 @@
+"""The map of kept tokens: what it lists, what it refuses, and how calibration makes one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from methods.vocab_trim.calibrate import SOURCES, calibrate, coverage
+from methods.vocab_trim.vocab_map import FILE, always_kept, kept_ids, rank, save_vocab_map
+from specbench.bench import CONF
+from specbench.errors import UserError
+from tests.models import BYTES, byte_tokenizer, save_pair
+
+STOP = BYTES + 1
+TOKENIZER = byte_tokenizer()
+PAIR = SimpleNamespace(name="saved", tokenizer=TOKENIZER, stop_ids=frozenset([STOP, 7]))
+COUNTS = {65: 3, 66: 9, 67: 3, STOP: 1}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_vocab_map(tmp_path, rank(COUNTS, TOKENIZER, PAIR.stop_ids), TOKENIZER, source="raw_text")
+    return tmp_path
+
+
+def test_special_tokens_come_first_then_frequency_then_id(folder):
+    rows = json.loads((folder / FILE).read_text())["rows"]
+    special = [7, *range(BYTES, BYTES + 4)]
+    assert [row[0] for row in rows] == [*special, 66, 65, 67]
+    assert [row[1] for row in rows] == [0, 0, 1, 0, 0, 9, 3, 3]
+    assert rows[2][2] == "</s>"
+
+
+def test_a_size_takes_the_first_rows_and_fills_up_with_ids_that_never_came(folder):
+    special = always_kept(TOKENIZER, PAIR.stop_ids)
+    assert kept_ids(folder, PAIR, None) == sorted([*special, 65, 66, 67])
+    assert kept_ids(folder, PAIR, len(special) + 2) == sorted([*special, 65, 66])
+    assert kept_ids(folder, PAIR, len(special) + 5) == sorted([*special, 0, 1, 65, 66, 67])
+    assert kept_ids(folder, PAIR, len(TOKENIZER)) == list(range(len(TOKENIZER)))
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_a_size_that_cannot_be_is_refused(folder, size):
+    with pytest.raises(UserError, match="vocab.size must lie between 5"):
+        kept_ids(folder, PAIR, size)
+
+
+def test_a_map_of_another_tokenizer_is_refused(folder):
+    other = SimpleNamespace(
+        name="other", tokenizer=byte_tokenizer(first_special="<bos>"), stop_ids=PAIR.stop_ids
+    )
+    with pytest.raises(UserError, match="made for another tokenizer"):
+        kept_ids(folder, other, None)
+
+
+def test_a_missing_and_a_broken_map_are_named(tmp_path):
+    with pytest.raises(UserError, match="no vocabulary map"):
+        kept_ids(tmp_path, PAIR, None)
+    (tmp_path / FILE).write_text('{"rows": [[1, 2')
+    with pytest.raises(UserError, match="is broken"):
+        kept_ids(tmp_path, PAIR, None)
+
+
+def test_coverage():
+    rows = [[1, 0, "a"], [2, 9, "b"], [3, 3, "c"]]
+    assert coverage(rows, Counter({1: 1, 2: 5, 4: 2}), 2) == 6 / 8
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calibrate")
+    save_pair(folder)
+    talk = [("user", "say a"), ("assistant", "aab"), ("user", "more"), ("assistant", "abc")]
+    line = json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]})
+    (folder / "talk.jsonl").write_text(f"{line}\n" * 60)
+    return folder
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_calibration(workplace, tmp_path, source, capsys):
+    overrides = [
+        f"pair.target={workplace}/target",
+        f"pair.draft={workplace}/draft",
+        f"pair.tokenizer={workplace}/target",
+        "pair.device=cpu",
+        f"conversations={workplace}/talk.jsonl",
+        f"source={source}",
+        "tokens=300",
+        "held_out_tokens=50",
+        "max_new_tokens=16",
+        f"out={tmp_path}",
+    ]
+    with initialize_config_dir(str(CONF), version_base=None):
+        cfg = compose("calibrate_vocab", overrides=overrides)
+    content = json.loads((calibrate(cfg) / FILE).read_text())
+    assert content["source"] == source and 300 <= content["tokens"] < 320
+    counts = {row[0]: row[1] for row in content["rows"]}
+    assert sum(counts.values()) == content["tokens"]
+    if source == "raw_text":  # "aab" and "abc", over and over
+        seen = {row[2]: row[1] for row in content["rows"] if row[1]}
+        assert set(seen) == {"a", "b", "c"} and seen["a"] == pytest.approx(150, abs=3)
+    assert "coverage of held-out answers" in capsys.readouterr().out
+    first = content["rows"]
+    assert json.loads((calibrate(cfg) / FILE).read_text())["rows"] == first  # a seed fixes what is counted

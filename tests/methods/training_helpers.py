@@ -1,0 +1,61 @@
+"""A small pair with a few conversations, and a training that stops when it is told to."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from specbench.bench import CONF
+from tests.models import save_pair
+
+# The same few words over and over, so that the held-out conversations can be learnt from the others.
+WORDS = ["".join(word) for n in (1, 2) for word in product("ab", repeat=n)] * 20
+
+
+class Stopped(Exception):
+    """What a training is stopped with."""
+
+
+def training_workplace(folder: Path) -> Path:
+    """Saves a pair and `talk.jsonl`, in which the assistant repeats a word three times."""
+    save_pair(folder, num_hidden_layers=4)
+    talks = [[("user", f"say {word}"), ("assistant", f"{word} {word} {word}")] for word in WORDS]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    (folder / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def training_settings(name: str, workplace: Path, out: Path, *more: str) -> DictConfig:
+    """The configuration of a trainer on that pair: 40 small steps, a state every 15."""
+    overrides = [
+        f"pair.target={workplace}/target",
+        f"pair.draft={workplace}/draft",
+        f"pair.tokenizer={workplace}/target",
+        "pair.device=cpu",
+        f"conversations={workplace}/talk.jsonl",
+        "steps=40",
+        "batch_size=4",
+        "length=20",
+        "save_every=15",
+        "save_dtype=float32",
+        f"out={out}",
+        *more,
+    ]
+    with initialize_config_dir(str(CONF), version_base=None):
+        return compose(name, overrides=overrides)
+
+
+def stop_after(monkeypatch, module: type, calls: int) -> None:
+    """Makes a module raise `Stopped` when it is asked for a loss once more than `calls` times."""
+    forward, left = module.forward, iter(range(calls))
+
+    def limited(self, batch):
+        if next(left, None) is None:
+            raise Stopped
+        return forward(self, batch)
+
+    monkeypatch.setattr(module, "forward", limited)

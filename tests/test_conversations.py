@@ -1,0 +1,91 @@
+"""Conversations as training text: where they come from, what is masked, how rows are packed."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from specbench.conversations import batched, conversations, packed_rows, shuffled, tokenizer_of
+from specbench.errors import UserError
+from specbench.pairs import load_pair
+from tests.models import save_pair
+
+NOWHERE = OmegaConf.create({"name": "mine", "training": None})
+
+
+def write(path, texts) -> str:
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_held_out_conversations_are_never_trained_on(tmp_path):
+    file = write(tmp_path / "a.jsonl", [str(i) for i in range(120)])
+    trained = [m[0]["content"] for m in islice(conversations(file, NOWHERE, 0), 117 * 2)]
+    held_out = [m[0]["content"] for m in islice(conversations(file, NOWHERE, 0, held_out=True), 3)]
+    assert sorted(held_out, key=int) == ["0", "50", "100"]
+    assert not set(trained) & set(held_out)
+    first, second = trained[:117], trained[117:]
+    assert sorted(first) == sorted(second) and first != second  # every pass is whole, in another order
+    assert trained == [m[0]["content"] for m in islice(conversations(file, NOWHERE, 0), 234)]
+    assert trained != [m[0]["content"] for m in islice(conversations(file, NOWHERE, 1), 234)]
+
+
+def test_the_embedded_pairs_own_text_differs_when_held_out():
+    cfg = OmegaConf.create({"name": "tiny", "training": {"_target_": "specbench.tiny.data.conversations"}})
+    one, other = (list(islice(conversations(None, cfg, 0, held_out), 20)) for held_out in (False, True))
+    assert one != other and all(m[0]["role"] == "user" and m[1]["role"] == "assistant" for m in one)
+
+
+@given(st.lists(st.integers(), max_size=3000, unique=True))
+def test_shuffling_loses_nothing(rows):
+    assert sorted(shuffled(rows, random.Random(0))) == sorted(rows)
+
+
+def test_conversations_are_masked_turn_by_turn(tmp_path):
+    pair = load_pair(save_pair(tmp_path), 0, with_draft=False)
+    turns = [("human", "a?"), ("gpt", "bb"), ("human", "c?"), ("gpt", "dd")]
+    row = {"conversations": [{"from": f, "value": v} for f, v in turns]}
+    (tmp_path / "sharegpt.jsonl").write_text((json.dumps(row) + "\n") * 2)
+    messages = next(conversations(str(tmp_path / "sharegpt.jsonl"), NOWHERE, 0))
+    ids, weights = tokenizer_of(pair, prompt_weight=0.2)(messages)
+    assert pair.tokenizer.decode(ids) == "<s><user>a?<assistant>bb</s><user>c?<assistant>dd</s>"
+    said = [i for i, w in zip(ids, weights) if w == 1.0]
+    assert pair.tokenizer.decode(said) == "bb</s>dd</s>"
+    assert weights[0] == 0.0 and set(weights[1:]) == {0.2, 1.0}  # BOS stays in, and nothing predicts it
+
+
+@pytest.mark.parametrize("row", ["{]", '{"messages": [{"role": "user"}]}', '{"text": "?"}'])
+def test_a_line_that_is_no_conversation_is_named(tmp_path, row):
+    (tmp_path / "bad.jsonl").write_text('{"messages": []}\n' + row + "\n")
+    with pytest.raises(UserError, match="line 2: not a conversation"):
+        next(conversations(str(tmp_path / "bad.jsonl"), NOWHERE, 0))
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match="no conversations file"):
+        next(conversations("missing.jsonl", NOWHERE, 0))
+    with pytest.raises(UserError, match="neither a file nor a data set"):
+        next(conversations("nobody/nothing-of-the-kind", NOWHERE, 0))
+    with pytest.raises(UserError, match="too few conversations"):
+        next(conversations(write(tmp_path / "one.jsonl", ["only"]), NOWHERE, 0))
+
+
+@given(st.lists(st.integers(1, 12), max_size=80))
+def test_packing_keeps_every_row_that_fits_whole(lengths):
+    rows = [([100 + n] * length, [1.0] * length) for n, length in enumerate(lengths)]
+    packed = list(packed_rows(rows, 10, pad_id=0))
+    found = []
+    for ids, weights in packed:
+        assert len(ids) == len(weights) == 10
+        assert [w > 0 for w in weights] == [i > 0 for i in ids]
+        found += [i for i in ids if i]
+    assert sorted(found) == sorted(i for ids, _ in rows if len(ids) <= 10 for i in ids)
+    batches = list(batched(iter(packed), 3))
+    assert sum(len(b["input_ids"]) for b in batches) == len(packed)
