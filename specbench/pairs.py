@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,8 @@ from specbench.questions import packaged
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Any of these makes a tokenizer; tokenizer_config.json alone does not.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+# For models made from their shape alone: real text in real proportions, within every vocabulary that we know of.
+STAND_IN = "specbench/tiny/weights/tokenizer"
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 # Given nothing but .bin files, transformers starts a thread that talks to the hub: not while we measure.
@@ -46,8 +48,9 @@ class Pair:
     """A loaded pair, ready to measure: models in eval mode without gradients, on one device, in one dtype.
 
     draft: None unless asked for. stop_ids: token ids that end an answer. context_length: positions that every
-    loaded model has. parts: trained parts of methods by name, each a local path or a hub id. init:
-    "pretrained" or "random". chat_template: Jinja text. template_kwargs: variables for the template.
+    loaded model has. vocab_size: ids that the tokenizer has; heads may be padded further. parts: trained parts of
+    methods by name, each a local path or a hub id. init: "pretrained" or "random". chat_template: Jinja text.
+    template_kwargs: variables for the template.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Pair:
     device: torch.device
     dtype: torch.dtype
     context_length: int
+    vocab_size: int
     parts: dict[str, str]
     init: str
     chat_template: str
@@ -90,10 +94,12 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
     cfg, device, dtype = pair_cfg, choose_device(pair_cfg.device), DTYPES[pair_cfg.dtype]
     if with_draft and cfg.draft is None:
         raise UserError(f"pair '{cfg.name}' has no draft model: set pair.draft")
-    target = _Source(cfg.target, cfg.target_revision, cfg)
-    draft = _Source(cfg.draft, cfg.draft_revision, cfg) if with_draft else None
-    tokenizer = (target if cfg.tokenizer is None else _Source(cfg.tokenizer, None, cfg)).tokenizer()
-    chat_template = cfg.chat_template or tokenizer.chat_template
+    target = _Source(cfg.target, cfg.target_revision, cfg, cfg.target_shape)
+    draft = _Source(cfg.draft, cfg.draft_revision, cfg, cfg.draft_shape) if with_draft else None
+    standing_in = target.folder is None and cfg.tokenizer is None
+    source = target if cfg.tokenizer is None else _Source(cfg.tokenizer, None, cfg)
+    tokenizer = (_Source(STAND_IN, None, cfg) if standing_in else source).tokenizer()
+    chat_template = tokenizer.chat_template if standing_in else cfg.chat_template or tokenizer.chat_template
     if not chat_template:
         raise UserError(f"the tokenizer of pair '{cfg.name}' has no chat template: set pair.chat_template")
     config = target.config()
@@ -101,8 +107,9 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
     context_length = config.max_position_embeddings
     if draft:
         draft_config = draft.config()
-        if draft.has_tokenizer():
-            check_same_tokens(tokenizer, draft.tokenizer(), cfg.target, cfg.draft)
+        if not standing_in and draft.has_tokenizer():
+            ignored = set() if cfg.same_added_tokens else set(tokenizer.added_tokens_decoder)
+            check_same_tokens(tokenizer, draft.tokenizer(), cfg.target, cfg.draft, ignored)
         check_covered(tokenizer, draft_config, cfg.draft)
         context_length = min(context_length, draft_config.max_position_embeddings)
 
@@ -116,6 +123,7 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
         device=device,
         dtype=dtype,
         context_length=context_length,
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
         parts={name: str(packaged(path)) for name, path in cfg.parts.items() if path is not None},
         init=cfg.init,
         chat_template=chat_template,
@@ -174,11 +182,16 @@ def check_covered(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, 
 
 
 def check_same_tokens(
-    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, target_name: str, draft_name: str
+    target: PreTrainedTokenizerBase,
+    draft: PreTrainedTokenizerBase,
+    target_name: str,
+    draft_name: str,
+    ignored: Collection[int] = (),
 ) -> None:
-    """Raises UserError unless the draft's tokenizer gives every id of the target's the same string."""
+    """Raises UserError unless the draft's tokenizer gives every id of the target's, but `ignored`, the same string."""
     tokens, others = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
-    differing = next((i for i in sorted(tokens) if tokens[i] != others.get(i)), None)
+    compared = sorted(tokens.keys() - set(ignored))
+    differing = next((i for i in compared if tokens[i] != others.get(i)), None)
     if differing is not None:
         other = "nothing" if differing not in others else repr(others[differing])
         raise UserError(
@@ -188,16 +201,22 @@ def check_same_tokens(
 
 
 class _Source:
-    """One model of a pair: a local folder, or a hub id whose small files come at once, the weights later."""
+    """One model of a pair: a local folder, or a hub id whose small files come at once, the weights later.
 
-    def __init__(self, name: str, revision: str | None, cfg: DictConfig):
-        self.name, self.revision, self.cfg = name, revision, cfg
+    With random weights and a `shape`, nothing is fetched at all: `folder` is None.
+    """
+
+    def __init__(self, name: str, revision: str | None, cfg: DictConfig, shape: DictConfig | None = None):
+        self.name, self.revision, self.cfg, self.shape = name, revision, cfg, shape
         folder = local_folder(name)
-        self.folder = folder or fetch_small_files(name, revision, cfg.gated)
+        by_shape = folder is None and cfg.init == "random" and shape is not None
+        self.folder = folder if folder or by_shape else fetch_small_files(name, revision, cfg.gated)
         self.path = folder or name  # what transformers is given: a hub id keeps its revision
 
     def config(self) -> PretrainedConfig:
         """The config of the language model (for a model that also sees or hears: of that part)."""
+        if self.folder is None:
+            return AutoConfig.for_model(**OmegaConf.to_container(self.shape))
         with _one_line(self):
             whole = AutoConfig.from_pretrained(self.folder, trust_remote_code=self.cfg.trust_remote_code)
         return whole.get_text_config()

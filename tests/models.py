@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -36,6 +38,18 @@ ARCHITECTURES = {
         {"vocab_size": 83, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 8},
     ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"vocab_size": 97, "num_hidden_layers": 5}),
+    "opt": (
+        OPTForCausalLM,
+        OPTConfig,
+        {
+            "vocab_size": 89,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 4,
+            "ffn_dim": 96,
+            "word_embed_proj_dim": 64,
+            "init_std": 0.25,
+        },
+    ),
 }
 COMMON = {
     "hidden_size": 64,

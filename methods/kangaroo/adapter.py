@@ -73,7 +73,6 @@ def adapter_config(target_config) -> LlamaConfig:
     heads = target_config.num_attention_heads
     return LlamaConfig(
         hidden_size=target_config.hidden_size,
-        intermediate_size=target_config.intermediate_size,
         num_hidden_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=heads,

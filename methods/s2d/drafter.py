@@ -70,9 +70,11 @@ class SortedDraft(SpeculativeSampling):
 
 def choose_exits(asked: list[int] | None, trained: list[int] | None) -> list[int]:
     """The exits to use, ascending. Raises UserError for one that the draft model was not trained with."""
-    if not trained:
-        raise UserError("the pair's part 's2d' is no sorted draft: its config.json names no `exits`")
-    if unknown := sorted(set(asked or []) - set(trained)):
+    if not asked and not trained:
+        raise UserError(
+            "the config.json of the pair's part 's2d' names no `exits`: set method.exits, if it is sorted"
+        )
+    if unknown := sorted(set(asked or []) - set(trained or asked)):
         raise UserError(f"the sorted draft has no exit {unknown[0]}: it was trained with {sorted(trained)}")
     return sorted(set(asked or trained))
 

@@ -27,9 +27,7 @@ class SpeculativeSampling(Drafter):
         vocab_map: str | None = None,
         vocab_size: int | None = None,
     ):
-        target_vocab = pair.target.get_output_embeddings().weight.shape[0]
-        draft_vocab = pair.draft.get_output_embeddings().weight.shape[0]
-        self.model = Target(pair.draft, vocab_size=min(draft_vocab, target_vocab))
+        self.model = Target(pair.draft, vocab_size=pair.vocab_size)  # rows beyond it only pad the head
         self.head = draft_head(pair, self.model, vocab_map, vocab_size)
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold

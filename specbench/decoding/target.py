@@ -1,9 +1,9 @@
 """A stock Hugging Face causal language model, driven layer by layer.
 
 The one file that touches a model's insides. It needs the anatomy that the decoder-only families share (token
-embedding, a list of layers, rotary positions, a final norm, a head); `Target.check` compares the staged forward with
-the model's own once at load, so a family with another anatomy is refused instead of being measured wrongly. Draft
-models are driven by this same class.
+embedding, a list of layers, rotary or learned positions, a final norm, a head); `Target.check` compares the staged
+forward with the model's own once at load, so a family with another anatomy is refused instead of being measured
+wrongly. Draft models are driven by this same class.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from specbench.errors import UserError
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
     from transformers import PreTrainedModel
 
+NORMS = ("norm", "final_layer_norm")  # what families call the norm in front of the head
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
@@ -53,18 +54,21 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None):
         base = getattr(model, "model", None)
-        if not all(hasattr(base, part) for part in ("embed_tokens", "layers", "norm", "rotary_emb")):
+        base = getattr(base, "decoder", base)
+        norm = next((getattr(base, name) for name in NORMS if hasattr(base, name)), None)
+        positions = [getattr(base, name, None) for name in ("rotary_emb", "embed_positions")]
+        if not (hasattr(base, "embed_tokens") and hasattr(base, "layers") and norm and any(positions)):
             raise UserError(
-                f"model type '{model.config.model_type}' cannot be driven layer by layer: it lacks one of "
-                "embed_tokens, layers, norm, rotary_emb"
+                f"model type '{model.config.model_type}' cannot be driven layer by layer: it lacks token embeddings, "
+                "layers, a final norm, or positions that are rotary or learned"
             )
         self.model = model
         self.config = model.config
         self.embed_tokens = base.embed_tokens
         self.layers = list(base.layers)
-        self.norm = base.norm
+        self.norm = norm
         self.lm_head = model.get_output_embeddings()
-        self.rotary = base.rotary_emb
+        self.rotary, self.learned_positions = positions
         self.device = model.device
         self.dtype = model.dtype
         self.hidden_size = self.config.hidden_size
@@ -72,7 +76,8 @@ class Target:
         self._cut_head = self.vocab_size < self.lm_head.weight.shape[0]
         self._windows = [_window(self.config, i) for i in range(len(self.layers))]
         self._window_kinds = frozenset(self._windows)
-        self._static_rope = self.config.rope_parameters.get("rope_type", "default") in STATIC_ROPE
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        self._static_rope = rope.get("rope_type", "default") in STATIC_ROPE
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._layer_bytes = [weight_bytes(layer) for layer in self.layers]
         self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
@@ -121,7 +126,11 @@ class Target:
             offsets, seen = None, None
         else:
             offsets, seen = _tree_offsets(tree)
-        rope = self._rope(start, n, offsets, cache.capacity)
+        rope = {}
+        if self.rotary is not None:
+            rope["position_embeddings"] = self._rope(start, n, offsets, cache.capacity)
+        elif lo == 0:
+            hidden = hidden + self._learned(start, n, offsets)
         masks = {w: attention_mask(n, start, hidden, w, offsets, seen) for w in self._window_kinds}
         for layer, window in zip(self.layers[lo:hi], self._windows[lo:hi]):
             hidden = layer(
@@ -129,7 +138,7 @@ class Target:
                 attention_mask=masks[window],
                 past_key_values=cache,
                 use_cache=True,
-                position_embeddings=rope,
+                **rope,
             )
         return hidden
 
@@ -193,6 +202,11 @@ class Target:
         if offsets is None:
             return cos.narrow(1, start, n), sin.narrow(1, start, n)
         return cos.index_select(1, offsets + start), sin.index_select(1, offsets + start)
+
+    def _learned(self, start: int, n: int, offsets: torch.Tensor | None) -> torch.Tensor:
+        """Learned embeddings [1, n, d] of the same positions, added to the token embeddings (OPT)."""
+        steps = torch.arange(n, device=self.device) if offsets is None else offsets
+        return self.learned_positions(None, position_ids=(steps + start).unsqueeze(0))
 
     def _dummy(self) -> torch.Tensor:
         return torch.empty(1, device=self.device, dtype=self.dtype)  # only its dtype and device are read

@@ -13,7 +13,7 @@ from specbench.tiny.tokenizer import ASSISTANT, BOS, END, USER
 from specbench.tiny.world import Example, training_examples
 
 PROMPT_WEIGHT = 0.2
-SPANS, TIMES = (1, 1, 1, 1, 2, 2, 3, 5, 8, 12, 20), (1, 1, 2, 3)  # tokens said again, and how often
+SPANS, TIMES = (1, 1, 1, 2, 2, 3, 5, 8, 12, 16, 20, 25), (1, 1, 2, 3)  # tokens said again, and how often
 METHODS_SEED = 1000  # what methods train on follows other seeds than what the models were trained on
 
 

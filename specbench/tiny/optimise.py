@@ -52,8 +52,12 @@ def optimizers(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.optim.
 
 
 def weighted_loss(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], light: float = 1.0,
-                  generator: torch.Generator | None = None) -> tuple[torch.Tensor, float]:  # fmt: skip
+                  generator: torch.Generator | None = None, repeats: float = 0.0
+                  ) -> tuple[torch.Tensor, float]:  # fmt: skip
     """(summed weighted cross-entropy in nats, sum of weights) of one batch.
+
+    `repeats` weighs the unlikelihood (Welleck et al. 2020) of saying the token at hand once more where the text does
+    not: with a head tied to the embedding a small model tends to, and greedy decoding then never gets out of it.
 
     With `light` < 1 only that share of the prompt tokens (weight below 1), drawn at random, goes through the
     head, and counts more in return: the same expected gradient for less work.
@@ -62,13 +66,19 @@ def weighted_loss(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], light
     if light < 1.0:
         lucky = torch.rand(weights.shape, generator=generator) < light
         weights = torch.where(weights >= 1.0, weights, weights / light * lucky)
+    at_hand = batch["input_ids"][:, :-1]
     hidden = model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state[:, :-1]
     wanted = weights > 0
-    hidden, targets, weights = hidden[wanted], targets[wanted], weights[wanted]
+    hidden, targets, weights, at_hand = hidden[wanted], targets[wanted], weights[wanted], at_hand[wanted]
     total = hidden.new_zeros(())
     for start in range(0, len(targets), CHUNK):
         rows = slice(start, start + CHUNK)
-        losses = F.cross_entropy(model.lm_head(hidden[rows]), targets[rows], reduction="none")
+        logits = model.lm_head(hidden[rows])
+        losses = F.cross_entropy(logits, targets[rows], reduction="none")
+        if repeats:
+            again = logits.gather(1, at_hand[rows, None])[:, 0] - logits.logsumexp(1)
+            unlikely = -torch.log1p(-again.exp().clamp(max=0.999))
+            losses = losses + repeats * unlikely * (at_hand[rows] != targets[rows])
         total = total + (losses * weights[rows]).sum()
     return total, float(weights.sum())
 
@@ -101,6 +111,7 @@ def train_stage(
     seed: int,
     save_every_seconds: float = 180.0,
     light: float = 0.34,
+    repeats: float = 0.0,
 ) -> float:
     """Train `model` in place for `schedule.steps` steps; returns the mean loss of the last tenth of them.
 
@@ -133,7 +144,7 @@ def train_stage(
                 group["lr"] = rate * factor
         batch = next(batches)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + current)
-        total, weight = weighted_loss(model, batch, light, generator)
+        total, weight = weighted_loss(model, batch, light, generator, repeats)
         loss = total / weight
         if not torch.isfinite(loss):
             raise FloatingPointError(f"{name}: the loss is {loss.item()} at step {current}")

@@ -48,7 +48,7 @@ class Stage:
 
     It starts from the final state of stage `parent` (grown to twice the depth with `grow`), or from scratch
     in `shape`. `drills` is the share of each kind of exercise in its text, `stuttering` that of the repetitions in its
-    answers. With `ship` its model is one of the family.
+    answers, `repeats` what saying a token twice costs. With `ship` its model is one of the family.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Stage:
     batch: int
     drills: Mapping[str, float] | None = None
     stuttering: float = 0.0
+    repeats: float = 0.0
     parent: str = ""
     grow: bool = False
     shape: models.Shape | None = None
@@ -76,12 +77,13 @@ class Recipe:
 COPY = dict.fromkeys(("copy_words", "copy_sentences", "dictionary", "translate_clause"), 0.03)
 WORDS = {"dictionary": 0.12, "phrasebook": 0.16, "translate_clause": 0.08}
 FEW = {"dictionary": 0.02, "phrasebook": 0.10, "translate_clause": 0.05}
+STEADY = {"stuttering": 0.04, "repeats": 1.0}  # against loops in greedy answers
 DEEP, SMALL, TOY = models.Shape(6, 128, 384), models.Shape(2, 96, 288), models.Shape(2, 64, 64)
 FULL = Recipe(VOCAB_SIZE, 12_000, 40, (
     Stage("base", 1, Schedule(1400, 30, 0), batch=4, drills=COPY, shape=DEEP),
     Stage("stem", 3, Schedule(300, 20, 0), batch=4, drills=WORDS, parent="base", grow=True),
-    Stage("target_shallow", 4, Schedule(200, 10, 200), batch=4, drills=FEW, stuttering=0.03, parent="stem", ship=True),
-    Stage("target", 5, Schedule(200, 10, 170, 0.015, 3e-3), batch=4, drills=FEW, stuttering=0.03,
+    Stage("target_shallow", 4, Schedule(200, 10, 200), batch=4, drills=FEW, **STEADY, parent="stem", ship=True),
+    Stage("target", 5, Schedule(200, 10, 170, 0.015, 3e-3), batch=4, drills=FEW, **STEADY,
           parent="target_shallow", grow=True, ship=True),
     Stage("draft", 12, Schedule(700, 30, 450), batch=4, drills=FEW, shape=SMALL, ship=True),
 ))  # fmt: skip
@@ -133,7 +135,9 @@ class Build:
         text = {"drills": stage.drills, "stuttering": stage.stuttering}
         batches = packed_batches(tokenizer, stage.batch, ROW, stage.seed, **text)
         checkpoint = self.checkpoints / f"{stage.name}.pt"
-        loss = train_stage(model, batches, stage.schedule, stage.name, checkpoint, stage.seed)
+        loss = train_stage(
+            model, batches, stage.schedule, stage.name, checkpoint, stage.seed, repeats=stage.repeats
+        )
         tokens = stage.schedule.steps * stage.batch * ROW
         print(f"{stage.name}: {tokens:,} tokens, last loss {loss:.3f}", flush=True)
         if stage.ship:

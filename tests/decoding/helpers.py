@@ -12,6 +12,7 @@ import torch
 from methods.heads import DraftHead
 from methods.kangaroo.adapter import Adapter, adapter_config
 from specbench.decoding.draft import Context, Draft, Drafter
+from specbench.decoding.target import Target
 from tests.models import random_model
 
 STOP = 2
@@ -21,11 +22,11 @@ STOP = 2
 def random_pair(arch: str, seed: int = 0, **overrides):
     """A target whose deep layers matter little, so that an early exit often guesses right; a noisy copy as draft."""
     target = random_model(arch, seed, **overrides)
-    layers = target.model.layers
     with torch.no_grad():
-        for layer in layers[2:]:
-            layer.self_attn.o_proj.weight.mul_(0.3)
-            layer.mlp.down_proj.weight.mul_(0.3)
+        for layer in Target(target).layers[2:]:
+            for name, weight in layer.named_parameters():
+                if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight")):
+                    weight.mul_(0.3)
         draft = copy.deepcopy(target)
         noise = torch.Generator().manual_seed(seed)
         for weight in draft.parameters():
@@ -37,6 +38,7 @@ def random_pair(arch: str, seed: int = 0, **overrides):
         device=target.device,
         dtype=target.dtype,
         parts={},
+        vocab_size=target.config.vocab_size,
         stop_ids=frozenset([STOP]),
     )
 
@@ -60,7 +62,7 @@ def near_identity_adapter(pair) -> Adapter:
     adapter = Adapter(adapter_config(pair.target.config))
     with torch.no_grad():
         adapter.layers[0].self_attn.o_proj.weight.mul_(0.1)
-        adapter.norm.weight.copy_(pair.target.model.norm.weight)
+        adapter.norm.weight.copy_(Target(pair.target).norm.weight)
     return adapter.eval().requires_grad_(False)
 
 

@@ -25,12 +25,13 @@ def test_check_accepts_the_stock_models(arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_check_refuses_shifted_positions(arch, monkeypatch):
     """A fault of ours, or a model whose positions work in another way, is found before anything is measured."""
-    rope = Target._rope
+    for name in ("_rope", "_learned"):
+        positions = getattr(Target, name)
 
-    def shifted(self, start, n, offsets, capacity):
-        return rope(self, start + (start > 0), n, offsets, capacity + 1)
+        def shifted(self, start, n, offsets, *capacity, positions=positions):
+            return positions(self, start + (start > 0), n, offsets, *(c + 1 for c in capacity))
 
-    monkeypatch.setattr(Target, "_rope", shifted)
+        monkeypatch.setattr(Target, name, shifted)
     with pytest.raises(UserError, match="cannot be driven layer by layer"):
         Target(random_pair(arch).target).check()
 

@@ -129,5 +129,5 @@ def test_a_draft_model_that_is_not_sorted_is_refused():
     pair = sorted_pair("llama", seed=1)
     plain = SimpleNamespace(**vars(pair))
     del plain.draft.config.exits
-    with pytest.raises(UserError, match="no sorted draft"):
+    with pytest.raises(UserError, match="set method.exits"):
         SortedDraft(plain)
