@@ -42,6 +42,7 @@ WHOLE_NUMBERS = {
     "seed": 0,
     "decoding.max_new_tokens": 1,
 }  # and the least of each
+OR_NULL = {"data.limit": 1, "vocab.size": 1}
 WORDS = {
     "protocol": ("paired", "spec_bench"),
     "pair.dtype": ("float32", "bfloat16", "float16"),
@@ -86,9 +87,10 @@ def check(cfg: DictConfig) -> None:
 
 def check_values(cfg: DictConfig) -> None:
     """Raises UserError for a number that is none or too small, and for a word that is not a known one."""
-    least = WHOLE_NUMBERS if cfg.data.limit is None else {**WHOLE_NUMBERS, "data.limit": 1}
-    for key, low in least.items():
+    for key, low in (WHOLE_NUMBERS | OR_NULL).items():
         value = OmegaConf.select(cfg, key)
+        if value is None and key in OR_NULL:
+            continue
         if type(value) is not int or value < low:
             raise UserError(f"{key} must be a whole number of at least {low}, not {value!r}")
     temperature = cfg.decoding.temperature

@@ -83,6 +83,9 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["pair.init=zero"], "unknown pair.init 'zero'"),
         (["pair.device=gpu"], "pair.device must be auto, cpu or cuda:0"),
         (["+method.gamma=3"], "method kangaroo has no parameter 'gamma'"),
+        (["method=pld", "vocab=trim"], "method pld has no head to trim: set vocab=full"),
+        (["vocab=trim", "vocab.map=null"], "pair tiny has no vocabulary map: make one with `python -m methods.vocab_"),
+        (["vocab.size=0"], "vocab.size must be"),
         (["batch_size=4", "method=sps"], "method sps cannot batch"),
         (["method=sps", "pair.draft=null"], "pair tiny has none: set pair.draft"),
         (

@@ -19,9 +19,9 @@ from specbench.errors import UserError
 class SortedDraft(SpeculativeSampling):
     """The draft model is the pair's part `s2d`; its config.json names its `exits`.
 
-    exits: those to use, None for all; one alone is the fixed-exit draft that the paper compares with. thresholds: for
-    each exit but the last, the top-1 probability (temperature 1) above which a token leaves there; the last takes
-    whatever comes. Others: as in `SpeculativeSampling`.
+    exits: those to use, None for all. only: the fixed-exit draft that the paper compares with, the first, second or
+    further of these exits alone. thresholds: for each exit but the last, the top-1 probability (temperature 1) above
+    which a token leaves there; the last takes whatever comes. Others: as in `SpeculativeSampling`.
     """
 
     needs = Needs(draft_model=True, part="s2d")
@@ -30,6 +30,7 @@ class SortedDraft(SpeculativeSampling):
         self,
         pair,
         exits: list[int] | None = None,
+        only: int | None = None,
         thresholds: list[float] | None = None,
         max_draft_tokens: int = 5,
         confidence_threshold: float = 0.0,
@@ -37,7 +38,7 @@ class SortedDraft(SpeculativeSampling):
         vocab_size: int | None = None,
     ):
         super().__init__(pair, max_draft_tokens, confidence_threshold, vocab_map, vocab_size)
-        self.exits = choose_exits(exits, getattr(pair.draft.config, "exits", None))
+        self.exits = choose_exits(exits, only, getattr(pair.draft.config, "exits", None))
         self.thresholds = choose_thresholds(thresholds, len(self.exits))
         self.layers = self.exits[-1]
         read, start = 0, 0
@@ -68,7 +69,7 @@ class SortedDraft(SpeculativeSampling):
         return logits, end
 
 
-def choose_exits(asked: list[int] | None, trained: list[int] | None) -> list[int]:
+def choose_exits(asked: list[int] | None, only: int | None, trained: list[int] | None) -> list[int]:
     """The exits to use, ascending. Raises UserError for one that the draft model was not trained with."""
     if not asked and not trained:
         raise UserError(
@@ -76,7 +77,12 @@ def choose_exits(asked: list[int] | None, trained: list[int] | None) -> list[int
         )
     if unknown := sorted(set(asked or []) - set(trained or asked)):
         raise UserError(f"the sorted draft has no exit {unknown[0]}: it was trained with {sorted(trained)}")
-    return sorted(set(asked or trained))
+    exits = sorted(set(asked or trained))
+    if only is None:
+        return exits
+    if not 1 <= only <= len(exits):
+        raise UserError(f"method.only must lie between 1 and {len(exits)}, the number of exits, not {only}")
+    return [exits[only - 1]]
 
 
 def choose_thresholds(asked: list[float] | None, exits: int) -> list[float]:

@@ -21,12 +21,18 @@ from specbench.measure.statistics import verdict
 PIPED_WIDTH = 100
 UNKNOWN = "–"  # not measured
 DIFFERENCES_SHOWN = 3
+NESTED = ("equivalence", "exit_shares")
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
 
 
 def run_table(summary: dict) -> Table:
     """The numbers of one run: a row per task, those with a violation first, then all questions together."""
-    table = Table(title=_title(summary), caption=baseline_line(summary["baseline"]), **_STYLE)
+    caption = baseline_line(summary["baseline"])
+    shares = summary["overall"]["exit_shares"] or {}
+    if len(shares) > 1:
+        left = ", ".join(f"{layers} layers {share:.0%}" for layers, share in shares.items())
+        caption.append(f"\ndraft tokens left the draft model after: {left}")
+    table = Table(title=_title(summary), caption=caption, **_STYLE)
     _add_columns(table, "task")
     tasks = sorted(summary["tasks"].items(), key=lambda item: not item[1]["equivalence"]["violation"])
     for name, numbers in tasks:
@@ -68,8 +74,9 @@ def baseline_line(baseline: dict) -> Text:
 def summary_frame(run_folders: Iterable[Path]) -> pd.DataFrame:
     """One row per run and task, and one with task "overall": the numbers of summary.json, flat.
 
-    Folders without a summary are left out. Verdict counts stand under their names (exact, tie, violation),
-    numbers of the baseline under `baseline_<name>`, parameters of the method as one text in `settings`.
+    Folders without a summary are left out, and so are exit shares. Verdict counts stand under their names (exact,
+    tie, violation), numbers of the baseline under `baseline_<name>`, parameters of the method as one text in
+    `settings`.
     """
     rows = []
     for run_dir in run_folders:
@@ -81,7 +88,7 @@ def summary_frame(run_folders: Iterable[Path]) -> pd.DataFrame:
         run["settings"] = ", ".join(_settings(summary["settings"]))
         baseline = {f"baseline_{k}": v for k, v in summary["baseline"].items() if k != "equivalence"}
         for task, numbers in [*summary["tasks"].items(), ("overall", summary["overall"])]:
-            flat = {k: v for k, v in numbers.items() if k != "equivalence"} | numbers["equivalence"]
+            flat = {k: v for k, v in numbers.items() if k not in NESTED} | numbers["equivalence"]
             rows.append(run | {"task": task} | flat | baseline)
     return pd.DataFrame(rows)
 

@@ -44,12 +44,13 @@ def columns(rounds: list[dict]) -> dict:
             "other_seconds": 0.005,
             "draft_bytes": r.get("drafted", 5) * 100,
             "target_bytes": 1000,
+            "exits": [],
         }
         | r
         for r in rounds
     ]
     names = ("drafted", "accepted", "emitted", "depth", "draft_seconds", "verify_seconds", "other_seconds",
-             "draft_bytes", "target_bytes")  # fmt: skip
+             "draft_bytes", "target_bytes", "exits")  # fmt: skip
     return {name: [r[name] for r in full] for name in names}
 
 

@@ -50,6 +50,18 @@ def scaled(records, factor):
     return walk(records)
 
 
+def test_exit_shares():
+    rounds = [
+        {"accepted": 1, "exits": [2, 2, 6]},
+        {"accepted": 0, "exits": [4]},
+        {"accepted": 0, "exits": []},
+    ]
+    method = generation([1, 0, 0]) | {"steps": columns(rounds)}
+    shares = overall([record(turns=[turn(method=method)])])["exit_shares"]
+    assert shares == {"2": 0.5, "4": 0.25, "6": 0.25}
+    assert overall([record()])["exit_shares"] is None
+
+
 def test_the_step_columns_are_those_of_the_trace():
     from specbench.decoding.trace import Step
 

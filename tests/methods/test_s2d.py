@@ -94,8 +94,9 @@ def test_a_token_leaves_at_the_first_exit_whose_confidence_passes_its_threshold(
 
 def test_one_exit_is_a_shallower_draft_model():
     """Fixed at an exit, the sorted draft drafts what a model of so many layers would."""
-    for exit in EXITS:
-        steps = run(exits=[exit], max_draft_tokens=4)
+    for number, exit in enumerate(EXITS, 1):
+        steps = run(only=number, max_draft_tokens=4)
+        assert steps[0].drafted == run(exits=[exit], max_draft_tokens=4)[0].drafted
         assert {layers for s in steps for layers in s.exits} == {exit}
         assert {len(s.exits) for s in steps} >= {4}
         model = Target(sorted_pair("llama").draft)
@@ -117,6 +118,7 @@ def test_bytes_count_every_head_on_the_way():
     ("settings", "message"),
     [
         ({"exits": [1, 3]}, r"no exit 3: it was trained with \[1, 2, 5\]"),
+        ({"only": 4}, "between 1 and 3"),
         ({"thresholds": [0.5]}, "3 exits take 3 thresholds"),
     ],
 )

@@ -23,6 +23,7 @@ NUMBERS = {
     "spec_bench_speedup": 1.5,
     "acceptance_length": 3.21,
     "acceptance_rate": 0.61,
+    "exit_shares": None,
     "mbsu": 1.9,
     "draft_seconds": 30.0,
     "verify_seconds": 60.0,
@@ -129,6 +130,13 @@ def test_it_fits_100_columns_and_cuts_nothing():
         text = shown(tables.run_table(summary))
         assert max(len(line) for line in text.splitlines()) <= 100
         assert "…" not in text
+
+
+def test_exit_shares_are_told_where_there_are_several():
+    for shares, said in (({"2": 0.6, "6": 0.4}, True), ({"2": 1.0}, False)):
+        summary = SUMMARY | {"overall": NUMBERS | {"exit_shares": shares}}
+        text = " ".join(shown(tables.run_table(summary)).split())
+        assert ("draft tokens left the draft model after: 2 layers 60%, 6 layers 40%" in text) == said
 
 
 def test_the_baseline_is_told():
