@@ -53,8 +53,11 @@ WORDS = {
 # -- one job
 
 
-def run_one(cfg: DictConfig) -> int:
-    """Checks and measures one job, prints its table and the path of its run folder; returns the exit code."""
+def run_one(cfg: DictConfig, finished: list[Path] | None = None) -> int:
+    """Checks and measures one job, prints its table and the path of its run folder; returns the exit code.
+
+    finished: gets the run folder if it is complete.
+    """
     check(cfg)
     run_dir = store.find_or_create(cfg)
     code = measure(run_dir)
@@ -63,6 +66,8 @@ def run_one(cfg: DictConfig) -> int:
     if store.is_complete(run_dir):
         tables.print_run(run_dir)
         track(run_dir, cfg.tracker)
+        if finished is not None:
+            finished.append(run_dir)
     if code != 0:
         print(f"error: some of the run failed (exit code {code}); see {run_dir}", file=sys.stderr)
     print(run_dir, flush=True)
@@ -218,10 +223,11 @@ def main() -> int:
     if not CONF.is_dir():
         raise UserError(f"no folder {CONF}: install with `pip install -e .` from a checkout")
     codes = [0]
+    finished: list[Path] = []
 
     def job(cfg: DictConfig) -> None:
         try:
-            codes.append(run_one(cfg))
+            codes.append(run_one(cfg, finished))
         except UserError as error:  # the other jobs of a sweep go on
             print(f"error: {error}", file=sys.stderr)
             codes.append(2)
@@ -238,6 +244,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130
+    if len(finished) > 1:
+        tables.print_overview(finished)
+        print(finished[-1])  # the last line is a run folder, of a sweep the last one
     return max(codes)
 
 

@@ -48,10 +48,34 @@ def overview_table(summaries: Iterable[dict]) -> Table:
     table = Table(title=Text("all runs, over all their questions", style="bold"), **_STYLE)
     _add_columns(table, "run")
     for summary in summaries:
-        alike = [other["settings"] for other in summaries if other["method"] == summary["method"]]
-        varied = {k: v for k, v in summary["settings"].items() if any(other.get(k) != v for other in alike)}
-        lines = [f"{summary['method']}, {summary['pair']}", *_settings(varied)]
+        lines = [f"{summary['method']}, {summary['pair']}", *_settings(_varied(summary, summaries))]
         table.add_row("\n".join(lines), *_cells(summary["overall"]))
+    return table
+
+
+def pairs_table(summaries: Iterable[dict]) -> Table | None:
+    """Overall speedups, a row per method (and its settings), a column per pair, and the mean over the pairs.
+
+    None unless there are several pairs. A method that was run several times on a pair stands with its last run.
+    """
+    summaries = list(summaries)
+    cells: dict[tuple[str, str], dict[str, dict]] = {}
+    for summary in summaries:
+        row = (summary["method"], ", ".join(_settings(_varied(summary, summaries))))
+        cells.setdefault(row, {})[summary["pair"]] = summary["overall"]
+    pairs = sorted({pair for found in cells.values() for pair in found})
+    if len(pairs) < 2:
+        return None
+    table = Table(title=Text("speedups by pair", style="bold"), **_STYLE)
+    table.add_column("method", overflow="fold")
+    for pair in pairs:
+        table.add_column(pair, justify="right", no_wrap=True)
+    table.add_column("mean", justify="right", no_wrap=True)
+    for (method, settings), found in cells.items():
+        values = [found[pair]["speedup"] if pair in found else None for pair in pairs]
+        mean = None if None in values else sum(values) / len(values)
+        shown = [_speedup(found[pair]) if pair in found else Text(UNKNOWN) for pair in pairs]
+        table.add_row("\n".join(filter(None, (method, settings))), *shown, _number(mean, 3))
     return table
 
 
@@ -142,6 +166,18 @@ def print_run(run_dir: Path) -> None:
     console().print(run_table(read_summary(run_dir)))
 
 
+def print_overview(run_folders: list[Path]) -> None:
+    """Prints what several finished runs have in common: a row each, speedups by pair, and what does not compare."""
+    summaries = [read_summary(run_dir) for run_dir in run_folders]
+    out = console()
+    out.print(overview_table(summaries))
+    by_pair = pairs_table(summaries)
+    if by_pair:
+        out.print(by_pair)
+    for line in not_comparable(run_folders):
+        out.print(Text(line, style="yellow"))
+
+
 def console() -> Console:
     """Standard output: as wide as the terminal, and 100 columns when it goes elsewhere."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
@@ -161,9 +197,7 @@ def main() -> None:
         out.print(run_table(summary))
         out.print(Text(f"{run_dir}\n", style="dim"))
     if len(ordered) > 1:
-        out.print(overview_table(ordered.values()))
-        for line in not_comparable(list(summaries)):
-            out.print(Text(line, style="yellow"))
+        print_overview(list(summaries))
 
 
 _STYLE = {
@@ -216,6 +250,18 @@ def _equivalence(counts: dict) -> Text:
 
 def _number(value: float | None, digits: int) -> str:
     return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def _varied(summary: dict, summaries: Iterable[dict]) -> dict:
+    """The settings that were varied for the method of `summary`: in which two of its runs on one pair differ."""
+    first: dict[str, dict] = {}
+    varied = set()
+    for other in summaries:
+        if other["method"] == summary["method"]:
+            settings = other["settings"]
+            base = first.setdefault(other["pair"], settings)
+            varied |= {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)}
+    return {k: v for k, v in summary["settings"].items() if k in varied}
 
 
 def _settings(settings: dict) -> list[str]:

@@ -186,6 +186,35 @@ def test_an_overview_names_what_varies():
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
+def on(pair: str, method: str, speedup: float, **settings) -> dict:
+    overall = NUMBERS | {"speedup": speedup, "speedup_low": speedup - 0.1, "speedup_high": speedup + 0.1}
+    return SUMMARY | {"pair": pair, "method": method, "settings": settings, "overall": overall}
+
+
+def test_speedups_by_pair_and_their_mean():
+    runs = [
+        on("tiny", "s2d", 1.6, draft="a"),
+        on("tiny_shallow", "s2d", 1.3, draft="b"),
+        on("tiny", "sps", 1.5, size=2),
+        on("tiny", "sps", 1.4, size=3),
+        on("tiny_shallow", "sps", 1.0, size=2),
+    ]
+    rows = [line.split() for line in shown(tables.pairs_table(runs)).splitlines()]
+    assert "s2d 1.60 [1.50, 1.70] 1.30 [1.20, 1.40] 1.450".split() in rows
+    assert "sps 1.50 [1.40, 1.60] no difference [0.90, 1.10] 1.250".split() in rows
+    assert "sps 1.40 [1.30, 1.50] – –".split() in rows
+    text = shown(tables.pairs_table(runs))
+    assert "size=2" in text and "size=3" in text and "draft=" not in text
+    assert tables.pairs_table(runs[2:4]) is None
+
+
+def test_the_overview_of_a_sweep(tmp_path, capsys):
+    runs = [on("tiny", "s2d", 1.6), on("tiny_shallow", "s2d", 1.3)]
+    tables.print_overview([write_run(tmp_path, str(i), run) for i, run in enumerate(runs)])
+    text = capsys.readouterr().out
+    assert "all runs" in text and "speedups by pair" in text
+
+
 def test_a_frame_has_a_row_per_run_and_task(tmp_path):
     runs = [write_run(tmp_path, "a", SUMMARY), write_run(tmp_path, "b", wrong())]
     (tmp_path / "c").mkdir()  # not finished
