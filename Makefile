@@ -11,6 +11,9 @@ NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
 
 METHOD ?= kangaroo
 TINY := build/tiny
+PART := OMP_NUM_THREADS=1 $(PY) -m
+DEEP = pair=tiny pair.target=$(TINY)/weights/target pair.tokenizer=$(TINY)/weights/tokenizer
+SHALLOW = pair=tiny_shallow pair.target=$(TINY)/weights/target_shallow pair.tokenizer=$(TINY)/weights/tokenizer
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -20,18 +23,20 @@ bench: $(STAMP) ## Measure a method: METHOD=kangaroo [PAIR=tiny DATA=tiny TASK=a
 		$(if $(TASK),task=$(TASK)) $(ARGS)
 
 test: $(STAMP) ## Run the tests [ARGS="-k name"]
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
 benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on an idle machine)
 	@$(PY) -m tests.benchmarks.decoding $(ARGS)
 
 tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny, and compare it with the shipped one
 	@$(PY) -m specbench.tiny.train --out $(TINY) $(ARGS)
-	@$(PY) -m methods.kangaroo.train pair=tiny like_layer=4 steps=300 pair.target=$(TINY)/weights/target \
-		pair.tokenizer=$(TINY)/weights/tokenizer out=$(TINY)/weights/kangaroo
-	@$(PY) -m methods.kangaroo.train pair=tiny_shallow like_layer=2 steps=150 \
-		pair.target=$(TINY)/weights/target_shallow pair.tokenizer=$(TINY)/weights/tokenizer \
-		out=$(TINY)/weights/kangaroo_shallow
+	@$(PART) methods.s2d.train $(SHALLOW) layers=[0,2,4,6,8,10] exits=[2,4,6] steps=350 save_every=50 \
+		prompt_weight=0.2 out=$(TINY)/weights/s2d
+	@$(PART) methods.kangaroo.train $(DEEP) like_layer=4 steps=400 save_every=50 \
+		prompt_weight=0.2 out=$(TINY)/weights/kangaroo
+	@$(PART) methods.kangaroo.train $(SHALLOW) like_layer=2 steps=300 save_every=50 \
+		prompt_weight=0.2 out=$(TINY)/weights/kangaroo_shallow
+	@$(PART) methods.vocab_trim.calibrate $(DEEP) out=$(TINY)/weights/vocab_map
 	@$(PY) -m specbench.tiny.train --out $(TINY) --only sums
 
 report: $(STAMP) ## Tables over the run folders in runs/

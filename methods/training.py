@@ -99,16 +99,19 @@ def train_part(
     module: torch.nn.Module,
     batches: Iterator[Batch],
     evaluate: Callable[[], dict[str, float]],
+    save: Callable[[Path, dict[str, float]], None],
     cfg: DictConfig,
-) -> dict[str, float]:
+) -> Path:
     """Trains `module`, which turns a batch into a loss, in place with AdamW as conf/train.yaml says, the learning rate
-    rising over 5 % of the steps and then falling to 0. Returns the last figures.
+    rising over 5 % of the steps and then falling to 0; returns the folder of what was trained.
 
-    evaluate() -> figures on held-out text, taken and logged whenever a state is saved, and at the end. A run that was
-    stopped goes on from its last state with the batch that follows.
+    evaluate() -> figures on held-out text, taken and logged whenever a state is saved, and at the end.
+    save(folder, figures) writes the finished part; of several processes one alone does it. A run that was stopped goes
+    on from its last state with the batch that follows.
     """
     accelerator = Accelerator(mixed_precision=cfg.precision)
-    checkpoints = Path(cfg.out) / "checkpoints"
+    out = Path(cfg.out)
+    checkpoints = out / "checkpoints"
     parameters = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     warmup = max(1, cfg.steps // 20)
@@ -140,25 +143,25 @@ def train_part(
         if step % cfg.save_every != 0 and step != cfg.steps:
             continue
         module.eval()
-        figures = {"loss": torch.stack(losses).mean().item(), **evaluate()}
+        with accelerator.autocast():
+            figures = {"loss": torch.stack(losses).mean().item(), **evaluate()}
         losses.clear()
         bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
         if main:
-            _log(Path(cfg.out) / LOG, {"step": step, **figures})
+            _log(out / LOG, {"step": step, **figures})
         if step < cfg.steps:
             accelerator.save_state(str(checkpoints / "state.new"))
             if main:
                 _replace(checkpoints, step)
             accelerator.wait_for_everyone()
     bar.close()
-    return figures
-
-
-def finish(out: Path, figures: dict[str, float]) -> None:
-    """Says how the training ended, and drops its states, which are of no use once the part itself is there."""
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    print(", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()))
-    print(out)
+    if main:
+        save(out, figures)
+        shutil.rmtree(checkpoints, ignore_errors=True)  # of no use once the part itself is there
+        print(", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()))
+        print(out)
+    accelerator.wait_for_everyone()
+    return out
 
 
 def _log(path: Path, row: dict) -> None:

@@ -144,9 +144,12 @@ def local_folder(name: str) -> Path | None:
 
 
 def choose_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one. Raises UserError for a device that this machine does not have."""
+    """ "auto" is CUDA where there is one, each process its own where several were launched.
+
+    Raises UserError for a device that this machine does not have.
+    """
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -19,7 +19,6 @@ from methods.training import (
     Batch,
     agreement,
     batches,
-    finish,
     held_out_batches,
     predicting,
     soft_cross_entropy,
@@ -59,20 +58,24 @@ class Distillation(torch.nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         adapted, finals = self.states(batch)
-        return soft_cross_entropy(adapted, self.target.unembed, finals, self.target.unembed, batch)
+        return soft_cross_entropy(adapted, self.head, finals, self.head, batch)
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's head; the adapter is trained in float32, whatever the target's dtype."""
+        return self.target.unembed(states.to(self.target.dtype))
 
     def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """States [B, T, d] for the head: the adapter's, and the target's own after its final norm."""
         with torch.no_grad():
             outputs = self.target.model.model(batch["input_ids"], use_cache=False, output_hidden_states=True)
-            exits = outputs.hidden_states[self.exit_layer]
+            exits = outputs.hidden_states[self.exit_layer].to(self.adapter.norm.weight.dtype)
             positions = torch.arange(exits.shape[1], device=exits.device).unsqueeze(0)
             rope = self.adapter.rope(positions, exits)
         return self.adapter(exits, rope), outputs.last_hidden_state
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of adapter and target before each token that the assistant says."""
-        return tuple(self.target.unembed(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch))
+        return tuple(self.head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch))
 
 
 def train(cfg: DictConfig) -> Path:
@@ -83,13 +86,14 @@ def train(cfg: DictConfig) -> Path:
     torch.manual_seed(cfg.seed)
     adapter = fresh_adapter(target, exit_layer if cfg.like_layer is None else cfg.like_layer)
     module, held_out = Distillation(adapter, target, exit_layer), held_out_batches(cfg, pair)
-    figures = train_part(
-        module, batches(cfg, pair), lambda: {"held_out_agreement": agreement(module.choices, held_out)}, cfg
-    )
-    out = Path(cfg.out)
-    save_adapter(adapter, out, getattr(torch, cfg.save_dtype), exit_layer=exit_layer, **figures)
-    finish(out, figures)
-    return out
+
+    def evaluate() -> dict[str, float]:
+        return {"held_out_agreement": agreement(module.choices, held_out)}
+
+    def save(out: Path, figures: dict[str, float]) -> None:
+        save_adapter(adapter, out, getattr(torch, cfg.save_dtype), exit_layer=exit_layer, **figures)
+
+    return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 
 
 @hydra.main(version_base=None, config_path="../../conf", config_name="train_kangaroo")

@@ -21,7 +21,6 @@ from methods.training import (
     Batch,
     agreement,
     batches,
-    finish,
     held_out_batches,
     predicting,
     train_part,
@@ -111,13 +110,12 @@ def train(cfg: DictConfig) -> Path:
             for i, exit in enumerate(exits)
         }
 
-    figures = train_part(module, batches(cfg, pair), evaluate, cfg)
-    out = Path(cfg.out)
-    model.config.exits = exits
-    model.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
-    pair.tokenizer.save_pretrained(out)
-    finish(out, figures)
-    return out
+    def save(out: Path, figures: dict[str, float]) -> None:
+        model.config.exits = exits
+        model.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
+        pair.tokenizer.save_pretrained(out)
+
+    return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 
 
 @hydra.main(version_base=None, config_path="../../conf", config_name="train_s2d")

@@ -17,7 +17,6 @@ from methods.training import (
     Batch,
     agreement,
     batches,
-    finish,
     held_out_batches,
     predicting,
     soft_cross_entropy,
@@ -59,14 +58,15 @@ def train(cfg: DictConfig) -> Path:
     torch.manual_seed(cfg.seed)
     draft = pair.draft.float().requires_grad_(True)
     module, held_out = Distillation(draft, pair.target), held_out_batches(cfg, pair)
-    figures = train_part(
-        module, batches(cfg, pair), lambda: {"held_out_agreement": agreement(module.choices, held_out)}, cfg
-    )
-    out = Path(cfg.out)
-    draft.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
-    pair.tokenizer.save_pretrained(out)
-    finish(out, figures)
-    return out
+
+    def evaluate() -> dict[str, float]:
+        return {"held_out_agreement": agreement(module.choices, held_out)}
+
+    def save(out: Path, figures: dict[str, float]) -> None:
+        draft.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
+        pair.tokenizer.save_pretrained(out)
+
+    return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 
 
 @hydra.main(version_base=None, config_path="../../conf", config_name="train_sps")

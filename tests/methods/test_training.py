@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
 from methods.kangaroo import train as kangaroo_train
@@ -18,6 +19,14 @@ from tests.decoding.helpers import random_pair
 from tests.methods.training_helpers import Stopped, stop_after, training_settings, training_workplace
 
 SORTED = ("layers=[0,2,3]", "exits=[1,3]", "learning_rate=1e-2")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    """Accelerate keeps its settings for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +135,26 @@ def test_accumulated_batches_count_like_one_larger_batch(workplace, tmp_path):
         module = sps_train.Distillation(pair.draft.requires_grad_(True), pair.target)
         ids = torch.arange(48).view(12, 4) + 5
         rows = [{"input_ids": row, "loss_weight": torch.ones(row.shape)} for row in ids.split(size)]
-        train_part(module, iter(rows), dict, cfg)
+        train_part(module, iter(rows), dict, lambda out, figures: None, cfg)
         weights.append([p.clone() for p in module.parameters()])
     for one, other in zip(*weights):
         torch.testing.assert_close(one, other)
+
+
+def test_a_half_precision_target_trains_a_float32_adapter(workplace, tmp_path):
+    cfg = training_settings(
+        "train_kangaroo", workplace, tmp_path, "pair.dtype=bfloat16", "steps=2", "save_every=1"
+    )
+    out = kangaroo_train.train(cfg)
+    assert [set(row) for row in log(out)] == [{"step", "loss", "held_out_agreement"}] * 2
+
+
+@pytest.mark.parametrize("name", ["train_kangaroo", "train_s2d", "train_sps"])
+def test_passes_in_bf16(workplace, tmp_path, name):
+    more = {"train_s2d": ("layers=3", "exits=[1,3]")}.get(name, ())
+    cfg = training_settings(name, workplace, tmp_path, "precision=bf16", "steps=2", "save_every=1", *more)
+    trainer = {"train_kangaroo": kangaroo_train, "train_s2d": s2d_train, "train_sps": sps_train}[name]
+    assert all(row["loss"] > 0 for row in log(trainer.train(cfg)))
 
 
 def test_a_pair_without_text_asks_for_conversations(workplace, tmp_path):
