@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specbench.decoding.draft import Context, Draft, Drafter
+from specbench.errors import at_least
 
 
 class PromptLookup(Drafter):
@@ -12,6 +13,8 @@ class PromptLookup(Drafter):
     """
 
     def __init__(self, pair, max_draft_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1):
+        at_least(1, max_draft_tokens=max_draft_tokens, min_ngram=min_ngram)
+        at_least(min_ngram, max_ngram=max_ngram)
         self.max_draft_tokens = max_draft_tokens
         self.ngrams = range(max_ngram, min_ngram - 1, -1)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from omegaconf import DictConfig
+from accelerate.utils import DistributedType
+from omegaconf import DictConfig, OmegaConf
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
@@ -24,7 +25,9 @@ from specbench.errors import UserError
 CHUNK = 512  # positions whose logits exist at a time
 HELD_OUT_BATCHES = 8
 TOO_MANY = 10_000  # conversations in a row without anything to learn from
-LOG = "train_log.jsonl"
+LOG, CONDITIONS = "train_log.jsonl", "conditions.json"
+FREE = ("out", "save_every", "save_dtype")  # settings that a training may go on with when they have changed
+PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 Batch = dict[str, torch.Tensor]
 
@@ -33,7 +36,8 @@ def batches(cfg: DictConfig, pair, held_out: bool = False) -> Iterator[Batch]:
     """Endless batches of packed conversations; see `specbench.conversations`."""
     tokenize = tokenizer_of(pair, cfg.prompt_weight)
     stream = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
-    cut = ((ids[: cfg.length], weights[: cfg.length]) for ids, weights in map(tokenize, stream))
+    whole = (row for messages in stream for row in tokenize(messages))
+    cut = ((ids[: cfg.length], weights[: cfg.length]) for ids, weights in whole)
     rows = _answered(cut, cfg.length)
     pad_id = pair.tokenizer.pad_token_id
     return batched(
@@ -52,6 +56,11 @@ def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
             raise UserError(f"the conversations hold nothing that the assistant says within {length} tokens")
 
 
+def training_pair(pair_cfg: DictConfig) -> DictConfig:
+    """The pair as trainers load it: in bfloat16 where it is float16, in which gradients through the head vanish."""
+    return OmegaConf.merge(pair_cfg, {"dtype": "bfloat16"}) if pair_cfg.dtype == "float16" else pair_cfg
+
+
 def held_out_batches(cfg: DictConfig, pair) -> list[Batch]:
     """A few batches of conversations that are never trained on, on the pair's device."""
     chosen = islice(batches(cfg, pair, held_out=True), HELD_OUT_BATCHES)
@@ -67,7 +76,7 @@ def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) 
 def soft_cross_entropy(
     student: torch.Tensor, student_head: Callable, teacher: torch.Tensor, teacher_head: Callable, batch: Batch
 ) -> torch.Tensor:
-    """Mean cross-entropy [] of the student against the teacher's own next-token distribution, weighted.
+    """Weighted sum [] of the student's cross-entropies against the teacher's own next-token distribution.
 
     student, teacher: states [B, T, d] that their heads turn into logits, a chunk of positions at a time.
     """
@@ -82,7 +91,7 @@ def soft_cross_entropy(
             width = min(logits.shape[-1], goal.shape[-1])  # one of the heads may be padded further
             goal = torch.softmax(goal[:, :width], dim=-1)
         total = total + weight @ cross_entropy(logits[:, :width], goal, reduction="none")
-    return total / weights.sum()
+    return total
 
 
 @torch.no_grad()
@@ -102,17 +111,24 @@ def train_part(
     save: Callable[[Path, dict[str, float]], None],
     cfg: DictConfig,
 ) -> Path:
-    """Trains `module`, which turns a batch into a loss, in place with AdamW as conf/train.yaml says, the learning rate
-    rising over 5 % of the steps and then falling to 0; returns the folder of what was trained.
+    """Trains `module` in place with AdamW as conf/train.yaml says, the learning rate rising over 5 % of the steps and
+    then falling to 0; returns the folder of what was trained.
+
+    module(batch) -> the sum of the weighted losses; a step divides it by the weight of all batches in it, of every
+    process, so that each token counts the same.
 
     evaluate() -> figures on held-out text, taken and logged whenever a state is saved, and at the end.
     save(folder, figures) writes the finished part; of several processes one alone does it. A run that was stopped goes
     on from its last state with the batch that follows.
     """
-    accelerator = Accelerator(mixed_precision=cfg.precision)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    accelerator = Accelerator(mixed_precision=cfg.precision, cpu=parameters[0].device.type == "cpu")
+    if accelerator.distributed_type not in PLAIN:
+        raise UserError(
+            f"{accelerator.distributed_type} is not supported: launch without it (plain data parallelism)"
+        )
     out = Path(cfg.out)
     checkpoints = out / "checkpoints"
-    parameters = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     warmup = max(1, cfg.steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -120,7 +136,7 @@ def train_part(
     )
     wrapped, optimizer = accelerator.prepare(module, optimizer)
     accelerator.register_for_checkpointing(schedule)
-    done = _resume(accelerator, checkpoints)
+    done = _resume(accelerator, checkpoints, cfg)
     world, rank = accelerator.num_processes, accelerator.process_index
     mine = islice(batches, done * cfg.accumulate * world + rank, None, world)
     main = accelerator.is_main_process
@@ -129,11 +145,12 @@ def train_part(
     losses = []
     for step in range(done + 1, cfg.steps + 1):
         wrapped.train()
-        for part in range(1, cfg.accumulate + 1):
-            batch = {k: v.to(accelerator.device) for k, v in next(mine).items()}
-            with nullcontext() if part == cfg.accumulate else accelerator.no_sync(wrapped):
-                loss = wrapped(batch)
-                accelerator.backward(loss / cfg.accumulate)
+        parts = [{k: v.to(accelerator.device) for k, v in b.items()} for b in islice(mine, cfg.accumulate)]
+        weight = accelerator.reduce(sum(batch["loss_weight"][:, 1:].sum() for batch in parts))
+        for number, batch in enumerate(parts, 1):
+            with nullcontext() if number == cfg.accumulate else accelerator.no_sync(wrapped):
+                loss = wrapped(batch) * (world / weight)  # gradients are averaged over the processes
+                accelerator.backward(loss)
             losses.append(loss.detach())
         accelerator.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -144,14 +161,17 @@ def train_part(
             continue
         module.eval()
         with accelerator.autocast():
-            figures = {"loss": torch.stack(losses).mean().item(), **evaluate()}
+            loss = accelerator.reduce(torch.stack(losses).sum(), "mean") * cfg.accumulate / len(losses)
+            figures = {"loss": loss.item(), **evaluate()}
         losses.clear()
         bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
         if main:
             _log(out / LOG, {"step": step, **figures})
         if step < cfg.steps:
             accelerator.save_state(str(checkpoints / "state.new"))
+            accelerator.wait_for_everyone()
             if main:
+                (checkpoints / "state.new" / CONDITIONS).write_text(json.dumps(_conditions(accelerator, cfg)))
                 _replace(checkpoints, step)
             accelerator.wait_for_everyone()
     bar.close()
@@ -182,10 +202,27 @@ def _replace(checkpoints: Path, step: int) -> None:
             old.rmdir()
 
 
-def _resume(accelerator: Accelerator, checkpoints: Path) -> int:
-    """Loads the newest whole state, if there is one; returns the steps that it has seen."""
+def _conditions(accelerator: Accelerator, cfg: DictConfig) -> dict:
+    """What must be the same for a training to go on where it stopped."""
+    own = {key: value for key, value in OmegaConf.to_container(cfg, resolve=True).items() if key not in FREE}
+    return own | {"processes": accelerator.num_processes}
+
+
+def _resume(accelerator: Accelerator, checkpoints: Path, cfg: DictConfig) -> int:
+    """Loads the newest whole state, if there is one; returns the steps that it has seen.
+
+    Raises UserError if that training was another one.
+    """
     steps = [int(folder.name.removeprefix("state-")) for folder in checkpoints.glob("state-*")]
     if not steps:
         return 0
-    accelerator.load_state(str(checkpoints / f"state-{max(steps)}"))
+    state = checkpoints / f"state-{max(steps)}"
+    then, now = json.loads((state / CONDITIONS).read_text()), _conditions(accelerator, cfg)
+    for key in sorted(then.keys() | now.keys()):
+        if then.get(key) != now.get(key):
+            raise UserError(
+                f"{checkpoints} holds a training with {key}={then.get(key)}, not {now.get(key)}: "
+                "give its settings to go on, remove it to start anew, or name another folder with out="
+            )
+    accelerator.load_state(str(state))
     return max(steps)

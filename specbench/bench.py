@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specbench.errors import UserError, near, one_line_errors
 from specbench.measure import store
-from specbench.questions import load_questions, warmup_questions
+from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.report import tables
 from specbench.tracking import track
 
@@ -155,6 +155,8 @@ def check_folders(cfg: DictConfig, needs: Needs) -> None:
     for name in names:
         if name is not None:
             local_folder(name)
+    if cfg.vocab.map is not None and not packaged(cfg.vocab.map).is_dir():
+        raise UserError(f"there is no folder '{cfg.vocab.map}' with a vocabulary map")
 
 
 def measure(run_dir: Path) -> int:

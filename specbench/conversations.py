@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count, islice
+from itertools import count, dropwhile, islice
 from pathlib import Path
 
 import hydra
@@ -14,7 +14,10 @@ from omegaconf import DictConfig
 
 from specbench.errors import UserError
 
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant"),
+}  # ShareGPT's names
 HELD_OUT_EVERY = 50  # one conversation in so many is never trained on
 SHUFFLED = 1024  # conversations that a draw is made from
 WAITING = 48  # rows to choose from when one is filled: about 3 % of a row stays empty
@@ -41,12 +44,15 @@ def conversations(
     for epoch in count():
         rows = read(source, split)
         chosen = (row for i, row in enumerate(rows) if (i % HELD_OUT_EVERY == 0) == held_out)
-        empty = True
+        answered = 0
         for messages in shuffled(chosen, random.Random(f"{seed} {epoch}")):
-            empty = False
+            answered += any(message["role"] == "assistant" for message in messages)
             yield messages
-        if empty:
-            raise UserError(f"'{source}' holds too few conversations: some must be left to be held out")
+        if not answered:
+            raise UserError(
+                f"'{source}' holds too few conversations in which the assistant says anything: some must be left to be "
+                "held out"
+            )
 
 
 def read(source: str, split: str = "train") -> Iterator[Messages]:
@@ -54,6 +60,8 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
     if Path(source).is_file():
         with open(source, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
                 try:
                     yield parse(json.loads(line))
                 except (ValueError, KeyError, TypeError) as error:
@@ -75,10 +83,23 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
 
 
 def parse(row: dict) -> Messages:
-    """The messages of one row in either form. KeyError or TypeError for another form."""
+    """The messages of one row in either form. KeyError or TypeError for another form.
+
+    Templates want user and assistant in turn: answers to nothing at the beginning are dropped, and what follows a
+    message out of turn, or without text, is cut off. An introduction by the system stays.
+    """
     if "messages" in row:
-        return [{"role": m["role"], "content": m["content"]} for m in row["messages"]]
-    return [{"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in row["conversations"]]
+        told = [(m["role"], m["content"]) for m in row["messages"]]
+    else:
+        told = [(ROLES.get(m["from"], m["from"]), m["value"]) for m in row["conversations"]]
+    kept = [{"role": role, "content": text} for role, text in told[:1] if role == "system"]
+    turns = iter(told[len(kept) :])
+    for role, text in dropwhile(lambda message: message[0] != "user", turns):
+        before = kept[-1]["role"] if kept else "system"
+        if role != ("assistant" if before == "user" else "user") or not isinstance(text, str):
+            break
+        kept.append({"role": role, "content": text})
+    return kept
 
 
 def shuffled(rows: Iterable, rng: random.Random) -> Iterator:
@@ -93,16 +114,18 @@ def shuffled(rows: Iterable, rng: random.Random) -> Iterator:
     yield from waiting
 
 
-def tokenizer_of(pair, prompt_weight: float = 0.0) -> Callable[[Messages], Tokens]:
-    """messages -> ids as the pair prompts them, each with its weight: 1 for what the assistant says (its stop token
-    included), `prompt_weight` for the rest, 0 for the first token, which nothing predicts."""
-    stop = (
-        [pair.tokenizer.eos_token_id]
-        if pair.tokenizer.eos_token_id in pair.stop_ids
-        else sorted(pair.stop_ids)[:1]
-    )
+def tokenizer_of(pair, prompt_weight: float = 0.0) -> Callable[[Messages], list[Tokens]]:
+    """messages -> rows of ids as the pair prompts them, each id with its weight: 1 for what the assistant says (its
+    stop token included), `prompt_weight` for the rest, 0 for the first, which nothing predicts.
 
-    def tokenize(messages: Messages) -> Tokens:
+    One row holds the whole conversation, unless the template writes earlier turns anew (Qwen3 drops what was thought):
+    then a row begins with each turn that does not continue the last one, and counts the answers from there on.
+    """
+    eos = pair.tokenizer.eos_token_id
+    stop = [eos] if eos in pair.stop_ids else sorted(pair.stop_ids)[:1]
+
+    def tokenize(messages: Messages) -> list[Tokens]:
+        rows: list[Tokens] = []
         ids: list[int] = []
         weights: list[float] = []
         for i, message in enumerate(messages):
@@ -110,12 +133,13 @@ def tokenizer_of(pair, prompt_weight: float = 0.0) -> Callable[[Messages], Token
                 continue
             prompt = pair.prompt_ids(messages[:i])
             answer = pair.tokenizer.encode(message["content"], add_special_tokens=False) + stop
-            # The prompt is templated anew for every turn; what it shares with the ids so far keeps its weights.
-            weights = (
-                weights[: len(prompt)] + [prompt_weight] * (len(prompt) - len(weights)) + [1.0] * len(answer)
-            )
+            if prompt[: len(ids)] != ids:
+                rows.append((ids, weights))
+                ids, weights = [], []
+            weights = weights + [prompt_weight] * (len(prompt) - len(ids)) + [1.0] * len(answer)
             ids = prompt + answer
-        return ids, [0.0, *weights[1:]] if ids else []
+        rows.append((ids, weights))
+        return [(ids, [0.0, *weights[1:]]) for ids, weights in rows if ids]
 
     return tokenize
 

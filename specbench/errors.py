@@ -24,6 +24,13 @@ def near(name: str, choices: Iterable[str]) -> str:
     return f"did you mean {' or '.join(by_lower[c] for c in close)}? ({listed})" if close else listed
 
 
+def at_least(least: int, **named: int) -> None:
+    """Raises UserError for a named value below `least`."""
+    for name, value in named.items():
+        if value < least:
+            raise UserError(f"{name} must be at least {least}, not {value}")
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Around an entry point, as decorator or context: a UserError becomes one line on stderr and exit code 2.

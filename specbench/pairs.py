@@ -150,6 +150,10 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+    if name != "cpu" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            f"several processes cannot share pair.device={name}: use auto, which gives each its own"
+        )
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -225,7 +229,7 @@ class _Source:
         return whole.get_text_config()
 
     def has_tokenizer(self) -> bool:
-        return any((self.folder / file).is_file() for file in TOKENIZER_FILES)
+        return self.folder is not None and any((self.folder / file).is_file() for file in TOKENIZER_FILES)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if not self.has_tokenizer():

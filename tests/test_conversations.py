@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from specbench.conversations import batched, conversations, packed_rows, shuffled, tokenizer_of
+from specbench.conversations import batched, conversations, packed_rows, parse, shuffled, tokenizer_of
 from specbench.errors import UserError
 from specbench.pairs import load_pair
-from tests.models import save_pair
+from tests.models import byte_tokenizer, save_pair
 
 NOWHERE = OmegaConf.create({"name": "mine", "training": None})
 
 
 def write(path, texts) -> str:
-    rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    rows = [{"messages": [{"role": r, "content": text} for r in ("user", "assistant")]} for text in texts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -54,11 +54,50 @@ def test_conversations_are_masked_turn_by_turn(tmp_path):
     row = {"conversations": [{"from": f, "value": v} for f, v in turns]}
     (tmp_path / "sharegpt.jsonl").write_text((json.dumps(row) + "\n") * 2)
     messages = next(conversations(str(tmp_path / "sharegpt.jsonl"), NOWHERE, 0))
-    ids, weights = tokenizer_of(pair, prompt_weight=0.2)(messages)
+    [(ids, weights)] = tokenizer_of(pair, prompt_weight=0.2)(messages)
     assert pair.tokenizer.decode(ids) == "<s><user>a?<assistant>bb</s><user>c?<assistant>dd</s>"
     said = [i for i, w in zip(ids, weights) if w == 1.0]
     assert pair.tokenizer.decode(said) == "bb</s>dd</s>"
     assert weights[0] == 0.0 and set(weights[1:]) == {0.2, 1.0}  # BOS stays in, and nothing predicts it
+
+
+def test_turns_that_the_template_writes_anew_become_rows_of_their_own(tmp_path):
+    """Qwen3's template ends a prompt with an empty thought, and leaves it out once the turn is history."""
+    template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[a]<think></think>{% endif %}"
+    )
+    pair = load_pair(save_pair(tmp_path, byte_tokenizer(template)), 0, with_draft=False)
+    turns = [("user", "q?"), ("assistant", "bb"), ("user", "r?"), ("assistant", "dd")]
+    rows = tokenizer_of(pair)([{"role": role, "content": text} for role, text in turns])
+    texts = [pair.tokenizer.decode(ids) for ids, _ in rows]
+    assert texts == [
+        "<s>[u]q?[a]<think></think>bb</s>",
+        "<s>[u]q?[a]bb</s>[u]r?[a]<think></think>dd</s>",
+    ]
+    said = [[i for i, w in zip(ids, weights) if w == 1.0] for ids, weights in rows]
+    assert [pair.tokenizer.decode(ids) for ids in said] == ["bb</s>", "dd</s>"]
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ("gpt human gpt", "user assistant"),
+        ("system gpt human chatgpt", "system user assistant"),
+        ("human human gpt", "user"),
+        ("human gpt gpt human", "user assistant"),
+        ("gpt", ""),
+    ],
+)
+def test_conversations_are_cut_to_turns_that_alternate(told, kept):
+    messages = parse({"conversations": [{"from": role, "value": "x"} for role in told.split()]})
+    assert " ".join(message["role"] for message in messages) == kept
+
+
+def test_a_message_without_text_ends_a_conversation():
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": None}]}
+    assert [message["role"] for message in parse(row)] == ["user"]
 
 
 @pytest.mark.parametrize("row", ["{]", '{"messages": [{"role": "user"}]}', '{"text": "?"}'])

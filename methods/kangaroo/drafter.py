@@ -15,7 +15,7 @@ from methods.kangaroo.adapter import check_exit_layer, load_adapter
 from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.target import Prefill, Target, attention_mask, weight_bytes
-from specbench.errors import UserError
+from specbench.errors import UserError, at_least
 from specbench.questions import packaged
 
 
@@ -39,6 +39,7 @@ class Kangaroo(Drafter):
         vocab_map: str | None = None,
         vocab_size: int | None = None,
     ):
+        at_least(1, max_draft_tokens=max_draft_tokens)
         self.adapter = load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype)
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer

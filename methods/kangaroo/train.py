@@ -23,6 +23,7 @@ from methods.training import (
     predicting,
     soft_cross_entropy,
     train_part,
+    training_pair,
 )
 from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
@@ -80,7 +81,7 @@ class Distillation(torch.nn.Module):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_kangaroo.yaml) and returns the folder of the finished adapter."""
-    pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
+    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     target = Target(pair.target)
     exit_layer = check_exit_layer(cfg.exit_layer, len(target.layers))
     torch.manual_seed(cfg.seed)

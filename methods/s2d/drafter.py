@@ -39,6 +39,10 @@ class SortedDraft(SpeculativeSampling):
     ):
         super().__init__(pair, max_draft_tokens, confidence_threshold, vocab_map, vocab_size)
         self.exits = choose_exits(exits, only, getattr(pair.draft.config, "exits", None))
+        if not 1 <= self.exits[0] <= self.exits[-1] <= len(self.model.layers):
+            raise UserError(
+                f"exits must lie between 1 and the {len(self.model.layers)} layers of the draft model"
+            )
         self.thresholds = choose_thresholds(thresholds, len(self.exits))
         self.layers = self.exits[-1]
         read, start = 0, 0

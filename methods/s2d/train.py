@@ -24,17 +24,20 @@ from methods.training import (
     held_out_batches,
     predicting,
     train_part,
+    training_pair,
 )
+from specbench.decoding.target import Target
 from specbench.errors import UserError, one_line_errors
 from specbench.pairs import load_pair
 
 
 class Sorted(torch.nn.Module):
-    """batch -> mean over the exits of the weighted cross-entropy of the text, in one forward pass."""
+    """batch -> mean over the exits of the weighted sum of the text's cross-entropies, in one forward pass."""
 
     def __init__(self, model: PreTrainedModel, exits: list[int]):
         super().__init__()
         self.model, self.exits = model, exits
+        self._norm = (Target(model).norm,)  # in a tuple: it is registered as a part of the model already
 
     def forward(self, batch: Batch) -> torch.Tensor:
         weights, goals = batch["loss_weight"][:, 1:], batch["input_ids"][:, 1:]
@@ -46,12 +49,12 @@ class Sorted(torch.nn.Module):
                 total = total + weight @ cross_entropy(
                     self.model.lm_head(rows).float(), goal, reduction="none"
                 )
-        return total / weights.sum() / len(self.exits)
+        return total / len(self.exits)
 
     def states(self, batch: Batch) -> list[torch.Tensor]:
         """The normed states [B, T, d] of every exit. Only the exits are normed; the deepest already is."""
         outputs = self.model.model(batch["input_ids"], use_cache=False, output_hidden_states=True)
-        norm, hidden = self.model.model.norm, outputs.hidden_states
+        norm, hidden = self._norm[0], outputs.hidden_states
         return [*(norm(hidden[exit]) for exit in self.exits[:-1]), outputs.last_hidden_state]
 
     def choices(
@@ -81,12 +84,12 @@ def cut(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
             kept[f"{prefix}layers.{layers.index(int(number))}.{rest}"] = weight
     model.load_state_dict(kept)
     model.generation_config = copy.deepcopy(target.generation_config)
-    return model.to(target.device)
+    return model.to(target.device).eval()
 
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_s2d.yaml) and returns the folder of the finished draft model."""
-    pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
+    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     depth = pair.target.config.num_hidden_layers
     layers = list(range(cfg.layers)) if isinstance(cfg.layers, int) else list(cfg.layers)
     exits = sorted(cfg.exits)
@@ -100,6 +103,8 @@ def train(cfg: DictConfig) -> Path:
         )
     torch.manual_seed(cfg.seed)
     model = cut(pair.target, layers)
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
     module, held_out = Sorted(model, exits), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:

@@ -7,6 +7,7 @@ import torch
 from methods.heads import confidence, draft_head
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.target import Prefill, Target
+from specbench.errors import at_least
 
 
 class SpeculativeSampling(Drafter):
@@ -27,6 +28,7 @@ class SpeculativeSampling(Drafter):
         vocab_map: str | None = None,
         vocab_size: int | None = None,
     ):
+        at_least(1, max_draft_tokens=max_draft_tokens)
         self.model = Target(pair.draft, vocab_size=pair.vocab_size)  # rows beyond it only pad the head
         self.head = draft_head(pair, self.model, vocab_map, vocab_size)
         self.max_draft_tokens = max_draft_tokens

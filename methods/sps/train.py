@@ -21,6 +21,7 @@ from methods.training import (
     predicting,
     soft_cross_entropy,
     train_part,
+    training_pair,
 )
 from specbench.errors import one_line_errors
 from specbench.pairs import load_pair
@@ -54,9 +55,11 @@ class Distillation(torch.nn.Module):
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_sps.yaml) and returns the folder of the finished draft model."""
     pair_cfg = cfg.pair if cfg.draft is None else OmegaConf.merge(cfg.pair, {"draft": cfg.draft})
-    pair = load_pair(pair_cfg, cfg.seed, with_draft=True)
+    pair = load_pair(training_pair(pair_cfg), cfg.seed, with_draft=True)
     torch.manual_seed(cfg.seed)
     draft = pair.draft.float().requires_grad_(True)
+    if cfg.gradient_checkpointing:
+        draft.gradient_checkpointing_enable()
     module, held_out = Distillation(draft, pair.target), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:

@@ -38,8 +38,8 @@ def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) ->
     turns = ((c[:i], m["content"]) for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
     if source == "raw_text":
         yield from (pair.tokenizer.encode(text, add_special_tokens=False) for _, text in turns)
-    model = Target(pair.draft if source == "draft_generated" else pair.target)
-    engine = Engine(model, Drafter(), pair.stop_ids, pair.context_length)
+    model = pair.draft if source == "draft_generated" else pair.target
+    engine = Engine(Target(model, pair.vocab_size), Drafter(), pair.stop_ids, pair.context_length)
     for number, (messages, _) in enumerate(turns):
         prompt = pair.prompt_ids(messages)
         room = min(cfg.max_new_tokens, pair.context_length - len(prompt))

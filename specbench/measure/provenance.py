@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from huggingface_hub import try_to_load_from_cache
 
@@ -71,7 +72,7 @@ def collect(config: dict, questions_file: Path, command: Sequence[str] | None = 
         "source_sha256": store.source_sha256(),
         "git": git_state(store.ROOT),
         "questions": {"path": str(questions_file), "sha256": file_sha256(questions_file)},
-        "weights": weights(config["pair"]),
+        "weights": weights(config["pair"], config["method"]),
     }
 
 
@@ -171,13 +172,18 @@ def git_state(root: Path) -> dict | None:
     }
 
 
-def weights(pair: Mapping) -> dict[str, dict]:
-    """The weights of a pair (target, draft, parts.<name>): where from, and checksums of the files on disk.
+def weights(pair: Mapping, method: Mapping = MappingProxyType({})) -> dict[str, dict]:
+    """The weights of a pair (target, draft, parts.<name>) and what a method's settings name folders of
+    (method.<name>): where from, and checksums of the files on disk.
 
     For a model of the hub: its id, the revision asked for, and the commit that the local cache has of it.
     """
     sources = {"target": pair["target"], "draft": pair["draft"]}
     sources |= {f"parts.{name}": path for name, path in pair["parts"].items()}
+    folders = {
+        key: value for key, value in method.items() if isinstance(value, str) and packaged(value).is_dir()
+    }
+    sources |= {f"method.{key}": path for key, path in folders.items()}
     return {
         name: _weights(source, pair.get(f"{name}_revision"))
         for name, source in sources.items()
@@ -191,7 +197,7 @@ def _weights(source: str, revision: str | None) -> dict:
         files = (
             [path]
             if path.is_file()
-            else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
+            else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json"))
         )
         return {"source": source, "files": {file.name: file_sha256(file) for file in files}}
     if path.is_absolute():  # a folder of a part that the method at hand may not need

@@ -12,6 +12,8 @@ import torch
 from methods.heads import DraftHead
 from methods.kangaroo.adapter import Adapter, adapter_config
 from specbench.decoding.draft import Context, Draft, Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from tests.models import random_model
 
@@ -86,6 +88,22 @@ def generate_with_transformers(model, prompt: list[int], max_new_tokens: int, st
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
+
+
+def drafts(drafter: Drafter, pair, temperature: float) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """(tokens, probabilities) of every draft of one answer."""
+    seen = []
+    inner = drafter.draft
+
+    def record(context: Context) -> Draft:
+        draft = inner(context)
+        seen.append((draft.tokens.clone(), draft.probs))
+        return draft
+
+    drafter.draft = record
+    prompt = [3, 9, 27, 11, 33, 29, 17]
+    Engine(Target(pair.target), drafter, frozenset()).generate(prompt, Decoding(40, temperature), seed=5)
+    return seen
 
 
 class Oracle(Drafter):

@@ -44,7 +44,8 @@ def drafter(pair, method: str, folder: str):
     if method == "pld":
         return PromptLookup(pair, 3)
     save_adapter(near_identity_adapter(pair), folder, torch.float32)
-    return Kangaroo(pair, folder, 1, 3, 0.5)
+    kangaroo = Kangaroo(pair, folder, 1, 3, 0.5)
+    return trimmed(kangaroo, KEPT) if "trimmed" in method else kangaroo
 
 
 @torch.inference_mode()
@@ -83,7 +84,8 @@ def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "method", ["sps", "sps with a stop", "sps, trimmed", "pld", "s2d", "s2d, trimmed", "kangaroo"]
+    "method",
+    ["sps", "sps with a stop", "sps, trimmed", "pld", "s2d", "s2d, trimmed", "kangaroo", "kangaroo, trimmed"],
 )
 def test_answers_follow_the_target(pair, method, tmp_path):
     assert p_value(observed_counts(pair, method, str(tmp_path)), expected_counts(pair.target)) > 1e-3

@@ -10,12 +10,9 @@ from methods.kangaroo import Kangaroo
 from methods.kangaroo.adapter import save_adapter
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
-from tests.decoding.helpers import near_identity_adapter, sorted_pair, trimmed
+from tests.decoding.helpers import drafts, near_identity_adapter, sorted_pair, trimmed
 
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 METHODS = ("sps", "kangaroo", "s2d")
 
 
@@ -26,21 +23,6 @@ def make(method: str, pair, folder: str):
         return SortedDraft(pair, thresholds=[0.2, 0.2], max_draft_tokens=4)
     save_adapter(near_identity_adapter(pair), folder, torch.float32)
     return Kangaroo(pair, folder, 2, 4, 0.0)
-
-
-def drafts(drafter, pair, temperature: float) -> list:
-    """(tokens, probabilities) of every draft of one answer."""
-    seen = []
-    inner = drafter.draft
-
-    def record(context):
-        draft = inner(context)
-        seen.append((draft.tokens.clone(), draft.probs))
-        return draft
-
-    drafter.draft = record
-    Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(40, temperature), seed=5)
-    return seen
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from methods.s2d import SortedDraft
+from methods.s2d.train import cut
+from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
-from tests.decoding.helpers import sorted_pair
+from tests.decoding.helpers import drafts, sorted_pair
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 EXITS = [1, 2, 5]
@@ -121,10 +123,14 @@ def test_a_token_leaves_at_the_first_exit_whose_confidence_passes_its_threshold(
 
 
 def test_one_exit_is_a_shallower_draft_model():
-    """Fixed at an exit, the sorted draft drafts what a model of so many layers would."""
+    """Fixed at an exit, the sorted draft drafts what a model of so many layers does."""
+    pair = sorted_pair("llama")
     for number, exit in enumerate(EXITS, 1):
+        short = SimpleNamespace(**vars(pair) | {"draft": cut(pair.draft, list(range(exit)))})
+        drafters = [SortedDraft(pair, only=number, max_draft_tokens=4), SpeculativeSampling(short, 4)]
+        tokens, others = (drafts(drafter, pair, 0.0) for drafter in drafters)
+        assert [t.tolist() for t, _ in tokens] == [t.tolist() for t, _ in others]
         steps = run(only=number, max_draft_tokens=4)
-        assert steps[0].drafted == run(exits=[exit], max_draft_tokens=4)[0].drafted
         assert {layers for s in steps for layers in s.exits} == {exit}
         assert {len(s.exits) for s in steps} >= {4}
         model = Target(sorted_pair("llama").draft)
@@ -147,6 +153,7 @@ def test_bytes_count_every_head_on_the_way():
     [
         ({"exits": [1, 3]}, r"no exit 3: it was trained with \[1, 2, 5\]"),
         ({"only": 4}, "between 1 and 3"),
+        ({"max_draft_tokens": 0}, "max_draft_tokens must be at least 1"),
         ({"thresholds": [0.5]}, "3 exits take 3 thresholds"),
     ],
 )

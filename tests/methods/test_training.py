@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from methods.kangaroo import train as kangaroo_train
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
-from methods.training import LOG, agreement, batches, held_out_batches, train_part
+from methods.training import LOG, agreement, batches, held_out_batches, train_part, training_pair
+from specbench.bench import ROOT
 from specbench.errors import UserError
 from specbench.pairs import load_pair
 from tests.decoding.helpers import random_pair
 from tests.methods.training_helpers import Stopped, stop_after, training_settings, training_workplace
+from tests.models import ARCHITECTURES
 
 SORTED = ("layers=[0,2,3]", "exits=[1,3]", "learning_rate=1e-2")
 
@@ -71,21 +77,23 @@ def said_tokens(module, batch) -> list[torch.Tensor]:
     return [module.model.lm_head(states).argmax(-1) == goals for states in chosen]
 
 
-def test_sorted_loss_is_the_mean_of_the_exits_own_losses():
-    model = random_pair("llama", seed=3).draft
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_sorted_loss_is_the_mean_of_the_exits_own_losses(arch):
+    model = random_pair(arch, seed=3).draft
+    exits = (1, 2, model.config.num_hidden_layers)
     batch = {
         "input_ids": torch.tensor([[5, 9, 31, 7, 22, 14]]),
         "loss_weight": torch.tensor([[0.0, 0.0, 0.2, 1.0, 0.0, 1.0]]),
     }
     expected = []
-    for exit in (2, 4, 5):
+    for exit in exits:
         short = s2d_train.cut(model, list(range(exit)))
         with torch.no_grad():
             logits = short(batch["input_ids"]).logits[0, :-1]
         losses = torch.nn.functional.cross_entropy(logits, batch["input_ids"][0, 1:], reduction="none")
-        expected.append((losses * batch["loss_weight"][0, 1:]).sum() / batch["loss_weight"].sum())
+        expected.append((losses * batch["loss_weight"][0, 1:]).sum())
     with torch.no_grad():
-        loss = s2d_train.Sorted(model, [2, 4, 5])(batch)
+        loss = s2d_train.Sorted(model, list(exits))(batch)
     torch.testing.assert_close(loss, torch.stack(expected).mean())
 
 
@@ -126,7 +134,7 @@ def test_distillation_brings_a_draft_model_closer_to_its_target(workplace, tmp_p
 
 
 def test_accumulated_batches_count_like_one_larger_batch(workplace, tmp_path):
-    """Two batches of two rows a step move the weights like one batch of four, where every row weighs the same."""
+    """Two batches of two rows a step move the weights like one batch of four, whatever the assistant says in each."""
     weights = []
     for accumulate, size in ((1, 4), (2, 2)):
         sizes = (f"accumulate={accumulate}", f"batch_size={size}", "steps=3", "save_every=3")
@@ -134,18 +142,22 @@ def test_accumulated_batches_count_like_one_larger_batch(workplace, tmp_path):
         pair = load_pair(cfg.pair, 0, with_draft=True)
         module = sps_train.Distillation(pair.draft.requires_grad_(True), pair.target)
         ids = torch.arange(48).view(12, 4) + 5
-        rows = [{"input_ids": row, "loss_weight": torch.ones(row.shape)} for row in ids.split(size)]
+        said = (torch.arange(48).view(12, 4) % 7 < 4).float()  # not the same in every row
+        rows = [
+            {"input_ids": row, "loss_weight": weight}
+            for row, weight in zip(ids.split(size), said.split(size))
+        ]
         train_part(module, iter(rows), dict, lambda out, figures: None, cfg)
         weights.append([p.clone() for p in module.parameters()])
     for one, other in zip(*weights):
         torch.testing.assert_close(one, other)
 
 
-def test_a_half_precision_target_trains_a_float32_adapter(workplace, tmp_path):
-    cfg = training_settings(
-        "train_kangaroo", workplace, tmp_path, "pair.dtype=bfloat16", "steps=2", "save_every=1"
-    )
-    out = kangaroo_train.train(cfg)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_half_precision_target_trains_a_float32_adapter(workplace, tmp_path, dtype):
+    assert training_pair(OmegaConf.create({"dtype": dtype})).dtype == "bfloat16"
+    more = (f"pair.dtype={dtype}", "steps=2", "save_every=1")
+    out = kangaroo_train.train(training_settings("train_kangaroo", workplace, tmp_path, *more))
     assert [set(row) for row in log(out)] == [{"step", "loss", "held_out_agreement"}] * 2
 
 
@@ -157,6 +169,41 @@ def test_passes_in_bf16(workplace, tmp_path, name):
     assert all(row["loss"] > 0 for row in log(trainer.train(cfg)))
 
 
+def test_a_stopped_training_goes_on_only_as_it_began(workplace, tmp_path, monkeypatch):
+    def settings(*more):
+        return training_settings("train_kangaroo", workplace, tmp_path, *more)
+
+    stop_after(monkeypatch, kangaroo_train.Distillation, 20)
+    with pytest.raises(Stopped):
+        kangaroo_train.train(settings())
+    monkeypatch.undo()
+    for more in ("learning_rate=1e-4", "steps=10", "exit_layer=1", "batch_size=2"):
+        key = more.partition("=")[0]
+        with pytest.raises(UserError, match=f"holds a training with {key}="):
+            kangaroo_train.train(settings(more))
+    assert kangaroo_train.train(settings("save_every=10")).is_dir()
+
+
+def test_two_processes_train_like_one_with_twice_the_batches(workplace, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    weights = []
+    for processes, accumulate in ((2, 1), (1, 2)):
+        more = (f"accumulate={accumulate}", "steps=6", "save_every=3", "batch_size=2", "learning_rate=1e-2")
+        out = tmp_path / str(processes)
+        cfg = training_settings("train_kangaroo", workplace, out, *more)
+        chosen = OmegaConf.to_container(cfg, resolve=True)
+        pair = [f"pair.{key}={chosen['pair'][key]}" for key in ("target", "draft", "tokenizer", "device")]
+        keys = ("conversations", "length", "save_dtype", "out")
+        arguments = [*pair, *(f"{key}={chosen[key]}" for key in keys), *more]
+        launch = [*command, f"--nproc_per_node={processes}", "-m", "methods.kangaroo.train", *arguments]
+        done = subprocess.run(launch, capture_output=True, text=True, timeout=280, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-2000:]
+        weights.append(load_file(out / "model.safetensors"))
+        assert [row["step"] for row in log(out)] == [3, 6]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def test_a_pair_without_text_asks_for_conversations(workplace, tmp_path):
     with pytest.raises(UserError, match="conversations=FILE"):
         more = ("conversations=null", "pair.training=null")
@@ -166,5 +213,5 @@ def test_a_pair_without_text_asks_for_conversations(workplace, tmp_path):
 def test_text_in_which_the_assistant_never_speaks_is_refused(workplace, tmp_path):
     (tmp_path / "mute.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n' * 3)
     cfg = training_settings("train_kangaroo", workplace, tmp_path, f"conversations={tmp_path}/mute.jsonl")
-    with pytest.raises(UserError, match="nothing that the assistant says within 20 tokens"):
+    with pytest.raises(UserError, match="too few conversations in which the assistant says anything"):
         next(batches(cfg, load_pair(cfg.pair, 0, with_draft=False)))
