@@ -37,6 +37,7 @@ CHAT = [
     {"role": "assistant", "content": "ab ab"},
     {"role": "user", "content": "And now ba?"},
 ]
+LEANING = 0.15
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
     "and polite answers to the user's questions. USER: Say ab. ASSISTANT: ab ab</s>USER: And now ba? ASSISTANT:"
@@ -48,44 +49,60 @@ def pair_config(name: str, *overrides: str) -> DictConfig:
         return compose("bench", overrides=[f"pair={name}", "pair.device=cpu", *overrides]).pair
 
 
-def small(shape: DictConfig, vocab: int, layers: int) -> dict:
-    """The shape with its ratios of heads, head width and feed-forward width, a tenth as deep or less, and narrow."""
+def small(shape: DictConfig, layers: int, vocab: int | None = None) -> dict:
+    """The shape with its ratios of heads, head width, feed-forward width and vocabulary, but narrow and shallow."""
     full = AutoConfig.for_model(**OmegaConf.to_container(shape))
     heads, groups = full.num_attention_heads, getattr(full, "num_key_value_heads", full.num_attention_heads)
-    own = {"vocab_size": vocab, "num_hidden_layers": layers, "initializer_range": 0.25, "init_std": 0.25}
     kv = 1 if heads // groups > 2 else 4
-    own |= {
-        "num_attention_heads": kv * heads // groups,
-        "bos_token_id": 256,
-        "eos_token_id": 257,
-        "pad_token_id": None,
-    }
+    own = {"num_hidden_layers": layers, "num_attention_heads": kv * heads // groups}
+    own |= {"initializer_range": 0.25, "init_std": 0.25, "tie_word_embeddings": False}
+    own |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
     if full.model_type == "opt":
-        return dict(shape) | own | {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256}
-    head_dim = 16 if full.head_dim == 128 else 8
-    own |= {"num_key_value_heads": kv, "head_dim": head_dim}
-    own["hidden_size"] = own["num_attention_heads"] * head_dim * full.hidden_size // (heads * full.head_dim)
-    own["intermediate_size"] = own["hidden_size"] * full.intermediate_size // full.hidden_size
+        own |= {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256}
+    else:
+        head_dim = 16 if full.head_dim == 128 else 8
+        own |= {"num_key_value_heads": kv, "head_dim": head_dim}
+        own["hidden_size"] = (
+            own["num_attention_heads"] * head_dim * full.hidden_size // (heads * full.head_dim)
+        )
+        own["intermediate_size"] = own["hidden_size"] * full.intermediate_size // full.hidden_size
+    # Never fewer rows than the tokenizer's 260 ids and some padding, which several of these models have.
+    own["vocab_size"] = vocab or max(300, full.vocab_size * own["hidden_size"] // full.hidden_size)
     return OmegaConf.to_container(shape) | own
 
 
+@torch.no_grad()
+def think_alike(model) -> None:
+    """Makes a random model lean to a successor of each token that is the same in every model, so that the drafts of one
+    are often right about another."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding.mul_(4.0)
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight")):
+            weight.mul_(0.15)
+    successor = torch.randperm(260, generator=torch.Generator().manual_seed(0))
+    head[successor] += embedding[:260] * LEANING
+
+
 def save_small(name: str, folder: Path, **draft_changes) -> DictConfig:
-    """Saves small models of a pair, 5 and 3 layers, as its hub repositories would hold them; its configuration."""
+    """Saves small models of a pair, an eighth as deep, as its hub repositories would hold them; its configuration."""
     cfg = pair_config(name, "pair.dtype=float32")
-    tokenizer = byte_tokenizer()
-    for part, layers in (("target", 5), ("draft", 3)):
+    vocab = small(cfg.target_shape, 1)["vocab_size"]
+    for part, least in (("target", 3), ("draft", 1)):
         shape = cfg[f"{part}_shape"]
         if shape is None:
             continue
-        torch.manual_seed(layers)
-        padded = 300  # rows beyond the tokenizer's 260 ids, as several of these models have
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small(shape, padded, layers)))
+        layers = max(least, shape.num_hidden_layers // 8)
+        torch.manual_seed(least)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small(shape, layers, vocab)))
+        think_alike(model)
         if part == "draft":
+            model.config.exits = sorted({1, layers})
             for attribute, value in draft_changes.items():
                 setattr(model.config, attribute, value)
         model.save_pretrained(folder / part)
         cfg[part] = str(folder / part)
-    tokenizer.save_pretrained(folder / "target")
+    byte_tokenizer().save_pretrained(folder / "target")
     cfg.target_revision, cfg.stop_ids = None, [257]
     return cfg
 
@@ -96,10 +113,9 @@ def test_these_are_all():
 
 @pytest.mark.parametrize("name", REAL)
 def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
-    cfg = save_small(name, tmp_path, exits=[1, 3])
+    cfg = save_small(name, tmp_path)
     pair = load_pair(cfg, seed=0, with_draft=cfg.draft is not None)
-    shape = pair_config(name).target_shape
-    assert pair.target.config.model_type == shape.model_type
+    assert pair.target.config.model_type == pair_config(name).target_shape.model_type
     target = Target(pair.target)
     target.check()
     save_adapter(near_identity_adapter(pair), tmp_path / "adapter", torch.float32)
@@ -110,16 +126,20 @@ def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
     }
     if pair.draft is not None:
         drafters["sps"] = SpeculativeSampling(pair, 4)
-        drafters["s2d"] = SortedDraft(pair, thresholds=[0.3], max_draft_tokens=4)
-        drafters["trimmed"] = trimmed(SpeculativeSampling(pair, 4), list(range(0, 260, 3)))
+        drafters["s2d"] = SortedDraft(pair, max_draft_tokens=4)
+        drafters["trimmed"] = trimmed(SpeculativeSampling(pair, 4), list(range(0, 260, 2)))
+    rates: dict[str, list[float]] = {method: [] for method in drafters}
     for messages in (CHAT[:1], CHAT):
         prompt = pair.prompt_ids(messages)
-        expected = generate_with_transformers(pair.target, prompt, 24, stop_ids=pair.stop_ids)
+        expected = generate_with_transformers(pair.target, prompt, 40, stop_ids=pair.stop_ids)
         for method, drafter in drafters.items():
-            answer = Engine(target, drafter, pair.stop_ids, pair.context_length).generate(
-                prompt, Decoding(24)
-            )
+            engine = Engine(target, drafter, pair.stop_ids, pair.context_length)
+            answer = engine.generate(prompt, Decoding(40))
             assert answer.tokens == expected, method
+            rates[method] += [step.accepted / step.drafted for step in answer.steps if step.drafted]
+    for method in rates.keys() - {"ar", "pld"}:  # rejected, accepted in part and in full: all of it was seen
+        assert min(rates[method]) < 1 and max(rates[method]) > 0, method
+        print(name, method, len(rates[method]), sum(rates[method]) / len(rates[method]), max(rates[method]))
 
 
 @pytest.mark.parametrize("name", WITH_DRAFT)
@@ -154,7 +174,7 @@ def test_padded_rows_are_never_drafted(name, tmp_path):
     token, _ = drafter.head.choose(logits, Decoding(1), None)
     assert logits.shape[-1] == pair.vocab_size == 260 and token < 260
     _, probs = drafter.head.choose(logits, Decoding(1, 1.0), torch.Generator().manual_seed(0))
-    assert drafter.head.spread([probs]).shape == (1, 300)
+    assert drafter.head.spread([probs]).shape == (1, pair.target.config.vocab_size)
 
 
 @pytest.mark.parametrize("name", [name for name in REAL if name.startswith("vicuna")])
@@ -209,7 +229,7 @@ def test_random_weights_need_neither_network_nor_files(name, monkeypatch):
     for part in ("target", "draft"):
         if cfg[f"{part}_shape"] is not None:
             own = {"bos_token_id": 1, "eos_token_id": 2}
-            cfg[f"{part}_shape"] = small(cfg[f"{part}_shape"], 16400, 2) | own
+            cfg[f"{part}_shape"] = small(cfg[f"{part}_shape"], 2, 16400) | own
     pair = load_pair(cfg, seed=0, with_draft=cfg.draft is not None)
     assert pair.init == "random" and pair.target.config.model_type == cfg.target_shape.model_type
     prompt = pair.prompt_ids(CHAT)

@@ -30,25 +30,37 @@ class KVCache:
     ):
         self.data = torch.zeros(layers, 2, 1, kv_heads, capacity, head_dim, device=device, dtype=dtype)
         self.lengths = [0] * layers
-        # Indexing the big tensor in every layer of every pass costs more than the copy of one row.
-        self._keys = [self.data[i, 0] for i in range(layers)]
-        self._values = [self.data[i, 1] for i in range(layers)]
+        self._reserved = (0, 0, 0)  # first layer, last + 1, and length once the pass is through
+        self._whole: tuple[torch.Tensor, ...] = ()  # keys and values of one reserved layer after the other
+        self._new: tuple[torch.Tensor, ...] = ()  # their part that the pass fills
 
     @property
     def capacity(self) -> int:
         """Positions that fit."""
         return self.data.shape[4]
 
+    def reserve(self, lo: int, hi: int, n: int) -> None:
+        """Prepares a pass that appends `n` positions to each of the layers [lo, hi), which hold equally many.
+
+        The views of all layers are made at once: made in every layer anew they cost more than the copy of a row.
+        """
+        end = self.lengths[lo] + n
+        flat = self.data[lo:hi].flatten(0, 1)
+        self._whole = flat.narrow(3, 0, end).unbind(0)
+        self._new = flat.narrow(3, end - n, n).unbind(0)
+        self._reserved = (lo, hi, end)
+
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
         """Appends keys and values [1, kv_heads, n, head_dim]; returns all valid ones of the layer as views."""
-        start = self.lengths[layer_idx]
-        end = start + keys.shape[2]
-        all_keys = self._keys[layer_idx].narrow(2, 0, end)
-        all_values = self._values[layer_idx].narrow(2, 0, end)
-        all_keys.narrow(2, start, end - start).copy_(keys)
-        all_values.narrow(2, start, end - start).copy_(values)
+        lo, hi, end = self._reserved
+        if not lo <= layer_idx < hi or self.lengths[layer_idx] + keys.shape[2] != end:
+            self.reserve(layer_idx, layer_idx + 1, keys.shape[2])
+            lo, hi, end = self._reserved
+        place = 2 * (layer_idx - lo)
+        self._new[place].copy_(keys)
+        self._new[place + 1].copy_(values)
         self.lengths[layer_idx] = end
-        return all_keys, all_values
+        return self._whole[place], self._whole[place + 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Valid positions of a layer."""

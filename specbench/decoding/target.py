@@ -131,6 +131,7 @@ class Target:
             rope["position_embeddings"] = self._rope(start, n, offsets, cache.capacity)
         elif lo == 0:
             hidden = hidden + self._learned(start, n, offsets)
+        cache.reserve(lo, len(self.layers) if hi is None else hi, n)
         masks = {w: attention_mask(n, start, hidden, w, offsets, seen) for w in self._window_kinds}
         for layer, window in zip(self.layers[lo:hi], self._windows[lo:hi]):
             hidden = layer(
