@@ -18,7 +18,7 @@ PAIRS = ["tiny", "tiny_shallow"]
 def test_method_on_the_embedded_family(method, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "bandwidth", lambda device: 1e9)
     settings = [f"method={method}", f"pair={pair}", "pair.device=cpu", f"runs_root={tmp_path}"]
-    limits = ["data.limit=1", "decoding.max_new_tokens=32"]
+    limits = ["data.limit=1", "decoding.max_new_tokens=16"]
     with initialize_config_dir(str(CONF), version_base=None):
         cfg = compose("bench", overrides=settings + limits)
     OmegaConf.resolve(cfg)

@@ -43,9 +43,12 @@ def test_checksums_of_weights_on_disk(tmp_path):
         (target / name).write_text(name)
     part.write_bytes(b"part")
     found = provenance.weights(PAIR | {"target": str(target), "parts": {"kangaroo": str(part)}})
-    assert found["target"]["files"] == {"model.safetensors": hashlib.sha256(b"model.safetensors").hexdigest()}
+    names = ("config.json", "model.safetensors")
+    assert found["target"]["files"] == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
     assert found["parts.kangaroo"]["files"] == {"head.bin": hashlib.sha256(b"part").hexdigest()}
     assert "draft" not in found
+    chosen = provenance.weights(PAIR, {"name": "sps", "vocab_map": str(target), "max_draft_tokens": 5})
+    assert chosen["method.vocab_map"]["files"].keys() == set(names) and "method.name" not in chosen
 
 
 def test_no_secret_is_recorded(questions, monkeypatch):
