@@ -30,7 +30,7 @@ class KVCache:
     ):
         self.data = torch.zeros(layers, 2, 1, kv_heads, capacity, head_dim, device=device, dtype=dtype)
         self.lengths = [0] * layers
-        self._reserved = (0, 0, 0)  # first layer, last + 1, and length once the pass is through
+        self._reserved = (0, 0, 0, 0)  # first layer, last + 1, positions before the pass and in it
         self._whole: tuple[torch.Tensor, ...] = ()  # keys and values of one reserved layer after the other
         self._new: tuple[torch.Tensor, ...] = ()  # their part that the pass fills
 
@@ -44,22 +44,22 @@ class KVCache:
 
         The views of all layers are made at once: made in every layer anew they cost more than the copy of a row.
         """
-        end = self.lengths[lo] + n
+        start = self.lengths[lo]
         flat = self.data[lo:hi].flatten(0, 1)
-        self._whole = flat.narrow(3, 0, end).unbind(0)
-        self._new = flat.narrow(3, end - n, n).unbind(0)
-        self._reserved = (lo, hi, end)
+        self._whole = flat.narrow(3, 0, start + n).unbind(0)
+        self._new = flat.narrow(3, start, n).unbind(0)
+        self._reserved = (lo, hi, start, n)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
         """Appends keys and values [1, kv_heads, n, head_dim]; returns all valid ones of the layer as views."""
-        lo, hi, end = self._reserved
-        if not lo <= layer_idx < hi or self.lengths[layer_idx] + keys.shape[2] != end:
+        lo, hi, start, n = self._reserved
+        if not lo <= layer_idx < hi or start != self.lengths[layer_idx] or n != keys.shape[2]:
             self.reserve(layer_idx, layer_idx + 1, keys.shape[2])
-            lo, hi, end = self._reserved
+            lo, hi, start, n = self._reserved
         place = 2 * (layer_idx - lo)
         self._new[place].copy_(keys)
         self._new[place + 1].copy_(values)
-        self.lengths[layer_idx] = end
+        self.lengths[layer_idx] = start + n
         return self._whole[place], self._whole[place + 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -59,3 +59,14 @@ def test_rolling_back_moves_no_data_and_layers_may_differ():
     cache.truncate(3)
     assert cache.lengths == [3, 2, 0]
     assert cache.data.data_ptr() == before[0] and torch.equal(cache.data, before[1])
+
+
+def test_a_pass_after_a_roll_back_that_ends_where_the_last_one_ended():
+    """Two positions, one taken back, one new: the views of the first pass do not fit the second."""
+    cache = KVCache(1, 2, 4, 16, torch.device("cpu"), torch.float32)
+    first, last = torch.randn(1, 2, 2, 4), torch.randn(1, 2, 1, 4)
+    cache.update(first, first, 0)
+    cache.truncate(1)
+    keys, values = cache.update(last, last, 0)
+    assert torch.equal(keys, torch.cat([first[:, :, :1], last], dim=2)) and torch.equal(keys, values)
+    assert cache.lengths == [2]
