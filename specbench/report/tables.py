@@ -174,8 +174,10 @@ def print_overview(run_folders: list[Path]) -> None:
     by_pair = pairs_table(summaries)
     if by_pair:
         out.print(by_pair)
-    for line in not_comparable(run_folders):
-        out.print(Text(line, style="yellow"))
+    for pair in dict.fromkeys(summary["pair"] for summary in summaries):  # other models are no surprise
+        alike = [run for run, summary in zip(run_folders, summaries) if summary["pair"] == pair]
+        for line in not_comparable(alike):
+            out.print(Text(line, style="yellow"))
 
 
 def console() -> Console:
