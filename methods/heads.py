@@ -32,7 +32,7 @@ class DraftHead:
         self.weight = head.weight[kept].clone()  # a copy: the rows of a tied embedding stay whole
         self.bias = None if head.bias is None else head.bias[kept].clone()
         parts = [self.weight] if self.bias is None else [self.weight, self.bias]
-        self.bytes = weight_bytes(model.norm) + sum(p.numel() * p.element_size() for p in parts)
+        self.bytes = weight_bytes(model.norm) + sum(p.nbytes for p in parts)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Normed states [..., d] -> logits over the head's own rows."""
@@ -72,3 +72,8 @@ def draft_head(pair, model: Target, vocab_map: str | None, vocab_size: int | Non
 def confidence(logits: torch.Tensor) -> torch.Tensor:
     """Top-1 probability [] of logits [1, rows] at temperature 1, whatever the temperature of the draw."""
     return torch.softmax(logits.float(), dim=-1).max()
+
+
+def unsure(logits: torch.Tensor, threshold: float) -> bool:
+    """Whether drafting stops behind this token; a threshold of 0 never does, and never waits for the device."""
+    return threshold > 0 and bool(confidence(logits) < threshold)

@@ -95,13 +95,16 @@ def soft_cross_entropy(
 
 
 @torch.no_grad()
-def agreement(choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], held_out: list[Batch]) -> float:
+def agreement(
+    choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], held_out: list[Batch]
+) -> float | list[float]:
     """Share of positions at which student and target have the same first choice, which is what greedy drafts live on.
 
-    choices(batch) -> both choices, [n] each, at the positions before each token that the assistant says.
+    choices(batch) -> both choices at the positions before each token that the assistant says: the target's [n], the
+    student's [n], or [k, n] of k students, which then have a share each.
     """
     pairs = [choices(batch) for batch in held_out]
-    return torch.cat([student == target for student, target in pairs]).float().mean().item()
+    return torch.cat([student == target for student, target in pairs], dim=-1).float().mean(-1).tolist()
 
 
 def train_part(

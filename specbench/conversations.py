@@ -41,6 +41,7 @@ def conversations(
                 f"pair '{pair_cfg.name}' brings no training text: give conversations=FILE (JSON lines)"
             )
         yield from hydra.utils.instantiate(pair_cfg.training, seed=2 * seed + held_out)
+        return
     for epoch in count():
         rows = read(source, split)
         chosen = (row for i, row in enumerate(rows) if (i % HELD_OUT_EVERY == 0) == held_out)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from methods.heads import confidence, draft_head
+from methods.heads import draft_head, unsure
 from methods.kangaroo.adapter import check_exit_layer, load_adapter
 from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
 from specbench.decoding.kv_cache import KVCache
@@ -46,8 +46,11 @@ class Kangaroo(Drafter):
         self.taps = (exit_layer,)
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold
-        self.head = draft_head(pair, Target(pair.target), vocab_map, vocab_size)
-        self._adapter_bytes = weight_bytes(self.adapter)
+        target = Target(pair.target)
+        self.head = draft_head(pair, target, vocab_map, vocab_size)
+        # The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
+        self._draft_bytes = weight_bytes(self.adapter) + self.head.bytes
+        self._shallow_bytes = target.pass_bytes(0, exit_layer, head=False)
         self._cache: KVCache | None = None
 
     def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
@@ -73,14 +76,14 @@ class Kangaroo(Drafter):
             probs.append(q)
             feed = self._shallow(token.unsqueeze(0))
             states.append(feed)
-            if len(tokens) == limit or self._unsure(logits):
+            if len(tokens) == limit or unsure(logits, self.confidence_threshold):
                 break
         self._states = torch.cat(states, dim=1)
         return Draft(
             tokens=torch.cat(tokens),
             probs=self.head.spread(probs),
             resume=Resume(self.exit_layer, self._states),
-            bytes_read=self._bytes_read(len(tokens)),
+            bytes_read=len(tokens) * self._draft_bytes + len(states) * self._shallow_bytes,
         )
 
     def commit(self, context: Context, accepted: int) -> None:
@@ -89,14 +92,6 @@ class Kangaroo(Drafter):
         # After a full acceptance the last draft token went through the shallow layers but not through the adapter.
         missing = known - self._cache.lengths[0]
         self._unadapted = self._states[:, accepted : accepted + 1] if missing else None
-
-    def _bytes_read(self, drafted: int) -> int:
-        """Weights read for `drafted` tokens: adapter and head once each, the shallow layers once more than that.
-
-        The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
-        """
-        shallow = self.target.pass_bytes(0, self.exit_layer, head=False)
-        return drafted * (self._adapter_bytes + self.head.bytes) + (drafted + 1) * shallow
 
     def _shallow(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [1, n] -> exit states [1, n, d], appended to the target's own cache."""
@@ -108,11 +103,6 @@ class Kangaroo(Drafter):
         cos, sin = self._rope
         mask = attention_mask(n, start, states)
         return self.adapter(states, (cos.narrow(1, start, n), sin.narrow(1, start, n)), mask, self._cache)
-
-    def _unsure(self, logits: torch.Tensor) -> bool:
-        if self.confidence_threshold <= 0:
-            return False
-        return bool(confidence(logits) < self.confidence_threshold)
 
 
 def _exit_layer(asked: int | None, adapter, layers: int) -> int:

@@ -8,6 +8,7 @@ itself. No target is its teacher, so one draft model serves them all.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -57,13 +58,11 @@ class Sorted(torch.nn.Module):
         norm, hidden = self._norm[0], outputs.hidden_states
         return [*(norm(hidden[exit]) for exit in self.exits[:-1]), outputs.last_hidden_state]
 
-    def choices(
-        self, batch: Batch, number: int, target: PreTrainedModel
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [n] of an exit and of a target before each token that the assistant says."""
+    def choices(self, batch: Batch, target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+        """First choices [exits, n] and [n] of the exits and of a target before each token that the assistant says."""
         final = target.model(batch["input_ids"], use_cache=False).last_hidden_state
-        student = self.model.lm_head(predicting(self.states(batch)[number], batch, 1.0))
-        return student.argmax(-1), target.lm_head(predicting(final, batch, 1.0)).argmax(-1)
+        exits = [self.model.lm_head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch)]
+        return torch.stack(exits), target.lm_head(predicting(final, batch, 1.0)).argmax(-1)
 
 
 def cut(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
@@ -108,12 +107,8 @@ def train(cfg: DictConfig) -> Path:
     module, held_out = Sorted(model, exits), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
-        return {
-            f"held_out_agreement_{exit}": agreement(
-                lambda b, i=i: module.choices(b, i, pair.target), held_out
-            )
-            for i, exit in enumerate(exits)
-        }
+        shares = agreement(partial(module.choices, target=pair.target), held_out)
+        return {f"held_out_agreement_{exit}": share for exit, share in zip(exits, shares)}
 
     def save(out: Path, figures: dict[str, float]) -> None:
         model.config.exits = exits

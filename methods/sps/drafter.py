@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from methods.heads import confidence, draft_head
+from methods.heads import draft_head, unsure
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.target import Prefill, Target
 from specbench.errors import at_least
@@ -55,7 +55,7 @@ class SpeculativeSampling(Drafter):
             tokens.append(token)
             probs.append(q)
             exits.append(layers)
-            if self.confidence_threshold > 0 and confidence(logits) < self.confidence_threshold:
+            if unsure(logits, self.confidence_threshold):
                 break
             feed = token.unsqueeze(0)
         read = sum(self._bytes[layers] for layers in exits)

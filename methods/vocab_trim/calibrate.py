@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hydra
-import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
@@ -38,6 +37,7 @@ def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) ->
     turns = ((c[:i], m["content"]) for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
     if source == "raw_text":
         yield from (pair.tokenizer.encode(text, add_special_tokens=False) for _, text in turns)
+        return
     model = pair.draft if source == "draft_generated" else pair.target
     engine = Engine(Target(model, pair.vocab_size), Drafter(), pair.stop_ids, pair.context_length)
     for number, (messages, _) in enumerate(turns):
@@ -72,7 +72,6 @@ def calibrate(cfg: DictConfig) -> Path:
     if cfg.source not in SOURCES:
         raise UserError(f"unknown source '{cfg.source}': {near(cfg.source, SOURCES)}")
     pair = load_pair(cfg.pair, cfg.seed, with_draft=cfg.source == "draft_generated")
-    torch.manual_seed(cfg.seed)
     counts, data = count(answers(cfg, pair, cfg.source), cfg.tokens, cfg.source)
     rows = rank(counts, pair.tokenizer, pair.stop_ids)[: cfg.size]
     facts = {"source": cfg.source, "pair": pair.name, "tokens": counts.total(), "data": data}

@@ -260,4 +260,4 @@ def _window(config, layer: int) -> int | None:
 
 def weight_bytes(module: torch.nn.Module) -> int:
     """Bytes of a module's parameters."""
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return sum(p.nbytes for p in module.parameters())

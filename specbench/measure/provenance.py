@@ -173,7 +173,7 @@ def git_state(root: Path) -> dict | None:
 
 
 def weights(pair: Mapping, method: Mapping = MappingProxyType({})) -> dict[str, dict]:
-    """The weights of a pair (target, draft, parts.<name>) and what a method's settings name folders of
+    """The weights of a pair (target, draft, parts.<name>) and what other folders a method's settings name
     (method.<name>): where from, and checksums of the files on disk.
 
     For a model of the hub: its id, the revision asked for, and the commit that the local cache has of it.
@@ -181,7 +181,9 @@ def weights(pair: Mapping, method: Mapping = MappingProxyType({})) -> dict[str, 
     sources = {"target": pair["target"], "draft": pair["draft"]}
     sources |= {f"parts.{name}": path for name, path in pair["parts"].items()}
     folders = {
-        key: value for key, value in method.items() if isinstance(value, str) and packaged(value).is_dir()
+        key: value
+        for key, value in method.items()
+        if isinstance(value, str) and value not in sources.values() and packaged(value).is_dir()
     }
     sources |= {f"method.{key}": path for key, path in folders.items()}
     return {

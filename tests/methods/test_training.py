@@ -21,7 +21,13 @@ from specbench.bench import ROOT
 from specbench.errors import UserError
 from specbench.pairs import load_pair
 from tests.decoding.helpers import random_pair
-from tests.methods.training_helpers import Stopped, stop_after, training_settings, training_workplace
+from tests.methods.training_helpers import (
+    Stopped,
+    stop_after,
+    training_overrides,
+    training_settings,
+    training_workplace,
+)
 from tests.models import ARCHITECTURES
 
 SORTED = ("layers=[0,2,3]", "exits=[1,3]", "learning_rate=1e-2")
@@ -190,11 +196,7 @@ def test_two_processes_train_like_one_with_twice_the_batches(workplace, tmp_path
     for processes, accumulate in ((2, 1), (1, 2)):
         more = (f"accumulate={accumulate}", "steps=6", "save_every=3", "batch_size=2", "learning_rate=1e-2")
         out = tmp_path / str(processes)
-        cfg = training_settings("train_kangaroo", workplace, out, *more)
-        chosen = OmegaConf.to_container(cfg, resolve=True)
-        pair = [f"pair.{key}={chosen['pair'][key]}" for key in ("target", "draft", "tokenizer", "device")]
-        keys = ("conversations", "length", "save_dtype", "out")
-        arguments = [*pair, *(f"{key}={chosen[key]}" for key in keys), *more]
+        arguments = training_overrides(workplace, out, *more)
         launch = [*command, f"--nproc_per_node={processes}", "-m", "methods.kangaroo.train", *arguments]
         done = subprocess.run(launch, capture_output=True, text=True, timeout=280, cwd=ROOT)
         assert done.returncode == 0, done.stderr[-2000:]

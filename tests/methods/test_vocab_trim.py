@@ -13,6 +13,7 @@ from methods.vocab_trim.calibrate import SOURCES, calibrate, coverage
 from methods.vocab_trim.vocab_map import FILE, always_kept, kept_ids, rank, save_vocab_map
 from specbench.bench import CONF
 from specbench.errors import UserError
+from tests.methods.training_helpers import saved_pair
 from tests.models import BYTES, byte_tokenizer, save_pair
 
 STOP = BYTES + 1
@@ -83,11 +84,7 @@ def workplace(tmp_path_factory):
 @pytest.mark.parametrize("source", SOURCES)
 def test_calibration(workplace, tmp_path, source, capsys):
     overrides = [
-        f"pair.target={workplace}/target",
-        f"pair.draft={workplace}/draft",
-        f"pair.tokenizer={workplace}/target",
-        "pair.device=cpu",
-        f"conversations={workplace}/talk.jsonl",
+        *saved_pair(workplace),
         f"source={source}",
         "tokens=300",
         "held_out_tokens=50",

@@ -29,24 +29,33 @@ def training_workplace(folder: Path) -> Path:
     return folder
 
 
-def training_settings(name: str, workplace: Path, out: Path, *more: str) -> DictConfig:
-    """The configuration of a trainer on that pair: 40 small steps, a state every 15."""
-    overrides = [
+def saved_pair(workplace: Path) -> list[str]:
+    """The overrides that name the pair and the conversations of a workplace."""
+    return [
         f"pair.target={workplace}/target",
         f"pair.draft={workplace}/draft",
         f"pair.tokenizer={workplace}/target",
         "pair.device=cpu",
         f"conversations={workplace}/talk.jsonl",
-        "steps=40",
-        "batch_size=4",
-        "length=20",
-        "save_every=15",
-        "save_dtype=float32",
+    ]
+
+
+def training_overrides(workplace: Path, out: Path, *more: str) -> list[str]:
+    """The arguments of a trainer on that pair: 40 small steps, a state every 15."""
+    small = ["steps=40", "batch_size=4", "length=20", "save_every=15", "save_dtype=float32"]
+    chosen = {override.partition("=")[0] for override in more}
+    return [
+        *saved_pair(workplace),
+        *(s for s in small if s.partition("=")[0] not in chosen),
         f"out={out}",
         *more,
     ]
+
+
+def training_settings(name: str, workplace: Path, out: Path, *more: str) -> DictConfig:
+    """The configuration of a trainer with those arguments."""
     with initialize_config_dir(str(CONF), version_base=None):
-        return compose(name, overrides=overrides)
+        return compose(name, overrides=training_overrides(workplace, out, *more))
 
 
 def stop_after(monkeypatch, module: type, calls: int) -> None:
