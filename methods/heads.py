@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from methods.vocab_trim.vocab_map import kept_ids
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target, weight_bytes
+from specbench.decoding.target import Target, by_columns, weight_bytes
 
 
 class DraftHead:
@@ -29,7 +29,7 @@ class DraftHead:
             self.bytes = model.pass_bytes(0, 0)
             return
         head = model.lm_head
-        self.weight = head.weight[kept].clone()  # a copy: the rows of a tied embedding stay whole
+        self.weight = by_columns(head.weight[kept])  # a copy: the rows of a tied embedding stay whole
         self.bias = None if head.bias is None else head.bias[kept].clone()
         parts = [self.weight] if self.bias is None else [self.weight, self.bias]
         self.bytes = weight_bytes(model.norm) + sum(p.nbytes for p in parts)

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specbench.decoding.kv_cache import KVCache
+from specbench.decoding.target import lay_out
 from specbench.errors import UserError
 
 # A buffer that older transformers stored and newer ones compute; the only key that may be there beyond the weights.
@@ -119,7 +120,9 @@ def load_adapter(folder: str | Path, target_config, device, dtype) -> Adapter:
     if problems:
         raise UserError(f"the adapter in '{folder}' does not fit: {'; '.join(sorted(problems))}")
     adapter.load_state_dict(state)
-    return adapter.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    adapter = adapter.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    lay_out(adapter)
+    return adapter
 
 
 def save_adapter(adapter: Adapter, folder: str | Path, dtype: torch.dtype, **notes) -> None:

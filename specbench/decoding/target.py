@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import linear
+from torch.utils.weak import WeakIdKeyDictionary
 
 from specbench.decoding.kv_cache import KVCache
 from specbench.errors import UserError
@@ -81,6 +83,9 @@ class Target:
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._layer_bytes = [weight_bytes(layer) for layer in self.layers]
         self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
+        tied = self.lm_head.weight is self.embed_tokens.weight
+        for module in [*self.layers] if tied else [*self.layers, self.lm_head]:
+            lay_out(module)
 
     # -- what a pass costs -------------------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class Target:
 
     def unembed(self, normed: torch.Tensor) -> torch.Tensor:
         """The head without the final norm, for drafters that bring a norm of their own."""
-        logits = self.lm_head(normed)
+        logits = linear(normed, head_weight(self.lm_head.weight), self.lm_head.bias)
         return logits[..., : self.vocab_size] if self._cut_head else logits
 
     # -- passes ------------------------------------------------------------------------------------------------
@@ -256,6 +261,39 @@ def _window(config, layer: int) -> int | None:
     if kinds is not None and kinds[layer] != "sliding_attention":
         return None
     return getattr(config, "sliding_window", None)
+
+
+def by_columns(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` [out, in] with the same values, laid out in memory as the product with it is read fastest.
+
+    In fp32 on a CPU that is column after column: for one position a head of 16384 x 128 then takes a third of the
+    time, and six positions through the layers of the embedded target a fifth less. Elsewhere it is the weight itself.
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.stride(0) == 1:
+        return weight
+    with torch.inference_mode(False), torch.no_grad():  # gradients may pass through a frozen weight
+        return weight.detach().t().contiguous().t()
+
+
+def lay_out(module: torch.nn.Module) -> None:
+    """Lays out the frozen linear weights of a module, in place, for decoding: see `by_columns`."""
+    for linear in module.modules():
+        if type(linear) is torch.nn.Linear and not linear.weight.requires_grad:
+            linear.weight.data = by_columns(linear.weight)
+
+
+# Of a head that is tied to the embedding, whose rows must stay rows: the weight -> its version and a copy by columns.
+_HEADS = WeakIdKeyDictionary()
+
+
+def head_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of a head's weight by columns, made once for all who use the weight, and again when it was changed."""
+    version, copy = _HEADS.get(weight, (None, None))
+    if version != weight._version:
+        copy = by_columns(weight)
+        if copy is not weight:
+            _HEADS[weight] = (weight._version, copy)
+    return copy
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
