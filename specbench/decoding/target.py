@@ -277,9 +277,9 @@ def by_columns(weight: torch.Tensor) -> torch.Tensor:
 
 def lay_out(module: torch.nn.Module) -> None:
     """Lays out the frozen linear weights of a module, in place, for decoding: see `by_columns`."""
-    for linear in module.modules():
-        if type(linear) is torch.nn.Linear and not linear.weight.requires_grad:
-            linear.weight.data = by_columns(linear.weight)
+    for part in module.modules():
+        if type(part) is torch.nn.Linear and not part.weight.requires_grad:
+            part.weight.data = by_columns(part.weight)
 
 
 # Of a head that is tied to the embedding, whose rows must stay rows: the weight -> its version and a copy by columns.

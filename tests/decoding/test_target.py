@@ -113,14 +113,14 @@ def test_logits_can_be_cut_to_the_ids_that_count():
 
 
 def test_weights_are_laid_out_by_columns_and_stay_what_they_are():
-    pair = random_pair("llama", tie_word_embeddings=True)
-    before = {name: weight.clone() for name, weight in pair.target.state_dict().items()}
-    target = Target(pair.target)
+    model = random_model("llama", 0, tie_word_embeddings=True)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    target = Target(model)
     assert target.layers[0].mlp.up_proj.weight.stride(0) == 1
-    assert pair.target.get_input_embeddings().weight.stride(1) == 1, "an embedding is read row by row"
-    assert all(torch.equal(before[name], weight) for name, weight in pair.target.state_dict().items())
+    assert model.get_input_embeddings().weight.stride(1) == 1, "an embedding is read row by row"
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     hidden = torch.randn(1, 2, target.hidden_size)
-    assert torch.allclose(target.unembed(hidden), pair.target.lm_head(hidden), atol=1e-5)
+    assert torch.allclose(target.unembed(hidden), model.lm_head(hidden), atol=1e-5)
     with torch.no_grad():
-        pair.target.lm_head.weight.mul_(2)  # a weight that is trained on must not leave a stale copy behind
-    assert torch.allclose(target.unembed(hidden), pair.target.lm_head(hidden), atol=1e-5)
+        model.lm_head.weight.mul_(2)  # a weight that is trained on must not leave a stale copy behind
+    assert torch.allclose(target.unembed(hidden), model.lm_head(hidden), atol=1e-5)
