@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from specbench.decoding.draft import Drafter
+from specbench.decoding.draft import Drafter, Needs
 
 
 class Autoregressive(Drafter):
     """Drafts nothing, so that every round is one target pass and one token."""
+
+    needs = Needs(batching=True)
 
     def __init__(self, pair):
         """A pair's target is all it takes, and that the engine has."""

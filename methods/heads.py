@@ -41,22 +41,32 @@ class DraftHead:
         return linear(normed, self.weight, self.bias)
 
     def choose(
-        self, logits: torch.Tensor, decoding: Decoding, generator: torch.Generator | None
+        self,
+        logits: torch.Tensor,
+        decoding: Decoding,
+        generator: torch.Generator | None = None,
+        uniforms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [n, rows] -> token ids [n] of the target and, when sampling, their distribution over the rows."""
-        rows, probs = decoding.select(logits, generator)
+        """Logits [n, rows] -> token ids [n] of the target and, when sampling, their distribution over the rows.
+        generator, uniforms: what to draw with, as in `Decoding.select`."""
+        rows, probs = decoding.select(logits, generator, uniforms)
         return (rows if self.kept is None else self.kept[rows]), probs
 
     def spread(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """What `choose` gave for each token of a draft, as probabilities [k, vocab_size]; None for a greedy draft."""
-        if not probs or probs[0] is None:
-            return None
-        rows = torch.cat(probs)
-        whole = rows.new_zeros(rows.shape[0], self.vocab_size)
+        """What `choose` gave for each of the k tokens of a draft, [n, rows] each, as probabilities over the target's
+        vocabulary: [k, vocab_size] for one sequence (n = 1); None for a greedy draft."""
+        return self._spread(torch.cat(probs)) if probs and probs[0] is not None else None
+
+    def spread_rows(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """The same for the n sequences of a batch: [n, k, vocab_size]."""
+        return self._spread(torch.stack(probs, dim=1)) if probs and probs[0] is not None else None
+
+    def _spread(self, rows: torch.Tensor) -> torch.Tensor:
+        whole = rows.new_zeros(*rows.shape[:-1], self.vocab_size)
         if self.kept is None:
-            whole[:, : rows.shape[1]] = rows
+            whole[..., : rows.shape[-1]] = rows
         else:
-            whole[:, self.kept] = rows
+            whole[..., self.kept] = rows
         return whole
 
 
@@ -70,10 +80,34 @@ def draft_head(pair, model: Target, vocab_map: str | None, vocab_size: int | Non
 
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:
-    """Top-1 probability [] of logits [1, rows] at temperature 1, whatever the temperature of the draw."""
-    return torch.softmax(logits.float(), dim=-1).max()
+    """Top-1 probability [n] of logits [n, rows] at temperature 1, whatever the temperature of the draw."""
+    return torch.softmax(logits.float(), dim=-1).amax(-1)
 
 
 def unsure(logits: torch.Tensor, threshold: float) -> bool:
     """Whether drafting stops behind this token; a threshold of 0 never does, and never waits for the device."""
     return threshold > 0 and bool(confidence(logits) < threshold)
+
+
+class Going:
+    """Which sequences of a batch still draft: the batch goes on until the last one is unsure.
+
+    threshold: as in `unsure`; counts: [n] tokens that each has drafted, its first unsure one the last; None when the
+    threshold is 0, which never stops anyone and never waits for the device.
+    """
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+        self.counts: torch.Tensor | None = None
+        self._going: torch.Tensor | bool = True
+
+    def drafted(self, logits: torch.Tensor) -> bool:
+        """A token was drafted from logits [n, rows]; returns whether any sequence goes on."""
+        if self.threshold <= 0:
+            return True
+        if self.counts is None:
+            self._going = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+            self.counts = self._going.long() * 0
+        self.counts = self.counts + self._going
+        self._going = self._going & (confidence(logits) >= self.threshold)
+        return bool(self._going.any())

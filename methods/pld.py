@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from specbench.decoding.draft import Context, Draft, Drafter
+import torch
+
+from specbench.decoding.batch import Rows
+from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.errors import at_least
 
 
@@ -11,6 +14,8 @@ class PromptLookup(Drafter):
 
     max_draft_tokens: longest draft. max_ngram, min_ngram: lengths of the n-gram that must match.
     """
+
+    needs = Needs(batching=True)
 
     def __init__(self, pair, max_draft_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1):
         at_least(1, max_draft_tokens=max_draft_tokens, min_ngram=min_ngram)
@@ -30,3 +35,21 @@ class PromptLookup(Drafter):
                 start = matches[-1, 0] + n
                 return Draft(known[start : start + length].clone())
         return Draft(known[:0])
+
+    def draft_rows(self, rows: Rows) -> Draft:
+        b, device = rows.known.shape[0], rows.known.device
+        tokens = rows.tokens[:b, : rows.reach]
+        known = rows.known.unsqueeze(1)
+        behind = torch.zeros(b, dtype=torch.int64, device=device)  # where each row's draft begins; 0: nowhere
+        for n in self.ngrams:
+            if tokens.shape[1] <= n:
+                continue
+            newest = rows.newest(n)
+            ends = torch.arange(n, tokens.shape[1], device=device)  # just behind each earlier n-gram
+            fits = (tokens[:, :-1].unfold(1, n, 1) == newest.unsqueeze(1)).all(2) & (ends < known)
+            latest = (fits * ends).amax(1)
+            behind = torch.where(behind > 0, behind, latest)
+        counts = torch.where(behind > 0, rows.known - behind, 0).clamp(max=self.max_draft_tokens)
+        k = int(counts.minimum(rows.limits).amax())  # the one wait: a shorter draft is a cheaper verification
+        span = (behind.unsqueeze(1) + torch.arange(k, device=device)).clamp(max=rows.tokens.shape[1] - 1)
+        return Draft(rows.tokens[:b].gather(1, span), counts=counts)

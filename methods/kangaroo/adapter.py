@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specbench.decoding.kv_cache import KVCache
+from specbench.decoding.kv_cache import KVCache, RowCache
 from specbench.decoding.target import lay_out
 from specbench.errors import UserError
 
@@ -55,10 +55,15 @@ class Adapter(nn.Module):
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for the one attention layer."""
-        attention, weight = self.layers[0].self_attn, self.norm.weight
-        return KVCache(
-            1, self.config.num_key_value_heads, attention.head_dim, capacity, weight.device, weight.dtype
-        )
+        return KVCache(*self._cache_shape(), capacity, self.norm.weight.device, self.norm.weight.dtype)
+
+    def new_rows(self, rows: int, capacity: int) -> RowCache:
+        """The same for `rows` sequences."""
+        weight = self.norm.weight
+        return RowCache(*self._cache_shape(), rows, capacity, weight.device, weight.dtype)
+
+    def _cache_shape(self) -> tuple[int, int, int]:
+        return 1, self.config.num_key_value_heads, self.layers[0].self_attn.head_dim
 
     def rope(self, positions: torch.Tensor, like: torch.Tensor):
         """cos and sin [1, n, head_dim] for positions [1, n]."""

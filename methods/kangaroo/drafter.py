@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from methods.heads import draft_head, unsure
+from methods.heads import Going, draft_head, unsure
 from methods.kangaroo.adapter import check_exit_layer, load_adapter
+from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
 from specbench.decoding.kv_cache import KVCache
-from specbench.decoding.target import Prefill, Target, attention_mask, weight_bytes
+from specbench.decoding.rows import Ragged
+from specbench.decoding.target import Prefill, Target, attention_mask, rows_mask, weight_bytes
 from specbench.errors import UserError, at_least
 from specbench.questions import packaged
 
@@ -27,7 +29,7 @@ class Kangaroo(Drafter):
     head for drafting, see `methods.heads`.
     """
 
-    needs = Needs(part="kangaroo")
+    needs = Needs(part="kangaroo", batching=True)
 
     def __init__(
         self,
@@ -103,6 +105,73 @@ class Kangaroo(Drafter):
         cos, sin = self._rope
         mask = attention_mask(n, start, states)
         return self.adapter(states, (cos.narrow(1, start, n), sin.narrow(1, start, n)), mask, self._cache)
+
+    # -- many sequences
+
+    def open_rows(self, rows: int, capacity: int, target: Target, cache) -> None:
+        self._places = Ragged(self.adapter.new_rows(rows, capacity))
+        positions = torch.arange(capacity, device=target.device).unsqueeze(0)
+        self._rows_rope = self.adapter.rope(
+            positions, torch.empty(1, dtype=target.dtype, device=target.device)
+        )
+        shape = (rows, 1, target.hidden_size)
+        # The exit state in front of each row's pending token.
+        self._before = torch.zeros(shape, dtype=target.dtype, device=target.device)
+        self.target, self.rows_cache = target, cache
+
+    def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target: Target) -> None:
+        states, n = prefill.hidden[self.exit_layer], prompt.shape[1]
+        cos, sin = self._rows_rope
+        rope = (cos.narrow(1, 0, n), sin.narrow(1, 0, n))
+        self.adapter(states, rope, attention_mask(n, 0, states), self._places.entering(row, n))
+        self._before[row] = states[0, -1:]
+
+    def draft_rows(self, rows: Rows) -> Draft:
+        b = rows.known.shape[0]
+        states = [self._shallow_rows(rows, rows.newest(1), 0)]
+        # Two states for every row: the adapter may not have seen the one before the pending token's.
+        feed, starts = torch.cat([self._before[:b], states[0]], dim=1), rows.known - 2
+        tokens, probs = [], []
+        going = Going(self.confidence_threshold)
+        for j in range(min(self.max_draft_tokens, rows.max_draft)):
+            adapted = self._adapt_rows(feed, starts, rows.reach + j)
+            logits = self.head.logits(adapted[:, -1])
+            token, q = self.head.choose(logits, rows.decoding, uniforms=rows.draws(j))
+            tokens.append(token)
+            probs.append(q)
+            feed, starts = self._shallow_rows(rows, token.unsqueeze(1), 1 + j), rows.known + j
+            states.append(feed)
+            if not going.drafted(logits):
+                break
+        self._states = torch.cat(states, dim=1)
+        return Draft(
+            tokens=torch.stack(tokens, dim=1),
+            probs=self.head.spread_rows(probs),
+            resume=Resume(self.exit_layer, self._states),
+            bytes_read=len(tokens) * self._draft_bytes + len(states) * self._shallow_bytes,
+            counts=going.counts,
+        )
+
+    def commit_rows(self, rows: Rows, accepted: torch.Tensor) -> None:
+        b = accepted.shape[0]
+        if rows.max_draft:
+            self._before[:b, 0] = self._states[torch.arange(b, device=accepted.device), accepted]
+
+    def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
+        self._places.move(sources, destinations, reach)
+        self._before[destinations] = self._before[sources]
+
+    def _shallow_rows(self, rows: Rows, ids: torch.Tensor, offset: int) -> torch.Tensor:
+        """Token ids [b, 1], `offset` behind the pending ones -> exit states [b, 1, d], in the target's own cache."""
+        places = rows.layout.places(rows.known - 1 + offset, 1, rows.reach + offset, offset)
+        return self.target.run_rows(self.target.embed(ids), self.rows_cache, places, 0, self.exit_layer)
+
+    def _adapt_rows(self, states: torch.Tensor, starts: torch.Tensor, reach: int) -> torch.Tensor:
+        """Exit states [b, n, d] at the positions from `starts` on -> states [b, n, d] for the head."""
+        places = self._places.places(starts, states.shape[1], reach)
+        self._places.cache.open(0, 1, places)
+        rope = tuple(table[0][places.positions] for table in self._rows_rope)
+        return self.adapter(states, rope, rows_mask(places, states), self._places.cache)
 
 
 def _exit_layer(asked: int | None, adapter, layers: int) -> int:

@@ -12,7 +12,9 @@ import torch
 
 from methods.heads import confidence
 from methods.sps import SpeculativeSampling
+from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Needs
+from specbench.decoding.target import Prefill, Target
 from specbench.errors import UserError
 
 
@@ -24,7 +26,7 @@ class SortedDraft(SpeculativeSampling):
     which a token leaves there; the last takes whatever comes. Others: as in `SpeculativeSampling`.
     """
 
-    needs = Needs(draft_model=True, part="s2d")
+    needs = Needs(draft_model=True, part="s2d", batching=True)
 
     def __init__(
         self,
@@ -71,6 +73,71 @@ class SortedDraft(SpeculativeSampling):
                 break
             hidden, start = left[:, cache.lengths[end] : known], end
         return logits, end
+
+    # -- many sequences
+
+    def open_rows(self, rows: int, capacity: int, target: Target, cache) -> None:
+        super().open_rows(rows, capacity, target, cache)
+        shape = (len(self.exits) - 1, rows, capacity, self.model.hidden_size)
+        self._rows_left = torch.zeros(shape, device=self.model.device, dtype=self.model.dtype)
+        # For each exit but the last, the tokens of each row that went deeper.
+        self._deeper = torch.zeros(len(self.exits) - 1, rows, dtype=torch.int64, device=self.model.device)
+
+    def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target: Target) -> None:
+        hidden, start, n = self.model.embed(prompt), 0, prompt.shape[1]
+        entering = self._places.entering(row, n)
+        for i, end in enumerate(self.exits):
+            hidden, start = self.model.run_layers(hidden, entering, start, end), end
+            if i < len(self._rows_left):
+                self._rows_left[i, row, :n] = hidden[0]
+        self._deeper[:, row] = n
+
+    def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
+        super().move_rows(sources, destinations, reach)
+        self._rows_left[:, destinations, :reach] = self._rows_left[:, sources, :reach]
+        self._deeper[:, destinations] = self._deeper[:, sources]
+
+    def commit_rows(self, rows: Rows, accepted: torch.Tensor) -> None:
+        b = rows.known.shape[0]
+        # Of what went deeper this round only the tokens that were kept count, the pending one of the round included.
+        self._deeper[:, :b] = self._deeper[:, :b].minimum(rows.known + accepted)
+
+    def _next_rows(
+        self, ids: torch.Tensor, starts: torch.Tensor, reach: int
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Each row takes the first exit that is sure enough for it; the batch goes as deep as its deepest row."""
+        model, (b, n) = self.model, ids.shape
+        row = torch.arange(b, device=ids.device)
+        known = starts + n  # tokens that the model has been given, these included
+        hidden, lo = model.embed(ids), 0
+        chosen, layers, deciding = None, None, None
+        for i, (end, threshold) in enumerate(zip(self.exits, self.thresholds)):
+            hidden = self._run_rows(hidden, starts, max(reach, hidden.shape[1]), lo, end)
+            logits = self.head.logits(model.norm(hidden[row, known - 1 - starts]))
+            if chosen is None:
+                chosen, layers = logits, torch.full_like(known, end)
+            else:
+                chosen = torch.where(deciding.unsqueeze(1), logits, chosen)
+                layers = torch.where(deciding, end, layers)
+            if i == len(self._rows_left):
+                break
+            self._rows_left[i, row.unsqueeze(1), self._span(starts, hidden.shape[1])] = hidden
+            unsure = confidence(logits) <= threshold
+            deciding = unsure if deciding is None else deciding & unsure
+            missing = known - self._deeper[i, :b]
+            deeper, width = torch.stack([deciding.any().long(), missing.amax()]).tolist()
+            if not deeper:
+                break
+            # All rows go on with as many tokens as the one that lacks most: the others write the same again, and what a
+            # short one writes behind its end is written anew before it is read.
+            starts, lo = (known - width).clamp(min=0), end
+            hidden = self._rows_left[i, row.unsqueeze(1), self._span(starts, width)]
+            self._deeper[i, :b] = known
+        return chosen, layers, self._bytes[end]
+
+    def _span(self, starts: torch.Tensor, n: int) -> torch.Tensor:
+        """[b, n] the positions from `starts` on."""
+        return starts.unsqueeze(1) + torch.arange(n, device=starts.device)
 
 
 def choose_exits(asked: list[int] | None, only: int | None, trained: list[int] | None) -> list[int]:

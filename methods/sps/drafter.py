@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from methods.heads import draft_head, unsure
+from methods.heads import Going, draft_head, unsure
+from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
+from specbench.decoding.rows import Ragged
 from specbench.decoding.target import Prefill, Target
 from specbench.errors import at_least
 
@@ -18,7 +20,7 @@ class SpeculativeSampling(Drafter):
     vocab_map, vocab_size: a trimmed head, see `methods.heads`.
     """
 
-    needs = Needs(draft_model=True)
+    needs = Needs(draft_model=True, batching=True)
 
     def __init__(
         self,
@@ -73,3 +75,54 @@ class SpeculativeSampling(Drafter):
         of layers that it went through."""
         hidden = self.model.run_layers(self.model.embed(ids), self._cache)[:, -1]
         return self.head.logits(self.model.norm(hidden)), self.layers
+
+    # -- many sequences
+
+    def open_rows(self, rows: int, capacity: int, target: Target, cache) -> None:
+        self._places = Ragged(self.model.new_rows(rows, capacity))
+
+    def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target: Target) -> None:
+        entering = self._places.entering(row, prompt.shape[1])
+        self.model.run_layers(self.model.embed(prompt), entering, 0, self.layers)
+
+    def draft_rows(self, rows: Rows) -> Draft:
+        # Two tokens for every row: where all were accepted the model has not seen the last draft token. Where it has,
+        # the same keys and values are written again.
+        feed, starts = rows.newest(2), rows.known - 2
+        tokens, probs, exits, read = [], [], [], 0
+        going = Going(self.confidence_threshold)
+        for j in range(min(self.max_draft_tokens, rows.max_draft)):
+            logits, layers, bytes_read = self._next_rows(feed, starts, rows.reach + j)
+            token, q = self.head.choose(logits, rows.decoding, uniforms=rows.draws(j))
+            tokens.append(token)
+            probs.append(q)
+            exits.append(layers)
+            read += bytes_read
+            feed, starts = token.unsqueeze(1), rows.known + j
+            if not going.drafted(logits):
+                break
+        return Draft(
+            torch.stack(tokens, dim=1),
+            self.head.spread_rows(probs),
+            bytes_read=read,
+            exits=torch.stack(exits, dim=1),
+            counts=going.counts,
+        )
+
+    def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
+        self._places.move(sources, destinations, reach)
+
+    def _next_rows(
+        self, ids: torch.Tensor, starts: torch.Tensor, reach: int
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Token ids [b, n] at the positions from `starts` on -> logits [b, rows] after the last of them, the number of
+        layers [b] that each went through, and the bytes of weights that were read."""
+        hidden = self._run_rows(self.model.embed(ids), starts, reach, 0, self.layers)[:, -1]
+        layers = torch.full_like(starts, self.layers)
+        return self.head.logits(self.model.norm(hidden)), layers, self._bytes[self.layers]
+
+    def _run_rows(
+        self, hidden: torch.Tensor, starts: torch.Tensor, reach: int, lo: int, hi: int
+    ) -> torch.Tensor:
+        places = self._places.places(starts, hidden.shape[1], reach)
+        return self.model.run_rows(hidden, self._places.cache, places, lo, hi)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from specbench.decoding.draft import Draft
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import Decoding, invert
 from specbench.decoding.target import ancestors
 
 
@@ -44,16 +44,42 @@ def accept(
     return Accepted(count, torch.multinomial(rest, 1, generator=generator)[0])
 
 
-def greedy_chain(choices: torch.Tensor, tokens: torch.Tensor) -> Accepted:
-    """choices: [..., k + 1] the target's own tokens; tokens: [..., k]. Rows of a batch are independent."""
-    count = (choices[..., :-1] == tokens).cumprod(-1).sum(-1)
+def accept_rows(
+    logits: torch.Tensor,
+    draft: Draft,
+    drafted: torch.Tensor,
+    decoding: Decoding,
+    uniforms: torch.Tensor | None,
+) -> Accepted:
+    """The rule for b sequences at once. logits: [b, 1 + k, vocab]; drafted: [b], how many of its k tokens each row has
+    really drafted. uniforms: when sampling, two numbers in [0, 1) for each position, [b, 1 + k, 2]: one to accept
+    with, one to draw the token that follows with."""
+    live = torch.arange(draft.tokens.shape[1], device=drafted.device) < drafted.unsqueeze(1)
+    if decoding.greedy:
+        return greedy_chain(logits.argmax(-1), draft.tokens, live)
+    count, rest = sampled_chain(decoding.probs(logits), draft.tokens, draft.probs, uniforms[:, :-1, 0], live)
+    return Accepted(count, invert(rest, uniforms[..., 1].gather(1, count.unsqueeze(1)).squeeze(1)))
+
+
+def greedy_chain(choices: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor | None = None) -> Accepted:
+    """choices: [..., k + 1] the target's own tokens; tokens: [..., k]. Rows of a batch are independent.
+
+    live: [..., k], which of the tokens were drafted at all; None for all of them.
+    """
+    fits = choices[..., :-1] == tokens
+    count = (fits if live is None else fits & live).cumprod(-1).sum(-1)
     return Accepted(count, choices.gather(-1, count.unsqueeze(-1)).squeeze(-1))
 
 
 def sampled_chain(
-    probs: torch.Tensor, tokens: torch.Tensor, draft_probs: torch.Tensor | None, uniforms: torch.Tensor
+    probs: torch.Tensor,
+    tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    uniforms: torch.Tensor,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """probs: [..., k + 1, vocab]; tokens, uniforms: [..., k]; draft_probs: [..., k, vocab], None for certain tokens.
+    live: as in `greedy_chain`.
 
     Returns the kept count [...] and the (unnormalised) distribution [..., vocab] of the token that follows.
     """
@@ -62,7 +88,13 @@ def sampled_chain(
         draft_probs = torch.zeros_like(probs[..., :-1, :]).scatter_(-1, index, 1.0)
     p = probs[..., :-1, :].gather(-1, index).squeeze(-1)
     q = draft_probs.gather(-1, index).squeeze(-1)
-    count = (uniforms * q < p).cumprod(-1).sum(-1)
+    kept = uniforms * q < p
+    if live is not None:
+        kept = kept & live
+        draft_probs = draft_probs * live.unsqueeze(
+            -1
+        )  # where nothing was drafted, the next token is drawn from p
+    count = kept.cumprod(-1).sum(-1)
     # A row of zeros behind the draft makes the bonus token the residual of "nothing was drafted here".
     padded = torch.cat([draft_probs, torch.zeros_like(probs[..., -1:, :])], dim=-2)
     at = count[..., None, None].expand(*count.shape, 1, probs.shape[-1])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Prefill, Target
+
+if TYPE_CHECKING:
+    from specbench.decoding.batch import Rows
+    from specbench.decoding.kv_cache import RowCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,9 @@ class Draft:
     parents: None for a chain; for a tree [k], the index of each token's parent, -1 for the pending token; parents
     stand before their children. bytes_read: weights read to make this draft. exits: for a drafter that can leave its
     model at several depths, after how many layers it left for each token.
+
+    For a batch of b sequences tokens are [b, k], probs [b, k, vocab], hidden states [b, 1 + k, hidden_size], exits
+    [b, k], and counts [b] says how many of the k tokens each sequence has really drafted; None: all of them.
     """
 
     tokens: torch.Tensor
@@ -35,7 +43,8 @@ class Draft:
     parents: torch.Tensor | None = None
     resume: Resume | None = None
     bytes_read: int = 0
-    exits: tuple[int, ...] = ()
+    exits: tuple[int, ...] | torch.Tensor = ()
+    counts: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -88,12 +97,14 @@ class Drafter:
     The base itself drafts nothing, which is plain autoregressive decoding.
 
     taps: layers of the target whose input states the prefill must hand over. tree_nodes: the most nodes that a tree
-    of this drafter holds beyond its longest path (0: chains only).
+    of this drafter holds beyond its longest path (0: chains only). max_draft_tokens: the longest draft, which a drafter
+    that can batch must know.
     """
 
     needs = Needs()
     taps: tuple[int, ...] = ()
     tree_nodes = 0
+    max_draft_tokens = 0
 
     def begin(self, context: Context, prefill: Prefill, target: Target, cache) -> None:
         """A prompt was prefilled; its first new token is known and pending."""
@@ -104,3 +115,22 @@ class Drafter:
 
     def commit(self, context: Context, accepted: int) -> None:
         """`accepted` draft tokens and one token of the target joined the context, which is already up to date."""
+
+    # -- the same for many sequences at once, for drafters with `needs.batching`
+
+    def open_rows(self, rows: int, capacity: int, target: Target, cache: RowCache) -> None:
+        """From now on there are `rows` places for sequences of up to `capacity` tokens; cache: the target's."""
+
+    def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target: Target) -> None:
+        """As `begin`, for the sequence that takes the place `row`; prompt: [1, n], without the pending token."""
+
+    def draft_rows(self, rows: Rows) -> Draft:
+        """As `draft`, for the sequences in the first places; up to `rows.max_draft` tokens each."""
+        return Draft(rows.tokens[: rows.known.shape[0], :0])
+
+    def commit_rows(self, rows: Rows, accepted: torch.Tensor) -> None:
+        """`accepted` [b] draft tokens of each of them and one token of the target were kept; `rows` is as before."""
+
+    def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
+        """What belongs to the places `sources` is copied to the places `destinations`, all at once. reach: a bound on
+        the lengths of the sequences there."""

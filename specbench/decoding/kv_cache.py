@@ -1,4 +1,4 @@
-"""The key/value cache: the one file that speaks transformers' cache protocol.
+"""The key/value caches, of one sequence and of many: the one file that speaks transformers' cache protocol.
 
 A decoder layer calls `update(keys, values, layer_idx)` and attends to what comes back. Everything lives in one
 preallocated tensor, so appending copies only the new rows, rolling back is an integer, and compacting an accepted
@@ -7,7 +7,11 @@ tree path is one gather over all layers. The stock `DynamicCache` copies the who
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+FAR = 2**62  # the position of a column that holds nothing: behind every token
 
 
 class KVCache:
@@ -28,8 +32,18 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
     ):
-        self.data = torch.zeros(layers, 2, 1, kv_heads, capacity, head_dim, device=device, dtype=dtype)
-        self.lengths = [0] * layers
+        self._hold(torch.zeros(layers, 2, 1, kv_heads, capacity, head_dim, device=device, dtype=dtype))
+
+    @classmethod
+    def over(cls, data: torch.Tensor) -> KVCache:
+        """An empty cache that lives in `data`, of the shape of `KVCache.data` with any strides."""
+        cache = cls.__new__(cls)
+        cache._hold(data)
+        return cache
+
+    def _hold(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.lengths = [0] * data.shape[0]
         self._reserved = (0, 0, 0, 0)  # first layer, last + 1, positions before the pass and in it
         self._whole: tuple[torch.Tensor, ...] = ()  # keys and values of one reserved layer after the other
         self._new: tuple[torch.Tensor, ...] = ()  # their part that the pass fills
@@ -78,3 +92,94 @@ class KVCache:
         n = path.shape[0]
         self.data.narrow(4, start, n).copy_(self.data.index_select(4, path + start))
         self.lengths = [start + n] * len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a pass over the first b rows of a `RowCache` puts its n tokens per row, and what each of them sees.
+
+    positions: [b, n] each token's position in its own sequence. reach: columns that are attended to. columns:
+    [b or 1, reach] the position of what each column holds; a token sees those that are not behind its own, so that
+    `FAR` marks a hole. to: where keys and values go, a column that all rows share, or [b * n] places (row x capacity +
+    column) when each row has an end of its own.
+    """
+
+    positions: torch.Tensor
+    reach: int
+    columns: torch.Tensor
+    to: torch.Tensor | int
+
+
+class RowCache:
+    """Keys and values of `layers` attention layers for many sequences, a row each.
+
+    data: [layers, 2, rows, capacity, kv_heads, head_dim]: what a token adds to a row lies together. Nothing here
+    knows how long a row is: every pass is told by its `Places`.
+    """
+
+    is_compileable = False  # as in `KVCache`
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        rows: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self.data = torch.zeros(layers, 2, rows, capacity, kv_heads, head_dim, device=device, dtype=dtype)
+
+    @property
+    def rows(self) -> int:
+        """Sequences that fit."""
+        return self.data.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit into each row."""
+        return self.data.shape[3]
+
+    def row(self, row: int) -> KVCache:
+        """A row as the empty cache of a sequence of its own, to prefill it."""
+        return KVCache.over(self.data[:, :, row : row + 1].transpose(3, 4))
+
+    def open(self, lo: int, hi: int, places: Places) -> None:
+        """Prepares a pass of the first rows through the layers [lo, hi)."""
+        b, n = places.positions.shape
+        flat = self.data[lo:hi].flatten(0, 1)
+        self._first, self._to = lo, places.to
+        self._whole = flat[:, :b, : places.reach].transpose(2, 3).unbind(0)
+        if isinstance(places.to, int):
+            self._new = flat[:, :b, places.to : places.to + n].transpose(2, 3).unbind(0)
+        else:
+            self._new = flat.flatten(1, 2).unbind(0)
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Writes keys and values [b, kv_heads, n, head_dim]; returns views of all, [b, kv_heads, reach, head_dim]."""
+        place = 2 * (layer_idx - self._first)
+        for half, new in ((place, keys), (place + 1, values)):
+            if isinstance(self._to, int):
+                self._new[half].copy_(new)
+            else:
+                self._new[half].index_copy_(0, self._to, new.transpose(1, 2).flatten(0, 1))
+        return self._whole[place], self._whole[place + 1]
+
+    def move(self, sources: torch.Tensor, destinations: torch.Tensor, reach: int) -> None:
+        """Copies the first `reach` columns of the rows `sources` to the rows `destinations`, all at once (so that two
+        rows may change places)."""
+        for layer in self.data:  # as in `gather`
+            layer[:, destinations, :reach] = layer[:, sources, :reach]
+
+    def gather(self, order: torch.Tensor) -> None:
+        """Puts the columns order[i] of row i, [b, width], to its first `width` columns.
+
+        Layer by layer: what is copied then stays small enough for the caches of a CPU (all at once it took six times as
+        long on the embedded target), and on a GPU needs little memory.
+        """
+        b, width = order.shape
+        places = (order + self.capacity * torch.arange(b, device=order.device).unsqueeze(1)).flatten()
+        for layer in self.data:
+            moved = layer.flatten(1, 2).index_select(1, places)
+            layer[:, :b, :width] = moved.view(2, b, width, *layer.shape[3:])

@@ -24,10 +24,26 @@ class Decoding:
         return torch.softmax(logits.float() / self.temperature, dim=-1)
 
     def select(
-        self, logits: torch.Tensor, generator: torch.Generator | None
+        self,
+        logits: torch.Tensor,
+        generator: torch.Generator | None = None,
+        uniforms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [n, vocab] -> tokens [n] and, when sampling, the distribution [n, vocab] they were drawn from."""
+        """Logits [n, vocab] -> tokens [n] and, when sampling, the distribution [n, vocab] they were drawn from.
+
+        uniforms: [n] numbers in [0, 1) to draw with, in place of a generator.
+        """
         if self.greedy:
             return logits.argmax(-1), None
         probs = self.probs(logits)
+        if uniforms is not None:
+            return invert(probs, uniforms), probs
         return torch.multinomial(probs, 1, generator=generator).squeeze(-1), probs
+
+
+def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draws by the inverse of the distribution function: weights [n, vocab], not normalised, and uniforms [n] in [0, 1)
+    -> tokens [n]. In float64, so that no token of weight zero is ever reached."""
+    sums = weights.double().cumsum(-1)
+    aim = uniforms.double().unsqueeze(-1) * sums[:, -1:]
+    return torch.searchsorted(sums, aim, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)

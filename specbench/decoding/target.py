@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
-from specbench.decoding.kv_cache import KVCache
+from specbench.decoding.kv_cache import KVCache, Places, RowCache
 from specbench.errors import UserError
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
@@ -100,15 +100,17 @@ class Target:
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for `capacity` positions of every layer."""
+        return KVCache(*self._cache_shape(), capacity, self.device, self.dtype)
+
+    def new_rows(self, rows: int, capacity: int) -> RowCache:
+        """An empty cache for `rows` sequences of up to `capacity` positions."""
+        return RowCache(*self._cache_shape(), rows, capacity, self.device, self.dtype)
+
+    def _cache_shape(self) -> tuple[int, int, int]:
+        """Layers, heads of keys and values, width of a head."""
         heads = self.config.num_attention_heads
-        return KVCache(
-            layers=len(self.layers),
-            kv_heads=getattr(self.config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(self.config, "head_dim", None) or self.hidden_size // heads,
-            capacity=capacity,
-            device=self.device,
-            dtype=self.dtype,
-        )
+        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
+        return len(self.layers), kv_heads, getattr(self.config, "head_dim", None) or self.hidden_size // heads
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [1, n] -> hidden states [1, n, d]."""
@@ -138,6 +140,24 @@ class Target:
             hidden = hidden + self._learned(start, n, offsets)
         cache.reserve(lo, len(self.layers) if hi is None else hi, n)
         masks = {w: attention_mask(n, start, hidden, w, offsets, seen) for w in self._window_kinds}
+        return self._through(hidden, cache, lo, hi, masks, rope)
+
+    def run_rows(
+        self, hidden: torch.Tensor, cache: RowCache, places: Places, lo: int = 0, hi: int | None = None
+    ) -> torch.Tensor:
+        """Hidden states [b, n, d] of b sequences through layers [lo, hi), each put and seen as `places` says."""
+        rope = {}
+        if self.rotary is not None:
+            rope["position_embeddings"] = self._rope_of(places.positions, cache.capacity)
+        elif lo == 0:
+            # A row at its end takes part in longer drafts of others: what it computes there is never used.
+            positions = places.positions.clamp(max=self.config.max_position_embeddings - 1)
+            hidden = hidden + self.learned_positions(None, position_ids=positions)
+        cache.open(lo, len(self.layers) if hi is None else hi, places)
+        masks = {w: rows_mask(places, hidden, w) for w in self._window_kinds}
+        return self._through(hidden, cache, lo, hi, masks, rope)
+
+    def _through(self, hidden, cache, lo: int, hi: int | None, masks: dict, rope: dict) -> torch.Tensor:
         for layer, window in zip(self.layers[lo:hi], self._windows[lo:hi]):
             hidden = layer(
                 hidden,
@@ -177,6 +197,14 @@ class Target:
             hidden, lo = self.embed(torch.cat([pending, draft.tokens.unsqueeze(0)], dim=1)), 0
         return self.head(self.run_layers(hidden, cache, lo, tree=tree))[0]
 
+    def verify_rows(self, pending: torch.Tensor, draft, cache: RowCache, places: Places) -> torch.Tensor:
+        """As `verify`, for b sequences: logits [b, 1 + k, vocab]; pending: [b, 1], the draft's tokens [b, k]."""
+        if draft.resume is not None:
+            hidden, lo = draft.resume.hidden, draft.resume.layer
+        else:
+            hidden, lo = self.embed(torch.cat([pending, draft.tokens], dim=1)), 0
+        return self.head(self.run_rows(hidden, cache, places, lo))
+
     @torch.inference_mode()
     def check(self) -> None:
         """Raises UserError unless the staged forward gives the model's own logits."""
@@ -201,13 +229,24 @@ class Target:
         if not self._static_rope:
             steps = torch.arange(n, device=self.device) if offsets is None else offsets
             return self.rotary(self._dummy(), (steps + start).unsqueeze(0))
-        if self._rope_table is None or self._rope_table[0].shape[1] < max(capacity, start + n):
-            positions = torch.arange(max(capacity, start + n), device=self.device).unsqueeze(0)
-            self._rope_table = self.rotary(self._dummy(), positions)
-        cos, sin = self._rope_table
+        cos, sin = self._angles(max(capacity, start + n))
         if offsets is None:
             return cos.narrow(1, start, n), sin.narrow(1, start, n)
         return cos.index_select(1, offsets + start), sin.index_select(1, offsets + start)
+
+    def _rope_of(self, positions: torch.Tensor, capacity: int):
+        """cos and sin [b, n, rotary_dim] of positions [b, n]."""
+        if not self._static_rope:
+            return self.rotary(self._dummy(), positions)
+        cos, sin = self._angles(capacity)
+        return cos[0][positions], sin[0][positions]
+
+    def _angles(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [1, at least capacity, rotary_dim] of all positions, computed once."""
+        if self._rope_table is None or self._rope_table[0].shape[1] < capacity:
+            positions = torch.arange(capacity, device=self.device).unsqueeze(0)
+            self._rope_table = self.rotary(self._dummy(), positions)
+        return self._rope_table
 
     def _learned(self, start: int, n: int, offsets: torch.Tensor | None) -> torch.Tensor:
         """Learned embeddings [1, n, d] of the same positions, added to the token embeddings (OPT)."""
@@ -253,6 +292,16 @@ def attention_mask(
         among = among & (steps.unsqueeze(1) - steps < window)
     mask = torch.zeros(n, start + n, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(~torch.cat([allowed, among], dim=1), float("-inf")).view(1, 1, n, start + n)
+
+
+def rows_mask(places: Places, like: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Additive mask [b, 1, n, reach] for `places`; like and window as in `attention_mask`."""
+    back = places.positions.unsqueeze(-1) - places.columns.unsqueeze(1)
+    allowed = back >= 0
+    if window is not None and places.reach > window:
+        allowed &= back < window
+    mask = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
 
 
 def _window(config, layer: int) -> int | None:

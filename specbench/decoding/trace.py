@@ -19,6 +19,10 @@ class Step:
     *_seconds: time spent drafting, verifying, and on the rest (acceptance, roll-back, commit).
     *_bytes: bytes of weights read by the drafter's passes and by the target's verification pass.
     exits: as in `Draft`, one entry per drafted token; empty for a drafter with a single depth.
+
+    In a batch: rows: how many sequences shared the round; seconds are this one's part of it (one in `rows`), bytes are
+    those of the whole passes. align_seconds: the part spent on lining rows up in memory. grouped: whether the scheduler
+    had found rows of one length; None for one that does not look for them.
     """
 
     drafted: int
@@ -31,6 +35,9 @@ class Step:
     draft_bytes: int
     target_bytes: int
     exits: tuple[int, ...] = ()
+    rows: int = 1
+    align_seconds: float = 0.0
+    grouped: bool | None = None
 
 
 @dataclass(slots=True)
