@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
 
+BATCH = 8  # rows of a batch method, if nobody says how many
 WHOLE_NUMBERS = {
     "batch_size": 1,
+    "pool": 1,
     "repeats": 1,
     "seed": 0,
     "decoding.max_new_tokens": 1,
@@ -76,6 +78,8 @@ def run_one(cfg: DictConfig, finished: list[Path] | None = None) -> int:
 
 def check(cfg: DictConfig) -> None:
     """Resolves the configuration; raises UserError for all that can be known to fail without weights."""
+    if cfg.batch_size is None:
+        cfg.batch_size = BATCH if "batch_size" in cfg.method else 1
     try:
         OmegaConf.resolve(cfg)
         missing = OmegaConf.missing_keys(cfg)
@@ -110,39 +114,64 @@ def check_values(cfg: DictConfig) -> None:
 
 
 def check_method(cfg: DictConfig) -> Needs:
-    """What the method needs. Raises UserError when pair or decoding lack it, or for an unknown parameter."""
-    name, cls = cfg.method.name, hydra.utils.get_class(cfg.method._target_)
-    takes = {key: p for key, p in inspect.signature(cls).parameters.items() if key != "pair"}
-    for key in cfg.method:
-        if key not in ("name", "_target_", *takes):
-            raise UserError(f"method {name} has no parameter '{key}': {near(key, takes)}")
+    """What the drafter needs. Raises UserError when pair or decoding lack it, or for an unknown parameter."""
+    from specbench.decoding.batch import Scheduler  # late: a misspelt name need not wait for torch
+
+    cls = hydra.utils.get_class(cfg.method._target_)
+    batched = issubclass(cls, Scheduler)
+    name, what, group = cfg.method.name, "method", cfg.method
+    if batched:
+        parameters(cls, "method", cfg.method)
+        name, what, group, cls = (
+            cfg.drafter.name,
+            "drafter",
+            cfg.drafter,
+            hydra.utils.get_class(cfg.drafter._target_),
+        )
+    elif cfg.drafter.name != "none":
+        raise UserError(
+            f"method {name} drafts by itself: set drafter=none, or method=ragged drafter={cfg.drafter.name}"
+        )
+    takes = parameters(cls, what, group)
 
     needs = cls.needs
     if needs.draft_model and needs.part is None and cfg.pair.draft is None:
         raise UserError(
-            f"method {name} needs a draft model and pair {cfg.pair.name} has none: set pair.draft"
+            f"{what} {name} needs a draft model and pair {cfg.pair.name} has none: set pair.draft"
         )
     required = [key for key, parameter in takes.items() if parameter.default is parameter.empty]
-    by_hand = required and all(cfg.method.get(key) is not None for key in required)
+    by_hand = required and all(group.get(key) is not None for key in required)
     if needs.part is not None and cfg.pair.parts.get(needs.part) is None and not by_hand:
-        training = f"python -m {cfg.method._target_.rpartition('.')[0]}.train pair={cfg.pair.name}"
+        training = f"python -m {group._target_.rpartition('.')[0]}.train pair={cfg.pair.name}"
         raise UserError(
-            f"pair {cfg.pair.name} has no part '{needs.part}', which method {name} needs: "
+            f"pair {cfg.pair.name} has no part '{needs.part}', which {what} {name} needs: "
             f"train it with `{training}`, then name it with ++pair.parts.{needs.part}=FOLDER"
         )
     if cfg.vocab.name != "full":
         if "vocab_map" not in takes:
-            raise UserError(f"method {name} has no head to trim: set vocab=full")
-        if cfg.method.get("vocab_map") is None:
+            raise UserError(f"{what} {name} has no head to trim: set vocab=full")
+        if group.get("vocab_map") is None:
             raise UserError(
                 f"pair {cfg.pair.name} has no vocabulary map: make one with `python -m methods.vocab_trim.calibrate "
                 f"pair={cfg.pair.name}`, then name it with vocab.map=FOLDER"
             )
-    if cfg.batch_size > 1 and not needs.batching:
-        raise UserError(f"method {name} cannot batch: set batch_size=1")
+    if batched and not needs.batching:
+        raise UserError(f"drafter {name} cannot batch")
+    if cfg.batch_size > 1 and not batched:
+        batch = f": use method=ragged drafter={name} batch_size={cfg.batch_size}" if needs.batching else ""
+        raise UserError(f"method {name} decodes one sequence at a time{batch or ': set batch_size=1'}")
     if cfg.decoding.temperature > 0 and not needs.sampling:
-        raise UserError(f"method {name} cannot sample: set decoding=greedy")
+        raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
     return needs
+
+
+def parameters(cls: type, what: str, group: DictConfig) -> dict[str, inspect.Parameter]:
+    """What a method or drafter can be made with. Raises UserError for a parameter that it does not have."""
+    takes = {key: p for key, p in inspect.signature(cls).parameters.items() if key != "pair"}
+    for key in group:
+        if key not in ("name", "_target_", *takes):
+            raise UserError(f"{what} {group.name} has no parameter '{key}': {near(key, takes)}")
+    return takes
 
 
 def check_folders(cfg: DictConfig, needs: Needs) -> None:

@@ -18,6 +18,9 @@ STEP_COLUMNS = {
     "draft_bytes": "int64",
     "target_bytes": "int64",
     "exits": "object",
+    "rows": "int32",
+    "align_seconds": "float64",
+    "grouped": "object",
 }
 KEYS = {
     "question_id": "int64",

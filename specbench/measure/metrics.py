@@ -14,8 +14,9 @@ from specbench.measure.equivalence import VERDICTS
 from specbench.measure.frames import GENERATION_COLUMNS, generations_frame, steps_frame
 from specbench.measure.statistics import speedup
 
-SCHEMA = 1
+SCHEMA = 2
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
+BATCHING = ("occupancy", "alignment_share", "group_rate", "align_seconds")
 
 
 def summary(records: list[dict], facts: dict, config: dict) -> dict:
@@ -23,16 +24,23 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     baseline = baseline_numbers(records, facts)
     reference = ARMS[baseline["quoted_against"]]
     tasks = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: record["question_id"]):
         tasks.setdefault(record["task"], []).append(record)
-    overall = numbers(records, facts, reference)
+    batch_size = config["batch_size"] if facts["batched"] else None
+    overall = numbers(records, facts, reference, batch_size)
     failed = sum(record["error"] is not None for record in records)
-    settings = {key: value for key, value in config["method"].items() if key not in ("name", "_target_")}
+    settings = parameters(config["method"])
+    if facts["batched"]:
+        drafting = parameters(config["drafter"])
+        settings = {k: v for k, v in settings.items() if k != "batch_size"} | {
+            f"drafter.{k}": v for k, v in drafting.items()
+        }
     return {
         "schema": SCHEMA,
         "status": "failed" if failed else "complete",
         "failed": failed,
         "method": config["method"]["name"],
+        "drafter": config["drafter"]["name"] if batch_size else None,
         "settings": settings,
         "pair": config["pair"]["name"],
         "data": config["data"]["name"],
@@ -44,15 +52,22 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "dtype": facts["dtype"],
         "device": facts["device"],
         "weights": facts["weights"],
+        "peak_memory_bytes": facts["peak_memory_bytes"],
         "overall": overall,
-        "tasks": {task: numbers(of_task, facts, reference) for task, of_task in tasks.items()},
+        "tasks": {task: numbers(of_task, facts, reference, batch_size) for task, of_task in tasks.items()},
         "equivalence": overall["equivalence"],
         "baseline": baseline,
     }
 
 
-def numbers(records: list[dict], facts: dict, reference: str) -> dict:
-    """The metrics of the method over some questions, its speedups against the arm `reference`."""
+def parameters(group: dict) -> dict:
+    """What a method or a drafter was made with."""
+    return {key: value for key, value in group.items() if key not in ("name", "_target_")}
+
+
+def numbers(records: list[dict], facts: dict, reference: str, batch_size: int | None = None) -> dict:
+    """The metrics of the method over some questions, its speedups against the arm `reference`. batch_size: None for a
+    method that decodes one sequence at a time."""
     generations, steps = generations_frame(records), steps_frame(records)
     method = generations[generations["arm"] == "method"]
     rounds = steps[steps["arm"] == "method"]
@@ -82,6 +97,7 @@ def numbers(records: list[dict], facts: dict, reference: str) -> dict:
         "draft_seconds": _total(rounds["draft_seconds"]),
         "verify_seconds": _total(rounds["verify_seconds"]),
         "other_seconds": _total(rounds["other_seconds"]),
+        **(batching(method, rounds, batch_size) if batch_size else dict.fromkeys(BATCHING)),
         "equivalence": equivalence(records),
     }
 
@@ -101,9 +117,17 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
         "tokens_per_second": rates["engine"],
         "hf_generate_tokens_per_second": rates["hf_generate"],
         "quoted_against": quoted,
+        "single_tokens_per_second": single_rate(records),
         "bandwidth_fraction": bandwidth_fraction(rates[quoted], facts),
         "equivalence": equivalence(records, "baseline_equivalence"),
     }
+
+
+def single_rate(records: list[dict]) -> float | None:
+    """Tokens per second of plain decoding one by one; None in a run without batches, where that is the baseline."""
+    generations = generations_frame(records)
+    single = generations[generations["arm"] == "single"]
+    return _ratio(single["tokens"].sum(), single["seconds"].sum())
 
 
 def turn_means(generations: pd.DataFrame) -> pd.DataFrame:
@@ -181,6 +205,24 @@ def exit_shares(rounds: pd.DataFrame) -> dict[str, float] | None:
     """Share of the draft tokens that left the draft model after so many layers; None for a single depth."""
     counts = rounds["exits"].explode().value_counts()
     return {str(layers): float(n / counts.sum()) for layers, n in counts.sort_index().items()} or None
+
+
+def batching(method: pd.DataFrame, rounds: pd.DataFrame, batch_size: int) -> dict:
+    """How well a batch was used; rounds: one row per sequence and round, each with one part in `rows` of it.
+
+    occupancy: rows that ran / places that there were. alignment_share: of all seconds, those spent on lining rows up in
+    memory. group_rate: share of the rounds whose rows had one length; None for a scheduler that does not look.
+    """
+    whole = (1 / rounds["rows"]).sum()
+    grouped = rounds["grouped"]
+    return {
+        "occupancy": _ratio(len(rounds), whole * batch_size),
+        "alignment_share": _ratio(rounds["align_seconds"].sum(), method["seconds"].sum()),
+        "group_rate": None
+        if grouped.isna().any() or not len(rounds)
+        else _ratio((grouped.astype(float) / rounds["rows"]).sum(), whole),
+        "align_seconds": _total(rounds["align_seconds"]),
+    }
 
 
 def mbsu(rounds: pd.DataFrame, target_pass_bytes: int) -> float | None:

@@ -32,6 +32,7 @@ PACKAGES = {
     *("numpy", "scipy", "pandas", "pyarrow", "specbench"),
 }
 # Named one by one: any other variable may hold a secret.
+RESET_PEAK = Path("/proc/self/clear_refs")
 ENVIRONMENT = (
     *("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_SCHEDULE", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"),
     *("KMP_BLOCKTIME", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ATEN_CPU_CAPABILITY", "LD_PRELOAD"),
@@ -287,3 +288,29 @@ def bandwidth(device) -> float:
 
     seconds()
     return size / statistics.median(seconds() for _ in range(PASSES))
+
+
+# -- memory
+
+
+def reset_peak_memory(device) -> None:
+    """From now on `peak_memory` counts anew."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif RESET_PEAK.exists():
+        RESET_PEAK.write_text("5")  # resets the high-water mark of resident memory, see proc(5)
+
+
+def peak_memory(device) -> int | None:
+    """The most bytes since `reset_peak_memory`: allocated on a GPU, else resident of this process, models and all; None
+    where nobody counts them."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if not RESET_PEAK.exists():
+        return None
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else None

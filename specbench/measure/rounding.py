@@ -7,8 +7,11 @@ a fault.
 
 from __future__ import annotations
 
+from itertools import cycle, islice
+
 import torch
 
+from specbench.decoding.rows import Ragged
 from specbench.decoding.target import Target
 
 BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row
@@ -45,10 +48,50 @@ def shape_noise(target: Target, samples: list[tuple[list[int], list[int]]]) -> f
     """
     largest = 0.0
     for prompt, answer in samples:
-        single = forced_logits(target, prompt, answer, block=1)
-        top = single.topk(2).indices
-        gap = single.gather(-1, top).diff()
+        top, gap = first_two(target, prompt, answer)
         for block in BLOCKS:
             blocked = forced_logits(target, prompt, answer, block).gather(-1, top).diff()
             largest = max(largest, (blocked - gap).abs().max().item())
     return 2 * largest
+
+
+def batch_noise(target: Target, samples: list[tuple[list[int], list[int]]], rows: int) -> float:
+    """The same between a sequence alone and among `rows` of them, one token or a block of them at a time."""
+    largest = 0.0
+    chosen = list(islice(cycle(samples), rows))
+    n = min(len(answer) for _, answer in samples)
+    expected = {id(answer): first_two(target, prompt, answer[:n]) for prompt, answer in samples}
+    top, gap = (torch.stack([expected[id(answer)][i] for _, answer in chosen]) for i in (0, 1))
+    for block in (1, *BLOCKS):
+        logits = forced_rows(target, chosen, n, block)
+        largest = max(largest, (logits.gather(-1, top).diff() - gap).abs().max().item())
+    return 2 * largest
+
+
+def first_two(target: Target, prompt: list[int], answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's first two choices [n, 2] for each token of an answer as plain decoding has it, and the distance
+    [n, 1] of their logits."""
+    single = forced_logits(target, prompt, answer, block=1)
+    top = single.topk(2).indices
+    return top, single.gather(-1, top).diff()
+
+
+@torch.inference_mode()
+def forced_rows(
+    target: Target, samples: list[tuple[list[int], list[int]]], n: int, block: int
+) -> torch.Tensor:
+    """As `forced_logits`, for all samples as one batch: logits [b, n, vocab] of the first `n` tokens of each answer."""
+    starts = torch.tensor([len(prompt) for prompt, _ in samples], device=target.device)
+    answers = torch.tensor([answer[:n] for _, answer in samples], device=target.device)
+    longest = int(starts.max())
+    layout = Ragged(target.new_rows(len(samples), longest + n))
+    logits = []
+    for row, (prompt, _) in enumerate(samples):
+        ids = torch.tensor([prompt], device=target.device)
+        logits.append(target.prefill(ids, layout.entering(row, len(prompt))).logits)
+    logits = [torch.stack(logits)]
+    for done in range(0, n - 1, block):
+        ids = answers[:, done : min(done + block, n - 1)]
+        places = layout.places(starts + done, ids.shape[1], longest + done + ids.shape[1])
+        logits.append(target.head(target.run_rows(target.embed(ids), layout.cache, places)))
+    return torch.cat(logits, dim=1).float()

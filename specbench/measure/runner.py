@@ -2,16 +2,17 @@
 
 Per question the arms run one after the other on the same prompt, in an order that rotates from question to question, so
 that a machine that drifts slows all of them alike. Every finished question is journalled at once; the summary is
-written last.
+written last. A batch method gets a pool of questions in place of one; everything else is the same.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 from transformers import GenerationConfig
 
+from specbench.decoding.batch import BatchEngine, Request, Scheduler
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
@@ -29,52 +31,76 @@ from specbench.decoding.target import Target
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.errors import UserError, one_line_errors
 from specbench.measure import provenance, store
-from specbench.measure.equivalence import VERDICTS, Certificate, certify
-from specbench.measure.rounding import margin, shape_noise
+from specbench.measure.equivalence import VERDICTS, Certificate, certify, until_stop
+from specbench.measure.rounding import batch_noise, margin, shape_noise
 from specbench.pairs import Pair, load_pair
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
 
 WARM_UP_TOKENS = 64  # of each arm on each warm-up question; the rounding noise is measured on as many
-BASELINE, METHOD, HF = "baseline", "method", "hf_generate"
-Arm = Callable[[list[int], Decoding, int], Generation]
+# SINGLE, in a run with batches: plain decoding one by one, what every answer is held against and batching gains on.
+BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
+Arm = Callable[[list[Request]], list[Generation]]
 
 
-def hf_generate_arm(pair: Pair, **options) -> Arm:
+def one_by_one(engine: Engine) -> Arm:
+    """An engine for single sequences, which answers its requests one after the other."""
+    return lambda requests: [engine.generate(r.prompt, r.decoding, r.seed) for r in requests]
+
+
+def hf_generate_arm(pair: Pair, batch_size: int = 1, **options) -> Arm:
     """transformers' own generate on the same target: the reference that our baseline must not be slower than.
 
-    options: more arguments for `generate`, such as `assistant_model`.
+    batch_size: requests that it gets at once, padded on the left; their seconds are shared equally. options: more
+    arguments for `generate`, such as `assistant_model`.
     """
     clock = Clock(pair.device)
+    pad = min(pair.stop_ids, default=0)
 
     @torch.inference_mode()
-    def generate(prompt: list[int], decoding: Decoding, seed: int) -> Generation:
+    def generate(requests: list[Request]) -> list[Generation]:
+        decoding = Decoding(
+            max(r.decoding.max_new_tokens for r in requests), requests[0].decoding.temperature
+        )
         sampling = {} if decoding.greedy else {"temperature": decoding.temperature, "top_k": 0, "top_p": 1.0}
         config = GenerationConfig(
             max_new_tokens=decoding.max_new_tokens,
             do_sample=not decoding.greedy,
             eos_token_id=sorted(pair.stop_ids) or None,
-            pad_token_id=min(pair.stop_ids, default=0),
+            pad_token_id=pad,
             **sampling,
         )
-        torch.manual_seed(seed)
+        torch.manual_seed(requests[0].seed)
         clock.synchronize()
         start = clock.mark()
-        ids = torch.tensor([prompt], device=pair.device)
-        output = pair.target.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=config, **options
+        longest = max(len(r.prompt) for r in requests)
+        ids = torch.tensor(
+            [[pad] * (longest - len(r.prompt)) + r.prompt for r in requests], device=pair.device
         )
-        tokens = output[0, len(prompt) :].tolist()
+        mask = torch.tensor(
+            [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in requests], device=pair.device
+        )
+        output = pair.target.generate(ids, attention_mask=mask, generation_config=config, **options)
+        new = output[:, longest:].tolist()
         end = clock.mark()
         clock.synchronize()
-        finish = "stop" if tokens[-1] in pair.stop_ids else "length"
-        return Generation(tokens, None, clock.seconds(start, end), finish)
+        seconds = clock.seconds(start, end) / len(requests)
+        return [_generation(tokens, request, seconds) for tokens, request in zip(new, requests)]
 
-    return generate
+    def _generation(tokens: list[int], request: Request, seconds: float) -> Generation:
+        tokens = list(until_stop(tokens[: request.decoding.max_new_tokens], pair.stop_ids))
+        return Generation(tokens, None, seconds, "stop" if tokens[-1] in pair.stop_ids else "length")
+
+    def in_batches(requests: list[Request]) -> list[Generation]:
+        chunks = (requests[i : i + batch_size] for i in range(0, len(requests), batch_size))
+        return [generation for chunk in chunks for generation in generate(chunk)]
+
+    return in_batches
 
 
 @dataclass(slots=True)
 class Bench:
-    """Everything one job needs: the loaded pair, the arms by name, and how they decode."""
+    """Everything one job needs: the loaded pair, the arms by name, and how they decode. batch_size: None for a method
+    that decodes one sequence at a time."""
 
     pair: Pair
     target: Target
@@ -83,7 +109,14 @@ class Bench:
     repeats: int
     protocol: str
     seed: int
+    batch_size: int | None = None
     noise: float = 0.0
+    peak_memory: int | None = None  # bytes, while the method ran
+
+    @property
+    def reference(self) -> str:
+        """The arm that every answer is held against."""
+        return SINGLE if SINGLE in self.arms else BASELINE
 
     def prompt(self, question: Question, answers: list[str]) -> list[int]:
         """Token ids of the conversation up to the turn that follows `answers`."""
@@ -102,57 +135,91 @@ class Bench:
             )
         return Decoding(min(self.decoding.max_new_tokens, room), self.decoding.temperature)
 
-    def measure(self, question: Question, place: int) -> dict:
-        """One journal record; `place` chooses the order of the arms."""
-        said: dict[str, list[str]] = {name: [] for name in self.arms}
-        turns = []
-        for turn in range(len(question.turns)):
-            prompts = {
-                name: self.prompt(question, said[name if self.protocol == "spec_bench" else BASELINE])
-                for name in self.arms
-            }
-            record = self._turn(question, turn, prompts, place)
-            for name in self.arms:
-                said[name].append(self.pair.decode(record["arms"][name][0]["tokens"]))
-            record["text"] = {name: said[name][-1] for name in (BASELINE, METHOD)}
-            turns.append(record)
-        return {
-            "question_id": question.question_id,
-            "task": question.task,
-            "category": question.category,
-            "error": None,
-            "turns": turns,
-        }
+    def measure(self, questions: list[Question], place: int) -> list[dict]:
+        """The journal records of some questions, which a batch method answers together; `place` chooses the order of
+        the arms. A question whose prompt cannot be made or does not fit fails alone; everything else is raised."""
+        said = {q.question_id: {name: [] for name in self.arms} for q in questions}
+        turns: dict[int, list[dict]] = {q.question_id: [] for q in questions}
+        failed: dict[int, str] = {}
+        for turn in range(max(len(q.turns) for q in questions)):
+            asked, requests = [], {name: [] for name in self.arms}
+            for q in questions:
+                if q.question_id in failed or len(q.turns) <= turn:
+                    continue
+                try:
+                    own = {name: self._request(q, said[q.question_id], name) for name in self.arms}
+                except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
+                    failed[q.question_id] = reason(error)
+                    continue
+                asked.append(q)
+                for name, request in own.items():
+                    requests[name].append(request)
+            if not asked:
+                continue
+            for q, record in zip(asked, self._turn(asked, turn, requests, place)):
+                texts = {n: self.pair.decode(record["arms"][n][0]["tokens"]) for n in self.arms}
+                for name, text in texts.items():
+                    said[q.question_id][name].append(text)
+                record["text"] = {name: texts[name] for name in (BASELINE, METHOD)}
+                turns[q.question_id].append(record)
+        return [
+            failure(q, failed[q.question_id]) if q.question_id in failed else _record(q, turns[q.question_id])
+            for q in questions
+        ]
 
-    def _turn(self, question: Question, turn: int, prompts: dict[str, list[int]], place: int) -> dict:
-        orders = list(permutations(self.arms))
-        answers: dict[str, list[Generation]] = {name: [] for name in self.arms}
+    def _request(self, question: Question, said: dict[str, list[str]], arm: str) -> Request:
+        """The next turn of a question for one arm, still without a seed."""
+        prompt = self.prompt(question, said[arm if self.protocol == "spec_bench" else BASELINE])
+        return Request(prompt, self.capped(prompt))
+
+    def _turn(
+        self, questions: list[Question], turn: int, requests: dict[str, list[Request]], place: int
+    ) -> list[dict]:
+        """One turn of every question through all arms: a record for each."""
+        repeated = [name for name in self.arms if name != SINGLE]
+        orders = list(permutations(repeated))
+        answers: dict[str, list[list[Generation]]] = {name: [] for name in self.arms}  # by arm, then repeat
         for repeat in range(self.repeats):
-            seed = answer_seed(self.seed, question.question_id, turn, repeat)
-            for name in orders[(place + repeat) % len(orders)]:
-                answers[name].append(self.arms[name](prompts[name], self.capped(prompts[name]), seed))
-        prompt = prompts[BASELINE]
-        return {
-            "turn": turn,
-            "prompt_tokens": len(prompt),
-            "prompt_sha256": hashlib.sha256(repr(prompt).encode()).hexdigest(),
-            "arms": {name: [_journal(g) for g in generations] for name, generations in answers.items()},
-            "equivalence": asdict(self._certify(prompts, answers, METHOD)),
-            "baseline_equivalence": asdict(self._certify(prompts, answers, HF)) if HF in answers else None,
-        }
+            seeds = [answer_seed(self.seed, q.question_id, turn, repeat) for q in questions]
+            order = orders[(place + repeat) % len(orders)]
+            for name in [SINGLE, *order] if SINGLE in self.arms and repeat == 0 else order:
+                seeded = [replace(r, seed=seed) for r, seed in zip(requests[name], seeds)]
+                provenance.reset_peak_memory(self.pair.device)
+                answers[name].append(self.arms[name](seeded))
+                if name == METHOD:
+                    peak = provenance.peak_memory(self.pair.device)
+                    self.peak_memory = peak and max(peak, self.peak_memory or 0)
+        records = []
+        for i in range(len(questions)):
+            prompts = {name: asked[i].prompt for name, asked in requests.items()}
+            own = {name: [repeat[i] for repeat in repeats] for name, repeats in answers.items()}
+            prompt = prompts[BASELINE]
+            records.append(
+                {
+                    "turn": turn,
+                    "prompt_tokens": len(prompt),
+                    "prompt_sha256": hashlib.sha256(repr(prompt).encode()).hexdigest(),
+                    "arms": {name: [_journal(g) for g in generations] for name, generations in own.items()},
+                    "equivalence": asdict(self._certify(prompts, own, METHOD)),
+                    "baseline_equivalence": asdict(self._certify(prompts, own, HF)) if HF in own else None,
+                }
+            )
+        return records
 
     def _certify(
         self, prompts: dict[str, list[int]], answers: dict[str, list[Generation]], arm: str
     ) -> Certificate:
-        """The worst certificate of an arm's repeats against the baseline's first answer."""
-        if not self.decoding.greedy or prompts[arm] != prompts[BASELINE]:
+        """The worst certificate of an arm's repeats, and of the baseline's, against the reference's first answer."""
+        if not self.decoding.greedy or prompts[arm] != prompts[self.reference]:
             return Certificate(None, None, None, None)
-        prompt, reference = prompts[BASELINE], answers[BASELINE][0].tokens
+        prompt, reference = prompts[self.reference], answers[self.reference][0].tokens
 
         def margin_at(index: int, preferred: int, other: int) -> float:
             return margin(self.target, prompt, reference, index, preferred, other)
 
-        others = answers[arm] + answers[BASELINE][1:]
+        others = answers[arm] + (answers[BASELINE][1:] if self.reference == BASELINE else [])
+        if arm == HF and self.reference == SINGLE:
+            others = others + answers[BASELINE]
         certificates = [
             certify(reference, a.tokens, self.pair.stop_ids, margin_at, self.noise) for a in others
         ]
@@ -160,16 +227,18 @@ class Bench:
 
     def warm_up(self, questions: list[Question]) -> None:
         """Runs every arm on each warm-up question, and measures the rounding noise on the baseline's answers."""
-        samples = []
-        for question in questions:
-            prompt = self.prompt(question, [])
+        prompts = [self.prompt(question, []) for question in questions]
+        requests = []
+        for prompt in prompts * -(-(self.batch_size or 1) // len(prompts)):  # enough to fill a batch
             cap = min(self.capped(prompt).max_new_tokens, WARM_UP_TOKENS)
-            decoding = Decoding(cap, self.decoding.temperature)
-            for name, arm in self.arms.items():
-                answer = arm(prompt, decoding, self.seed)
-                if name == BASELINE:
-                    samples.append((prompt, answer.tokens))
+            requests.append(Request(prompt, Decoding(cap, self.decoding.temperature), self.seed))
+        for name, arm in self.arms.items():
+            answers = arm(requests if name != SINGLE else requests[: len(prompts)])
+            if name == self.reference:
+                samples = [(p, answer.tokens) for p, answer in zip(prompts, answers)]
         self.noise = shape_noise(self.target, samples)
+        if self.batch_size:
+            self.noise = max(self.noise, batch_noise(self.target, samples, self.batch_size))
 
 
 def answer_seed(*parts: int) -> int:
@@ -192,37 +261,78 @@ def _journal(generation: Generation) -> dict:
 def prepare(cfg: DictConfig) -> Bench:
     """Loads the pair and builds the arms."""
     method = hydra.utils.get_class(cfg.method._target_)
-    needs = method.needs
+    batched = issubclass(method, Scheduler)
+    drafting = cfg.drafter if batched else cfg.method
+    drafter_class = hydra.utils.get_class(drafting._target_)
+    needs = drafter_class.needs
     pair_cfg = OmegaConf.merge(cfg.pair, {"draft": needs.draft_of(cfg.pair)}) if needs.part else cfg.pair
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     target = Target(pair.target)
     target.check()
-    settings = {key: value for key, value in cfg.method.items() if key not in ("name", "_target_")}
-    # Not hydra's instantiate, which would wrap what the method says is wrong.
-    drafter = method(pair=pair, **settings)
-    arms: dict[str, Arm] = {
-        BASELINE: Engine(target, Drafter(), pair.stop_ids, pair.context_length).generate,
-        METHOD: Engine(target, drafter, pair.stop_ids, pair.context_length).generate,
-        HF: hf_generate_arm(pair),
-    }
-    decoding = Decoding(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
-    return Bench(pair, target, arms, decoding, cfg.repeats, cfg.protocol, cfg.seed)
-
-
-def attempt(bench: Bench, question: Question, place: int) -> dict:
-    """Measures a question; whatever goes wrong with it is recorded, and leaves the other questions alone."""
-    try:
-        return bench.measure(question, place)
-    except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-        tqdm.write(f"question {question.question_id} failed: {reason}", file=sys.stderr)
-        return {
-            "question_id": question.question_id,
-            "task": question.task,
-            "category": question.category,
-            "error": reason,
-            "turns": [],
+    # Not hydra's instantiate, which would wrap what a method says is wrong.
+    drafter = drafter_class(pair=pair, **store.settings(drafting))
+    ends = (pair.stop_ids, pair.context_length)
+    if batched:
+        size = cfg.batch_size
+        scheduler = method(**store.settings(cfg.method) | {"batch_size": size})
+        arms: dict[str, Arm] = {
+            BASELINE: BatchEngine(target, Drafter(), Scheduler(size), *ends).generate,
+            METHOD: BatchEngine(target, drafter, scheduler, *ends).generate,
+            HF: hf_generate_arm(pair, size),
+            SINGLE: one_by_one(Engine(target, Drafter(), *ends)),
         }
+    else:
+        arms = {
+            BASELINE: one_by_one(Engine(target, Drafter(), *ends)),
+            METHOD: one_by_one(Engine(target, drafter, *ends)),
+            HF: hf_generate_arm(pair),
+        }
+    decoding = Decoding(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
+    batch_size = cfg.batch_size if batched else None
+    return Bench(pair, target, arms, decoding, cfg.repeats, cfg.protocol, cfg.seed, batch_size)
+
+
+def attempt(bench: Bench, questions: list[Question], place: int) -> list[dict]:
+    """Measures some questions together; whatever goes wrong with them is recorded, and leaves the others alone."""
+    try:
+        records = bench.measure(questions, place)
+    except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
+        records = [failure(question, reason(error)) for question in questions]
+    for record in records:
+        if record["error"] is not None:
+            tqdm.write(f"question {record['question_id']} failed: {record['error']}", file=sys.stderr)
+    return records
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said.splitlines()[0] if said else 'no message'}"
+
+
+def failure(question: Question, error: str) -> dict:
+    """The journal record of a question that failed."""
+    return _record(question, []) | {"error": error}
+
+
+def _record(question: Question, turns: list[dict]) -> dict:
+    return {
+        "question_id": question.question_id,
+        "task": question.task,
+        "category": question.category,
+        "error": None,
+        "turns": turns,
+    }
+
+
+def pools(questions: list[Question], size: int | None, seed: int) -> list[list[Question]]:
+    """The questions as they are measured: one by one (size None), or in pools of about equal size, `size` at most, in
+    an order that mixes the tasks as they come to a server."""
+    if size is None:
+        return [[question] for question in questions]
+    mixed = random.Random(seed).sample(questions, len(questions))
+    n = -(-len(questions) // size)
+    return [mixed[i::n] for i in range(n)]
 
 
 def run(run_dir: Path) -> int:
@@ -231,17 +341,26 @@ def run(run_dir: Path) -> int:
     questions = load_questions(cfg.data, cfg.task)
     with store.open_journal(run_dir) as journal:
         done = {record["question_id"] for record in journal.records}
-        places = [(place, q) for place, q in enumerate(questions) if q.question_id not in done]
-        if places:
+        if len(done) < len(questions):
             bench = prepare(cfg)
             source = find_questions_file(cfg.data)
             provenance.record(run_dir, provenance.collect(OmegaConf.to_container(cfg), source))
             bench.warm_up(warmup_questions(cfg.data))
-            store.write_json(run_dir / store.FACTS, facts(bench))
+            known = facts(bench)
+            store.write_json(run_dir / store.FACTS, known)
             gc.collect()
             gc.freeze()  # what is loaded by now stays: the collector need not walk it between two questions
-            for place, question in tqdm(places, desc=cfg.method.name, unit="question", initial=len(done)):
-                journal.append(attempt(bench, question, place))
+            label = f"{cfg.method.name}, {cfg.drafter.name}" if bench.batch_size else cfg.method.name
+            bar = tqdm(desc=label, unit="question", initial=len(done), total=len(questions))
+            with bar:
+                for place, pool in enumerate(
+                    pools(questions, cfg.pool if bench.batch_size else None, cfg.seed)
+                ):
+                    left = [question for question in pool if question.question_id not in done]
+                    if left:
+                        journal.append(*attempt(bench, left, place))
+                        bar.update(len(left))
+            store.write_json(run_dir / store.FACTS, known | {"peak_memory_bytes": bench.peak_memory})
         summary = store.finalise(run_dir)
     return 1 if summary["status"] != "complete" else 0
 
@@ -256,6 +375,8 @@ def facts(bench: Bench) -> dict:
         "bandwidth_bytes_per_second": provenance.bandwidth(pair.device),
         "noise": bench.noise,
         "weights": pair.init,
+        "batched": bench.batch_size is not None,
+        "peak_memory_bytes": None,
     }
 
 

@@ -85,6 +85,11 @@ def is_complete(run_dir: Path) -> bool:
     return (run_dir / SUMMARY).exists()
 
 
+def settings(group: Mapping) -> dict:
+    """The parameters that a method or a drafter is made with."""
+    return {key: value for key, value in group.items() if key not in ("name", "_target_")}
+
+
 def _plain(config: Mapping) -> dict:
     return OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
 
@@ -141,17 +146,19 @@ class Journal:
         self._path = path
         self._known = {record["question_id"] for record in records}
 
-    def append(self, record: dict) -> None:
-        """Adds a finished question and the time of day (`tstamp`, s); it is on the disk when this returns."""
-        if record["question_id"] in self._known:
-            raise ValueError(f"question {record['question_id']} is already in {self._path}")
-        record = finite(record | {"tstamp": time.time()})
+    def append(self, *records: dict) -> None:
+        """Adds finished questions and the time of day (`tstamp`, s); they are on the disk when this returns."""
+        for record in records:
+            if record["question_id"] in self._known:
+                raise ValueError(f"question {record['question_id']} is already in {self._path}")
+        stamped = [finite(record | {"tstamp": time.time()}) for record in records]
         with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            lines = (json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in stamped)
+            file.write("".join(lines))
             file.flush()
             os.fsync(file.fileno())
-        self.records.append(record)
-        self._known.add(record["question_id"])
+        self.records += stamped
+        self._known |= {record["question_id"] for record in stamped}
 
 
 @contextmanager

@@ -32,6 +32,8 @@ def run_table(summary: dict) -> Table:
     if len(shares) > 1:
         left = ", ".join(f"{layers} layers {share:.0%}" for layers, share in shares.items())
         caption.append(f"\ndraft tokens left the draft model after: {left}")
+    if summary["drafter"]:
+        caption.append(f"\n{batch_line(summary)}")
     table = Table(title=_title(summary), caption=caption, **_STYLE)
     _add_columns(table, "task")
     tasks = sorted(summary["tasks"].items(), key=lambda item: not item[1]["equivalence"]["violation"])
@@ -48,7 +50,7 @@ def overview_table(summaries: Iterable[dict]) -> Table:
     table = Table(title=Text("all runs, over all their questions", style="bold"), **_STYLE)
     _add_columns(table, "run")
     for summary in summaries:
-        lines = [f"{summary['method']}, {summary['pair']}", *_settings(_varied(summary, summaries))]
+        lines = [f"{method_label(summary)}, {summary['pair']}", *_settings(_varied(summary, summaries))]
         table.add_row("\n".join(lines), *_cells(summary["overall"]))
     return table
 
@@ -61,7 +63,7 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     summaries = list(summaries)
     cells: dict[tuple[str, str], dict[str, dict]] = {}
     for summary in summaries:
-        row = (summary["method"], ", ".join(_settings(_varied(summary, summaries))))
+        row = (method_label(summary), ", ".join(_settings(_varied(summary, summaries))))
         cells.setdefault(row, {})[summary["pair"]] = summary["overall"]
     pairs = sorted({pair for found in cells.values() for pair in found})
     if len(pairs) < 2:
@@ -77,6 +79,60 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
         shown = [_speedup(found[pair]) if pair in found else Text(UNKNOWN) for pair in pairs]
         table.add_row("\n".join(filter(None, (method, settings))), *shown, _number(mean, 3))
     return table
+
+
+def batches_table(summaries: Iterable[dict]) -> Table | None:
+    """What batches gain: one row per run of a batch method. None if there is none."""
+    batched = [summary for summary in summaries if summary["drafter"]]
+    if not batched:
+        return None
+    table = Table(title=Text("batches", style="bold"), **_STYLE)
+    table.add_column("run", overflow="fold")
+    for name in (
+        *("rows", "tokens\nper s", "times one\nby one", "times plain\nbatches", "accept.\nlength"),
+        *("places\nin use", "lining\nup", "of one\nlength", "peak\nmemory"),
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for summary in batched:
+        overall, memory = summary["overall"], summary["peak_memory_bytes"]
+        table.add_row(
+            f"{method_label(summary)}, {summary['pair']}",
+            str(summary["batch_size"]),
+            _number(overall["tokens_per_second"], 1),
+            _number(gain(summary), 2),
+            _speedup(overall),
+            _number(overall["acceptance_length"], 2),
+            _share(overall["occupancy"]),
+            _share(overall["alignment_share"]),
+            _share(overall["group_rate"]),
+            UNKNOWN if memory is None else f"{memory / 1e9:.2f} GB",
+        )
+    return table
+
+
+def batch_line(summary: dict) -> str:
+    """How well a batch method used its places, its time, and what it gains over decoding one by one."""
+    overall = summary["overall"]
+    parts = [
+        f"batch of {summary['batch_size']}: {_share(overall['occupancy'])} of the places in use",
+        f"{_share(overall['alignment_share'])} of the time spent on lining rows up",
+    ]
+    if overall["group_rate"] is not None:
+        parts.append(f"rows of one length in {_share(overall['group_rate'])} of the rounds")
+    parts.append(f"{_number(gain(summary), 2)} times the tokens/s of plain decoding one by one")
+    return ", ".join(parts)
+
+
+def gain(summary: dict) -> float | None:
+    """Tokens per second of a batch method / those of plain decoding of one sequence at a time, in the same run."""
+    rate, single = summary["overall"]["tokens_per_second"], summary["baseline"]["single_tokens_per_second"]
+    return rate / single if rate and single else None
+
+
+def method_label(summary: dict) -> str:
+    """The method, and what drafts for it where that is another choice."""
+    drafter = summary["drafter"]
+    return summary["method"] if drafter in (None, "none") else f"{summary['method']} + {drafter}"
 
 
 def baseline_line(baseline: dict) -> Text:
@@ -174,6 +230,9 @@ def print_overview(run_folders: list[Path]) -> None:
     by_pair = pairs_table(summaries)
     if by_pair:
         out.print(by_pair)
+    batches = batches_table(summaries)
+    if batches:
+        out.print(batches)
     for pair in dict.fromkeys(summary["pair"] for summary in summaries):  # other models are no surprise
         alike = [run for run, summary in zip(run_folders, summaries) if summary["pair"] == pair]
         for line in not_comparable(alike):
@@ -254,6 +313,10 @@ def _number(value: float | None, digits: int) -> str:
     return UNKNOWN if value is None else f"{value:.{digits}f}"
 
 
+def _share(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.0%}" if value >= 0.1 or value == 0 else f"{value:.1%}"
+
+
 def _varied(summary: dict, summaries: Iterable[dict]) -> dict:
     """The settings that were varied for the method of `summary`: in which two of its runs on one pair differ."""
     first: dict[str, dict] = {}
@@ -279,7 +342,7 @@ def _title(summary: dict) -> Text:
     if summary["failed"]:
         text.append(f"FAILED: {summary['failed']} questions, left out of every number\n", style="bold red")
     settings = f" ({', '.join(_settings(summary['settings']))})" if summary["settings"] else ""
-    text.append(f"{summary['method']}{settings}", style="bold").append(
+    text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
         f"batch {summary['batch_size']}, {summary['dtype']}, {summary['device']}"
     )

@@ -19,11 +19,12 @@ from tqdm import tqdm
 
 from methods.sps import SpeculativeSampling
 from specbench.bench import CONF
+from specbench.decoding.batch import Request
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
-from specbench.measure.runner import Arm, hf_generate_arm
+from specbench.measure.runner import Arm, hf_generate_arm, one_by_one
 from specbench.measure.statistics import speedup
 from specbench.pairs import load_pair
 from specbench.questions import load_questions
@@ -42,7 +43,7 @@ def assisted_arm(pair) -> Arm:
 
 def engine_arm(pair, drafter: Drafter) -> Arm:
     """Our loop with a drafter."""
-    return Engine(Target(pair.target), drafter, pair.stop_ids, pair.context_length).generate
+    return one_by_one(Engine(Target(pair.target), drafter, pair.stop_ids, pair.context_length))
 
 
 def main() -> None:
@@ -62,10 +63,11 @@ def main() -> None:
         "engine, sps": engine_arm(pair, SpeculativeSampling(pair, DRAFT_TOKENS)),
     }
     prompts = [
-        pair.prompt_ids([{"role": "user", "content": q.turns[0]}]) for q in load_questions(cfg.data, cfg.task)
+        [Request(pair.prompt_ids([{"role": "user", "content": q.turns[0]}]), decoding)]
+        for q in load_questions(cfg.data, cfg.task)
     ]
     for arm in arms.values():  # warm-up
-        arm(prompts[0], decoding, 0)
+        arm(prompts[0])
     seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(prompts))
     differing = 0
     names = list(arms)
@@ -75,7 +77,7 @@ def main() -> None:
             answers = {}
             for name in names[shift:] + names[:shift]:
                 start = time.perf_counter()
-                answers[name] = arms[name](prompt, decoding, 0).tokens
+                answers[name] = arms[name](prompt)[0].tokens
                 seconds[name][place] += time.perf_counter() - start
             differing += len({tuple(a) for a in answers.values()}) > 1
     print(f"pair {pair.name}, {len(prompts)} prompts x {options.repeats}, {torch.get_num_threads()} threads")

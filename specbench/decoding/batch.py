@@ -1,0 +1,383 @@
+"""The draft-verify-commit loop for many sequences at once.
+
+The rows of a batch have different lengths, caps and stop tokens; they join when there is room and leave when they are
+done. Two parts can be swapped: the drafter, which proposes tokens for every row, and the scheduler, which says who
+runs when and how the rows lie in memory. Plain batched decoding is this loop with a drafter that drafts nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from specbench.decoding.acceptance import accept_rows
+from specbench.decoding.draft import Draft, Drafter
+from specbench.decoding.rows import Ragged
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from specbench.decoding.trace import Clock, Generation, Step
+from specbench.errors import UserError, at_least
+
+CACHE_STEP = 256  # as in `engine`
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to decode: as the arguments of `Engine.generate`. stop_ids: in place of the engine's."""
+
+    prompt: list[int]
+    decoding: Decoding
+    seed: int = 0
+    stop_ids: frozenset[int] | None = None
+
+
+@dataclass(slots=True)
+class Row:
+    """A sequence in the batch, as the host sees it.
+
+    place: its index in the input. length: known tokens, the pending one included. waited: rounds in a row in which a
+    younger row ran and it did not. rounds: (round, place in the batch, drafted, accepted, emitted) for each round that
+    it took part in.
+    """
+
+    place: int
+    request: Request
+    stop_ids: frozenset[int]
+    length: int
+    out: list[int] = field(default_factory=list)
+    waited: int = 0
+    rounds: list[tuple] = field(default_factory=list)
+    prefill: tuple = ()
+
+    @property
+    def left(self) -> int:
+        """New tokens that it may still get."""
+        return self.request.decoding.max_new_tokens - len(self.out)
+
+    @property
+    def done(self) -> bool:
+        return self.out[-1] in self.stop_ids or self.left == 0
+
+
+@dataclass(slots=True)
+class Rows:
+    """What a drafter sees of a round: the b running rows, which are the first of every buffer.
+
+    tokens: [rows, capacity] on the device. known: [b] their lengths, the pending token included. limits: [b] the
+    longest draft that each can still use; max_draft: the largest of them. reach: the largest length. layout: of the
+    target's cache. uniforms: [rows, capacity, 3] numbers in [0, 1) of each row's own, by position: to draft with, to
+    accept with, to draw with; None when greedy. A number decides one token only, at its own position: so what a row
+    says depends on its seed alone, and not on when or beside whom it runs.
+    """
+
+    tokens: torch.Tensor
+    known: torch.Tensor
+    limits: torch.Tensor
+    max_draft: int
+    reach: int
+    decoding: Decoding
+    layout: Ragged
+    uniforms: torch.Tensor | None = None
+
+    def newest(self, n: int) -> torch.Tensor:
+        """[b, n] the last n known tokens of each row."""
+        return self.at(torch.arange(-n, 0, device=self.known.device))
+
+    def at(self, offsets: torch.Tensor) -> torch.Tensor:
+        """[b, n] the tokens at the given offsets from each row's end."""
+        span = (self.known.unsqueeze(1) + offsets).clamp(min=0)
+        return self.tokens[: self.known.shape[0]].gather(1, span)
+
+    def draws(self, offset: int, use: int = 0) -> torch.Tensor | None:
+        """[b] numbers to draw the token `offset` places behind the pending one with."""
+        if self.uniforms is None:
+            return None
+        b = self.known.shape[0]
+        return self.uniforms[torch.arange(b, device=self.known.device), self.known + offset, use]
+
+
+class Scheduler:
+    """Who runs when: every row as long as it lives, a new one at once in the place of one that ends; each with an end
+    of its own in memory (`Ragged`).
+
+    batch_size: rows in a round. token_budget: the most tokens of a verification pass, all rows together; drafts are cut
+    to it by the batch size (not by how many rows happen to run), so that what a row drafts does not depend on others.
+    None: no limit.
+    """
+
+    def __init__(self, batch_size: int, token_budget: int | None = None):
+        at_least(1, batch_size=batch_size)
+        self.batch_size = batch_size
+        self.rows = batch_size  # sequences that are held at once
+        self.longest_draft = None if token_budget is None else max(1, token_budget // batch_size - 1)
+        self.grouped: bool | None = (
+            None  # for schedulers that group: whether this round's rows are of one length
+        )
+
+    def layout(self, cache) -> Ragged:
+        """How the rows lie in a new cache."""
+        return Ragged(cache)
+
+    def joining(self, held: int) -> int:
+        """How many waiting rows may be prefilled now, when `held` are in memory."""
+        return self.rows - held
+
+    def choose(self, held: list[Row]) -> list[int]:
+        """Which of the held rows run in this round, `batch_size` at most; those that ran last stand first."""
+        return list(range(min(self.batch_size, len(held))))
+
+
+class BatchEngine:
+    """Decodes many sequences with a target, a drafter and a scheduler; buffers are kept between calls."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        scheduler: Scheduler,
+        stop_ids: frozenset[int],
+        context_length: int | None = None,
+    ):
+        if not drafter.needs.batching and type(drafter) is not Drafter:
+            raise UserError(f"drafter {type(drafter).__name__} cannot batch")
+        self.target, self.drafter, self.scheduler = target, drafter, scheduler
+        self.stop_ids = stop_ids
+        self.context_length = context_length or target.config.max_position_embeddings
+        self.clock = Clock(target.device)
+        self._cache = None
+
+    @torch.inference_mode()
+    def generate(self, requests: list[Request]) -> list[Generation]:
+        """Decodes every request to its end; the answers come in the order of the requests.
+
+        What passes cost is shared: a row's seconds are its prefill and, of every round, one part in as many as rows
+        ran; so the seconds of all rows add up to the time of the call. Raises UserError if the context cannot hold a
+        request, or when their temperatures differ.
+        """
+        if not requests:
+            return []
+        self._check(requests)
+        self._open(requests)
+        waiting = deque(
+            Row(place, request, self.stop_ids if request.stop_ids is None else request.stop_ids, 0)
+            for place, request in enumerate(requests)
+        )
+        rows, held, rounds = [*waiting], [], []
+        self.clock.synchronize()
+        while waiting or held:
+            self._admit(waiting, held)
+            if all(row.done for row in held):
+                held.clear()
+            else:
+                rounds.append(self._round(held, len(rounds)))
+        self.clock.synchronize()
+        rounds = [self._timed(*r) for r in rounds]
+        return [self._generation(row, rounds) for row in rows]
+
+    # -- a round
+
+    def _round(self, held: list[Row], number: int) -> tuple:
+        """Runs one round; returns what its steps need: its draft, its rows, and its marks in time."""
+        clock, scheduler, layout = self.clock, self.scheduler, self._layout
+        begun = clock.mark()
+        self._close_gaps(held)
+        b = self._seat(held)
+        running = held[:b]
+        youngest = max(row.place for row in running)
+        for row in held[b:]:
+            row.waited += row.place < youngest
+        limits = [self._limit(row) for row in running]
+        layout.begin([row.length for row in running], 1 + max(limits))
+        grouped = scheduler.grouped
+        arranged = clock.mark()
+        numbers = torch.tensor([[row.length for row in running], limits]).to(self.target.device)
+        reach = max(row.length for row in running)
+        rows = Rows(
+            self._tokens,
+            numbers[0],
+            numbers[1],
+            max(limits),
+            reach,
+            running[0].request.decoding,
+            layout,
+            self._uniforms,
+        )
+        draft = self.drafter.draft_rows(rows) if max(limits) else Draft(self._tokens[:b, :0])
+        drafted = clock.mark()
+        k = draft.tokens.shape[1]
+        counts = numbers[1].clamp(max=k) if draft.counts is None else draft.counts.minimum(numbers[1])
+        places = layout.places(numbers[0] - 1, 1 + k, reach + k)
+        logits = self.target.verify_rows(rows.newest(1), draft, self._cache, places)
+        verified = clock.mark()
+        verdict = accept_rows(logits, draft, counts, rows.decoding, self._draws(rows, k))
+        self._settle(running, rows, draft, counts, verdict, number)
+        self.drafter.commit_rows(rows, verdict.count)
+        return draft, b, grouped, (begun, arranged, drafted, verified, clock.mark())
+
+    def _seat(self, held: list[Row]) -> int:
+        """Brings the rows that run to the front of every buffer; returns their number."""
+        chosen = self.scheduler.choose(held)
+        b = len(chosen)
+        inside = [slot for slot in range(b) if slot not in chosen]
+        outside = [slot for slot in chosen if slot >= b]
+        if inside:
+            self._move(inside + outside, outside + inside, max(row.length for row in held))
+            for i, j in zip(inside, outside):
+                held[i], held[j] = held[j], held[i]
+        for row in held[:b]:
+            row.waited = 0
+        return b
+
+    def _limit(self, row: Row) -> int:
+        """The longest draft that a row can use: the last place belongs to the target alone."""
+        limit = min(row.left - 1, self.drafter.max_draft_tokens)
+        longest = self.scheduler.longest_draft
+        return limit if longest is None else min(limit, longest)
+
+    def _settle(self, running: list[Row], rows: Rows, draft: Draft, counts, verdict, number: int) -> None:
+        """Brings rows, buffers and layout up to what was accepted."""
+        b, k = draft.tokens.shape
+        steps = torch.arange(1 + k, device=counts.device)
+        kept = verdict.count.unsqueeze(1)
+        new = torch.cat([draft.tokens, verdict.next.unsqueeze(1)], dim=1)
+        new = torch.where(steps == kept, verdict.next.unsqueeze(1), new)
+        self._tokens[:b].scatter_(
+            1, rows.known.unsqueeze(1) + steps, new
+        )  # what is behind a row's end is no token
+        facts = torch.cat(
+            [kept, counts.unsqueeze(1), new], dim=1
+        ).tolist()  # the one time that the host waits
+        self._layout.settle(verdict.count, [count for count, *_ in facts])
+        for slot, (row, (count, drafted, *tokens)) in enumerate(zip(running, facts)):
+            emitted = tokens[: count + 1]
+            end = next((i for i, token in enumerate(emitted) if token in row.stop_ids), count)
+            row.out += emitted[: end + 1]
+            row.length += count + 1
+            row.rounds.append((number, slot, drafted, min(count, end + 1), end + 1))
+
+    def _close_gaps(self, held: list[Row]) -> None:
+        """Takes out the rows that are done and were not replaced; the last row takes the place of each."""
+        for slot in reversed([slot for slot, row in enumerate(held) if row.done]):
+            last = held.pop()
+            if slot < len(held):
+                self._move([len(held)], [slot], max(last.length, *(row.length for row in held)))
+                held[slot] = last
+
+    def _move(self, sources: list[int], destinations: list[int], reach: int) -> None:
+        """Copies everything that belongs to some rows to the places of others, all at once."""
+        self._layout.move(sources, destinations, reach)
+        self.drafter.move_rows(sources, destinations, reach)
+        for buffer in (self._tokens, self._uniforms):
+            if buffer is not None:
+                buffer[destinations] = buffer[sources]
+
+    # -- the start of a row
+
+    def _admit(self, waiting: deque[Row], held: list[Row]) -> None:
+        """Lets waiting rows join, first of all in the places of rows that are done."""
+        room = self.scheduler.joining(sum(not row.done for row in held))
+        while room > 0 and waiting:
+            slot = next((slot for slot, row in enumerate(held) if row.done), len(held))
+            row = waiting.popleft()
+            self._join(row, slot)
+            if not row.done:  # one that ends with its first token leaves the place to the next
+                held[slot : slot + 1] = [row]
+                room -= 1
+
+    def _join(self, row: Row, slot: int) -> None:
+        """Prefills a row on its own."""
+        begun = self.clock.mark()
+        request, device = row.request, self.target.device
+        n = len(request.prompt)
+        prompt = torch.tensor([request.prompt], device=device)
+        self._tokens[slot, :n] = prompt[0]
+        if self._uniforms is not None:
+            generator = torch.Generator(device).manual_seed(request.seed)
+            own = self._uniforms[slot, n:]
+            size = (request.decoding.max_new_tokens, 3)
+            own[: size[0]] = torch.rand(size, generator=generator, device=device, dtype=own.dtype)
+        prefill = self.target.prefill(prompt, self._layout.entering(slot, n), self.drafter.taps)
+        draw = None if self._uniforms is None else self._uniforms[slot, n : n + 1, 2]
+        first, _ = request.decoding.select(prefill.logits, uniforms=draw)
+        self._tokens[slot, n : n + 1] = first
+        row.length = n + 1
+        self.drafter.begin_row(slot, prompt, prefill, self.target)
+        row.out += first.tolist()
+        row.prefill = (begun, self.clock.mark())
+
+    def _open(self, requests: list[Request]) -> None:
+        """Makes what holds these requests, or takes what the last call has left."""
+        spare = self.drafter.max_draft_tokens + 1  # rows near their end take part in the drafts of others
+        capacity = max(len(r.prompt) + r.decoding.max_new_tokens for r in requests) + spare
+        rows = min(self.scheduler.rows, len(requests))
+        if self._cache is None or self._cache.capacity < capacity or self._cache.rows < rows:
+            capacity = -(-capacity // CACHE_STEP) * CACHE_STEP
+            self._cache = self.target.new_rows(rows, capacity)
+            self._tokens = torch.zeros(rows, capacity, dtype=torch.int64, device=self.target.device)
+            self.drafter.open_rows(rows, capacity, self.target, self._cache)
+        self._layout = self.scheduler.layout(self._cache)
+        self._uniforms = None
+        if not requests[0].decoding.greedy:
+            shape = (*self._tokens.shape, 3)
+            self._uniforms = torch.zeros(shape, dtype=torch.float64, device=self.target.device)
+
+    def _draws(self, rows: Rows, k: int) -> torch.Tensor | None:
+        """[b, 1 + k, 2] numbers to accept and to draw the tokens of a round with."""
+        if self._uniforms is None:
+            return None
+        at = rows.known.unsqueeze(1) + torch.arange(1 + k, device=rows.known.device)
+        b = at.shape[0]
+        return self._uniforms[torch.arange(b, device=at.device).unsqueeze(1), at, 1:]
+
+    def _check(self, requests: list[Request]) -> None:
+        if len({request.decoding.temperature for request in requests}) > 1:
+            raise UserError("the requests of a batch must have one temperature")
+        for request in requests:
+            cap = request.decoding.max_new_tokens
+            at_least(1, max_new_tokens=cap)
+            if not request.prompt:
+                raise UserError("the prompt is empty")
+            if len(request.prompt) + cap > self.context_length:
+                raise UserError(
+                    f"a prompt of {len(request.prompt)} tokens and {cap} new ones do not fit the context of "
+                    f"{self.context_length}"
+                )
+
+    # -- the trace
+
+    def _timed(self, draft: Draft, b: int, grouped: bool | None, marks: tuple) -> tuple:
+        """What all steps of a round have in common: its draft, its rows, whether grouped, and each row's seconds."""
+        align, drafting, verify, other = (self.clock.seconds(a, z) / b for a, z in zip(marks, marks[1:]))
+        if not self._layout.aligns:
+            align, other = 0.0, align + other
+        exits = draft.exits.tolist() if isinstance(draft.exits, torch.Tensor) else None
+        return draft, b, grouped, exits, (drafting, verify, other, align)
+
+    def _generation(self, row: Row, rounds: list[tuple]) -> Generation:
+        steps = []
+        for number, slot, drafted, accepted, emitted in row.rounds:
+            draft, b, grouped, exits, (drafting, verify, other, align) = rounds[number]
+            layer = draft.resume.layer if draft.resume is not None else 0
+            steps.append(
+                Step(
+                    drafted,
+                    accepted,
+                    emitted,
+                    drafted,
+                    drafting,
+                    verify,
+                    other,
+                    draft.bytes_read,
+                    self.target.pass_bytes(layer),
+                    tuple(exits[slot][:drafted]) if exits else (),
+                    rows=b,
+                    align_seconds=align,
+                    grouped=grouped,
+                )
+            )
+        prefill = self.clock.seconds(*row.prefill)
+        spent = sum(s.draft_seconds + s.verify_seconds + s.other_seconds + s.align_seconds for s in steps)
+        finish = "stop" if row.out[-1] in row.stop_ids else "length"
+        return Generation(row.out, prefill, prefill + spent, finish, steps)
