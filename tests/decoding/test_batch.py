@@ -1,0 +1,251 @@
+"""Batches: every row is its own sequential run, whatever drafts, whoever shares the batch, however it lies."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from methods.ar import Autoregressive
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.kangaroo import Kangaroo
+from methods.kangaroo.adapter import save_adapter
+from methods.pld import PromptLookup
+from methods.ragged import RaggedBatch
+from methods.s2d import SortedDraft
+from methods.sps import SpeculativeSampling
+from specbench.decoding.batch import BatchEngine, Request, Row, Scheduler
+from specbench.decoding.draft import Drafter
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from specbench.errors import UserError
+from tests.decoding.helpers import (
+    STOP,
+    generate_with_transformers,
+    near_identity_adapter,
+    random_pair,
+    random_prompt,
+    sorted_pair,
+    trimmed,
+)
+from tests.models import ARCHITECTURES
+
+SIZES = (1, 3, 8, 16)
+REQUESTS = 14
+
+
+def schedulers(batch_size: int) -> dict[str, Scheduler]:
+    return {
+        "ragged": RaggedBatch(batch_size),
+        "eqspec": EqSpec(batch_size),
+        "exspec": ExSpec(batch_size, window=10, slack=0.1, patience=2),
+        "exspec, never realigned": ExSpec(batch_size, window=12, slack=9.0),
+    }
+
+
+def drafters(arch: str, folder: str) -> dict[str, Drafter]:
+    pair, sorted_ = random_pair(arch), sorted_pair(arch)
+    save_adapter(near_identity_adapter(pair), folder, torch.float32)
+    some = list(range(0, pair.vocab_size, 2))
+    return {
+        "none": Autoregressive(pair),
+        "sps": SpeculativeSampling(pair, 4),
+        "sps with a stop": SpeculativeSampling(pair, 6, 0.03),
+        "sps, trimmed": trimmed(SpeculativeSampling(pair, 3), some),
+        "pld": PromptLookup(pair, 5),
+        "kangaroo": Kangaroo(pair, folder, 2, 4, 0.03),
+        "kangaroo, constant": trimmed(Kangaroo(pair, folder, 2, 3, 0.0), some),
+        "s2d": SortedDraft(sorted_, thresholds=[0.03, 0.03], max_draft_tokens=4),
+        "s2d, deep": SortedDraft(sorted_, thresholds=[0.9, 0.04], confidence_threshold=0.03),
+    }
+
+
+@cache
+def cases(arch: str) -> tuple[list[Request], list[list[int]]]:
+    """Requests of many lengths, caps and stop sets, and transformers' answers."""
+    pair, rng = random_pair(arch), random.Random(arch)
+    requests, answers = [], []
+    for seed in range(REQUESTS):
+        prompt = random_prompt(rng, pair.target.config.vocab_size)
+        cap, stops = rng.choice((1, 2, 3, 14, 22, 22)), rng.choice(((STOP,), (STOP, 3), ()))
+        requests.append(Request(prompt, Decoding(cap), seed, frozenset(stops)))
+        answers.append(generate_with_transformers(pair.target, prompt, cap, stops))
+    return requests, answers
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("scheduler", ["ragged", "eqspec", "exspec", "exspec, never realigned"])
+def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
+    requests, expected = cases(arch)
+    target = Target(random_pair(arch).target)
+    for place, (name, drafter) in enumerate(drafters(arch, str(tmp_path)).items()):
+        for size in {SIZES[(place + len(scheduler)) % 4], 8 if name == "sps" else 3}:
+            engine = BatchEngine(target, drafter, schedulers(size)[scheduler], frozenset())
+            answers = engine.generate(requests)
+            assert [a.tokens for a in answers] == expected, (name, size)
+            for request, answer in zip(requests, answers):
+                assert sum(s.emitted for s in answer.steps) + 1 == len(answer.tokens)
+                assert all(s.accepted <= s.drafted and 1 <= s.rows <= size for s in answer.steps)
+                ended = answer.tokens[-1] in request.stop_ids
+                assert answer.finish == ("stop" if ended else "length")
+            steps = [s for a in answers for s in a.steps]
+            assert any(0 < s.accepted for s in steps) == (name != "none"), (
+                "a drafter whose drafts all fail proves little"
+            )
+
+
+@pytest.mark.parametrize("arch", ["mistral"])
+@pytest.mark.parametrize("name", ["sps with a stop", "pld", "kangaroo", "s2d", "sps, trimmed"])
+def test_a_sample_does_not_depend_on_who_shares_the_batch(arch, name, tmp_path):
+    """The same seed gives the same answer alone, in any batch, and in any order."""
+    requests = [Request(r.prompt, Decoding(12, 1.0), r.seed, r.stop_ids) for r in cases(arch)[0]]
+    target, drafter = Target(random_pair(arch).target), drafters(arch, str(tmp_path))[name]
+    alone = [BatchEngine(target, drafter, RaggedBatch(1), frozenset()).generate([r])[0] for r in requests]
+    shuffled = random.Random(0).sample(range(len(requests)), len(requests))
+    for scheduler in (RaggedBatch(8), EqSpec(5), ExSpec(4, window=9)):
+        answers = BatchEngine(target, drafter, scheduler, frozenset()).generate(
+            [requests[i] for i in shuffled]
+        )
+        assert [a.tokens for a in answers] == [alone[i].tokens for i in shuffled]
+    assert any(s.accepted for a in alone for s in a.steps) or name == "pld", "chance seldom repeats itself"
+
+
+VOCAB, ANSWERS = 5, 1600
+SHAPE = {"seed": 4, "vocab_size": VOCAB, "num_hidden_layers": 3}
+
+
+def p_value_of_two_tokens(drafter_name: str, folder: str, scheduler: Scheduler) -> float:
+    """How well tokens 1 and 2 behind the first follow the target at temperature 1."""
+    pair, prompt = random_pair("llama", **SHAPE), [1, 3, 4, 1, 3]
+    save_adapter(near_identity_adapter(pair), folder, torch.float32)
+    kept = [0, 2, 3]
+    drafter = {
+        "sps": lambda: SpeculativeSampling(pair, 3),
+        "sps, trimmed": lambda: trimmed(SpeculativeSampling(pair, 3, 0.5), kept),
+        "pld": lambda: PromptLookup(pair, 3),
+        "kangaroo": lambda: Kangaroo(pair, folder, 1, 3, 0.5),
+        "s2d": lambda: SortedDraft(
+            sorted_pair("llama", **SHAPE), thresholds=[0.35, 0.35], max_draft_tokens=3
+        ),
+    }[drafter_name]()
+    engine = BatchEngine(Target(pair.target), drafter, scheduler, frozenset())
+    answers = engine.generate([Request(prompt, Decoding(4, 1.0), seed) for seed in range(ANSWERS)])
+    counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    for answer in answers:
+        counts[answer.tokens[1], answer.tokens[2]] += 1
+    ids, weights = torch.tensor([prompt]), torch.ones(1, dtype=torch.float64)
+    for _ in range(3):
+        logits = pair.target(ids, use_cache=False).logits[:, -1].double()
+        weights = (weights[:, None] * torch.softmax(logits, dim=-1)).flatten()
+        ids = torch.cat(
+            [ids.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(ids))[:, None]], dim=1
+        )
+    expected = weights.view(VOCAB, VOCAB * VOCAB).sum(0) * ANSWERS
+    rare = expected < 5
+    observed = counts.flatten()
+    cells = [torch.cat([x[~rare], x[rare].sum(0, keepdim=True)]) for x in (observed, expected)]
+    used = cells[1] > 0
+    return chisquare(cells[0][used].numpy(), (cells[1][used] * ANSWERS / cells[1].sum()).numpy()).pvalue
+
+
+@pytest.mark.parametrize("name", ["sps", "sps, trimmed", "pld", "kangaroo", "s2d"])
+def test_samples_follow_the_target(name, tmp_path):
+    assert p_value_of_two_tokens(name, str(tmp_path), RaggedBatch(32)) > 1e-3
+
+
+def test_a_residual_that_forgets_the_draft_is_found(tmp_path, monkeypatch):
+    """With p in place of max(p - q, 0) the tokens that the draft model likes come too often."""
+    from specbench.decoding import acceptance
+
+    monkeypatch.setattr(acceptance, "residual", lambda p, q: p)
+    assert p_value_of_two_tokens("sps", str(tmp_path), RaggedBatch(32)) < 1e-6
+
+
+def test_drafts_are_cut_to_the_budget_by_the_batch_size_alone():
+    """So that what a row drafts, and with that what it says when sampling, does not depend on how many rows run."""
+    pair = random_pair("llama")
+    requests = cases("llama")[0]
+    scheduler = RaggedBatch(4, token_budget=12)
+    answers = BatchEngine(Target(pair.target), SpeculativeSampling(pair, 6), scheduler, frozenset()).generate(
+        requests[:2]
+    )
+    assert scheduler.longest_draft == 2
+    assert max(s.drafted for a in answers for s in a.steps) == 2
+
+
+def held(*lengths: int, waited: int = 0) -> list[Row]:
+    request = Request([1], Decoding(1))
+    return [Row(place, request, frozenset(), n, waited=waited) for place, n in enumerate(lengths)]
+
+
+def test_exspec_takes_rows_of_one_length_if_half_of_them_ran_last():
+    scheduler = ExSpec(2, window=6)
+    assert scheduler.choose(held(9, 8, 7, 7)) == [0, 1] and not scheduler.grouped
+    assert scheduler.choose(held(9, 7, 8, 7)) == [1, 3] and scheduler.grouped
+    scheduler = ExSpec(2, window=6)
+    scheduler.choose(held(9, 8, 7, 7))
+    assert scheduler.choose(held(9, 8, 7, 7)) == [0, 1], "both of the group would have to be copied in"
+    assert scheduler.choose(held(9, 7, 8, 7, waited=16)) == [0, 1], "a row was overtaken too often"
+
+
+def test_exspec_without_a_group_runs_the_oldest_rows():
+    rows = held(5, 6, 7, 8)
+    rows.reverse()
+    assert ExSpec(2, window=4).choose(rows) == [2, 3]
+
+
+@pytest.mark.parametrize("scheduler", [RaggedBatch(4), ExSpec(4, window=6)], ids=["ragged", "exspec"])
+def test_freed_places_are_filled_at_once(scheduler):
+    pair = random_pair("llama")
+    requests = [Request(p.prompt, Decoding(6 + 5 * (i % 3))) for i, p in enumerate(cases("llama")[0])]
+    answers = BatchEngine(Target(pair.target), Autoregressive(pair), scheduler, frozenset()).generate(
+        requests
+    )
+    rounds = sum(1 / s.rows for a in answers for s in a.steps)
+    full = sum(1 / s.rows for a in answers for s in a.steps if s.rows == 4)
+    assert rounds - full < 17, "only while the last rows end may places be empty"
+    assert rounds == pytest.approx(round(rounds))
+
+
+def test_static_batches_wait_for_their_last_row():
+    pair = random_pair("llama")
+    requests = [Request([3, 4, 5], Decoding(cap)) for cap in (2, 9, 4, 4)]
+    answers = BatchEngine(Target(pair.target), Autoregressive(pair), EqSpec(2), frozenset()).generate(
+        requests
+    )
+    assert [[s.rows for s in a.steps] for a in answers] == [[2], [2] + [1] * 7, [2] * 3, [2] * 3]
+
+
+def test_the_seconds_of_all_rows_are_the_time_of_the_call():
+    pair = random_pair("llama")
+    engine = BatchEngine(Target(pair.target), SpeculativeSampling(pair, 3), EqSpec(4), frozenset())
+    for answer in engine.generate(cases("llama")[0]):
+        parts = sum(
+            s.draft_seconds + s.verify_seconds + s.other_seconds + s.align_seconds for s in answer.steps
+        )
+        assert answer.seconds == pytest.approx(answer.prefill_seconds + parts)
+
+
+def test_what_cannot_be_decoded_is_refused_before_anything_runs():
+    pair = random_pair("llama", max_position_embeddings=64)
+    engine = BatchEngine(Target(pair.target), Autoregressive(pair), RaggedBatch(2), frozenset())
+    for requests, said in (
+        ([Request([], Decoding(4))], "empty"),
+        ([Request([1] * 60, Decoding(5))], "do not fit the context of 64"),
+        ([Request([1], Decoding(0))], "max_new_tokens must be at least 1"),
+        ([Request([1], Decoding(4)), Request([1], Decoding(4, 1.0))], "one temperature"),
+    ):
+        with pytest.raises(UserError, match=said):
+            engine.generate(requests)
+    assert engine.generate([]) == []
+
+    class Alone(Drafter):
+        def draft(self, context):
+            raise AssertionError("never asked")
+
+    with pytest.raises(UserError, match="Alone cannot batch"):
+        BatchEngine(Target(pair.target), Alone(), RaggedBatch(2), frozenset())
