@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
 
-BATCH = 8  # rows of a batch method, if nobody says how many
 WHOLE_NUMBERS = {
     "batch_size": 1,
     "pool": 1,
@@ -78,8 +77,6 @@ def run_one(cfg: DictConfig, finished: list[Path] | None = None) -> int:
 
 def check(cfg: DictConfig) -> None:
     """Resolves the configuration; raises UserError for all that can be known to fail without weights."""
-    if cfg.batch_size is None:
-        cfg.batch_size = BATCH if "batch_size" in cfg.method else 1
     try:
         OmegaConf.resolve(cfg)
         missing = OmegaConf.missing_keys(cfg)

@@ -43,7 +43,7 @@ def run_main(monkeypatch, capfd, *arguments: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["method=kangaro"], "unknown method 'kangaro': did you mean kangaroo? (known: ar, kangaroo, "),
+        (["method=kangaro"], "unknown method 'kangaro': did you mean kangaroo? (known: ar, ar_batch, "),
         (["-m", "method=sps,kangaro"], "unknown method 'kangaro': did you mean kangaroo?"),
         (["pair=tny"], "unknown pair 'tny': did you mean tiny?"),
         (["task=rga"], "unknown task 'rga': did you mean rag?"),
@@ -86,7 +86,12 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["method=pld", "vocab=trim"], "method pld has no head to trim: set vocab=full"),
         (["vocab=trim", "vocab.map=null"], "pair tiny has no vocabulary map: make one with `python -m methods.vocab_"),
         (["vocab.size=0"], "vocab.size must be"),
-        (["batch_size=4", "method=sps"], "method sps cannot batch"),
+        (["batch_size=4", "method=sps"], "one sequence at a time: use method=ragged drafter=sps batch_size=4"),
+        (["method=kangaroo", "drafter=pld"], "method kangaroo drafts by itself: set drafter=none, or method=ragged"),
+        (["method=exspec", "+method.gamma=3"], "method exspec has no parameter 'gamma'"),
+        (["method=exspec", "+drafter.gamma=3"], "drafter sps has no parameter 'gamma'"),
+        (["method=exspec", "drafter=pld", "vocab=trim"], "drafter pld has no head to trim"),
+        (["method=eqspec", "pair.draft=null"], "drafter sps needs a draft model and pair tiny has none"),
         (["method=sps", "pair.draft=null"], "pair tiny has none: set pair.draft"),
         (
             ["pair.parts.kangaroo=null"],

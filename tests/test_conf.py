@@ -8,10 +8,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specbench.bench import CONF, check_method, check_values
+from specbench.decoding.batch import Scheduler
 from specbench.decoding.draft import Drafter
 from specbench.questions import TASKS
 
-GROUPS = ("method", "pair", "vocab", "data", "task", "decoding", "tracker", "experiment")
+GROUPS = ("method", "drafter", "pair", "vocab", "data", "task", "decoding", "tracker", "experiment")
 CHOICES = [
     (group, path.stem)
     for group in GROUPS
@@ -46,7 +47,7 @@ def test_composes(group, choice):
 def test_every_key_is_there_by_default():
     cfg = composed()
     assert set(cfg) == {
-        *GROUPS, "batch_size", "repeats", "protocol", "seed", "run_dir", "runs_root"
+        *GROUPS, "batch_size", "pool", "repeats", "protocol", "seed", "run_dir", "runs_root"
     }  # fmt: skip
     assert cfg.decoding.max_new_tokens == cfg.data.max_new_tokens
     assert cfg.method.adapter == cfg.pair.parts.kangaroo
@@ -63,8 +64,16 @@ def test_every_entry_point_composes(path):
 def test_method(method):
     cfg = composed(f"method={method}")
     cls = hydra.utils.get_class(cfg.method._target_)
-    assert issubclass(cls, Drafter)
+    assert issubclass(cls, Drafter | Scheduler)
+    assert cfg.batch_size == (8 if issubclass(cls, Scheduler) else 1)
     check_method(cfg)
+
+
+@pytest.mark.parametrize("drafter", NAMES["drafter"])
+def test_any_drafter_serves_any_batch_method(drafter):
+    for method in ("ragged", "eqspec", "exspec"):
+        cfg = composed(f"method={method}", f"drafter={drafter}", "batch_size=4")
+        assert cfg.drafter.name == drafter and check_method(cfg).batching
 
 
 @pytest.mark.parametrize("pair", NAMES["pair"])

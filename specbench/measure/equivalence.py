@@ -37,7 +37,7 @@ def certify(
     target's margin between the two after the common prefix: within the noise it is a tie, a choice that
     rounding alone makes differently. Everything else is a violation, also an answer that ends before or goes
     on after the reference without a differing token: the token that ends an answer is a token, so no near-tie
-    explains a missing one.
+    explains a missing one. So is an equal answer that goes on behind its stop token.
     """
     ours, theirs = until_stop(answer, stop_ids), until_stop(reference, stop_ids)
     for index, (expected, found) in enumerate(zip_longest(theirs, ours)):
@@ -47,6 +47,8 @@ def certify(
             return Certificate("violation", index, None, noise)
         margin = margin_at(index, expected, found)
         return Certificate("tie" if abs(margin) <= noise else "violation", index, margin, noise)
+    if len(answer) > len(ours):
+        return Certificate("violation", len(ours), None, noise)
     return Certificate("exact", None, None, noise)
 
 

@@ -7,11 +7,8 @@ a fault.
 
 from __future__ import annotations
 
-from itertools import cycle, islice
-
 import torch
 
-from specbench.decoding.rows import Ragged
 from specbench.decoding.target import Target
 
 BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row
@@ -56,15 +53,13 @@ def shape_noise(target: Target, samples: list[tuple[list[int], list[int]]]) -> f
 
 
 def batch_noise(target: Target, samples: list[tuple[list[int], list[int]]], rows: int) -> float:
-    """The same between a sequence alone and among `rows` of them, one token or a block of them at a time."""
+    """The same between a sequence alone and among `rows` copies of it, one token or a block of them at a time."""
     largest = 0.0
-    chosen = list(islice(cycle(samples), rows))
-    n = min(len(answer) for _, answer in samples)
-    expected = {id(answer): first_two(target, prompt, answer[:n]) for prompt, answer in samples}
-    top, gap = (torch.stack([expected[id(answer)][i] for _, answer in chosen]) for i in (0, 1))
-    for block in (1, *BLOCKS):
-        logits = forced_rows(target, chosen, n, block)
-        largest = max(largest, (logits.gather(-1, top).diff() - gap).abs().max().item())
+    for prompt, answer in samples:
+        top, gap = first_two(target, prompt, answer)
+        for block in (1, *BLOCKS):
+            for logits in forced_rows(target, prompt, answer, block, rows):
+                largest = max(largest, (logits.gather(-1, top).diff() - gap).abs().max().item())
     return 2 * largest
 
 
@@ -77,21 +72,17 @@ def first_two(target: Target, prompt: list[int], answer: list[int]) -> tuple[tor
 
 
 @torch.inference_mode()
-def forced_rows(
-    target: Target, samples: list[tuple[list[int], list[int]]], n: int, block: int
-) -> torch.Tensor:
-    """As `forced_logits`, for all samples as one batch: logits [b, n, vocab] of the first `n` tokens of each answer."""
-    starts = torch.tensor([len(prompt) for prompt, _ in samples], device=target.device)
-    answers = torch.tensor([answer[:n] for _, answer in samples], device=target.device)
-    longest = int(starts.max())
-    layout = Ragged(target.new_rows(len(samples), longest + n))
-    logits = []
-    for row, (prompt, _) in enumerate(samples):
-        ids = torch.tensor([prompt], device=target.device)
-        logits.append(target.prefill(ids, layout.entering(row, len(prompt))).logits)
-    logits = [torch.stack(logits)]
-    for done in range(0, n - 1, block):
-        ids = answers[:, done : min(done + block, n - 1)]
-        places = layout.places(starts + done, ids.shape[1], longest + done + ids.shape[1])
-        logits.append(target.head(target.run_rows(target.embed(ids), layout.cache, places)))
-    return torch.cat(logits, dim=1).float()
+def forced_rows(target: Target, prompt: list[int], answer: list[int], block: int, rows: int) -> torch.Tensor:
+    """As `forced_logits`, for a batch of `rows` copies: logits [2, len(answer), vocab] of the first and the last.
+
+    It goes through the model's own forward and cache: a fault in our batches must not widen the noise that it is
+    judged by.
+    """
+    ids = torch.tensor([prompt + answer], device=target.device).expand(rows, -1)
+    out = target.model(ids[:, : len(prompt)], use_cache=True, logits_to_keep=1)
+    logits = [out.logits[[0, -1]]]
+    for start in range(len(prompt), ids.shape[1] - 1, block):
+        some = ids[:, start : min(start + block, ids.shape[1] - 1)]
+        out = target.model(some, past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits[[0, -1]])
+    return torch.cat(logits, dim=1)[..., : target.vocab_size].float()

@@ -111,7 +111,7 @@ class Bench:
     seed: int
     batch_size: int | None = None
     noise: float = 0.0
-    peak_memory: int | None = None  # bytes, while the method ran
+    peak_memory: int | None = None  # bytes, while a batch method ran
 
     @property
     def reference(self) -> str:
@@ -186,7 +186,7 @@ class Bench:
                 seeded = [replace(r, seed=seed) for r, seed in zip(requests[name], seeds)]
                 provenance.reset_peak_memory(self.pair.device)
                 answers[name].append(self.arms[name](seeded))
-                if name == METHOD:
+                if name == METHOD and self.batch_size:
                     peak = provenance.peak_memory(self.pair.device)
                     self.peak_memory = peak and max(peak, self.peak_memory or 0)
         records = []

@@ -87,25 +87,25 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
     if not batched:
         return None
     table = Table(title=Text("batches", style="bold"), **_STYLE)
+    several = len({summary["pair"] for summary in batched}) > 1
     table.add_column("run", overflow="fold")
     for name in (
-        *("rows", "tokens\nper s", "times one\nby one", "times plain\nbatches", "accept.\nlength"),
-        *("places\nin use", "lining\nup", "of one\nlength", "peak\nmemory"),
+        *("rows", "tokens\nper s", "times one\nby one", "times plain\nbatches"),
+        *("places\nin use", "lining\nup", "of one\nlength", "peak\nGB"),
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for summary in batched:
         overall, memory = summary["overall"], summary["peak_memory_bytes"]
         table.add_row(
-            f"{method_label(summary)}, {summary['pair']}",
+            method_label(summary) + (f", {summary['pair']}" if several else ""),
             str(summary["batch_size"]),
             _number(overall["tokens_per_second"], 1),
             _number(gain(summary), 2),
             _speedup(overall),
-            _number(overall["acceptance_length"], 2),
             _share(overall["occupancy"]),
             _share(overall["alignment_share"]),
             _share(overall["group_rate"]),
-            UNKNOWN if memory is None else f"{memory / 1e9:.2f} GB",
+            _number(memory and memory / 1e9, 2),
         )
     return table
 

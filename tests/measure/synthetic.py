@@ -11,9 +11,12 @@ FACTS = {
     "bandwidth_bytes_per_second": 1e6,
     "noise": 1e-4,
     "weights": "pretrained",
+    "batched": False,
+    "peak_memory_bytes": None,
 }
 CONFIG = {
     "method": {"_target_": "methods.sps.SpeculativeSampling", "name": "sps", "max_draft_tokens": 5},
+    "drafter": {"_target_": "methods.ar.Autoregressive", "name": "none"},
     "pair": {"name": "tiny", "chat_template": "{{ messages }}\n{% if x %}"},
     "data": {"name": "tiny"},
     "task": {"name": "all", "tasks": {"qa": ["qa"]}},
@@ -45,12 +48,15 @@ def columns(rounds: list[dict]) -> dict:
             "draft_bytes": r.get("drafted", 5) * 100,
             "target_bytes": 1000,
             "exits": [],
+            "rows": 1,
+            "align_seconds": 0.0,
+            "grouped": None,
         }
         | r
         for r in rounds
     ]
     names = ("drafted", "accepted", "emitted", "depth", "draft_seconds", "verify_seconds", "other_seconds",
-             "draft_bytes", "target_bytes", "exits")  # fmt: skip
+             "draft_bytes", "target_bytes", "exits", "rows", "align_seconds", "grouped")  # fmt: skip
     return {name: [r[name] for r in full] for name in names}
 
 

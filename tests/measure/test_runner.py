@@ -177,10 +177,10 @@ def accept_one_too_many(monkeypatch, bench):
 def drop_a_token(monkeypatch, bench):
     real = bench.arms["method"]
 
-    def forgetful(*request):
-        answer = real(*request)
-        del answer.tokens[5]
-        return answer
+    def forgetful(requests):
+        answers = real(requests)
+        del answers[0].tokens[5]
+        return answers
 
     bench.arms["method"] = forgetful
 
@@ -212,8 +212,8 @@ def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, fault):
     assert summary["equivalence"]["violation"] > 0
 
 
-def test_tokens_after_the_stop_token_change_no_verdict_but_are_counted(workplace, tmp_path, monkeypatch):
-    """Answers are compared up to the stop token; what a fault adds behind it shows in the token count."""
+def test_tokens_after_the_stop_token_are_a_violation(workplace, tmp_path, monkeypatch):
+    """Also where everything up to the stop token is right."""
     common = ["decoding.max_new_tokens=24"]
     _, _, records = measured(workplace, "sps", tmp_path / "free", *common)
     said = [t["arms"]["baseline"][0]["tokens"] for r in records for t in r["turns"]]
@@ -221,7 +221,8 @@ def test_tokens_after_the_stop_token_change_no_verdict_but_are_counted(workplace
     run_past_the_stop_token(monkeypatch)
     _, _, records = measured(workplace, "sps", tmp_path / "stop", *common, f"pair.stop_ids=[{stop}]")
     turn = records[0]["turns"][0]
-    assert turn["equivalence"]["verdict"] == "exact"
+    assert turn["equivalence"]["verdict"] == "violation"
+    assert turn["equivalence"]["first_divergence"] == len(turn["arms"]["baseline"][0]["tokens"])
     assert len(turn["arms"]["method"][0]["tokens"]) > len(turn["arms"]["baseline"][0]["tokens"])
 
 

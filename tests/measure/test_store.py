@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench.errors import UserError
-from specbench.measure import store
+from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS
 from tests.measure.synthetic import CONFIG, FACTS, answered, generation, record, turn
 
@@ -264,7 +264,7 @@ def test_nothing_measured_still_ends(run_dir):
 
 def test_steps_are_one_row_per_round(finished):
     table = pq.read_table(finished / store.STEPS)
-    assert table.schema.metadata[b"specbench_schema"] == b"1"
+    assert table.schema.metadata[b"specbench_schema"] == str(metrics.SCHEMA).encode()
     frame = table.to_pandas()
     assert list(frame.columns) == [
         *("question_id", "task", "category", "turn", "arm", "repeat", "step"),

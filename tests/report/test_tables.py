@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from specbench.errors import UserError
-from specbench.measure import store
+from specbench.measure import metrics, store
 from specbench.report import tables
 
 NUMBERS = {
@@ -28,6 +28,9 @@ NUMBERS = {
     "draft_seconds": 30.0,
     "verify_seconds": 60.0,
     "other_seconds": 5.0,
+    "occupancy": None,
+    "alignment_share": None,
+    "group_rate": None,
     "equivalence": {"answers": 80, "exact": 79, "tie": 1, "violation": 0, "first_divergence_median": 12.0},
 }
 UNCLEAR = NUMBERS | {"speedup": 1.01, "speedup_low": 0.97, "speedup_high": 1.05}
@@ -37,15 +40,17 @@ WRONG = NUMBERS | {
 BASELINE = {
     "tokens_per_second": 41.2,
     "hf_generate_tokens_per_second": 36.0,
+    "single_tokens_per_second": None,
     "quoted_against": "engine",
     "bandwidth_fraction": 0.71,
     "equivalence": {"answers": 80, "exact": 80, "tie": 0, "violation": 0, "first_divergence_median": None},
 }
 SUMMARY = {
-    "schema": 1,
+    "schema": metrics.SCHEMA,
     "status": "complete",
     "failed": 0,
     "method": "kangaroo",
+    "drafter": None,
     "settings": {"max_draft_tokens": 6, "exit_layer": 2, "confidence_threshold": 0.6},
     "pair": "tiny",
     "data": "spec_bench",
@@ -55,6 +60,7 @@ SUMMARY = {
     "dtype": "float32",
     "device": "cpu",
     "weights": "pretrained",
+    "peak_memory_bytes": None,
     "overall": NUMBERS | {"questions": 160},
     "tasks": {"math_reasoning": NUMBERS, "qa": UNCLEAR},
     "equivalence": NUMBERS["equivalence"],
@@ -130,6 +136,47 @@ def test_it_fits_100_columns_and_cuts_nothing():
         text = shown(tables.run_table(summary))
         assert max(len(line) for line in text.splitlines()) <= 100
         assert "…" not in text
+
+
+def batched(method="exspec", drafter="sps", batch_size=8, **numbers) -> dict:
+    overall = NUMBERS | {"occupancy": 0.94, "alignment_share": 0.031, "group_rate": 0.0} | numbers
+    baseline = BASELINE | {"single_tokens_per_second": 300.0}
+    settings = {"window": 32, "drafter.max_draft_tokens": 5}
+    return SUMMARY | {
+        "method": method,
+        "drafter": drafter,
+        "batch_size": batch_size,
+        "settings": settings,
+        "overall": overall,
+        "baseline": baseline,
+        "peak_memory_bytes": 1_230_000_000,
+    }
+
+
+def test_a_batch_tells_how_it_was_used():
+    text = " ".join(shown(tables.run_table(batched())).split())
+    assert "exspec + sps (window=32, drafter.max_draft_tokens=5) on tiny" in text
+    assert "batch of 8: 94% of the places in use, 3.1% of the time spent on lining rows up" in text
+    assert (
+        "rows of one length in 0% of the rounds, 4.00 times the tokens/s of plain decoding one by one" in text
+    )
+    assert "one length" not in shown(tables.run_table(batched(group_rate=None)))
+    assert "batch of" not in shown(tables.run_table(SUMMARY))
+
+
+def test_batches_side_by_side():
+    runs = [
+        SUMMARY,
+        batched(),
+        batched("ar_batch", "none", group_rate=None, alignment_share=None, speedup=None, speedup_low=None),
+    ]
+    text = shown(tables.batches_table(runs))
+    assert max(len(line) for line in text.splitlines()) <= 100
+    rows = [line.split() for line in text.splitlines()]
+    cells = "exspec + sps 8 1200.0 4.00 1.52 [1.47, 1.58] 94% 3.1% 0% 1.23"
+    assert cells.split() in rows
+    assert any(row[0] == "ar_batch" and row[-1] == "1.23" for row in rows)
+    assert tables.batches_table([SUMMARY]) is None
 
 
 def test_exit_shares_are_told_where_there_are_several():

@@ -1,0 +1,109 @@
+"""Ways to decode a batch, interleaved in one run: `python -m tests.benchmarks.batching`, part of `make benchmarks`.
+
+Plain batched decoding, EQSPEC, EXSPEC and ragged batches of one size, and each at batch 1, on one pool of embedded
+questions. Ratios of summed seconds with a 95 % interval over the questions; every answer must be that of plain decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import defaultdict
+
+import torch
+from hydra import compose, initialize_config_dir
+from tqdm import tqdm
+
+from methods.ar import Autoregressive
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.ragged import RaggedBatch
+from methods.sps import SpeculativeSampling
+from specbench.bench import CONF
+from specbench.decoding.batch import BatchEngine, Request
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from specbench.measure.statistics import speedup
+from specbench.pairs import load_pair
+from specbench.questions import load_questions
+
+KINDS = {"eqspec": EqSpec, "exspec": ExSpec, "ragged": RaggedBatch}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pair", default="tiny")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--limit", type=int, default=6, help="questions per task")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument(
+        "--draft", type=int, nargs="+", default=[5], help="draft lengths of the ragged batches"
+    )
+    options = parser.parse_args()
+    with initialize_config_dir(str(CONF), version_base=None):
+        cfg = compose("bench", overrides=[f"pair={options.pair}", f"data.limit={options.limit}"])
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=True)
+    target = Target(pair.target)
+    requests = [
+        Request(
+            pair.prompt_ids([{"role": "user", "content": q.turns[0]}]),
+            Decoding(cfg.decoding.max_new_tokens),
+        )
+        for q in load_questions(cfg.data, cfg.task)
+    ]
+    random.Random(0).shuffle(requests)
+
+    def engine(drafter, scheduler) -> BatchEngine:
+        return BatchEngine(target, drafter, scheduler, pair.stop_ids, pair.context_length)
+
+    first = options.draft[0]
+    engines = {
+        "ar at 1": engine(Autoregressive(pair), RaggedBatch(1)),
+        "ar": engine(Autoregressive(pair), RaggedBatch(options.rows)),
+        "exspec at 1": engine(SpeculativeSampling(pair, first), ExSpec(1)),
+        "ragged at 1": engine(SpeculativeSampling(pair, first), RaggedBatch(1)),
+    }
+    for name, kind in KINDS.items():
+        for draft in options.draft if name == "ragged" else [first]:
+            label = name if draft == first else f"{name}, {draft} tokens"
+            engines[label] = engine(SpeculativeSampling(pair, draft), kind(options.rows))
+    for arm in engines.values():  # warm-up
+        arm.generate(requests[: options.rows])
+    answers, seconds = {}, defaultdict(lambda: [0.0] * len(requests))
+    names = list(engines)
+    for repeat in tqdm(range(options.repeats), unit="repeat"):
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            answers[name] = engines[name].generate(requests)
+            for i, answer in enumerate(answers[name]):
+                seconds[name][i] += answer.seconds
+    own = [a.tokens for a in answers["ar at 1"]]
+    print(
+        f"pair {pair.name}, {len(requests)} prompts x {options.repeats}, batches of {options.rows}, "
+        f"{torch.get_num_threads()} threads"
+    )
+    for name in names:
+        steps = [step for answer in answers[name] for step in answer.steps]
+        rounds = sum(1 / step.rows for step in steps)
+        rate = options.repeats * sum(map(len, own)) / sum(seconds[name])
+        align = sum(step.align_seconds for step in steps) / sum(a.seconds for a in answers[name])
+        differing = sum(a.tokens != tokens for a, tokens in zip(answers[name], own))
+        print(
+            f"{name:18} {rate:7.1f} tokens/s, {len(steps) / rounds:5.2f} rows a round, {align:5.1%} lining up, "
+            f"{differing} answers differ"
+        )
+    for slow, fast in (
+        ("exspec at 1", "exspec"),
+        ("ragged at 1", "ragged"),
+        ("ar", "ragged"),
+        ("ar", "exspec"),
+        ("ar", "eqspec"),
+        ("exspec", "ragged"),
+        ("eqspec", "exspec"),
+        ("ar at 1", "ar"),
+    ):
+        ratio = speedup(seconds[slow], seconds[fast])
+        print(f"{fast} against {slow}: {ratio.value:.2f} times as fast [{ratio.low:.2f}, {ratio.high:.2f}]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Runs of batch methods on a small saved pair: pools, certificates against batch-1 decoding, planted faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from specbench.decoding.kv_cache import Places, RowCache
+from specbench.decoding.rows import Aligned, Ragged
+from specbench.measure import runner, store
+from tests.measure.test_runner import CATEGORIES, measured, start, workplace  # noqa: F401 - a fixture
+
+
+@pytest.mark.parametrize("method", ["ar_batch", "eqspec", "exspec", "ragged"])
+def test_a_run(workplace, tmp_path, method):  # noqa: F811
+    code, summary, records = measured(workplace, method, tmp_path, "batch_size=3", "pool=4", "repeats=2")
+    assert code == 0 and summary["status"] == "complete"
+    assert summary["drafter"] == ("none" if method == "ar_batch" else "sps")
+    counts = [summary["equivalence"][name] for name in ("answers", "exact", "tie", "violation")]
+    assert counts == [len(CATEGORIES) + 2, len(CATEGORIES) + 2, 0, 0]
+    assert sorted(r["question_id"] for r in records) == list(range(1, len(CATEGORIES) + 1))
+    for turn in (t for r in records for t in r["turns"]):
+        said = {name: [g["tokens"] for g in repeats] for name, repeats in turn["arms"].items()}
+        assert len(said["single"]) == 1 and len(said["method"]) == len(said["baseline"]) == 2
+        assert {tuple(tokens) for answers in said.values() for tokens in answers} == {
+            tuple(said["single"][0])
+        }
+    overall, baseline = summary["overall"], summary["baseline"]
+    assert (
+        baseline["equivalence"]["exact"] == len(CATEGORIES) + 2 and baseline["single_tokens_per_second"] > 0
+    )
+    assert 0 < overall["occupancy"] <= 1 and overall["tokens_per_second"] > 0
+    assert (overall["alignment_share"] > 0) == (method in ("eqspec", "exspec"))
+    assert (overall["group_rate"] is not None) == (method == "exspec")
+    assert summary["peak_memory_bytes"] > 1e6
+    steps = (
+        overall["draft_seconds"]
+        + overall["verify_seconds"]
+        + overall["other_seconds"]
+        + overall["align_seconds"]
+    )
+    assert overall["seconds"] == pytest.approx(steps + overall["prefill_seconds"])
+
+
+def test_pools_are_of_equal_size_and_mixed():
+    questions = list(range(100))
+    pools = runner.pools(questions, 48, 0)
+    assert sorted(map(len, pools)) == [33, 33, 34] and sorted(sum(pools, [])) == questions
+    assert pools != runner.pools(questions, 48, 1) and pools == runner.pools(questions, 48, 0)
+    assert runner.pools(questions[:3], None, 0) == [[0], [1], [2]]
+
+
+def test_what_is_left_of_a_run_goes_on_where_it_stopped(workplace, tmp_path):  # noqa: F811
+    run_dir = start(workplace, "ragged", tmp_path, "batch_size=2", "pool=4")
+    assert runner.run(run_dir) == 0
+    lines = (run_dir / store.RECORDS).read_text().splitlines(keepends=True)
+    (run_dir / store.SUMMARY).unlink()
+    (run_dir / store.RECORDS).write_text("".join(lines[:3]) + lines[3][:40])  # cut in the middle of a pool
+    assert runner.run(run_dir) == 0
+    again = (run_dir / store.RECORDS).read_text().splitlines(keepends=True)
+    assert again[:3] == lines[:3]
+    tokens = [
+        {
+            r["question_id"]: [t["arms"]["method"][0]["tokens"] for t in r["turns"]]
+            for r in map(json.loads, some)
+        }
+        for some in (lines, again)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_question_that_does_not_fit_fails_alone(workplace, tmp_path, capsys):  # noqa: F811
+    questions = (workplace / "questions.jsonl").read_text().splitlines()
+    long = json.loads(questions[4]) | {"turns": ["word " * 300]}
+    path = tmp_path / "long.jsonl"
+    path.write_text("\n".join([*questions[:4], json.dumps(long), *questions[5:]]) + "\n")
+    code, summary, records = measured(workplace, "ragged", tmp_path, f"data.path={path}", "batch_size=4")
+    assert code == 1 and summary["failed"] == 1 and summary["overall"]["questions"] == len(CATEGORIES) - 1
+    assert [r["question_id"] for r in records if r["error"]] == [5]
+    assert "question 5 failed: UserError: the prompt has" in capsys.readouterr().err
+
+
+# -- faults
+
+
+def shift_positions(monkeypatch):
+    real = Ragged.places
+
+    def shifted(self, *args):
+        places = real(self, *args)
+        return dataclasses.replace(places, positions=places.positions + 3)
+
+    monkeypatch.setattr(Ragged, "places", shifted)
+
+
+def keep_a_stale_row(monkeypatch):
+    real = RowCache.update
+
+    def stale(self, keys, values, layer_idx, *args, **kwargs):
+        keys, values = keys.clone(), values.clone()
+        keys[-1], values[-1] = keys[0], values[0]
+        return real(self, keys, values, layer_idx)
+
+    monkeypatch.setattr(RowCache, "update", stale)
+
+
+def number_by_column(monkeypatch):
+    """What masking without position ids does: a hole counts as a position."""
+    real = Aligned.places
+
+    def numbered(self, starts, n, reach, offset=0):
+        places = real(self, starts, n, reach, offset)
+        columns = (places.to + torch.arange(n)).expand(starts.shape[0], n)
+        held = places.columns.clone()
+        held[:, places.to : places.to + n] = columns
+        return Places(columns, places.reach, held, places.to)
+
+    monkeypatch.setattr(Aligned, "places", numbered)
+
+
+def spoil_answers(spoil):
+    """A fault in what the method's arm hands back."""
+
+    def plant(monkeypatch):
+        prepare = runner.prepare
+
+        def spoiled(cfg):
+            bench = prepare(cfg)
+            real = bench.arms["method"]
+            bench.arms["method"] = lambda requests: spoil(real(requests))
+            return bench
+
+        monkeypatch.setattr(runner, "prepare", spoiled)
+
+    return plant
+
+
+def drop_a_bonus_token(answers):
+    for answer in answers:
+        at = 0
+        for step in answer.steps:
+            at += step.emitted
+            if step.drafted and step.accepted == step.drafted:
+                del answer.tokens[at]
+                return answers
+    raise AssertionError("no draft was accepted whole")
+
+
+def swap_rows(answers):
+    return [answers[1], answers[0], *answers[2:]]
+
+
+def go_on_behind_the_stop(answers):
+    answers[0].tokens.append(7)
+    return answers
+
+
+FAULTS = [
+    ("ragged", shift_positions),
+    ("ragged", keep_a_stale_row),
+    ("eqspec", keep_a_stale_row),
+    ("eqspec", number_by_column),
+    ("exspec", number_by_column),
+    ("ragged", spoil_answers(drop_a_bonus_token)),
+    ("exspec", spoil_answers(swap_rows)),
+    ("eqspec", spoil_answers(go_on_behind_the_stop)),
+]
+
+
+@pytest.mark.parametrize(("method", "fault"), FAULTS)
+def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, method, fault):  # noqa: F811
+    fault(monkeypatch)
+    # The draft model is the target itself, so that drafts are accepted whole; the certificate does not know.
+    settings = ["batch_size=4", "decoding.max_new_tokens=24", f"pair.draft={workplace}/target"]
+    _, summary, _ = measured(workplace, method, tmp_path, *settings)
+    assert summary["equivalence"]["violation"] > 0
+    assert summary["baseline"]["equivalence"]["violation"] == 0 or fault in (
+        shift_positions,
+        keep_a_stale_row,
+    )
