@@ -27,6 +27,7 @@ test: $(STAMP) ## Run the tests [ARGS="-k name"]
 
 benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on an idle machine)
 	@$(PY) -m tests.benchmarks.decoding $(ARGS)
+	@$(PY) -m tests.benchmarks.batching $(ARGS)
 
 tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny, and compare it with the shipped one
 	@$(PY) -m specbench.tiny.train --out $(TINY) $(ARGS)

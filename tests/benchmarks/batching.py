@@ -1,7 +1,8 @@
 """Ways to decode a batch, interleaved in one run: `python -m tests.benchmarks.batching`, part of `make benchmarks`.
 
-Plain batched decoding, EQSPEC, EXSPEC and ragged batches of one size, and each at batch 1, on one pool of embedded
-questions. Ratios of summed seconds with a 95 % interval over the questions; every answer must be that of plain decoding.
+Plain batched decoding, EQSPEC, EXSPEC and ragged batches of one size, and the last two at batch 1, on one pool of
+embedded questions. Ratios of summed seconds with a 95 % interval over the questions; every answer must be that of plain
+decoding.
 """
 
 from __future__ import annotations
