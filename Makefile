@@ -18,8 +18,8 @@ SHALLOW = pair=tiny_shallow pair.target=$(TINY)/weights/target_shallow pair.toke
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-bench: $(STAMP) ## Measure a method: METHOD=kangaroo [PAIR=tiny DATA=tiny TASK=all ARGS="key=value ..."]
-	@$(PY) -m specbench.bench method=$(METHOD) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) \
+bench: $(STAMP) ## Measure a method: METHOD=kangaroo [DRAFTER=sps PAIR=tiny DATA=tiny TASK=all ARGS="key=value ..."]
+	@$(PY) -m specbench.bench method=$(METHOD) $(if $(DRAFTER),drafter=$(DRAFTER)) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) \
 		$(if $(TASK),task=$(TASK)) $(ARGS)
 
 test: $(STAMP) ## Run the tests [ARGS="-k name"]

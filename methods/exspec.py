@@ -12,11 +12,11 @@ from specbench.errors import UserError, at_least
 class ExSpec(Scheduler):
     """window: prefilled rows that rounds are chosen from; a new one enters as soon as one is done.
 
-    A round takes a full batch of rows of one length, if there is one; it needs no alignment. But rows outside the batch
-    of the last round must be copied into it, so a group counts only if half of it is there already, and none once a row
-    was passed over by younger ones for `patience` rounds. Otherwise the oldest rows run, lined up at a common end:
-    `slack` holes are tolerated before they are realigned (see `Aligned`), which with right positions costs attention to
-    some empty columns and no copy.
+    A round takes a full batch of rows of one length, if there is one. But rows outside the batch of the last round must
+    be copied into it, so a group counts only if half of it is there already, and none once a row was passed over by
+    younger ones for `patience` rounds. Otherwise the oldest rows run. Where they end in different columns holes remain;
+    up to `slack` of them are tolerated before rows are realigned (see `Aligned`), as with right positions they cost
+    attention to some empty columns and no copy.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class ExSpec(Scheduler):
         self._last = 0  # rows that ran in the last round: the first ones
 
     def layout(self, cache) -> Aligned:
+        self._last = 0
         return Aligned(cache, self.slack)
 
     def choose(self, held: list[Row]) -> list[int]:
@@ -44,7 +45,7 @@ class ExSpec(Scheduler):
         chosen = by_age[:b]
         if all(row.waited < self.patience for row in held):
             chosen = self._group(held, by_age, b) or chosen
-        self.grouped = b > 1 and len({held[slot].length for slot in chosen}) == 1
+        self.grouped = len({held[slot].length for slot in chosen}) == 1 if b > 1 else None
         self._last = b
         return sorted(chosen)
 

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench.errors import UserError, near, one_line_errors
-from specbench.measure import store
+from specbench.measure import metrics, store
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.report import tables
 from specbench.tracking import track
@@ -152,6 +152,10 @@ def check_method(cfg: DictConfig) -> Needs:
                 f"pair {cfg.pair.name} has no vocabulary map: make one with `python -m methods.vocab_trim.calibrate "
                 f"pair={cfg.pair.name}`, then name it with vocab.map=FOLDER"
             )
+    if batched and cfg.pool < cfg.batch_size:
+        raise UserError(
+            f"pool={cfg.pool} questions cannot fill batch_size={cfg.batch_size} rows: set pool higher"
+        )
     if batched and not needs.batching:
         raise UserError(f"drafter {name} cannot batch")
     if cfg.batch_size > 1 and not batched:
@@ -165,8 +169,8 @@ def check_method(cfg: DictConfig) -> Needs:
 def parameters(cls: type, what: str, group: DictConfig) -> dict[str, inspect.Parameter]:
     """What a method or drafter can be made with. Raises UserError for a parameter that it does not have."""
     takes = {key: p for key, p in inspect.signature(cls).parameters.items() if key != "pair"}
-    for key in group:
-        if key not in ("name", "_target_", *takes):
+    for key in metrics.parameters(group):
+        if key not in takes:
             raise UserError(f"{what} {group.name} has no parameter '{key}': {near(key, takes)}")
     return takes
 

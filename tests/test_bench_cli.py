@@ -88,6 +88,7 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["vocab.size=0"], "vocab.size must be"),
         (["batch_size=4", "method=sps"], "one sequence at a time: use method=ragged drafter=sps batch_size=4"),
         (["method=kangaroo", "drafter=pld"], "method kangaroo drafts by itself: set drafter=none, or method=ragged"),
+        (["method=exspec", "pool=4"], "pool=4 questions cannot fill batch_size=8 rows"),
         (["method=exspec", "+method.gamma=3"], "method exspec has no parameter 'gamma'"),
         (["method=exspec", "+drafter.gamma=3"], "drafter sps has no parameter 'gamma'"),
         (["method=exspec", "drafter=pld", "vocab=trim"], "drafter pld has no head to trim"),

@@ -65,7 +65,7 @@ def test_method(method):
     cfg = composed(f"method={method}")
     cls = hydra.utils.get_class(cfg.method._target_)
     assert issubclass(cls, Drafter | Scheduler)
-    assert cfg.batch_size == (8 if issubclass(cls, Scheduler) else 1)
+    assert (cfg.batch_size, cfg.repeats) == ((8, 3) if issubclass(cls, Scheduler) else (1, 1))
     check_method(cfg)
 
 

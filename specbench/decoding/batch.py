@@ -98,6 +98,18 @@ class Rows:
         return self.uniforms[torch.arange(b, device=self.known.device), self.known + offset, use]
 
 
+@dataclass(slots=True)
+class Round:
+    """What the steps of a round have in common; as in `Step`, but for exits: [rows, k] on the device."""
+
+    rows: int
+    grouped: bool | None
+    draft_bytes: int
+    target_bytes: int
+    exits: torch.Tensor | None
+    marks: tuple
+
+
 class Scheduler:
     """Who runs when: every row as long as it lives, a new one at once in the place of one that ends; each with an end
     of its own in memory (`Ragged`).
@@ -111,7 +123,10 @@ class Scheduler:
         at_least(1, batch_size=batch_size)
         self.batch_size = batch_size
         self.rows = batch_size  # sequences that are held at once
-        self.longest_draft = None if token_budget is None else max(1, token_budget // batch_size - 1)
+        self.longest_draft = None
+        if token_budget is not None:
+            at_least(batch_size, token_budget=token_budget)  # every row has its pending token verified
+            self.longest_draft = token_budget // batch_size - 1
         self.grouped: bool | None = (
             None  # for schedulers that group: whether this round's rows are of one length
         )
@@ -152,20 +167,22 @@ class BatchEngine:
     def generate(self, requests: list[Request]) -> list[Generation]:
         """Decodes every request to its end; the answers come in the order of the requests.
 
-        What passes cost is shared: a row's seconds are its prefill and, of every round, one part in as many as rows
-        ran; so the seconds of all rows add up to the time of the call. Raises UserError if the context cannot hold a
-        request, or when their temperatures differ.
+        What rows have in common is shared: a row's seconds are its prefill and, of every round, one part in as many as
+        rows ran; so the seconds of all rows add up to the time of the call, but for some bookkeeping in between. Raises
+        UserError if the context cannot hold a request, or when their temperatures differ.
         """
         if not requests:
             return []
         self._check(requests)
+        self.clock.synchronize()
+        begun = self.clock.mark()
         self._open(requests)
+        opened = self.clock.mark()
         waiting = deque(
             Row(place, request, self.stop_ids if request.stop_ids is None else request.stop_ids, 0)
             for place, request in enumerate(requests)
         )
         rows, held, rounds = [*waiting], [], []
-        self.clock.synchronize()
         while waiting or held:
             self._admit(waiting, held)
             if all(row.done for row in held):
@@ -173,13 +190,14 @@ class BatchEngine:
             else:
                 rounds.append(self._round(held, len(rounds)))
         self.clock.synchronize()
-        rounds = [self._timed(*r) for r in rounds]
-        return [self._generation(row, rounds) for row in rows]
+        opening = self.clock.seconds(begun, opened) / len(rows)
+        timed = [self._timed(r) for r in rounds]
+        return [self._generation(row, rounds, timed, opening) for row in rows]
 
     # -- a round
 
-    def _round(self, held: list[Row], number: int) -> tuple:
-        """Runs one round; returns what its steps need: its draft, its rows, and its marks in time."""
+    def _round(self, held: list[Row], number: int) -> Round:
+        """Runs one round; returns what its steps have in common."""
         clock, scheduler, layout = self.clock, self.scheduler, self._layout
         begun = clock.mark()
         self._close_gaps(held)
@@ -214,7 +232,11 @@ class BatchEngine:
         verdict = accept_rows(logits, draft, counts, rows.decoding, self._draws(rows, k))
         self._settle(running, rows, draft, counts, verdict, number)
         self.drafter.commit_rows(rows, verdict.count)
-        return draft, b, grouped, (begun, arranged, drafted, verified, clock.mark())
+        # Not the draft itself: its probabilities and states would pile up until the last row is done.
+        layer = draft.resume.layer if draft.resume is not None else 0
+        exits = draft.exits if isinstance(draft.exits, torch.Tensor) else None
+        marks = (begun, arranged, drafted, verified, clock.mark())
+        return Round(b, grouped, draft.bytes_read, self.target.pass_bytes(layer), exits, marks)
 
     def _seat(self, held: list[Row]) -> int:
         """Brings the rows that run to the front of every buffer; returns their number."""
@@ -313,10 +335,16 @@ class BatchEngine:
         capacity = max(len(r.prompt) + r.decoding.max_new_tokens for r in requests) + spare
         rows = min(self.scheduler.rows, len(requests))
         if self._cache is None or self._cache.capacity < capacity or self._cache.rows < rows:
+            if (
+                self._cache is not None
+            ):  # what has grown once does not shrink, or two kinds of calls would take turns
+                capacity, rows = max(capacity, self._cache.capacity), max(rows, self._cache.rows)
+            self._cache = self._layout = None  # given back before what is larger is asked for
             capacity = -(-capacity // CACHE_STEP) * CACHE_STEP
-            self._cache = self.target.new_rows(rows, capacity)
+            cache = self.target.new_rows(rows, capacity)
             self._tokens = torch.zeros(rows, capacity, dtype=torch.int64, device=self.target.device)
-            self.drafter.open_rows(rows, capacity, self.target, self._cache)
+            self.drafter.open_rows(rows, capacity, self.target, cache)
+            self._cache = cache  # last: only now does everything have this size
         self._layout = self.scheduler.layout(self._cache)
         self._uniforms = None
         if not requests[0].decoding.greedy:
@@ -347,19 +375,19 @@ class BatchEngine:
 
     # -- the trace
 
-    def _timed(self, draft: Draft, b: int, grouped: bool | None, marks: tuple) -> tuple:
-        """What all steps of a round have in common: its draft, its rows, whether grouped, and each row's seconds."""
-        align, drafting, verify, other = (self.clock.seconds(a, z) / b for a, z in zip(marks, marks[1:]))
+    def _timed(self, done: Round) -> tuple[tuple[float, float, float, float], list | None]:
+        """Each row's seconds of drafting, verification, the rest and lining up; and the exits on the host."""
+        align, drafting, verify, other = (
+            self.clock.seconds(a, z) / done.rows for a, z in zip(done.marks, done.marks[1:])
+        )
         if not self._layout.aligns:
             align, other = 0.0, align + other
-        exits = draft.exits.tolist() if isinstance(draft.exits, torch.Tensor) else None
-        return draft, b, grouped, exits, (drafting, verify, other, align)
+        return (drafting, verify, other, align), None if done.exits is None else done.exits.tolist()
 
-    def _generation(self, row: Row, rounds: list[tuple]) -> Generation:
+    def _generation(self, row: Row, rounds: list[Round], timed: list[tuple], opening: float) -> Generation:
         steps = []
         for number, slot, drafted, accepted, emitted in row.rounds:
-            draft, b, grouped, exits, (drafting, verify, other, align) = rounds[number]
-            layer = draft.resume.layer if draft.resume is not None else 0
+            done, ((drafting, verify, other, align), exits) = rounds[number], timed[number]
             steps.append(
                 Step(
                     drafted,
@@ -369,15 +397,15 @@ class BatchEngine:
                     drafting,
                     verify,
                     other,
-                    draft.bytes_read,
-                    self.target.pass_bytes(layer),
+                    done.draft_bytes,
+                    done.target_bytes,
                     tuple(exits[slot][:drafted]) if exits else (),
-                    rows=b,
+                    rows=done.rows,
                     align_seconds=align,
-                    grouped=grouped,
+                    grouped=done.grouped,
                 )
             )
-        prefill = self.clock.seconds(*row.prefill)
+        prefill = opening + self.clock.seconds(*row.prefill)
         spent = sum(s.draft_seconds + s.verify_seconds + s.other_seconds + s.align_seconds for s in steps)
         finish = "stop" if row.out[-1] in row.stop_ids else "length"
         return Generation(row.out, prefill, prefill + spent, finish, steps)

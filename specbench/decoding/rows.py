@@ -45,11 +45,8 @@ class Ragged:
         self.cache.move(
             torch.tensor(sources, device=device),
             torch.tensor(destinations, device=device),
-            self._extent(reach),
+            reach,
         )
-
-    def _extent(self, reach: int) -> int:
-        return reach
 
 
 class Aligned(Ragged):
@@ -104,14 +101,11 @@ class Aligned(Ragged):
         self._ends[:b] = [end + 1 + count for count in kept]
 
     def move(self, sources: list[int], destinations: list[int], reach: int) -> None:
-        super().move(sources, destinations, reach)
-        self._held[destinations] = self._held[sources]
         ends = [self._ends[source] for source in sources]
+        super().move(sources, destinations, max(ends))
+        self._held[destinations] = self._held[sources]
         for destination, end in zip(destinations, ends):
             self._ends[destination] = end
-
-    def _extent(self, reach: int) -> int:
-        return max(self._ends)
 
     def _realign(self, b: int, longest: int) -> None:
         """Moves the content of the first `b` rows together, so that each ends at column `longest`."""

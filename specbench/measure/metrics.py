@@ -6,15 +6,18 @@ repeats; comparisons take the mean of a question's repeats first, so that the qu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 
 import pandas as pd
 
 from specbench.measure.equivalence import VERDICTS
 from specbench.measure.frames import GENERATION_COLUMNS, generations_frame, steps_frame
-from specbench.measure.statistics import speedup
+from specbench.measure.statistics import Speedup, pooled_speedup, speedup
 
 SCHEMA = 2
+# What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
+NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats")
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
 BATCHING = ("occupancy", "alignment_share", "group_rate", "align_seconds")
 
@@ -31,10 +34,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     failed = sum(record["error"] is not None for record in records)
     settings = parameters(config["method"])
     if facts["batched"]:
-        drafting = parameters(config["drafter"])
-        settings = {k: v for k, v in settings.items() if k != "batch_size"} | {
-            f"drafter.{k}": v for k, v in drafting.items()
-        }
+        settings |= {f"drafter.{key}": value for key, value in parameters(config["drafter"]).items()}
     return {
         "schema": SCHEMA,
         "status": "failed" if failed else "complete",
@@ -54,28 +54,38 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "weights": facts["weights"],
         "peak_memory_bytes": facts["peak_memory_bytes"],
         "overall": overall,
-        "tasks": {task: numbers(of_task, facts, reference, batch_size) for task, of_task in tasks.items()},
+        "tasks": {
+            task: numbers(of_task, facts, reference, batch_size, False) for task, of_task in tasks.items()
+        },
         "equivalence": overall["equivalence"],
         "baseline": baseline,
     }
 
 
-def parameters(group: dict) -> dict:
-    """What a method or a drafter was made with."""
-    return {key: value for key, value in group.items() if key not in ("name", "_target_")}
+def parameters(group: Mapping) -> dict:
+    """What a method or drafter is made with, of its configuration."""
+    return {key: value for key, value in group.items() if key not in NO_PARAMETERS}
 
 
-def numbers(records: list[dict], facts: dict, reference: str, batch_size: int | None = None) -> dict:
+def numbers(
+    records: list[dict], facts: dict, reference: str, batch_size: int | None = None, whole_run: bool = True
+) -> dict:
     """The metrics of the method over some questions, its speedups against the arm `reference`. batch_size: None for a
-    method that decodes one sequence at a time."""
+    method that decodes one sequence at a time. whole_run: whether these are all questions that were measured."""
     generations, steps = generations_frame(records), steps_frame(records)
     method = generations[generations["arm"] == "method"]
     rounds = steps[steps["arm"] == "method"]
     turns = turn_means(generations)
     whole = paired_seconds(turns, reference)
     decoding = paired_seconds(turns, reference, with_prefill=False)
-    total = speedup(whole["reference"], whole["method"])
     rate = _ratio(method["tokens"].sum(), method["seconds"].sum())
+    if not batch_size:
+        total = speedup(whole["reference"], whole["method"])
+    elif whole_run:
+        runs = pool_seconds(generations, reference)
+        total = pooled_speedup(runs["reference"], runs["method"])
+    else:  # a round belongs to all its rows: a task has no time of its own
+        total, rate, decoding = Speedup(None, None, None), None, decoding.iloc[:0]
     return {
         "questions": method["question_id"].nunique(),
         "tokens": _total(method["tokens"]),
@@ -86,7 +96,7 @@ def numbers(records: list[dict], facts: dict, reference: str, batch_size: int | 
         "speedup_high": total.high,
         "speedup_questions": len(whole),
         "decode_speedup": _ratio(decoding["reference"].sum(), decoding["method"].sum()),
-        "spec_bench_speedup": spec_bench_speedup(turns, reference),
+        "spec_bench_speedup": None if batch_size else spec_bench_speedup(turns, reference),
         "acceptance_length": acceptance_length(rounds),
         "acceptance_rate": acceptance_rate(rounds),
         **acceptance_by_position(rounds),
@@ -117,14 +127,14 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
         "tokens_per_second": rates["engine"],
         "hf_generate_tokens_per_second": rates["hf_generate"],
         "quoted_against": quoted,
-        "single_tokens_per_second": single_rate(records),
+        "single_tokens_per_second": single_rate(records) or (rates["engine"] if facts["batched"] else None),
         "bandwidth_fraction": bandwidth_fraction(rates[quoted], facts),
         "equivalence": equivalence(records, "baseline_equivalence"),
     }
 
 
 def single_rate(records: list[dict]) -> float | None:
-    """Tokens per second of plain decoding one by one; None in a run without batches, where that is the baseline."""
+    """Tokens per second of plain decoding one by one; None where that is the baseline, and no arm of its own."""
     generations = generations_frame(records)
     single = generations[generations["arm"] == "single"]
     return _ratio(single["tokens"].sum(), single["seconds"].sum())
@@ -158,6 +168,14 @@ def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = Tru
     else:
         pair = pd.DataFrame({"reference": seconds[reference] - prefill[reference], "method": decoding})
     return _complete_questions(pair).groupby("question_id").sum()
+
+
+def pool_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:
+    """As `paired_seconds`, but for each run of a pool: the questions that were decoded together, in one repeat."""
+    runs = [
+        paired_seconds(turn_means(run), reference).sum() for _, run in generations.groupby(["pool", "repeat"])
+    ]
+    return pd.DataFrame(runs, columns=["reference", "method"])
 
 
 def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:
@@ -211,16 +229,17 @@ def batching(method: pd.DataFrame, rounds: pd.DataFrame, batch_size: int) -> dic
     """How well a batch was used; rounds: one row per sequence and round, each with one part in `rows` of it.
 
     occupancy: rows that ran / places that there were. alignment_share: of all seconds, those spent on lining rows up in
-    memory. group_rate: share of the rounds whose rows had one length; None for a scheduler that does not look.
+    memory. group_rate: of the rounds of several rows, the share whose rows had one length; None for a scheduler that
+    does not look.
     """
     whole = (1 / rounds["rows"]).sum()
-    grouped = rounds["grouped"]
+    judged = rounds[rounds["grouped"].notna()]
     return {
         "occupancy": _ratio(len(rounds), whole * batch_size),
         "alignment_share": _ratio(rounds["align_seconds"].sum(), method["seconds"].sum()),
-        "group_rate": None
-        if grouped.isna().any() or not len(rounds)
-        else _ratio((grouped.astype(float) / rounds["rows"]).sum(), whole),
+        "group_rate": _ratio(
+            (judged["grouped"].astype(float) / judged["rows"]).sum(), (1 / judged["rows"]).sum()
+        ),
         "align_seconds": _total(rounds["align_seconds"]),
     }
 
@@ -232,7 +251,8 @@ def mbsu(rounds: pd.DataFrame, target_pass_bytes: int) -> float | None:
     For a draft length gamma and a draft model of c times the target's bytes it is acceptance_length / (1 + c
     * gamma).
     """
-    read = rounds["draft_bytes"].sum() + rounds["target_bytes"].sum()
+    # The rows of a batch share what a pass reads.
+    read = ((rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["rows"]).sum()
     return _ratio(int(rounds["emitted"].sum()) * target_pass_bytes, read)
 
 

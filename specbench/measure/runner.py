@@ -32,6 +32,7 @@ from specbench.decoding.trace import Clock, Generation, Step
 from specbench.errors import UserError, one_line_errors
 from specbench.measure import provenance, store
 from specbench.measure.equivalence import VERDICTS, Certificate, certify, until_stop
+from specbench.measure.metrics import parameters
 from specbench.measure.rounding import batch_noise, margin, shape_noise
 from specbench.pairs import Pair, load_pair
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
@@ -91,7 +92,15 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, **options) -> Arm:
         return Generation(tokens, None, seconds, "stop" if tokens[-1] in pair.stop_ids else "length")
 
     def in_batches(requests: list[Request]) -> list[Generation]:
-        chunks = (requests[i : i + batch_size] for i in range(0, len(requests), batch_size))
+        chunks: list[list[Request]] = []
+        for request in requests:  # padding must not push a row beyond the context
+            with_it = [*chunks[-1], request] if chunks else []
+            longest = max((len(r.prompt) for r in with_it), default=0)
+            cap = max((r.decoding.max_new_tokens for r in with_it), default=0)
+            if with_it and len(with_it) <= batch_size and longest + cap <= pair.context_length:
+                chunks[-1] = with_it
+            else:
+                chunks.append([request])
         return [generation for chunk in chunks for generation in generate(chunk)]
 
     return in_batches
@@ -163,7 +172,9 @@ class Bench:
                 record["text"] = {name: texts[name] for name in (BASELINE, METHOD)}
                 turns[q.question_id].append(record)
         return [
-            failure(q, failed[q.question_id]) if q.question_id in failed else _record(q, turns[q.question_id])
+            failure(q, place, failed[q.question_id])
+            if (q.question_id in failed)
+            else _record(q, place, turns[q.question_id])
             for q in questions
         ]
 
@@ -181,7 +192,7 @@ class Bench:
         answers: dict[str, list[list[Generation]]] = {name: [] for name in self.arms}  # by arm, then repeat
         for repeat in range(self.repeats):
             seeds = [answer_seed(self.seed, q.question_id, turn, repeat) for q in questions]
-            order = orders[(place + repeat) % len(orders)]
+            order = orders[(place + turn + repeat) % len(orders)]
             for name in [SINGLE, *order] if SINGLE in self.arms and repeat == 0 else order:
                 seeded = [replace(r, seed=seed) for r, seed in zip(requests[name], seeds)]
                 provenance.reset_peak_memory(self.pair.device)
@@ -270,17 +281,20 @@ def prepare(cfg: DictConfig) -> Bench:
     target = Target(pair.target)
     target.check()
     # Not hydra's instantiate, which would wrap what a method says is wrong.
-    drafter = drafter_class(pair=pair, **store.settings(drafting))
+    drafter = drafter_class(pair=pair, **parameters(drafting))
     ends = (pair.stop_ids, pair.context_length)
     if batched:
         size = cfg.batch_size
-        scheduler = method(**store.settings(cfg.method) | {"batch_size": size})
+        scheduler = method(batch_size=size, **parameters(cfg.method))
+        single = one_by_one(Engine(target, Drafter(), *ends))
+        plain = BatchEngine(target, Drafter(), Scheduler(size), *ends).generate
         arms: dict[str, Arm] = {
-            BASELINE: BatchEngine(target, Drafter(), Scheduler(size), *ends).generate,
+            BASELINE: plain if size > 1 else single,
             METHOD: BatchEngine(target, drafter, scheduler, *ends).generate,
             HF: hf_generate_arm(pair, size),
-            SINGLE: one_by_one(Engine(target, Drafter(), *ends)),
         }
+        if size > 1:
+            arms[SINGLE] = single
     else:
         arms = {
             BASELINE: one_by_one(Engine(target, Drafter(), *ends)),
@@ -297,7 +311,7 @@ def attempt(bench: Bench, questions: list[Question], place: int) -> list[dict]:
     try:
         records = bench.measure(questions, place)
     except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
-        records = [failure(question, reason(error)) for question in questions]
+        records = [failure(question, place, reason(error)) for question in questions]
     for record in records:
         if record["error"] is not None:
             tqdm.write(f"question {record['question_id']} failed: {record['error']}", file=sys.stderr)
@@ -310,16 +324,17 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {said.splitlines()[0] if said else 'no message'}"
 
 
-def failure(question: Question, error: str) -> dict:
+def failure(question: Question, pool: int, error: str) -> dict:
     """The journal record of a question that failed."""
-    return _record(question, []) | {"error": error}
+    return _record(question, pool, []) | {"error": error}
 
 
-def _record(question: Question, turns: list[dict]) -> dict:
+def _record(question: Question, pool: int, turns: list[dict]) -> dict:
     return {
         "question_id": question.question_id,
         "task": question.task,
         "category": question.category,
+        "pool": pool,  # questions of one number were measured together
         "error": None,
         "turns": turns,
     }
@@ -346,6 +361,8 @@ def run(run_dir: Path) -> int:
             source = find_questions_file(cfg.data)
             provenance.record(run_dir, provenance.collect(OmegaConf.to_container(cfg), source))
             bench.warm_up(warmup_questions(cfg.data))
+            if (run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
+                bench.peak_memory = store.read_json(run_dir / store.FACTS)["peak_memory_bytes"]
             known = facts(bench)
             store.write_json(run_dir / store.FACTS, known)
             gc.collect()
@@ -360,7 +377,9 @@ def run(run_dir: Path) -> int:
                     if left:
                         journal.append(*attempt(bench, left, place))
                         bar.update(len(left))
-            store.write_json(run_dir / store.FACTS, known | {"peak_memory_bytes": bench.peak_memory})
+                        if bench.peak_memory != known["peak_memory_bytes"]:
+                            known["peak_memory_bytes"] = bench.peak_memory
+                            store.write_json(run_dir / store.FACTS, known)
         summary = store.finalise(run_dir)
     return 1 if summary["status"] != "complete" else 0
 
@@ -376,7 +395,7 @@ def facts(bench: Bench) -> dict:
         "noise": bench.noise,
         "weights": pair.init,
         "batched": bench.batch_size is not None,
-        "peak_memory_bytes": None,
+        "peak_memory_bytes": bench.peak_memory,
     }
 
 

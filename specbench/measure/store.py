@@ -85,11 +85,6 @@ def is_complete(run_dir: Path) -> bool:
     return (run_dir / SUMMARY).exists()
 
 
-def settings(group: Mapping) -> dict:
-    """The parameters that a method or a drafter is made with."""
-    return {key: value for key, value in group.items() if key not in ("name", "_target_")}
-
-
 def _plain(config: Mapping) -> dict:
     return OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
 

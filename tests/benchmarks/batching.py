@@ -1,8 +1,8 @@
 """Ways to decode a batch, interleaved in one run: `python -m tests.benchmarks.batching`, part of `make benchmarks`.
 
 Plain batched decoding, EQSPEC, EXSPEC and ragged batches of one size, and the last two at batch 1, on one pool of
-embedded questions. Ratios of summed seconds with a 95 % interval over the questions; every answer must be that of plain
-decoding.
+embedded questions. Ratios of seconds with a 95 % interval over the repeats (`pooled_speedup`); every answer must be
+that of plain decoding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specbench.bench import CONF
 from specbench.decoding.batch import BatchEngine, Request
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
-from specbench.measure.statistics import speedup
+from specbench.measure.statistics import pooled_speedup
 from specbench.pairs import load_pair
 from specbench.questions import load_questions
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--pair", default="tiny")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--limit", type=int, default=6, help="questions per task")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--draft", type=int, nargs="+", default=[5], help="draft lengths of the ragged batches"
     )
@@ -70,13 +70,12 @@ def main() -> None:
             engines[label] = engine(SpeculativeSampling(pair, draft), kind(options.rows))
     for arm in engines.values():  # warm-up
         arm.generate(requests[: options.rows])
-    answers, seconds = {}, defaultdict(lambda: [0.0] * len(requests))
+    answers, seconds = {}, defaultdict(list)
     names = list(engines)
     for repeat in tqdm(range(options.repeats), unit="repeat"):
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+        for name in names if repeat % 2 == 0 else names[::-1]:
             answers[name] = engines[name].generate(requests)
-            for i, answer in enumerate(answers[name]):
-                seconds[name][i] += answer.seconds
+            seconds[name].append(sum(answer.seconds for answer in answers[name]))
     own = [a.tokens for a in answers["ar at 1"]]
     print(
         f"pair {pair.name}, {len(requests)} prompts x {options.repeats}, batches of {options.rows}, "
@@ -102,7 +101,7 @@ def main() -> None:
         ("eqspec", "exspec"),
         ("ar at 1", "ar"),
     ):
-        ratio = speedup(seconds[slow], seconds[fast])
+        ratio = pooled_speedup(seconds[slow], seconds[fast])
         print(f"{fast} against {slow}: {ratio.value:.2f} times as fast [{ratio.low:.2f}, {ratio.high:.2f}]")
 
 

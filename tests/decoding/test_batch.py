@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from functools import cache
 
 import pytest
@@ -177,6 +178,35 @@ def test_drafts_are_cut_to_the_budget_by_the_batch_size_alone():
     assert max(s.drafted for a in answers for s in a.steps) == 2
 
 
+def test_a_budget_of_one_token_a_row_is_plain_decoding():
+    pair, (requests, expected) = random_pair("llama"), cases("llama")
+    scheduler = RaggedBatch(4, token_budget=7)
+    answers = BatchEngine(Target(pair.target), SpeculativeSampling(pair, 6), scheduler, frozenset()).generate(
+        requests
+    )
+    assert [a.tokens for a in answers] == expected
+    assert not any(s.drafted for a in answers for s in a.steps)
+    with pytest.raises(UserError, match="token_budget must be at least 4"):
+        RaggedBatch(4, token_budget=3)
+
+
+def test_what_a_call_leaves_behind_serves_the_next():
+    """Longer and shorter requests, more and fewer of them, in the buffers of one engine; and after a failure."""
+    pair, (requests, expected) = random_pair("llama"), cases("llama")
+    drafter = SpeculativeSampling(pair, 3)
+    engine = BatchEngine(Target(pair.target), drafter, ExSpec(3, window=6), frozenset())
+    by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
+    for some in (by_length[:2], by_length[-1:], by_length, by_length[2:4]):
+        answers = engine.generate([requests[i] for i in some])
+        assert [a.tokens for a in answers] == [expected[i] for i in some]
+    engine = BatchEngine(Target(pair.target), drafter, ExSpec(3, window=6), frozenset())
+    real, drafter.open_rows = drafter.open_rows, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(requests)
+    drafter.open_rows = real
+    assert [a.tokens for a in engine.generate(requests)] == expected
+
+
 def held(*lengths: int, waited: int = 0) -> list[Row]:
     request = Request([1], Decoding(1))
     return [Row(place, request, frozenset(), n, waited=waited) for place, n in enumerate(lengths)]
@@ -223,7 +253,11 @@ def test_static_batches_wait_for_their_last_row():
 def test_the_seconds_of_all_rows_are_the_time_of_the_call():
     pair = random_pair("llama")
     engine = BatchEngine(Target(pair.target), SpeculativeSampling(pair, 3), EqSpec(4), frozenset())
-    for answer in engine.generate(cases("llama")[0]):
+    begun = time.perf_counter()
+    answers = engine.generate(cases("llama")[0])
+    spent = time.perf_counter() - begun
+    assert 0.9 * spent < sum(answer.seconds for answer in answers) <= spent
+    for answer in answers:
         parts = sum(
             s.draft_seconds + s.verify_seconds + s.other_seconds + s.align_seconds for s in answer.steps
         )

@@ -159,9 +159,10 @@ def test_every_schedule_gives_every_row_its_own_run(chunk):
     rng = random.Random(chunk)
     ran = set()
     for _ in range(SCHEDULES // CHUNKS):
-        scheduler, requests = any_scheduler(rng), any_requests(rng)
+        scheduler = any_scheduler(rng)
         engine = BatchEngine(FakeTarget(), FakeDrafter(rng), scheduler, frozenset())
         for _ in range(rng.choice((1, 1, 2))):  # the second time in the buffers of the first
+            requests = any_requests(rng)
             answers = engine.generate(requests)
             expected = [sequential(r.prompt, r.decoding.max_new_tokens, r.stop_ids) for r in requests]
             assert [a.tokens for a in answers] == expected

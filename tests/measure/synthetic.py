@@ -86,11 +86,12 @@ def turn(number=0, equivalence=EXACT, **arms) -> dict:
     }
 
 
-def record(question_id=1, task="qa", category=None, turns=(), error=None) -> dict:
+def record(question_id=1, task="qa", category=None, turns=(), error=None, pool=None) -> dict:
     return {
         "question_id": question_id,
         "task": task,
         "category": category or task,
+        "pool": question_id if pool is None else pool,
         "error": error,
         "turns": list(turns),
     }

@@ -4,14 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from specbench.decoding.batch import Request
 from specbench.decoding.kv_cache import Places, RowCache
 from specbench.decoding.rows import Aligned, Ragged
+from specbench.decoding.sampling import Decoding
 from specbench.measure import runner, store
 from tests.measure.test_runner import CATEGORIES, measured, start, workplace  # noqa: F401 - a fixture
+
+
+def test_a_batch_of_one_is_held_against_plain_decoding_of_one(workplace, tmp_path):  # noqa: F811
+    code, summary, records = measured(workplace, "ragged", tmp_path, "batch_size=1", "repeats=1")
+    assert code == 0 and summary["equivalence"]["exact"] == len(CATEGORIES) + 2
+    assert {name for r in records for t in r["turns"] for name in t["arms"]} == {
+        "baseline",
+        "method",
+        "hf_generate",
+    }
+    assert summary["baseline"]["single_tokens_per_second"] == summary["baseline"]["tokens_per_second"]
+
+
+def test_padding_never_pushes_a_row_beyond_the_context():
+    sizes = []
+
+    class Model:
+        def generate(self, ids, **_):
+            sizes.append(tuple(ids.shape))
+            return torch.cat([ids, torch.full((len(ids), 1), 9)], dim=1)
+
+    pair = SimpleNamespace(
+        target=Model(), stop_ids=frozenset([9]), device=torch.device("cpu"), context_length=100
+    )
+    requests = [
+        Request([1] * n, Decoding(cap)) for n, cap in ((50, 50), (10, 50), (10, 60), (10, 60), (90, 10))
+    ]
+    answers = runner.hf_generate_arm(pair, 2)(requests)
+    assert sizes == [(2, 50), (2, 10), (1, 90)] and [a.tokens for a in answers] == [[9]] * 5
 
 
 @pytest.mark.parametrize("method", ["ar_batch", "eqspec", "exspec", "ragged"])

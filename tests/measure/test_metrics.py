@@ -3,6 +3,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -321,3 +322,42 @@ def test_frames_hold_every_generation_and_every_round(records):
 def test_imports_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def batched_run(seconds: list[list[tuple[float, float]]]) -> list[dict]:
+    """One question per pool; for each repeat the seconds of the baseline and of the method, two rows a round."""
+    records = []
+    for pool, repeats in enumerate(seconds):
+        rounds = [{"accepted": 1, "rows": 2, "align_seconds": 0.1, "grouped": i == 0} for i in range(4)]
+        method = [generation([1] * 4, seconds=m) | {"steps": columns(rounds)} for _, m in repeats]
+        plain = [generation([0] * 8, seconds=b, drafted=0) for b, _ in repeats]
+        single = generation([0] * 8, seconds=9.0, drafted=0)
+        records.append(record(pool, pool=pool, turns=[turn(baseline=plain, method=method, single=single)]))
+    return records
+
+
+def test_a_batch_run_by_hand():
+    records = batched_run([[(2.0, 1.0), (8.0, 2.0)], [(3.0, 1.5), (4.0, 4.0)]])
+    config = CONFIG | {
+        "batch_size": 4,
+        "method": {"name": "exspec", "batch_size": 8, "repeats": 3, "window": 5},
+    }
+    found = metrics.summary(records, FACTS | {"batched": True, "peak_memory_bytes": 7}, config)
+    numbers, ratios = found["overall"], np.log([2.0, 4.0, 2.0, 1.0])
+    assert numbers["speedup"] == pytest.approx(17 / 8.5)
+    half = 3.18245 * ratios.std(ddof=1) / 2
+    assert numbers["speedup_high"] == pytest.approx(np.exp(ratios.mean() + half), rel=1e-4)
+    assert numbers["occupancy"] == pytest.approx(2 / 4)  # two rows in each round, places for four
+    assert numbers["group_rate"] == pytest.approx(1 / 4)
+    assert numbers["mbsu"] == pytest.approx(16 * 2 * 1000 / (16 * 1500 / 2))
+    task = found["tasks"]["qa"]
+    assert (task["speedup"], task["tokens_per_second"], task["decode_speedup"]) == (None, None, None)
+    assert task["acceptance_length"] == 2 and numbers["spec_bench_speedup"] is None
+    assert numbers["align_seconds"] == pytest.approx(16 * 0.1)
+    assert numbers["alignment_share"] == pytest.approx(1.6 / 8.5)
+    assert found["baseline"]["single_tokens_per_second"] == pytest.approx(9 / 9.0)
+    assert (found["drafter"], found["batch_size"], found["peak_memory_bytes"]) == ("none", 4, 7)
+    assert found["settings"] == {"window": 5}
+    alone = metrics.summary([answered(1)], FACTS, CONFIG)
+    assert alone["drafter"] is None and alone["overall"]["occupancy"] is None
+    assert alone["baseline"]["single_tokens_per_second"] is None

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from specbench.measure.statistics import Speedup, speedup, verdict
+from specbench.measure.statistics import Speedup, pooled_speedup, speedup, verdict
 
 pairs = st.integers(2, 12).flatmap(lambda n: arrays(float, (2, n), elements=st.floats(1e-3, 1e3)))
 
@@ -61,3 +61,17 @@ def test_verdicts():
     assert verdict(0.8, 0.99) == "slower"
     assert verdict(0.99, 1.01) == verdict(1.0, 1.2) == verdict(0.9, 1.0) == "no difference"
     assert verdict(None, None) is None
+
+
+def test_pools_have_an_interval_as_wide_as_their_runs_differ():
+    """By hand: two runs with ratios 2 and 8, logarithms ln 4 -+ ln 2, one degree of freedom."""
+    found = pooled_speedup([2.0, 8.0], [1.0, 1.0])
+    half = 12.7062 * np.log(2)
+    assert found.value == 5.0
+    assert (found.low, found.high) == pytest.approx((4 * np.exp(-half), 4 * np.exp(half)), rel=1e-4)
+    assert pooled_speedup([3.0], [2.0]) == Speedup(1.5, None, None)
+    assert pooled_speedup([], []) == Speedup(None, None, None)
+    assert pooled_speedup([3.0, 3.0], [2.0, 2.0]) == Speedup(1.5, 1.5, 1.5)
+    noise = np.random.default_rng(0).normal(0, 0.05, (400, 2, 3))
+    held = [pooled_speedup(*np.exp(run)) for run in noise]
+    assert 0.9 < np.mean([found.low <= 1 <= found.high for found in held]) < 0.99

@@ -267,7 +267,7 @@ def test_steps_are_one_row_per_round(finished):
     assert table.schema.metadata[b"specbench_schema"] == str(metrics.SCHEMA).encode()
     frame = table.to_pandas()
     assert list(frame.columns) == [
-        *("question_id", "task", "category", "turn", "arm", "repeat", "step"),
+        *("question_id", "task", "category", "pool", "turn", "arm", "repeat", "step"),
         *STEP_COLUMNS,
     ]
     assert frame["draft_seconds"].dtype == np.float64 and frame["draft_bytes"].dtype == np.int64
