@@ -40,9 +40,9 @@ def test_drafters_in_batches(method, drafter, vocab, tmp_path, monkeypatch):
 def check(monkeypatch, tmp_path, *settings: str, accepts: bool) -> None:
     """A short run of one question a task: every answer is the target's, and the drafts are worth something."""
     monkeypatch.setattr(provenance, "bandwidth", lambda device: 1e9)
-    limits = ["pair.device=cpu", f"runs_root={tmp_path}", "data.limit=1", "decoding.max_new_tokens=16"]
+    limits = ["pair.device=cpu", f"runs_root={tmp_path}", "data.limit=1", "repeats=1"]
     with initialize_config_dir(str(CONF), version_base=None):
-        cfg = compose("bench", overrides=[*settings, *limits])
+        cfg = compose("bench", overrides=[*settings, *limits, "decoding.max_new_tokens=16"])
     OmegaConf.resolve(cfg)
     run_dir = store.find_or_create(cfg)
     assert runner.run(run_dir) == 0

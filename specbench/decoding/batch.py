@@ -127,9 +127,8 @@ class Scheduler:
         if token_budget is not None:
             at_least(batch_size, token_budget=token_budget)  # every row has its pending token verified
             self.longest_draft = token_budget // batch_size - 1
-        self.grouped: bool | None = (
-            None  # for schedulers that group: whether this round's rows are of one length
-        )
+        # For a scheduler that groups: whether the rows that it has chosen are of one length.
+        self.grouped: bool | None = None
 
     def layout(self, cache) -> Ragged:
         """How the rows lie in a new cache."""
@@ -212,16 +211,8 @@ class BatchEngine:
         arranged = clock.mark()
         numbers = torch.tensor([[row.length for row in running], limits]).to(self.target.device)
         reach = max(row.length for row in running)
-        rows = Rows(
-            self._tokens,
-            numbers[0],
-            numbers[1],
-            max(limits),
-            reach,
-            running[0].request.decoding,
-            layout,
-            self._uniforms,
-        )
+        decoding = running[0].request.decoding
+        rows = Rows(self._tokens, *numbers, max(limits), reach, decoding, layout, self._uniforms)
         draft = self.drafter.draft_rows(rows) if max(limits) else Draft(self._tokens[:b, :0])
         drafted = clock.mark()
         k = draft.tokens.shape[1]
@@ -262,15 +253,12 @@ class BatchEngine:
         """Brings rows, buffers and layout up to what was accepted."""
         b, k = draft.tokens.shape
         steps = torch.arange(1 + k, device=counts.device)
-        kept = verdict.count.unsqueeze(1)
-        new = torch.cat([draft.tokens, verdict.next.unsqueeze(1)], dim=1)
-        new = torch.where(steps == kept, verdict.next.unsqueeze(1), new)
-        self._tokens[:b].scatter_(
-            1, rows.known.unsqueeze(1) + steps, new
-        )  # what is behind a row's end is no token
-        facts = torch.cat(
-            [kept, counts.unsqueeze(1), new], dim=1
-        ).tolist()  # the one time that the host waits
+        kept, following = verdict.count.unsqueeze(1), verdict.next.unsqueeze(1)
+        new = torch.where(steps == kept, following, torch.cat([draft.tokens, following], dim=1))
+        # What is written behind a row's new end is no token: the next round writes there again.
+        self._tokens[:b].scatter_(1, rows.known.unsqueeze(1) + steps, new)
+        # The one time in a round that the host waits.
+        facts = torch.cat([kept, counts.unsqueeze(1), new], dim=1).tolist()
         self._layout.settle(verdict.count, [count for count, *_ in facts])
         for slot, (row, (count, drafted, *tokens)) in enumerate(zip(running, facts)):
             emitted = tokens[: count + 1]
