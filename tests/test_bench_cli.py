@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,9 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_orphan_stays(endless_child, number):
     command, pid_file = endless_child
-    parent = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    # Tests that run in the background ignore Ctrl-C, and so would all that they start.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    parent = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=heed)
     wait_for(pid_file.exists)
     child = int(pid_file.read_text())
     assert alive(child)

@@ -84,7 +84,9 @@ def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
     requests, expected = cases(arch)
     target = Target(random_pair(arch).target)
     for place, (name, drafter) in enumerate(drafters(arch, str(tmp_path)).items()):
-        for size in {SIZES[(place + len(scheduler)) % 4], 8 if name == "sps" else 3}:
+        # Every drafter meets every size on some architecture; the two that matter most meet two on each.
+        first = SIZES[(place + len(scheduler) + list(ARCHITECTURES).index(arch)) % 4]
+        for size in {first, 8} if name in ("sps", "kangaroo") else {first}:
             engine = BatchEngine(target, drafter, schedulers(size)[scheduler], frozenset())
             answers = engine.generate(requests)
             assert [a.tokens for a in answers] == expected, (name, size)
