@@ -6,6 +6,7 @@ import torch
 
 from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
+from specbench.decoding.rows import span
 from specbench.errors import at_least
 
 
@@ -51,5 +52,5 @@ class PromptLookup(Drafter):
             behind = torch.where(behind > 0, behind, latest)
         counts = torch.where(behind > 0, rows.known - behind, 0).clamp(max=self.max_draft_tokens)
         k = int(counts.minimum(rows.limits).amax())  # the one wait: a shorter draft is a cheaper verification
-        span = (behind.unsqueeze(1) + torch.arange(k, device=device)).clamp(max=rows.tokens.shape[1] - 1)
-        return Draft(rows.tokens[:b].gather(1, span), counts=counts)
+        places = span(behind, k).clamp(max=rows.tokens.shape[1] - 1)
+        return Draft(rows.tokens[:b].gather(1, places), counts=counts)

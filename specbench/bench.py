@@ -115,21 +115,17 @@ def check_method(cfg: DictConfig) -> Needs:
     from specbench.decoding.batch import Scheduler  # late: a misspelt name need not wait for torch
 
     cls = hydra.utils.get_class(cfg.method._target_)
-    batched = issubclass(cls, Scheduler)
-    name, what, group = cfg.method.name, "method", cfg.method
+    takes = parameters(cls, "method", cfg.method)
+    batched, what, group = issubclass(cls, Scheduler), "method", cfg.method
     if batched:
-        parameters(cls, "method", cfg.method)
-        name, what, group, cls = (
-            cfg.drafter.name,
-            "drafter",
-            cfg.drafter,
-            hydra.utils.get_class(cfg.drafter._target_),
-        )
-    elif cfg.drafter.name != "none":
+        what, group = "drafter", cfg.drafter
+        cls = hydra.utils.get_class(group._target_)
+        takes = parameters(cls, what, group)
+    name = group.name
+    if not batched and cfg.drafter.name != "none":
         raise UserError(
             f"method {name} drafts by itself: set drafter=none, or method=ragged drafter={cfg.drafter.name}"
         )
-    takes = parameters(cls, what, group)
 
     needs = cls.needs
     if needs.draft_model and needs.part is None and cfg.pair.draft is None:
@@ -159,8 +155,12 @@ def check_method(cfg: DictConfig) -> Needs:
     if batched and not needs.batching:
         raise UserError(f"drafter {name} cannot batch")
     if cfg.batch_size > 1 and not batched:
-        batch = f": use method=ragged drafter={name} batch_size={cfg.batch_size}" if needs.batching else ""
-        raise UserError(f"method {name} decodes one sequence at a time{batch or ': set batch_size=1'}")
+        way = (
+            f"use method=ragged drafter={name} batch_size={cfg.batch_size}"
+            if needs.batching
+            else "set batch_size=1"
+        )
+        raise UserError(f"method {name} decodes one sequence at a time: {way}")
     if cfg.decoding.temperature > 0 and not needs.sampling:
         raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
     return needs

@@ -14,6 +14,7 @@ from methods.heads import confidence
 from methods.sps import SpeculativeSampling
 from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Needs
+from specbench.decoding.rows import span
 from specbench.decoding.target import Prefill, Target
 from specbench.errors import UserError
 
@@ -121,7 +122,7 @@ class SortedDraft(SpeculativeSampling):
                 layers = torch.where(deciding, end, layers)
             if i == len(self._rows_left):
                 break
-            self._rows_left[i, row.unsqueeze(1), self._span(starts, hidden.shape[1])] = hidden
+            self._rows_left[i, row.unsqueeze(1), span(starts, hidden.shape[1])] = hidden
             unsure = confidence(logits) <= threshold
             deciding = unsure if deciding is None else deciding & unsure
             missing = known - self._deeper[i, :b]
@@ -131,13 +132,9 @@ class SortedDraft(SpeculativeSampling):
             # All rows go on with as many tokens as the one that lacks most: the others write the same again, and what a
             # short one writes behind its end is written anew before it is read.
             starts, lo = (known - width).clamp(min=0), end
-            hidden = self._rows_left[i, row.unsqueeze(1), self._span(starts, width)]
+            hidden = self._rows_left[i, row.unsqueeze(1), span(starts, width)]
             self._deeper[i, :b] = known
         return chosen, layers, self._bytes[end]
-
-    def _span(self, starts: torch.Tensor, n: int) -> torch.Tensor:
-        """[b, n] the positions from `starts` on."""
-        return starts.unsqueeze(1) + torch.arange(n, device=starts.device)
 
 
 def choose_exits(asked: list[int] | None, only: int | None, trained: list[int] | None) -> list[int]:

@@ -91,9 +91,8 @@ def sampled_chain(
     kept = uniforms * q < p
     if live is not None:
         kept = kept & live
-        draft_probs = draft_probs * live.unsqueeze(
-            -1
-        )  # where nothing was drafted, the next token is drawn from p
+        # Where nothing was drafted, the next token is drawn from p.
+        draft_probs = draft_probs * live.unsqueeze(-1)
     count = kept.cumprod(-1).sum(-1)
     # A row of zeros behind the draft makes the bonus token the residual of "nothing was drafted here".
     padded = torch.cat([draft_probs, torch.zeros_like(probs[..., -1:, :])], dim=-2)

@@ -14,13 +14,12 @@ import torch
 
 from specbench.decoding.acceptance import accept_rows
 from specbench.decoding.draft import Draft, Drafter
-from specbench.decoding.rows import Ragged
+from specbench.decoding.engine import CACHE_STEP, check_fits, that_count
+from specbench.decoding.rows import Ragged, span
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.errors import UserError, at_least
-
-CACHE_STEP = 256  # as in `engine`
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +81,8 @@ class Rows:
     uniforms: torch.Tensor | None = None
 
     def newest(self, n: int) -> torch.Tensor:
-        """[b, n] the last n known tokens of each row."""
-        return self.at(torch.arange(-n, 0, device=self.known.device))
-
-    def at(self, offsets: torch.Tensor) -> torch.Tensor:
-        """[b, n] the tokens at the given offsets from each row's end."""
-        span = (self.known.unsqueeze(1) + offsets).clamp(min=0)
-        return self.tokens[: self.known.shape[0]].gather(1, span)
+        """[b, n] the last n known tokens of each row; in front of a shorter one its first token again."""
+        return self.tokens[: self.known.shape[0]].gather(1, span(self.known - n, n).clamp(min=0))
 
     def draws(self, offset: int, use: int = 0) -> torch.Tensor | None:
         """[b] numbers to draw the token `offset` places behind the pending one with."""
@@ -256,16 +250,15 @@ class BatchEngine:
         kept, following = verdict.count.unsqueeze(1), verdict.next.unsqueeze(1)
         new = torch.where(steps == kept, following, torch.cat([draft.tokens, following], dim=1))
         # What is written behind a row's new end is no token: the next round writes there again.
-        self._tokens[:b].scatter_(1, rows.known.unsqueeze(1) + steps, new)
+        self._tokens[:b].scatter_(1, span(rows.known, 1 + k), new)
         # The one time in a round that the host waits.
         facts = torch.cat([kept, counts.unsqueeze(1), new], dim=1).tolist()
         self._layout.settle(verdict.count, [count for count, *_ in facts])
         for slot, (row, (count, drafted, *tokens)) in enumerate(zip(running, facts)):
-            emitted = tokens[: count + 1]
-            end = next((i for i, token in enumerate(emitted) if token in row.stop_ids), count)
-            row.out += emitted[: end + 1]
+            emitted = that_count(tokens[: count + 1], row.stop_ids)
+            row.out += tokens[:emitted]
             row.length += count + 1
-            row.rounds.append((number, slot, drafted, min(count, end + 1), end + 1))
+            row.rounds.append((number, slot, drafted, min(count, emitted), emitted))
 
     def _close_gaps(self, held: list[Row]) -> None:
         """Takes out the rows that are done and were not replaced; the last row takes the place of each."""
@@ -343,7 +336,7 @@ class BatchEngine:
         """[b, 1 + k, 2] numbers to accept and to draw the tokens of a round with."""
         if self._uniforms is None:
             return None
-        at = rows.known.unsqueeze(1) + torch.arange(1 + k, device=rows.known.device)
+        at = span(rows.known, 1 + k)
         b = at.shape[0]
         return self._uniforms[torch.arange(b, device=at.device).unsqueeze(1), at, 1:]
 
@@ -351,15 +344,7 @@ class BatchEngine:
         if len({request.decoding.temperature for request in requests}) > 1:
             raise UserError("the requests of a batch must have one temperature")
         for request in requests:
-            cap = request.decoding.max_new_tokens
-            at_least(1, max_new_tokens=cap)
-            if not request.prompt:
-                raise UserError("the prompt is empty")
-            if len(request.prompt) + cap > self.context_length:
-                raise UserError(
-                    f"a prompt of {len(request.prompt)} tokens and {cap} new ones do not fit the context of "
-                    f"{self.context_length}"
-                )
+            check_fits(request.prompt, request.decoding, self.context_length)
 
     # -- the trace
 

@@ -9,7 +9,7 @@ from specbench.decoding.draft import Context, Draft, Drafter
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target, ancestors
 from specbench.decoding.trace import Clock, Generation, Step
-from specbench.errors import UserError
+from specbench.errors import UserError, at_least
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most questions
 
@@ -34,7 +34,7 @@ class Engine:
         seed: of the sampling; greedy decoding draws nothing. Raises UserError if the context cannot hold it all.
         """
         target, drafter, clock = self.target, self.drafter, self.clock
-        self._check(prompt, decoding)
+        check_fits(prompt, decoding, self.context_length)
         clock.synchronize()
         started = clock.mark()
         generator = None if decoding.greedy else torch.Generator(target.device).manual_seed(seed)
@@ -65,7 +65,7 @@ class Engine:
             new, accepted = self._settle(accept(logits, draft, decoding, generator), draft, context, cache)
             if asked:
                 drafter.commit(context, accepted)
-            emitted = self._cut(new)
+            emitted = that_count(new, self.stop_ids)
             out += new[:emitted]
             rounds.append((draft, min(accepted, emitted), emitted, (begun, drafted, verified, clock.mark())))
         ended = clock.mark()
@@ -100,13 +100,6 @@ class Engine:
         context.length += count + 1
         return [*new, following], count
 
-    def _cut(self, new: list[int]) -> int:
-        """How many of the new tokens count: up to and including the first stop token."""
-        for i, token in enumerate(new):
-            if token in self.stop_ids:
-                return i + 1
-        return len(new)
-
     def _step(self, draft: Draft, accepted: int, emitted: int, marks: tuple) -> Step:
         drafted = draft.tokens.shape[0]
         depth = drafted
@@ -123,13 +116,22 @@ class Engine:
         self._cache.truncate(0)
         return self._cache
 
-    def _check(self, prompt: list[int], decoding: Decoding) -> None:
-        if not prompt:
-            raise UserError("the prompt is empty")
-        if decoding.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, not {decoding.max_new_tokens}")
-        if len(prompt) + decoding.max_new_tokens > self.context_length:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens and {decoding.max_new_tokens} new ones do not fit the context of "
-                f"{self.context_length}"
-            )
+
+def check_fits(prompt: list[int], decoding: Decoding, context_length: int) -> None:
+    """Raises UserError unless there is a prompt, something to decode, and a context that holds both."""
+    if not prompt:
+        raise UserError("the prompt is empty")
+    at_least(1, max_new_tokens=decoding.max_new_tokens)
+    if len(prompt) + decoding.max_new_tokens > context_length:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens and {decoding.max_new_tokens} new ones do not fit the context of "
+            f"{context_length}"
+        )
+
+
+def that_count(new: list[int], stop_ids: frozenset[int]) -> int:
+    """How many of the new tokens count: up to and including the first stop token."""
+    for i, token in enumerate(new):
+        if token in stop_ids:
+            return i + 1
+    return len(new)

@@ -117,8 +117,6 @@ class RowCache:
     knows how long a row is: every pass is told by its `Places`.
     """
 
-    is_compileable = False  # as in `KVCache`
-
     def __init__(
         self,
         layers: int,

@@ -11,6 +11,11 @@ import torch
 from specbench.decoding.kv_cache import FAR, KVCache, Places, RowCache
 
 
+def span(starts: torch.Tensor, n: int) -> torch.Tensor:
+    """[b, n] the n positions from `starts` [b] on."""
+    return starts.unsqueeze(1) + torch.arange(n, device=starts.device)
+
+
 class Ragged:
     """Position p of a sequence lies in column p of its row: every row has its own end, and nothing moves to line up."""
 
@@ -32,7 +37,7 @@ class Ragged:
     def places(self, starts: torch.Tensor, n: int, reach: int, offset: int = 0) -> Places:
         """Places of `n` tokens a row from the positions `starts` [b] on. reach: a bound on all positions, exclusive.
         offset: how many tokens stand between a row's pending token and the first of these."""
-        positions = starts.unsqueeze(1) + torch.arange(n, device=starts.device)
+        positions = span(starts, n)
         to = (self._rows[: starts.shape[0]] + positions).flatten()
         return Places(positions, reach, self._columns[:, :reach], to)
 
@@ -68,7 +73,6 @@ class Aligned(Ragged):
         self._ends = [0] * cache.rows  # behind the last column that each row has in use
         self._end = 0  # the common end of this round
         self._width = 0  # columns that this round has filled
-        self.realigned = 0
 
     def entering(self, row: int, length: int) -> KVCache:
         self._held[row] = FAR
@@ -88,7 +92,7 @@ class Aligned(Ragged):
             self._realign(b, longest)
 
     def places(self, starts: torch.Tensor, n: int, reach: int, offset: int = 0) -> Places:
-        positions = starts.unsqueeze(1) + torch.arange(n, device=starts.device)
+        positions = span(starts, n)
         b, column = starts.shape[0], self._end + offset
         self._held[:b, column : column + n] = positions
         self._width = max(self._width, offset + n)
@@ -119,4 +123,3 @@ class Aligned(Ragged):
         self._held[:b, :longest] = kept
         self._ends[:b] = [longest] * b
         self._end = longest
-        self.realigned += 1

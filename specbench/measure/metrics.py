@@ -118,7 +118,8 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
     Both rates are over the turns that both arms answered, where there are any: only those compare.
     `bandwidth_fraction` is that of the quoted one; `equivalence` holds the answers of one against the other.
     """
-    turns = turn_means(generations_frame(records))
+    generations = generations_frame(records)
+    turns = turn_means(generations)
     shared = turns["seconds"][list(ARMS.values())].notna().all(axis=1)
     sums = (turns[shared] if shared.any() else turns).sum()
     rates = {name: _ratio(sums["tokens", arm], sums["seconds", arm]) for name, arm in ARMS.items()}
@@ -127,15 +128,15 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
         "tokens_per_second": rates["engine"],
         "hf_generate_tokens_per_second": rates["hf_generate"],
         "quoted_against": quoted,
-        "single_tokens_per_second": single_rate(records) or (rates["engine"] if facts["batched"] else None),
+        "single_tokens_per_second": single_rate(generations)
+        or (rates["engine"] if facts["batched"] else None),
         "bandwidth_fraction": bandwidth_fraction(rates[quoted], facts),
         "equivalence": equivalence(records, "baseline_equivalence"),
     }
 
 
-def single_rate(records: list[dict]) -> float | None:
+def single_rate(generations: pd.DataFrame) -> float | None:
     """Tokens per second of plain decoding one by one; None where that is the baseline, and no arm of its own."""
-    generations = generations_frame(records)
     single = generations[generations["arm"] == "single"]
     return _ratio(single["tokens"].sum(), single["seconds"].sum())
 

@@ -31,8 +31,8 @@ PACKAGES = {
     *("torch", "transformers", "tokenizers", "accelerate", "safetensors"),
     *("numpy", "scipy", "pandas", "pyarrow", "specbench"),
 }
-# Named one by one: any other variable may hold a secret.
 RESET_PEAK = Path("/proc/self/clear_refs")
+# Named one by one: any other variable may hold a secret.
 ENVIRONMENT = (
     *("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_SCHEDULE", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"),
     *("KMP_BLOCKTIME", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ATEN_CPU_CAPABILITY", "LD_PRELOAD"),

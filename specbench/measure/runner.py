@@ -11,27 +11,25 @@ import gc
 import hashlib
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
 
 import hydra
 import numpy as np
-import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
-from transformers import GenerationConfig
 
 from specbench.decoding.batch import BatchEngine, Request, Scheduler
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
-from specbench.decoding.trace import Clock, Generation, Step
+from specbench.decoding.trace import Generation, Step
 from specbench.errors import UserError, one_line_errors
 from specbench.measure import provenance, store
-from specbench.measure.equivalence import VERDICTS, Certificate, certify, until_stop
+from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
+from specbench.measure.equivalence import VERDICTS, Certificate, certify
 from specbench.measure.metrics import parameters
 from specbench.measure.rounding import batch_noise, margin, shape_noise
 from specbench.pairs import Pair, load_pair
@@ -40,70 +38,6 @@ from specbench.questions import Question, find_questions_file, load_questions, w
 WARM_UP_TOKENS = 64  # of each arm on each warm-up question; the rounding noise is measured on as many
 # SINGLE, in a run with batches: plain decoding one by one, what every answer is held against and batching gains on.
 BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
-Arm = Callable[[list[Request]], list[Generation]]
-
-
-def one_by_one(engine: Engine) -> Arm:
-    """An engine for single sequences, which answers its requests one after the other."""
-    return lambda requests: [engine.generate(r.prompt, r.decoding, r.seed) for r in requests]
-
-
-def hf_generate_arm(pair: Pair, batch_size: int = 1, **options) -> Arm:
-    """transformers' own generate on the same target: the reference that our baseline must not be slower than.
-
-    batch_size: requests that it gets at once, padded on the left; their seconds are shared equally. options: more
-    arguments for `generate`, such as `assistant_model`.
-    """
-    clock = Clock(pair.device)
-    pad = min(pair.stop_ids, default=0)
-
-    @torch.inference_mode()
-    def generate(requests: list[Request]) -> list[Generation]:
-        decoding = Decoding(
-            max(r.decoding.max_new_tokens for r in requests), requests[0].decoding.temperature
-        )
-        sampling = {} if decoding.greedy else {"temperature": decoding.temperature, "top_k": 0, "top_p": 1.0}
-        config = GenerationConfig(
-            max_new_tokens=decoding.max_new_tokens,
-            do_sample=not decoding.greedy,
-            eos_token_id=sorted(pair.stop_ids) or None,
-            pad_token_id=pad,
-            **sampling,
-        )
-        torch.manual_seed(requests[0].seed)
-        clock.synchronize()
-        start = clock.mark()
-        longest = max(len(r.prompt) for r in requests)
-        ids = torch.tensor(
-            [[pad] * (longest - len(r.prompt)) + r.prompt for r in requests], device=pair.device
-        )
-        mask = torch.tensor(
-            [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in requests], device=pair.device
-        )
-        output = pair.target.generate(ids, attention_mask=mask, generation_config=config, **options)
-        new = output[:, longest:].tolist()
-        end = clock.mark()
-        clock.synchronize()
-        seconds = clock.seconds(start, end) / len(requests)
-        return [_generation(tokens, request, seconds) for tokens, request in zip(new, requests)]
-
-    def _generation(tokens: list[int], request: Request, seconds: float) -> Generation:
-        tokens = list(until_stop(tokens[: request.decoding.max_new_tokens], pair.stop_ids))
-        return Generation(tokens, None, seconds, "stop" if tokens[-1] in pair.stop_ids else "length")
-
-    def in_batches(requests: list[Request]) -> list[Generation]:
-        chunks: list[list[Request]] = []
-        for request in requests:  # padding must not push a row beyond the context
-            with_it = [*chunks[-1], request] if chunks else []
-            longest = max((len(r.prompt) for r in with_it), default=0)
-            cap = max((r.decoding.max_new_tokens for r in with_it), default=0)
-            if with_it and len(with_it) <= batch_size and longest + cap <= pair.context_length:
-                chunks[-1] = with_it
-            else:
-                chunks.append([request])
-        return [generation for chunk in chunks for generation in generate(chunk)]
-
-    return in_batches
 
 
 @dataclass(slots=True)
@@ -195,9 +129,11 @@ class Bench:
             order = orders[(place + turn + repeat) % len(orders)]
             for name in [SINGLE, *order] if SINGLE in self.arms and repeat == 0 else order:
                 seeded = [replace(r, seed=seed) for r, seed in zip(requests[name], seeds)]
-                provenance.reset_peak_memory(self.pair.device)
+                watched = name == METHOD and self.batch_size
+                if watched:
+                    provenance.reset_peak_memory(self.pair.device)
                 answers[name].append(self.arms[name](seeded))
-                if name == METHOD and self.batch_size:
+                if watched:
                     peak = provenance.peak_memory(self.pair.device)
                     self.peak_memory = peak and max(peak, self.peak_memory or 0)
         records = []

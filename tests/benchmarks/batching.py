@@ -12,7 +12,6 @@ import random
 from collections import defaultdict
 
 import torch
-from hydra import compose, initialize_config_dir
 from tqdm import tqdm
 
 from methods.ar import Autoregressive
@@ -20,13 +19,10 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
-from specbench.bench import CONF
-from specbench.decoding.batch import BatchEngine, Request
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.batch import BatchEngine
 from specbench.decoding.target import Target
 from specbench.measure.statistics import pooled_speedup
-from specbench.pairs import load_pair
-from specbench.questions import load_questions
+from tests.benchmarks.common import pair_and_requests, print_ratios
 
 KINDS = {"eqspec": EqSpec, "exspec": ExSpec, "ragged": RaggedBatch}
 
@@ -41,17 +37,8 @@ def main() -> None:
         "--draft", type=int, nargs="+", default=[5], help="draft lengths of the ragged batches"
     )
     options = parser.parse_args()
-    with initialize_config_dir(str(CONF), version_base=None):
-        cfg = compose("bench", overrides=[f"pair={options.pair}", f"data.limit={options.limit}"])
-    pair = load_pair(cfg.pair, cfg.seed, with_draft=True)
+    pair, requests = pair_and_requests(options.pair, options.limit)
     target = Target(pair.target)
-    requests = [
-        Request(
-            pair.prompt_ids([{"role": "user", "content": q.turns[0]}]),
-            Decoding(cfg.decoding.max_new_tokens),
-        )
-        for q in load_questions(cfg.data, cfg.task)
-    ]
     random.Random(0).shuffle(requests)
 
     def engine(drafter, scheduler) -> BatchEngine:
@@ -91,7 +78,7 @@ def main() -> None:
             f"{name:18} {rate:7.1f} tokens/s, {len(steps) / rounds:5.2f} rows a round, {align:5.1%} lining up, "
             f"{differing} answers differ"
         )
-    for slow, fast in (
+    compared = (
         ("exspec at 1", "exspec"),
         ("ragged at 1", "ragged"),
         ("ar", "ragged"),
@@ -100,9 +87,8 @@ def main() -> None:
         ("exspec", "ragged"),
         ("eqspec", "exspec"),
         ("ar at 1", "ar"),
-    ):
-        ratio = pooled_speedup(seconds[slow], seconds[fast])
-        print(f"{fast} against {slow}: {ratio.value:.2f} times as fast [{ratio.low:.2f}, {ratio.high:.2f}]")
+    )
+    print_ratios(seconds, compared, pooled_speedup)
 
 
 if __name__ == "__main__":

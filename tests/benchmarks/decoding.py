@@ -14,20 +14,15 @@ import time
 from collections import defaultdict
 
 import torch
-from hydra import compose, initialize_config_dir
 from tqdm import tqdm
 
 from methods.sps import SpeculativeSampling
-from specbench.bench import CONF
-from specbench.decoding.batch import Request
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
-from specbench.measure.runner import Arm, hf_generate_arm, one_by_one
+from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
 from specbench.measure.statistics import speedup
-from specbench.pairs import load_pair
-from specbench.questions import load_questions
+from tests.benchmarks.common import pair_and_requests, print_ratios
 
 DRAFT_TOKENS = 5
 
@@ -52,43 +47,35 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=4, help="questions per task")
     parser.add_argument("--repeats", type=int, default=2)
     options = parser.parse_args()
-    with initialize_config_dir(str(CONF), version_base=None):
-        cfg = compose("bench", overrides=[f"pair={options.pair}", f"data.limit={options.limit}"])
-    pair = load_pair(cfg.pair, cfg.seed, with_draft=True)
-    decoding = Decoding(cfg.decoding.max_new_tokens)
+    pair, requests = pair_and_requests(options.pair, options.limit)
     arms = {
         "generate": hf_generate_arm(pair),
         "engine": engine_arm(pair, Drafter()),
         "assisted generate": assisted_arm(pair),
         "engine, sps": engine_arm(pair, SpeculativeSampling(pair, DRAFT_TOKENS)),
     }
-    prompts = [
-        [Request(pair.prompt_ids([{"role": "user", "content": q.turns[0]}]), decoding)]
-        for q in load_questions(cfg.data, cfg.task)
-    ]
     for arm in arms.values():  # warm-up
-        arm(prompts[0])
-    seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(prompts))
+        arm(requests[:1])
+    seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(requests))
     differing = 0
     names = list(arms)
-    for place, prompt in enumerate(tqdm(prompts, unit="prompt")):
+    for place, request in enumerate(tqdm(requests, unit="prompt")):
         for repeat in range(options.repeats):
             shift = (place + repeat) % len(names)
             answers = {}
             for name in names[shift:] + names[:shift]:
                 start = time.perf_counter()
-                answers[name] = arms[name](prompt)[0].tokens
+                answers[name] = arms[name]([request])[0].tokens
                 seconds[name][place] += time.perf_counter() - start
             differing += len({tuple(a) for a in answers.values()}) > 1
-    print(f"pair {pair.name}, {len(prompts)} prompts x {options.repeats}, {torch.get_num_threads()} threads")
+    print(f"pair {pair.name}, {len(requests)} prompts x {options.repeats}, {torch.get_num_threads()} threads")
     print(f"prompts on which the four did not agree: {differing}")
-    for slow, fast in (
+    compared = (
         ("generate", "engine"),
         ("assisted generate", "engine, sps"),
         ("engine", "engine, sps"),
-    ):
-        ratio = speedup(seconds[slow], seconds[fast])
-        print(f"{fast} against {slow}: {ratio.value:.2f} times as fast [{ratio.low:.2f}, {ratio.high:.2f}]")
+    )
+    print_ratios(seconds, compared, speedup)
 
 
 if __name__ == "__main__":

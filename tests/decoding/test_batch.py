@@ -8,7 +8,6 @@ from functools import cache
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from methods.ar import Autoregressive
 from methods.eqspec import EqSpec
@@ -19,11 +18,13 @@ from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
+from specbench.decoding import acceptance
 from specbench.decoding.batch import BatchEngine, Request, Row, Scheduler
 from specbench.decoding.draft import Drafter
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
+from tests.decoding import test_sampling
 from tests.decoding.helpers import (
     STOP,
     generate_with_transformers,
@@ -117,55 +118,26 @@ def test_a_sample_does_not_depend_on_who_shares_the_batch(arch, name, tmp_path):
     assert any(s.accepted for a in alone for s in a.steps) or name == "pld", "chance seldom repeats itself"
 
 
-VOCAB, ANSWERS = 5, 1600
-SHAPE = {"seed": 4, "vocab_size": VOCAB, "num_hidden_layers": 3}
-
-
-def p_value_of_two_tokens(drafter_name: str, folder: str, scheduler: Scheduler) -> float:
-    """How well tokens 1 and 2 behind the first follow the target at temperature 1."""
-    pair, prompt = random_pair("llama", **SHAPE), [1, 3, 4, 1, 3]
-    save_adapter(near_identity_adapter(pair), folder, torch.float32)
-    kept = [0, 2, 3]
-    drafter = {
-        "sps": lambda: SpeculativeSampling(pair, 3),
-        "sps, trimmed": lambda: trimmed(SpeculativeSampling(pair, 3, 0.5), kept),
-        "pld": lambda: PromptLookup(pair, 3),
-        "kangaroo": lambda: Kangaroo(pair, folder, 1, 3, 0.5),
-        "s2d": lambda: SortedDraft(
-            sorted_pair("llama", **SHAPE), thresholds=[0.35, 0.35], max_draft_tokens=3
-        ),
-    }[drafter_name]()
+def p_value_in_a_batch(method: str, folder: str, scheduler: Scheduler) -> float:
+    """How well tokens 1 and 2 behind the first follow the target, as `test_sampling` asks it of single sequences."""
+    pair = random_pair("llama", **test_sampling.SHAPE)
+    drafter = test_sampling.drafter(pair, method, folder)
     engine = BatchEngine(Target(pair.target), drafter, scheduler, frozenset())
-    answers = engine.generate([Request(prompt, Decoding(4, 1.0), seed) for seed in range(ANSWERS)])
-    counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    for answer in answers:
-        counts[answer.tokens[1], answer.tokens[2]] += 1
-    ids, weights = torch.tensor([prompt]), torch.ones(1, dtype=torch.float64)
-    for _ in range(3):
-        logits = pair.target(ids, use_cache=False).logits[:, -1].double()
-        weights = (weights[:, None] * torch.softmax(logits, dim=-1)).flatten()
-        ids = torch.cat(
-            [ids.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(ids))[:, None]], dim=1
-        )
-    expected = weights.view(VOCAB, VOCAB * VOCAB).sum(0) * ANSWERS
-    rare = expected < 5
-    observed = counts.flatten()
-    cells = [torch.cat([x[~rare], x[rare].sum(0, keepdim=True)]) for x in (observed, expected)]
-    used = cells[1] > 0
-    return chisquare(cells[0][used].numpy(), (cells[1][used] * ANSWERS / cells[1].sum()).numpy()).pvalue
+    decoding = Decoding(test_sampling.LENGTH, 1.0)
+    requests = [Request(test_sampling.PROMPT, decoding, seed) for seed in range(test_sampling.ANSWERS)]
+    counts = test_sampling.counted([answer.tokens for answer in engine.generate(requests)])
+    return test_sampling.p_value(counts, test_sampling.expected_counts(pair.target))
 
 
-@pytest.mark.parametrize("name", ["sps", "sps, trimmed", "pld", "kangaroo", "s2d"])
+@pytest.mark.parametrize("name", ["sps", "sps with a stop", "sps, trimmed", "pld", "kangaroo", "s2d"])
 def test_samples_follow_the_target(name, tmp_path):
-    assert p_value_of_two_tokens(name, str(tmp_path), RaggedBatch(32)) > 1e-3
+    assert p_value_in_a_batch(name, str(tmp_path), RaggedBatch(32)) > 1e-3
 
 
 def test_a_residual_that_forgets_the_draft_is_found(tmp_path, monkeypatch):
     """With p in place of max(p - q, 0) the tokens that the draft model likes come too often."""
-    from specbench.decoding import acceptance
-
     monkeypatch.setattr(acceptance, "residual", lambda p, q: p)
-    assert p_value_of_two_tokens("sps", str(tmp_path), RaggedBatch(32)) < 1e-6
+    assert p_value_in_a_batch("sps", str(tmp_path), RaggedBatch(32)) < 1e-6
 
 
 def test_drafts_are_cut_to_the_budget_by_the_batch_size_alone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 
@@ -67,9 +68,13 @@ def expected_counts(model) -> torch.Tensor:
 
 def observed_counts(pair, method, folder) -> torch.Tensor:
     engine = Engine(Target(pair.target), drafter(pair, method, folder), frozenset())
+    return counted(engine.generate(PROMPT, Decoding(LENGTH, 1.0), seed=s).tokens for s in range(ANSWERS))
+
+
+def counted(answers: Iterable[list[int]]) -> torch.Tensor:
+    """How often each pair of tokens 1 and 2 was said."""
     counts = torch.zeros(VOCAB * VOCAB)
-    for seed in range(ANSWERS):
-        tokens = engine.generate(PROMPT, Decoding(LENGTH, 1.0), seed=seed).tokens
+    for tokens in answers:
         counts[tokens[1] * VOCAB + tokens[2]] += 1
     return counts
 

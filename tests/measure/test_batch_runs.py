@@ -14,6 +14,7 @@ from specbench.decoding.kv_cache import Places, RowCache
 from specbench.decoding.rows import Aligned, Ragged
 from specbench.decoding.sampling import Decoding
 from specbench.measure import runner, store
+from specbench.measure.arms import hf_generate_arm
 from tests.measure.test_runner import CATEGORIES, measured, start, workplace  # noqa: F401 - a fixture
 
 
@@ -42,7 +43,7 @@ def test_padding_never_pushes_a_row_beyond_the_context():
     requests = [
         Request([1] * n, Decoding(cap)) for n, cap in ((50, 50), (10, 50), (10, 60), (10, 60), (90, 10))
     ]
-    answers = runner.hf_generate_arm(pair, 2)(requests)
+    answers = hf_generate_arm(pair, 2)(requests)
     assert sizes == [(2, 50), (2, 10), (1, 90)] and [a.tokens for a in answers] == [[9]] * 5
 
 

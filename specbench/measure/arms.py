@@ -1,0 +1,82 @@
+"""Ways to answer requests: an engine for single sequences one by one, and transformers' own generate in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import GenerationConfig
+
+from specbench.decoding.batch import Request
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.trace import Clock, Generation
+from specbench.measure.equivalence import until_stop
+from specbench.pairs import Pair
+
+Arm = Callable[[list[Request]], list[Generation]]
+
+
+def one_by_one(engine: Engine) -> Arm:
+    """An engine for single sequences, which answers its requests one after the other."""
+    return lambda requests: [engine.generate(r.prompt, r.decoding, r.seed) for r in requests]
+
+
+def hf_generate_arm(pair: Pair, batch_size: int = 1, **options) -> Arm:
+    """transformers' own generate on the same target: the reference that our baseline must not be slower than.
+
+    batch_size: requests that it gets at once, padded on the left; their seconds are shared equally. options: more
+    arguments for `generate`, such as `assistant_model`.
+    """
+    clock = Clock(pair.device)
+    pad = min(pair.stop_ids, default=0)
+
+    @torch.inference_mode()
+    def generate(requests: list[Request]) -> list[Generation]:
+        decoding = Decoding(
+            max(r.decoding.max_new_tokens for r in requests), requests[0].decoding.temperature
+        )
+        sampling = {} if decoding.greedy else {"temperature": decoding.temperature, "top_k": 0, "top_p": 1.0}
+        config = GenerationConfig(
+            max_new_tokens=decoding.max_new_tokens,
+            do_sample=not decoding.greedy,
+            eos_token_id=sorted(pair.stop_ids) or None,
+            pad_token_id=pad,
+            **sampling,
+        )
+        torch.manual_seed(requests[0].seed)
+        clock.synchronize()
+        start = clock.mark()
+        longest = max(len(r.prompt) for r in requests)
+        ids = torch.tensor(
+            [[pad] * (longest - len(r.prompt)) + r.prompt for r in requests], device=pair.device
+        )
+        mask = torch.tensor(
+            [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in requests], device=pair.device
+        )
+        output = pair.target.generate(ids, attention_mask=mask, generation_config=config, **options)
+        new = output[:, longest:].tolist()
+        end = clock.mark()
+        clock.synchronize()
+        seconds = clock.seconds(start, end) / len(requests)
+        return [_generation(tokens, request, seconds) for tokens, request in zip(new, requests)]
+
+    def _generation(tokens: list[int], request: Request, seconds: float) -> Generation:
+        tokens = list(until_stop(tokens[: request.decoding.max_new_tokens], pair.stop_ids))
+        return Generation(tokens, None, seconds, "stop" if tokens[-1] in pair.stop_ids else "length")
+
+    def fits(chunk: list[Request]) -> bool:
+        """Whether a chunk is not too large, and padding pushes none of its rows beyond the context."""
+        longest, cap = max(len(r.prompt) for r in chunk), max(r.decoding.max_new_tokens for r in chunk)
+        return len(chunk) <= batch_size and longest + cap <= pair.context_length
+
+    def in_batches(requests: list[Request]) -> list[Generation]:
+        chunks: list[list[Request]] = []
+        for request in requests:
+            if chunks and fits([*chunks[-1], request]):
+                chunks[-1].append(request)
+            else:
+                chunks.append([request])
+        return [generation for chunk in chunks for generation in generate(chunk)]
+
+    return in_batches
