@@ -31,8 +31,8 @@ benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on a
 
 tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny, and compare it with the shipped one
 	@$(PY) -m specbench.tiny.train --out $(TINY) $(ARGS)
-	@$(PART) methods.s2d.train $(SHALLOW) layers=[0,2,4,6,8,10] exits=[2,4,6] steps=350 save_every=50 \
-		prompt_weight=0.2 out=$(TINY)/weights/s2d
+	@$(PART) methods.s2d.train $(SHALLOW) layers=[0,2,4,6,8,10] exits=[2,4,6] steps=500 save_every=50 \
+		prompt_weight=0.2 stuttering=0.04 out=$(TINY)/weights/s2d
 	@$(PART) methods.kangaroo.train $(DEEP) like_layer=4 steps=400 save_every=50 \
 		prompt_weight=0.2 out=$(TINY)/weights/kangaroo
 	@$(PART) methods.kangaroo.train $(SHALLOW) like_layer=2 steps=300 save_every=50 \

@@ -12,6 +12,10 @@ class UserError(Exception):
     """Something the user can put right; entry points print it as one line and exit with code 2."""
 
 
+class JobError(UserError):
+    """What ends a whole job, where another error would only cost the question that met it."""
+
+
 def near(name: str, choices: Iterable[str]) -> str:
     """What would be right instead of an unknown `name`: "did you mean kangaroo? (known: ar, kangaroo)".
 

@@ -9,6 +9,7 @@ import torch
 
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Prefill, Target
+from specbench.decoding.trace import Beside
 
 if TYPE_CHECKING:
     from specbench.decoding.batch import Rows
@@ -32,7 +33,8 @@ class Draft:
     without chance (greedy, prompt lookup): acceptance then treats each as certain under the drafter.
     parents: None for a chain; for a tree [k], the index of each token's parent, -1 for the pending token; parents
     stand before their children. bytes_read: weights read to make this draft. exits: for a drafter that can leave its
-    model at several depths, after how many layers it left for each token.
+    model at several depths, after how many layers it left for each token. beside: of a drafter that works beside the
+    target, how this draft came to be.
 
     For a batch of b sequences tokens are [b, k], probs [b, k, vocab], hidden states [b, 1 + k, hidden_size], exits
     [b, k], and counts [b] says how many of the k tokens each sequence has really drafted; None: all of them.
@@ -45,6 +47,7 @@ class Draft:
     bytes_read: int = 0
     exits: tuple[int, ...] | torch.Tensor = ()
     counts: torch.Tensor | None = None
+    beside: Beside | None = None
 
 
 @dataclass(slots=True)
@@ -52,7 +55,8 @@ class Context:
     """The state of one generation as a drafter sees it.
 
     tokens: [capacity] int64 on the device, of which the first `length` are known; the last known one is pending: no
-    layer of the target has seen it. max_draft: the longest draft that can still be used.
+    layer of the target has seen it; `following` is that token as the host knows it. max_draft: the longest draft that
+    can still be used.
     """
 
     tokens: torch.Tensor
@@ -60,6 +64,7 @@ class Context:
     max_draft: int
     decoding: Decoding
     generator: torch.Generator | None
+    following: int = -1
 
     def known(self) -> torch.Tensor:
         """[length] every token so far, prompt included."""
@@ -98,13 +103,15 @@ class Drafter:
 
     taps: layers of the target whose input states the prefill must hand over. tree_nodes: the most nodes that a tree
     of this drafter holds beyond its longest path (0: chains only). max_draft_tokens: the longest draft, which a drafter
-    that can batch must know.
+    that can batch must know. exit_layer: for a drafter that works beside the target, the number of layers whose states
+    it is launched with, while the target goes on through the others; `draft` then collects what came of it.
     """
 
     needs = Needs()
     taps: tuple[int, ...] = ()
     tree_nodes = 0
     max_draft_tokens = 0
+    exit_layer: int | None = None
 
     def begin(self, context: Context, prefill: Prefill, target: Target, cache) -> None:
         """A prompt was prefilled; its first new token is known and pending."""
@@ -113,8 +120,18 @@ class Drafter:
         """Up to `context.max_draft` tokens to follow the pending one; an empty draft means plain decoding."""
         return Draft(context.tokens[:0])
 
+    def launch(self, context: Context, draft: Draft, states: torch.Tensor) -> None:
+        """The verification of `draft` has reached `exit_layer`; states: [1 + k, d] of the pending token and the draft
+        tokens there. Work for the next draft can start now, beside the rest of the pass; this must not wait for it."""
+
     def commit(self, context: Context, accepted: int) -> None:
         """`accepted` draft tokens and one token of the target joined the context, which is already up to date."""
+
+    def end(self) -> None:
+        """The answer is complete, or was given up: nothing may go on working for it. Called at least once."""
+
+    def close(self) -> None:
+        """Gives back what outlives an answer, such as processes; the drafter is of no use afterwards."""
 
     # -- the same for many sequences at once, for drafters with `needs.batching`
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 
 from specbench.decoding.acceptance import accept
@@ -33,8 +35,14 @@ class Engine:
 
         seed: of the sampling; greedy decoding draws nothing. Raises UserError if the context cannot hold it all.
         """
-        target, drafter, clock = self.target, self.drafter, self.clock
         check_fits(prompt, decoding, self.context_length)
+        try:
+            return self._generate(prompt, decoding, seed)
+        finally:
+            self.drafter.end()
+
+    def _generate(self, prompt: list[int], decoding: Decoding, seed: int) -> Generation:
+        target, drafter, clock = self.target, self.drafter, self.clock
         clock.synchronize()
         started = clock.mark()
         generator = None if decoding.greedy else torch.Generator(target.device).manual_seed(seed)
@@ -48,8 +56,9 @@ class Engine:
         first, _ = decoding.select(prefill.logits, generator)
         tokens[context.length : context.length + 1] = first
         context.length += 1
-        drafter.begin(context, prefill, target, cache)
         out = first.tolist()
+        context.following = out[0]
+        drafter.begin(context, prefill, target, cache)
         prefilled = clock.mark()
 
         nothing = Draft(tokens[:0])
@@ -60,14 +69,24 @@ class Engine:
             asked = context.max_draft > 0  # the last place belongs to the target alone
             draft = drafter.draft(context) if asked else nothing
             drafted = clock.mark()
-            logits = target.verify(context.pending(), draft, cache)
+            exits = []
+            at_exit = None
+            if asked and drafter.exit_layer is not None:
+
+                def at_exit(states: torch.Tensor, draft=draft, exits=exits) -> None:
+                    exits.append(clock.mark())
+                    drafter.launch(context, draft, states)
+
+            logits = target.verify(context.pending(), draft, cache, drafter.exit_layer, at_exit)
             verified = clock.mark()
             new, accepted = self._settle(accept(logits, draft, decoding, generator), draft, context, cache)
             if asked:
                 drafter.commit(context, accepted)
             emitted = that_count(new, self.stop_ids)
             out += new[:emitted]
-            rounds.append((draft, min(accepted, emitted), emitted, (begun, drafted, verified, clock.mark())))
+            marks = (begun, drafted, verified, clock.mark())
+            rounds.append((draft, min(accepted, emitted), emitted, marks, exits))
+        drafter.end()
         ended = clock.mark()
         clock.synchronize()
         return Generation(
@@ -98,9 +117,10 @@ class Engine:
         context.tokens[at : at + count] = kept
         context.tokens[at + count] = verdict.next
         context.length += count + 1
+        context.following = following
         return [*new, following], count
 
-    def _step(self, draft: Draft, accepted: int, emitted: int, marks: tuple) -> Step:
+    def _step(self, draft: Draft, accepted: int, emitted: int, marks: tuple, exits: list) -> Step:
         drafted = draft.tokens.shape[0]
         depth = drafted
         if draft.parents is not None:
@@ -108,7 +128,11 @@ class Engine:
         spans = [self.clock.seconds(a, b) for a, b in zip(marks, marks[1:])]
         layer = draft.resume.layer if draft.resume is not None else 0
         target_bytes = self.target.pass_bytes(layer)
-        return Step(drafted, accepted, emitted, depth, *spans, draft.bytes_read, target_bytes, draft.exits)
+        return Step(
+            *(drafted, accepted, emitted, depth, *spans, draft.bytes_read, target_bytes, draft.exits),
+            exit_seconds=self.clock.seconds(marks[1], exits[0]) if exits else None,
+            **({} if draft.beside is None else asdict(draft.beside)),
+        )
 
     def _empty_cache(self, capacity: int):
         if self._cache.capacity < capacity:

@@ -48,6 +48,25 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
     return closure
 
 
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Who sees whom among the newest m columns of a cache, where they are no sequence; all before them is one, and is
+    seen by all. offsets: [m] positions, counted from the first of these columns; seen: [n, m], which of them each of
+    the n tokens of a pass sees, who are the last n columns themselves."""
+
+    offsets: torch.Tensor
+    seen: torch.Tensor
+
+    @classmethod
+    def tree(cls, parents: torch.Tensor) -> Nodes:
+        """The pending token and the k nodes of a draft's tree behind it; parents: [k], as in `ancestors`."""
+        k = parents.shape[0]
+        seen = torch.zeros(k + 1, k + 1, dtype=torch.bool, device=parents.device)
+        seen[:, 0] = True
+        seen[1:, 1:] = ancestors(parents)
+        return cls(seen.sum(1) - 1, seen)
+
+
 class Target:
     """Stages of a model: `embed`, `run_layers`, `head`, and `prefill` and `verify` built from them.
 
@@ -122,24 +141,20 @@ class Target:
         cache: KVCache,
         lo: int = 0,
         hi: int | None = None,
-        tree: torch.Tensor | None = None,
+        nodes: Nodes | None = None,
     ) -> torch.Tensor:
         """Hidden states [1, n, d] through layers [lo, hi), appended to what the cache holds of them.
 
-        tree: None for a sequence; else `ancestors` of the n - 1 nodes that follow the first (pending) token.
+        nodes: None where they follow one another.
         """
         n, start = hidden.shape[1], cache.lengths[lo]
-        if tree is None:
-            offsets, seen = None, None
-        else:
-            offsets, seen = _tree_offsets(tree)
         rope = {}
         if self.rotary is not None:
-            rope["position_embeddings"] = self._rope(start, n, offsets, cache.capacity)
+            rope["position_embeddings"] = self._rope(start, n, nodes, cache.capacity)
         elif lo == 0:
-            hidden = hidden + self._learned(start, n, offsets)
+            hidden = hidden + self._learned(start, n, nodes)
         cache.reserve(lo, len(self.layers) if hi is None else hi, n)
-        masks = {w: attention_mask(n, start, hidden, w, offsets, seen) for w in self._window_kinds}
+        masks = {w: attention_mask(n, start, hidden, w, nodes) for w in self._window_kinds}
         return self._through(hidden, cache, lo, hi, masks, rope)
 
     def run_rows(
@@ -188,14 +203,25 @@ class Target:
         hidden = self.run_layers(hidden, cache, done)
         return Prefill(self.head(hidden[:, -1]), tapped)
 
-    def verify(self, pending: torch.Tensor, draft, cache: KVCache) -> torch.Tensor:
-        """Logits [1 + k, vocab] that follow the pending token [1, 1] and each of the draft's k tokens, in one pass."""
-        tree = None if draft.parents is None else ancestors(draft.parents)
+    def verify(
+        self, pending: torch.Tensor, draft, cache: KVCache, exit_layer: int | None = None, at_exit=None
+    ) -> torch.Tensor:
+        """Logits [1 + k, vocab] that follow the pending token [1, 1] and each of the draft's k tokens, in one pass.
+
+        at_exit: called on the way with the states [1 + k, d] that leave the first `exit_layer` layers.
+        """
+        nodes = None if draft.parents is None else Nodes.tree(draft.parents)
         if draft.resume is not None:
             hidden, lo = draft.resume.hidden, draft.resume.layer
         else:
             hidden, lo = self.embed(torch.cat([pending, draft.tokens.unsqueeze(0)], dim=1)), 0
-        return self.head(self.run_layers(hidden, cache, lo, tree=tree))[0]
+        if at_exit is not None:
+            if exit_layer > lo:
+                hidden, lo = self.run_layers(hidden, cache, lo, exit_layer, nodes), exit_layer
+            at_exit(hidden[0])
+        if lo < len(self.layers):
+            hidden = self.run_layers(hidden, cache, lo, nodes=nodes)
+        return self.head(hidden)[0]
 
     def verify_rows(self, pending: torch.Tensor, draft, cache: RowCache, places: Places) -> torch.Tensor:
         """As `verify`, for b sequences: logits [b, 1 + k, vocab]; pending: [b, 1], the draft's tokens [b, k]."""
@@ -224,15 +250,22 @@ class Target:
 
     # -- positions ---------------------------------------------------------------------------------------------
 
-    def _rope(self, start: int, n: int, offsets: torch.Tensor | None, capacity: int):
-        """cos and sin [1, n, rotary_dim] for the n positions from `start` on (tree: start + depth)."""
+    def _rope(self, start: int, n: int, nodes: Nodes | None, capacity: int):
+        """cos and sin [1, n, rotary_dim] of the n positions from `start` on, or of nodes."""
         if not self._static_rope:
-            steps = torch.arange(n, device=self.device) if offsets is None else offsets
-            return self.rotary(self._dummy(), (steps + start).unsqueeze(0))
+            return self.rotary(self._dummy(), self._positions(start, n, nodes).unsqueeze(0))
         cos, sin = self._angles(max(capacity, start + n))
-        if offsets is None:
+        if nodes is None:
             return cos.narrow(1, start, n), sin.narrow(1, start, n)
-        return cos.index_select(1, offsets + start), sin.index_select(1, offsets + start)
+        positions = self._positions(start, n, nodes)
+        return cos.index_select(1, positions), sin.index_select(1, positions)
+
+    def _positions(self, start: int, n: int, nodes: Nodes | None) -> torch.Tensor:
+        """[n] positions of the tokens of a pass behind a cache of `start`."""
+        if nodes is None:
+            return torch.arange(start, start + n, device=self.device)
+        m = nodes.offsets.shape[0]
+        return nodes.offsets[m - n :] + (start + n - m)
 
     def _rope_of(self, positions: torch.Tensor, capacity: int):
         """cos and sin [b, n, rotary_dim] of positions [b, n]."""
@@ -248,22 +281,14 @@ class Target:
             self._rope_table = self.rotary(self._dummy(), positions)
         return self._rope_table
 
-    def _learned(self, start: int, n: int, offsets: torch.Tensor | None) -> torch.Tensor:
+    def _learned(self, start: int, n: int, nodes: Nodes | None) -> torch.Tensor:
         """Learned embeddings [1, n, d] of the same positions, added to the token embeddings (OPT)."""
-        steps = torch.arange(n, device=self.device) if offsets is None else offsets
-        return self.learned_positions(None, position_ids=(steps + start).unsqueeze(0))
+        # Nodes may look further than the answer can reach: what they compute there is never used.
+        positions = self._positions(start, n, nodes).clamp(max=self.config.max_position_embeddings - 1)
+        return self.learned_positions(None, position_ids=positions.unsqueeze(0))
 
     def _dummy(self) -> torch.Tensor:
         return torch.empty(1, device=self.device, dtype=self.dtype)  # only its dtype and device are read
-
-
-def _tree_offsets(tree: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ancestors [k, k] -> depth of the pending token and each node [1 + k], and who sees whom [1 + k, 1 + k]."""
-    k = tree.shape[0]
-    seen = torch.zeros(k + 1, k + 1, dtype=torch.bool, device=tree.device)
-    seen[:, 0] = True
-    seen[1:, 1:] = tree
-    return seen.sum(1) - 1, seen
 
 
 def attention_mask(
@@ -271,25 +296,26 @@ def attention_mask(
     start: int,
     like: torch.Tensor,
     window: int | None = None,
-    offsets: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
+    nodes: Nodes | None = None,
 ) -> torch.Tensor | None:
     """Additive mask [1, 1, n, start + n] for n positions behind a cache of `start`; None where the attention
     kernel's own rule (all for a single position, causal for an empty cache) is the right one.
 
-    like: gives dtype and device. window: positions a layer looks back on. offsets [n] and seen [n, n]: for a tree,
-    each position's depth and which of the n it sees.
+    like: gives dtype and device. window: positions a layer looks back on. nodes: as in `Target.run_layers`.
     """
     reaches_all = window is None or start + n <= window
-    if seen is None and reaches_all and (n == 1 or start == 0):
+    if nodes is None and reaches_all and (n == 1 or start == 0):
         return None
-    steps = torch.arange(n, device=like.device) if offsets is None else offsets
-    before = torch.arange(start, device=like.device)
-    allowed = torch.ones(n, start, dtype=torch.bool, device=like.device)
-    among = torch.ones(n, n, dtype=torch.bool, device=like.device).tril() if seen is None else seen
+    steps = torch.arange(n, device=like.device)
+    m = n if nodes is None else nodes.offsets.shape[0]
+    base = start + n - m  # columns that are a sequence
+    columns = steps if nodes is None else nodes.offsets
+    among = torch.ones(n, n, dtype=torch.bool, device=like.device).tril() if nodes is None else nodes.seen
+    allowed = torch.ones(n, base, dtype=torch.bool, device=like.device)
     if not reaches_all:
-        allowed = steps.unsqueeze(1) + start - before < window
-        among = among & (steps.unsqueeze(1) - steps < window)
+        own = columns[m - n :].unsqueeze(1)
+        allowed = own + base - torch.arange(base, device=like.device) < window
+        among = among & (own - columns < window)
     mask = torch.zeros(n, start + n, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(~torch.cat([allowed, among], dim=1), float("-inf")).view(1, 1, n, start + n)
 

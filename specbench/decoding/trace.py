@@ -9,6 +9,23 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """How a draft came to be that was made beside the verification of the one before.
+
+    hit: whether what the target decided was among the branches drafted meanwhile; None where none had been launched.
+    beside_seconds: spent drafting while the target was busy, on all branches. after_seconds: spent drafting once its
+    decision was known: the whole draft after a miss, what was lacking after a hit. idle_seconds: the drafter waited for
+    the target. handover_seconds: from sending to receiving, of every message in between.
+    """
+
+    hit: bool | None
+    beside_seconds: float
+    after_seconds: float
+    idle_seconds: float
+    handover_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One draft-verify round.
 
@@ -23,6 +40,9 @@ class Step:
     In a batch: rows: how many sequences shared the round; seconds are this one's part of it (one in `rows`), bytes are
     those of the whole passes. align_seconds: the part spent on lining rows up in memory. grouped: whether the scheduler
     had found rows of one length; None for one that does not look for them.
+
+    Of a drafter that works beside the target: exit_seconds: the part of verify_seconds before it was launched; the
+    others are those of `Beside`, about the draft that this round verified.
     """
 
     drafted: int
@@ -38,6 +58,12 @@ class Step:
     rows: int = 1
     align_seconds: float = 0.0
     grouped: bool | None = None
+    exit_seconds: float | None = None
+    hit: bool | None = None
+    beside_seconds: float | None = None
+    after_seconds: float | None = None
+    idle_seconds: float | None = None
+    handover_seconds: float | None = None
 
 
 @dataclass(slots=True)

@@ -21,6 +21,12 @@ STEP_COLUMNS = {
     "rows": "int32",
     "align_seconds": "float64",
     "grouped": "object",
+    "exit_seconds": "float64",
+    "hit": "object",
+    "beside_seconds": "float64",
+    "after_seconds": "float64",
+    "idle_seconds": "float64",
+    "handover_seconds": "float64",
 }
 KEYS = {
     "question_id": "int64",

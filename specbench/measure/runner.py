@@ -11,6 +11,7 @@ import gc
 import hashlib
 import random
 import sys
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
@@ -26,7 +27,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.decoding.trace import Generation, Step
-from specbench.errors import UserError, one_line_errors
+from specbench.errors import JobError, UserError, one_line_errors
 from specbench.measure import provenance, store
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
 from specbench.measure.equivalence import VERDICTS, Certificate, certify
@@ -47,6 +48,7 @@ class Bench:
 
     pair: Pair
     target: Target
+    drafter: Drafter
     arms: dict[str, Arm]
     decoding: Decoding
     repeats: int
@@ -239,13 +241,15 @@ def prepare(cfg: DictConfig) -> Bench:
         }
     decoding = Decoding(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
     batch_size = cfg.batch_size if batched else None
-    return Bench(pair, target, arms, decoding, cfg.repeats, cfg.protocol, cfg.seed, batch_size)
+    return Bench(pair, target, drafter, arms, decoding, cfg.repeats, cfg.protocol, cfg.seed, batch_size)
 
 
 def attempt(bench: Bench, questions: list[Question], place: int) -> list[dict]:
     """Measures some questions together; whatever goes wrong with them is recorded, and leaves the others alone."""
     try:
         records = bench.measure(questions, place)
+    except JobError:
+        raise
     except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
         records = [failure(question, place, reason(error)) for question in questions]
     for record in records:
@@ -294,30 +298,35 @@ def run(run_dir: Path) -> int:
         done = {record["question_id"] for record in journal.records}
         if len(done) < len(questions):
             bench = prepare(cfg)
-            source = find_questions_file(cfg.data)
-            provenance.record(run_dir, provenance.collect(OmegaConf.to_container(cfg), source))
-            bench.warm_up(warmup_questions(cfg.data))
-            if (run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
-                bench.peak_memory = store.read_json(run_dir / store.FACTS)["peak_memory_bytes"]
-            known = facts(bench)
-            store.write_json(run_dir / store.FACTS, known)
-            gc.collect()
-            gc.freeze()  # what is loaded by now stays: the collector need not walk it between two questions
-            label = f"{cfg.method.name}, {cfg.drafter.name}" if bench.batch_size else cfg.method.name
-            bar = tqdm(desc=label, unit="question", initial=len(done), total=len(questions))
-            with bar:
-                for place, pool in enumerate(
-                    pools(questions, cfg.pool if bench.batch_size else None, cfg.seed)
-                ):
-                    left = [question for question in pool if question.question_id not in done]
-                    if left:
-                        journal.append(*attempt(bench, left, place))
-                        bar.update(len(left))
-                        if bench.peak_memory != known["peak_memory_bytes"]:
-                            known["peak_memory_bytes"] = bench.peak_memory
-                            store.write_json(run_dir / store.FACTS, known)
+            with closing(bench.drafter):
+                _measure(run_dir, cfg, bench, questions, done, journal)
         summary = store.finalise(run_dir)
     return 1 if summary["status"] != "complete" else 0
+
+
+def _measure(
+    run_dir: Path, cfg: DictConfig, bench: Bench, questions: list[Question], done: set[int], journal
+):
+    """Warms up, notes what the run is made of, and measures the questions that are not done."""
+    source = find_questions_file(cfg.data)
+    provenance.record(run_dir, provenance.collect(OmegaConf.to_container(cfg), source))
+    bench.warm_up(warmup_questions(cfg.data))
+    if (run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
+        bench.peak_memory = store.read_json(run_dir / store.FACTS)["peak_memory_bytes"]
+    known = facts(bench)
+    store.write_json(run_dir / store.FACTS, known)
+    gc.collect()
+    gc.freeze()  # what is loaded by now stays: the collector need not walk it between two questions
+    label = f"{cfg.method.name}, {cfg.drafter.name}" if bench.batch_size else cfg.method.name
+    with tqdm(desc=label, unit="question", initial=len(done), total=len(questions)) as bar:
+        for place, pool in enumerate(pools(questions, cfg.pool if bench.batch_size else None, cfg.seed)):
+            left = [question for question in pool if question.question_id not in done]
+            if left:
+                journal.append(*attempt(bench, left, place))
+                bar.update(len(left))
+                if bench.peak_memory != known["peak_memory_bytes"]:
+                    known["peak_memory_bytes"] = bench.peak_memory
+                    store.write_json(run_dir / store.FACTS, known)
 
 
 def facts(bench: Bench) -> dict:

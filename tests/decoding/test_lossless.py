@@ -11,6 +11,7 @@ import torch
 from methods.ar import Autoregressive
 from methods.kangaroo import Kangaroo
 from methods.kangaroo.adapter import save_adapter
+from methods.mirror_sd import MirrorSD
 from methods.pld import PromptLookup
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
@@ -146,6 +147,19 @@ def test_sorted_draft(arch, threshold):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("candidates", ["exit", "draft"])
+def test_mirror(arch, candidates):
+    accepted, hits = [], set()
+    for n in SOME_LENGTHS:
+        drafter = MirrorSD(random_pair(arch), n, kappa=2, candidates=candidates, placement="inline")
+        steps = assert_lossless(arch, drafter, half=n)
+        accepted += [s.accepted / s.drafted for s in steps if s.drafted]
+        hits |= {s.hit for s in steps}
+    assert 0 in accepted and 1 in accepted
+    assert hits == {None, True, False}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("method", ["sps", "kangaroo", "s2d"])
 def test_trimmed_head(arch, method, adapters):
     """Half of the vocabulary is out of the drafter's reach; what it drafts lies in the other half."""
@@ -178,7 +192,7 @@ def test_any_acceptance_pattern(arch, tree):
     assert {0, 1, 2, 3} <= accepted and max(accepted) >= 6
 
 
-@pytest.mark.parametrize("method", ["pld", "sps", "s2d", "kangaroo", "oracle", "tree"])
+@pytest.mark.parametrize("method", ["pld", "sps", "s2d", "kangaroo", "mirror", "oracle", "tree"])
 def test_stop_token_anywhere(method, adapters):
     """As first token, inside a draft, as bonus token, on the very cap: the answer ends with it and nothing follows."""
     pair = random_pair("llama")
@@ -194,6 +208,7 @@ def test_stop_token_anywhere(method, adapters):
                     "sps": lambda: SpeculativeSampling(pair, 6),
                     "s2d": lambda: SortedDraft(sorted_pair("llama"), thresholds=[0.2, 0.2]),
                     "kangaroo": lambda: Kangaroo(pair, adapters["llama"], 2, 6, 0.0),
+                    "mirror": lambda: MirrorSD(pair, 6, kappa=2, placement="inline"),
                     "oracle": lambda p=prompt, f=free: Oracle(
                         len(p), f, target.vocab_size, 0, 0.05, 8, False
                     ),

@@ -12,6 +12,7 @@ from scipy.stats import chisquare
 
 from methods.kangaroo import Kangaroo
 from methods.kangaroo.adapter import save_adapter
+from methods.mirror_sd import MirrorSD
 from methods.pld import PromptLookup
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
@@ -42,6 +43,8 @@ def drafter(pair, method: str, folder: str):
     if method.startswith("s2d"):
         sorted_draft = SortedDraft(sorted_pair("llama", **SHAPE), thresholds=[0.35, 0.35], max_draft_tokens=3)
         return trimmed(sorted_draft, KEPT) if "trimmed" in method else sorted_draft
+    if method.startswith("mirror"):
+        return MirrorSD(pair, 3, kappa=2, acceptance=method.split()[-1], placement="inline")
     if method == "pld":
         return PromptLookup(pair, 3)
     save_adapter(near_identity_adapter(pair), folder, torch.float32)
@@ -90,7 +93,19 @@ def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     "method",
-    ["sps", "sps with a stop", "sps, trimmed", "pld", "s2d", "s2d, trimmed", "kangaroo", "kangaroo, trimmed"],
+    [
+        *(
+            "sps",
+            "sps with a stop",
+            "sps, trimmed",
+            "pld",
+            "s2d",
+            "s2d, trimmed",
+            "kangaroo",
+            "kangaroo, trimmed",
+        ),
+        *("mirror exact", "mirror ratio"),
+    ],
 )
 def test_answers_follow_the_target(pair, method, tmp_path):
     assert p_value(observed_counts(pair, method, str(tmp_path)), expected_counts(pair.target)) > 1e-3

@@ -1,0 +1,99 @@
+"""Lets the target answer prompts, as text to train on: `python -m methods.answer pair=... conversations=FILE`.
+
+A draft model that has to agree with a target learns it best from what that target says (DistillSpec, Zhou et al. 2023),
+its habits and its faults included. Every turn of a conversation is answered anew, behind the target's own earlier
+answers. The result is a JSON Lines file that each trainer takes as `conversations=`; a run that was stopped goes on
+behind its last line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from specbench.conversations import Messages, conversations
+from specbench.decoding.batch import BatchEngine, Request, Scheduler
+from specbench.decoding.draft import Drafter
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from specbench.errors import at_least, one_line_errors
+from specbench.pairs import Pair, load_pair
+
+POOL = 8  # batches that are answered together, so that few places are empty at the end
+
+
+def answered(
+    pair: Pair, engine: BatchEngine, asked: list[Messages], decoding: Decoding, seed: int
+) -> list[Messages]:
+    """The conversations with the target's own answers; what does not fit the context is cut off."""
+    told: list[Messages] = [[m for m in messages[:1] if m["role"] == "system"] for messages in asked]
+    users = [[m for m in messages if m["role"] == "user"] for messages in asked]
+    for turn in range(max(map(len, users))):
+        requests, places = [], []
+        for place, questions in enumerate(users):
+            if len(questions) <= turn or len(told[place]) // 2 < turn:
+                continue
+            prompt = pair.prompt_ids([*told[place], questions[turn]])
+            room = min(decoding.max_new_tokens, pair.context_length - len(prompt))
+            if room > 0:
+                requests.append(Request(prompt, Decoding(room, decoding.temperature), seed + place))
+                places.append(place)
+        for place, answer in zip(places, engine.generate(requests) if requests else []):
+            text = pair.decode(answer.tokens)
+            told[place] += [users[place][turn], {"role": "assistant", "content": text}]
+    return told
+
+
+def answer(cfg: DictConfig) -> Path:
+    """Writes what conf/answer.yaml says and returns the file."""
+    at_least(1, count=cfg.count, batch_size=cfg.batch_size, max_new_tokens=cfg.max_new_tokens)
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
+    scheduler = Scheduler(cfg.batch_size)
+    engine = BatchEngine(Target(pair.target), Drafter(), scheduler, pair.stop_ids, pair.context_length)
+    decoding = Decoding(cfg.max_new_tokens, cfg.temperature)
+    out = Path(cfg.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    done = whole_lines(out)
+    texts: Iterator[Messages] = conversations(cfg.conversations, cfg.pair, cfg.seed, split=cfg.split)
+    texts = islice(texts, done, None)
+    with (
+        out.open("a", encoding="utf-8") as file,
+        tqdm(total=cfg.count, initial=done, unit="conversation") as bar,
+    ):
+        while done < cfg.count:
+            asked = list(islice(texts, min(POOL * cfg.batch_size, cfg.count - done)))
+            for messages in answered(pair, engine, asked, decoding, cfg.seed + done):
+                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+            file.flush()
+            done += len(asked)
+            bar.update(len(asked))
+    print(out)
+    return out
+
+
+def whole_lines(path: Path) -> int:
+    """The number of lines of a file, which loses what was left of one that was cut short."""
+    if not path.exists():
+        return 0
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    return content.count(b"\n")
+
+
+@hydra.main(version_base=None, config_path="../conf", config_name="answer")
+def main(cfg: DictConfig) -> None:
+    with one_line_errors():
+        answer(cfg)
+
+
+if __name__ == "__main__":
+    main()

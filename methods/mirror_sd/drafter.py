@@ -1,0 +1,170 @@
+"""Mirror-SD's drafter: the next draft is made while the target still verifies the last one.
+
+When a verification pass leaves the exit layer, its states there go to the draft's side. The target's own norm and head
+make guesses of them, for every position that is verified, at what the target will decide; the draft model drafts behind
+each guess while the target goes on through its other layers (Bhendawade et al. 2025, sections 3.1 and 3.2). If the
+decision was guessed, the next draft is there; else it is drafted then, as in plain speculative sampling. Guesses decide
+about time alone: what the target keeps is up to it, as with every drafter.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.nn.functional import linear
+
+from methods.heads import DraftHead, draft_head
+from methods.mirror_sd.brancher import Brancher, Plan
+from methods.mirror_sd.link import Inline, Process, Thread
+from methods.mirror_sd.wires import ProcessWire
+from specbench.decoding.draft import Context, Draft, Drafter, Needs
+from specbench.decoding.target import Prefill, Target, head_weight, weight_bytes
+from specbench.errors import UserError, at_least, near
+
+CHOICES = {
+    "candidates": ("exit", "draft"),
+    "positions": ("all", "first"),
+    "acceptance": ("exact", "ratio"),
+    "placement": ("auto", "process", "thread", "inline"),
+}
+
+
+class MirrorSD(Drafter):
+    """max_draft_tokens: gamma. kappa: decisions guessed for each number of accepted tokens. exit_layer: layers of the
+    target in front of the guesses; None: half of them. candidates: guess from the target's "exit", or from the "draft"
+    model's own distributions, as SSD does (Kumar et al. 2026), which needs no exit and is launched with the pass.
+    positions: "all" guesses for every number of accepted tokens, "first" for none accepted alone, the narrow reading of
+    the paper. branches: of all guesses only so many, the likeliest; None: all.
+
+    acceptance: when sampling, "exact" keeps a draft token if the target draws that very token, so the draft takes the
+    likeliest ones; "ratio" draws drafts and keeps them with min(1, p/q). Both are exact; greedy decoding has no choice.
+
+    placement: where the draft model works: in a "process" on cores of its own (models on the CPU), a "thread" with a
+    stream of its own (CUDA), "inline" (beside nothing, to compare with); "auto": process on a CPU, thread on CUDA.
+    draft_device: None: the target's. draft_cores: of a process. patience: seconds to wait for an answer of the worker.
+    vocab_map, vocab_size: a trimmed head, see `methods.heads`; guesses then are of its tokens as well.
+    """
+
+    needs = Needs(draft_model=True)
+
+    def __init__(
+        self,
+        pair,
+        max_draft_tokens: int = 7,
+        kappa: int = 8,
+        exit_layer: int | None = None,
+        branches: int | None = None,
+        candidates: str = "exit",
+        positions: str = "all",
+        acceptance: str = "exact",
+        placement: str = "auto",
+        draft_device: str | None = None,
+        draft_cores: int = 1,
+        patience: float = 60.0,
+        vocab_map: str | None = None,
+        vocab_size: int | None = None,
+    ):
+        at_least(1, max_draft_tokens=max_draft_tokens, kappa=kappa, draft_cores=draft_cores)
+        at_least(1, branches=1 if branches is None else branches)
+        chosen = {
+            "candidates": candidates,
+            "positions": positions,
+            "acceptance": acceptance,
+            "placement": placement,
+        }
+        for key, value in chosen.items():
+            if value not in CHOICES[key]:
+                raise UserError(f"unknown method.{key} '{value}': {near(value, CHOICES[key])}")
+        target = Target(pair.target)
+        layers = len(target.layers)
+        self.exit_layer = layers // 2 if exit_layer is None else exit_layer
+        if not 0 <= self.exit_layer <= layers:
+            raise UserError(f"method.exit_layer must lie between 0 and the target's {layers} layers")
+        if candidates == "draft":
+            self.exit_layer = 0
+        self.max_draft_tokens = max_draft_tokens
+        self.ratio = acceptance == "ratio"
+        plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates == "draft")
+
+        draft = pair.draft if draft_device is None else copy.deepcopy(pair.draft).to(draft_device)
+        self.model = Target(draft, vocab_size=pair.vocab_size)
+        self.head = draft_head(pair, self.model, vocab_map, vocab_size)
+        self.device = target.device
+        exit_parts = None if plan.from_draft else _exit_parts(target, self.model, self.head.kept)
+        self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
+        rows = self.model.vocab_size if self.head.kept is None else self.head.kept.shape[0]
+        self._guess_bytes = 0 if plan.from_draft else weight_bytes(target.norm) + exit_parts[1].nbytes
+
+        if placement == "auto":
+            placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
+        made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, exit_parts, plan)
+        if placement == "process":
+            if (target.device.type, self.model.device.type) != ("cpu", "cpu"):
+                raise UserError("method.placement=process is for models on the CPU: use thread")
+            for part in [draft, *(exit_parts or ())]:
+                part.share_memory() if isinstance(part, torch.nn.Module) else part.share_memory_()
+            longest = target.config.max_position_embeddings
+            wire = ProcessWire(
+                longest, max_draft_tokens, target.hidden_size, rows if self.ratio else 0, target.dtype
+            )
+            self.link = Process(wire, make_brancher, made, draft_cores, patience)
+        else:
+            brancher = make_brancher(*made)
+            self.link = Inline(brancher) if placement == "inline" else Thread(brancher, patience)
+
+    def begin(self, context: Context, prefill: Prefill, target: Target, cache) -> None:
+        decoding = context.decoding
+        limit = decoding.max_new_tokens - 2
+        if limit <= 0:
+            return
+        seed = context.generator.initial_seed() if self.ratio and context.generator else 0
+        temperature = decoding.temperature if self.ratio else 0.0
+        self.link.begin(context.known()[:-1], context.tokens.shape[0], temperature, seed)
+        self.link.settle(0, context.following, limit)
+
+    def launch(self, context: Context, draft: Draft, states: torch.Tensor) -> None:
+        depth = min(self.max_draft_tokens, context.max_draft - 1)
+        if depth > 0:
+            self.link.launch(draft.tokens.shape[0], depth, states)
+
+    def commit(self, context: Context, accepted: int) -> None:
+        limit = context.max_draft - accepted - 1
+        if limit > 0:
+            self.link.settle(accepted, context.following, limit)
+
+    def draft(self, context: Context) -> Draft:
+        reply = self.link.collect()
+        probs = None
+        if reply.probs is not None:
+            probs = self.head.spread(list(reply.probs.to(self.device).unsqueeze(1)))
+        read = sum(reply.passes) * self._pass_bytes
+        if reply.beside.hit is not None:
+            read += self._guess_bytes
+        return Draft(reply.tokens.to(self.device), probs, bytes_read=read, beside=reply.beside)
+
+    def end(self) -> None:
+        self.link.end()
+
+    def close(self) -> None:
+        self.link.close()
+
+
+def _exit_parts(target: Target, model: Target, kept: torch.Tensor | None) -> tuple:
+    """The target's norm and its head's weight and bias, over the rows that the draft model can say."""
+    head = target.lm_head
+    rows = slice(model.vocab_size) if kept is None else kept.to(target.device)
+    weight = head_weight(head.weight)[rows].to(model.device)
+    bias = [] if head.bias is None else [head.bias[rows].to(model.device)]
+    return copy.deepcopy(target.norm).to(model.device), weight, *bias
+
+
+def make_brancher(draft, vocab_size: int, width: int, kept: torch.Tensor | None, exit_parts, plan: Plan):
+    """The draft's side, made where it works: the head over rows `kept`, `width` ids of the target; exit_parts: as
+    `_exit_parts` gives them."""
+    model = Target(draft, vocab_size=vocab_size)
+    head = DraftHead(model, width, kept)
+    if exit_parts is None:
+        return Brancher(model, head, None, plan)
+    norm, *weights = exit_parts
+    return Brancher(model, head, lambda states: linear(norm(states), *weights), plan)

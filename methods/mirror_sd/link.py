@@ -1,0 +1,295 @@
+"""How the target's side reaches the draft's: in the same thread, in a thread or in a process of its own.
+
+A thread serves CUDA, where it queues work on a stream or a device of its own; a process serves a CPU, on cores of its
+own. Within an answer both sides of a process spin; between answers the draft's side sleeps, so that it takes nothing
+from what else is measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import multiprocessing
+
+from methods.mirror_sd.brancher import Brancher, Found
+from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
+from specbench.decoding.trace import Beside
+from specbench.errors import JobError
+
+STARTING = 300.0  # seconds that a new process gets until it is ready
+
+
+class Ask(IntEnum):
+    """What the target's side says."""
+
+    BEGIN, LAUNCH, SETTLE, END, CLOSE = range(5)
+
+
+class Say(IntEnum):
+    """What the draft's side says."""
+
+    READY, DRAFT, ENDED, FAILED = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """tokens: [n] of a draft; probs: [n, rows] when drawn; passes: as in `Found`."""
+
+    tokens: torch.Tensor
+    probs: torch.Tensor | None
+    passes: tuple[int, int]
+    beside: Beside
+
+
+class Inline:
+    """Both sides in one thread: nothing runs beside anything. For tests, and to see what overlapping is worth."""
+
+    def __init__(self, brancher: Brancher):
+        self.brancher = brancher
+
+    def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
+        """A new sequence; the arguments are those of `Brancher.begin`."""
+        self.brancher.begin(prompt.to(self.brancher.device), room, temperature, seed)
+        self._beside = 0.0
+
+    def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
+        """Drafts for every likely decision, as `Brancher.expand`; does not wait for it."""
+        start = time.perf_counter()
+        self.brancher.expand(k, depth, states.to(self.brancher.device))
+        self._beside += time.perf_counter() - start
+
+    def settle(self, accepted: int, following: int, limit: int) -> None:
+        """The decision, as in `Brancher.settle`; does not wait for the draft behind it."""
+        self._decision = accepted, following, limit
+
+    def collect(self) -> Reply:
+        """The draft behind the last decision."""
+        start = time.perf_counter()
+        found = self.brancher.settle(*self._decision)
+        beside = Beside(found.hit, self._beside, time.perf_counter() - start, 0.0, 0.0)
+        self._beside = 0.0
+        return Reply(found.tokens, stacked(found), found.passes, beside)
+
+    def end(self) -> None:
+        """The sequence is done: what still goes on for it is given up."""
+
+    def close(self) -> None:
+        """Ends the draft's side."""
+
+
+class Remote:
+    """The same, beside: what is asked goes over a wire to `serve`, in a thread or process that `alive` watches."""
+
+    def __init__(self, wire: ThreadWire | ProcessWire, handle, patience: float):
+        self.wire, self.handle, self.patience = wire, handle, patience
+        self._active = False
+        self._answer(Say.READY, max(patience, STARTING))
+
+    def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
+        self._active = True
+        self.wire.put_prompt(prompt)
+        self.wire.requests.put(Ask.BEGIN, prompt.shape[0], room, seed, seconds=(temperature,))
+
+    def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
+        self.wire.put_states(states)
+        self.wire.requests.put(Ask.LAUNCH, k, depth)
+
+    def settle(self, accepted: int, following: int, limit: int) -> None:
+        self.wire.requests.put(Ask.SETTLE, accepted, following, limit)
+
+    def collect(self) -> Reply:
+        start = time.perf_counter()
+        message = self._answer(Say.DRAFT, self.patience)
+        n, hit, together, alone = message.numbers
+        beside, after, idle, handover = message.seconds
+        handover += time.perf_counter() - max(start, message.sent)
+        tokens, probs = self.wire.draft(n)
+        return Reply(
+            tokens,
+            probs,
+            (together, alone),
+            Beside(None if hit < 0 else bool(hit), beside, after, idle, handover),
+        )
+
+    def end(self) -> None:
+        if not self._active:
+            return
+        self._active = False
+        self.wire.requests.put(Ask.END)
+        self._answer(Say.ENDED, self.patience)
+
+    def close(self) -> None:
+        self._active = False
+        if self.handle.is_alive():
+            self.wire.requests.put(Ask.CLOSE)
+            self.handle.join(self.patience)
+        self._kill()
+
+    def _answer(self, kind: Say, patience: float) -> Message:
+        """The next reply of a kind; earlier ones of another, which nobody wants any more, are passed over."""
+        try:
+            while (message := self.wire.replies.take(self.handle.is_alive, patience)).kind != kind:
+                if message.kind == Say.FAILED:
+                    raise JobError(f"the draft worker failed: {self.wire.reason()}")
+            return message
+        except BaseException as error:  # whatever it was, nothing may be asked of it again
+            self._active = False
+            self._kill()
+            if isinstance(error, EOFError):
+                raise JobError(f"the draft worker is gone{self._how()}") from None
+            if isinstance(error, TimeoutError):
+                raise JobError(
+                    f"the draft worker has not answered for {patience:g} seconds (method.patience)"
+                ) from None
+            raise
+
+    def _how(self) -> str:
+        code = getattr(self.handle, "exitcode", None)
+        if code is None:
+            return ""
+        return (
+            f" (exit code {code})"
+            if code >= 0
+            else f" (killed by {signal.Signals(-code).name}; out of memory?)"
+        )
+
+    def _kill(self) -> None:
+        if hasattr(self.handle, "kill") and self.handle.is_alive():
+            self.handle.kill()
+            self.handle.join()
+
+
+class Thread(Remote):
+    """The draft's side in a thread; on CUDA with a stream of its own."""
+
+    def __init__(self, brancher: Brancher, patience: float):
+        wire = ThreadWire(brancher.device)
+        on_cuda = brancher.device.type == "cuda"
+
+        def work() -> None:
+            with torch.cuda.stream(torch.cuda.Stream(brancher.device)) if on_cuda else nullcontext():
+                serve(wire, brancher, threading.main_thread().is_alive)
+
+        handle = threading.Thread(target=work, name="draft", daemon=True)
+        handle.start()
+        super().__init__(wire, handle, patience)
+
+
+class Process(Remote):
+    """The draft's side in a process; while an answer is decoded each side has its cores to itself.
+
+    make: called there with `arguments`, gives the `Brancher`. cores: how many the draft's side gets of those that this
+    process may use; where that leaves none, both share all.
+    """
+
+    def __init__(self, wire: ProcessWire, make: Callable, arguments: tuple, cores: int, patience: float):
+        self._all = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        self._own, theirs = self._all[:-cores], self._all[-cores:]
+        if not self._own:
+            self._own = theirs = self._all
+        self._threads = torch.get_num_threads()
+        context = multiprocessing.get_context("spawn")
+        handle = context.Process(
+            target=_work, args=(wire, make, arguments, theirs, cores, os.getpid()), name="draft", daemon=True
+        )
+        handle.start()
+        super().__init__(wire, handle, patience)
+
+    def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
+        if self._own:
+            os.sched_setaffinity(0, self._own)
+            torch.set_num_threads(min(self._threads, len(self._own)))
+        super().begin(prompt, room, temperature, seed)
+
+    def end(self) -> None:
+        try:
+            super().end()
+        finally:
+            if self._own:
+                os.sched_setaffinity(0, self._all)
+                torch.set_num_threads(self._threads)
+
+
+def _work(
+    wire: ProcessWire, make: Callable, arguments: tuple, cores: list[int], threads: int, parent: int
+) -> None:
+    """The main function of the draft's process, which ends with its parent, however that ends."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal; the parent answers it
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if cores:
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads)
+    try:
+        brancher = make(*arguments)
+    except Exception as error:  # noqa: BLE001 - told to the other side, which ends the run
+        _give_up(wire, error)
+        return
+    serve(wire, brancher, lambda: os.getppid() == parent)
+
+
+def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[], bool]) -> None:
+    """The draft's side: does what it is asked until it is told to close, or nobody is left to tell it."""
+    now = time.perf_counter
+    requests = wire.requests
+    idle = handover = beside = 0.0
+    active = False
+    wire.replies.put(Say.READY)
+    while True:
+        waited = now()
+        try:
+            message = requests.take(alive, awake=active)
+        except EOFError:
+            return
+        got = now()
+        idle += got - waited
+        handover += got - max(message.sent, waited)
+        try:
+            match message.kind:
+                case Ask.BEGIN:
+                    n, room, seed, _ = message.numbers
+                    active, idle, handover, beside = True, 0.0, 0.0, 0.0
+                    brancher.begin(wire.prompt(n), room, message.seconds[0], seed)
+                case Ask.LAUNCH:
+                    k, depth, *_ = message.numbers
+                    brancher.expand(k, depth, wire.states(k + 1), requests.waiting)
+                    beside += now() - got
+                case Ask.SETTLE:
+                    accepted, following, limit, _ = message.numbers
+                    found = brancher.settle(accepted, following, limit, requests.waiting)
+                    wire.put_draft(found.tokens, stacked(found))
+                    hit = -1 if found.hit is None else int(found.hit)
+                    seconds = (beside, now() - got, idle, handover)
+                    wire.replies.put(Say.DRAFT, found.tokens.shape[0], hit, *found.passes, seconds=seconds)
+                    idle = handover = beside = 0.0
+                case Ask.END:
+                    active = False
+                    wire.replies.put(Say.ENDED)
+                case _:
+                    return
+        except Exception as error:  # noqa: BLE001 - told to the other side, which ends the run
+            _give_up(wire, error)
+            return
+
+
+def _give_up(wire: ThreadWire | ProcessWire, error: Exception) -> None:
+    said = str(error).strip()
+    wire.put_reason(f"{type(error).__name__}: {said.splitlines()[0] if said else 'no message'}")
+    wire.replies.put(Say.FAILED)
+
+
+def stacked(found: Found) -> torch.Tensor | None:
+    """The distributions that a draft was drawn from, [n, rows]."""
+    return torch.cat(found.probs) if found.probs and found.probs[0] is not None else None

@@ -1,0 +1,184 @@
+"""Between the target's side and the draft's: messages of a few numbers, and where what they speak of lies.
+
+Nothing is pickled on the way: the two sides hold the same tensors (of a process: in shared memory), and a semaphore
+counts the messages in each direction. Raising and lowering it is also the barrier behind which the contents are seen.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import multiprocessing
+
+RING = 8  # messages that may be on their way; neither side is ever more than a few ahead
+NAP = 0.5  # seconds between two looks at whether the other side still lives
+LOOKS = 200  # looks in a row before other work on this core gets a chance
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """kind: the sender's business; numbers: up to four whole ones; seconds: up to four; sent: when, by the clock that
+    all processes of a machine share."""
+
+    kind: int
+    numbers: tuple[int, ...]
+    seconds: tuple[float, ...]
+    sent: float
+
+
+class Box:
+    """Messages in one direction. spins: whether its receiver may look again and again instead of sleeping: microseconds
+    instead of tens of them, at the cost of a core."""
+
+    def __init__(self, semaphore, spins: bool):
+        self.arrived, self.spins = semaphore, spins
+        self.numbers = torch.zeros(RING, 5, dtype=torch.int64)
+        self.seconds = torch.zeros(RING, 5, dtype=torch.float64)
+        if spins:
+            self.numbers.share_memory_()
+            self.seconds.share_memory_()
+        self._sent = self._taken = 0  # each used on one side alone
+
+    def put(self, kind: int, *numbers: int, seconds: tuple[float, ...] = ()) -> None:
+        place = self._sent % RING
+        self._sent += 1
+        self.numbers[place, : 1 + len(numbers)] = torch.tensor([kind, *numbers])
+        self.seconds[place, : 1 + len(seconds)] = torch.tensor([time.perf_counter(), *seconds])
+        self.arrived.release()
+
+    def take(self, alive: Callable[[], bool], patience: float | None = None, awake: bool = True) -> Message:
+        """The next message. Raises EOFError when nobody is alive to send one, TimeoutError after `patience` seconds.
+
+        awake: whether to spin, if that is allowed at all.
+        """
+        deadline = None if patience is None else time.perf_counter() + patience
+        while not self._wait(awake and self.spins):
+            if not alive() and not self.arrived.acquire(False):
+                raise EOFError
+            if deadline is not None and time.perf_counter() > deadline:
+                raise TimeoutError
+        place = self._taken % RING
+        self._taken += 1
+        kind, *numbers = self.numbers[place].tolist()
+        sent, *seconds = self.seconds[place].tolist()
+        return Message(kind, tuple(numbers), tuple(seconds), sent)
+
+    def waiting(self) -> bool:
+        """Whether there is a message that was not taken."""
+        if not self.arrived.acquire(False):
+            return False
+        self.arrived.release()
+        return True
+
+    def _wait(self, spinning: bool) -> bool:
+        if not spinning:
+            return self.arrived.acquire(True, NAP)
+        for _ in range(LOOKS):
+            if self.arrived.acquire(False):
+                return True
+        os.sched_yield()
+        return False
+
+
+class ProcessWire:
+    """For two processes of one machine whose models lie on the CPU.
+
+    longest: tokens of a prompt; depth: of a draft; width: of the target's states; rows: of the draft's distributions, 0
+    when none are handed over.
+    """
+
+    def __init__(self, longest: int, depth: int, width: int, rows: int, dtype: torch.dtype):
+        semaphore = multiprocessing.get_context("spawn").Semaphore
+        self.requests, self.replies = Box(semaphore(0), True), Box(semaphore(0), True)
+        self._prompt = torch.zeros(longest, dtype=torch.int64).share_memory_()
+        self._states = torch.zeros(depth + 1, width, dtype=dtype).share_memory_()
+        self._tokens = torch.zeros(depth, dtype=torch.int64).share_memory_()
+        self._probs = torch.zeros(depth if rows else 0, rows).share_memory_()
+        self._reason = torch.zeros(512, dtype=torch.uint8).share_memory_()
+
+    def put_prompt(self, prompt: torch.Tensor) -> None:
+        self._prompt[: prompt.shape[0]] = prompt
+
+    def prompt(self, n: int) -> torch.Tensor:
+        return self._prompt[:n].clone()
+
+    def put_states(self, states: torch.Tensor) -> None:
+        self._states[: states.shape[0]] = states
+
+    def states(self, n: int) -> torch.Tensor:
+        return self._states[:n]
+
+    def put_draft(self, tokens: torch.Tensor, probs: torch.Tensor | None) -> None:
+        self._tokens[: tokens.shape[0]] = tokens
+        if probs is not None:
+            self._probs[: probs.shape[0]] = probs
+
+    def draft(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._tokens[:n].clone(), self._probs[:n].clone() if self._probs.shape[0] else None
+
+    def put_reason(self, text: str) -> None:
+        data = bytearray(text.encode()[: self._reason.shape[0]])
+        self._reason[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+
+    def reason(self) -> str:
+        return bytes(self._reason.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+class ThreadWire:
+    """For two threads of one process. On CUDA each works on a stream of its own: what is handed over comes with an
+    event that the other stream waits for, and no thread waits for a device."""
+
+    def __init__(self, device: torch.device):
+        self.requests, self.replies = Box(threading.Semaphore(0), False), Box(threading.Semaphore(0), False)
+        self.device = device  # the draft's
+        self._prompt = self._states = self._tokens = self._probs = None
+        self._text = ""
+
+    def put_prompt(self, prompt: torch.Tensor) -> None:
+        self._prompt = _marked(prompt)
+
+    def prompt(self, n: int) -> torch.Tensor:
+        return _taken(self._prompt, self.device)
+
+    def put_states(self, states: torch.Tensor) -> None:
+        self._states = _marked(states)
+
+    def states(self, n: int) -> torch.Tensor:
+        return _taken(self._states, self.device)
+
+    def put_draft(self, tokens: torch.Tensor, probs: torch.Tensor | None) -> None:
+        self._tokens = _marked(tokens)
+        self._probs = None if probs is None else _marked(probs)
+
+    def draft(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        probs = None if self._probs is None else _taken(self._probs, None)
+        return _taken(self._tokens, None), probs
+
+    def put_reason(self, text: str) -> None:
+        self._text = text
+
+    def reason(self) -> str:
+        return self._text
+
+
+def _marked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    if tensor.device.type != "cuda":
+        return tensor, None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return tensor, event
+
+
+def _taken(marked: tuple, device: torch.device | None) -> torch.Tensor:
+    """The tensor, on `device` (None: where it is), usable on the current stream."""
+    tensor, event = marked
+    if event is not None:
+        stream = torch.cuda.current_stream(tensor.device)
+        stream.wait_event(event)
+        tensor.record_stream(stream)
+    return tensor if device is None else tensor.to(device, non_blocking=True)

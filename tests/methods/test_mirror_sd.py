@@ -1,0 +1,286 @@
+"""Mirror-SD's own promises: branches are the drafts that would have been made anyway, misses follow the guesses, and a
+draft worker that fails takes nothing with it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from methods.mirror_sd import MirrorSD
+from methods.mirror_sd.brancher import Brancher
+from methods.mirror_sd.branches import likely_decisions
+from methods.sps import SpeculativeSampling
+from specbench.decoding.engine import Engine
+from specbench.decoding.kv_cache import KVCache
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from specbench.errors import JobError, UserError
+from tests.decoding.helpers import drafts, random_pair, trimmed
+from tests.models import ARCHITECTURES
+
+PROMPT = [3, 9, 27, 11, 33, 29, 17]
+VARIANTS = {
+    "wide": {"kappa": 8},
+    "narrow": {"kappa": 1},
+    "budget": {"kappa": 8, "branches": 5},
+    "first": {"kappa": 3, "positions": "first"},
+    "from the draft": {"kappa": 3, "candidates": "draft"},
+}
+
+
+def mirror(pair, placement: str = "inline", **settings) -> MirrorSD:
+    return MirrorSD(pair, placement=placement, **{"max_draft_tokens": 4, **settings})
+
+
+def steps(pair, drafter, cap: int = 60) -> list:
+    return Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(cap)).steps
+
+
+def missed(pair, cap: int = 60, **settings) -> float:
+    """Share of misses among the rounds that looked for a branch."""
+    hits = [step.hit for step in steps(pair, mirror(pair, **settings), cap) if step.hit is not None]
+    assert hits
+    return hits.count(False) / len(hits)
+
+
+def tokens_of(found: list) -> list[list[int]]:
+    return [tokens.tolist() for tokens, _ in found]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_branches_are_the_drafts_of_speculative_sampling(arch, variant):
+    pair = random_pair(arch)
+    expected = tokens_of(drafts(SpeculativeSampling(pair, 4), pair, 0.0))
+    assert tokens_of(drafts(mirror(pair, **VARIANTS[variant]), pair, 0.0)) == expected
+
+
+class Interrupted(Brancher):
+    """Learns the decision before a random pass, as a worker does that runs beside the target."""
+
+    rng = random.Random(0)
+
+    def expand(self, k, depth, states, known=None):
+        passes = iter([False] * self.rng.randint(0, depth))
+        super().expand(k, depth, states, lambda: next(passes, True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whenever_the_decision_is_known(variant, monkeypatch):
+    pair = random_pair("llama")
+    expected = tokens_of(drafts(SpeculativeSampling(pair, 4), pair, 0.0))
+    monkeypatch.setattr("methods.mirror_sd.drafter.Brancher", Interrupted)
+    for _ in range(6):
+        assert tokens_of(drafts(mirror(pair, **VARIANTS[variant]), pair, 0.0)) == expected
+
+
+def test_a_branch_left_where_it_grew_would_be_found(monkeypatch):
+    pair = random_pair("llama")
+    expected = tokens_of(drafts(SpeculativeSampling(pair, 4), pair, 0.0))
+    monkeypatch.setattr(KVCache, "keep", lambda self, start, path: self.truncate(start + path.shape[0]))
+    assert tokens_of(drafts(mirror(pair, kappa=8), pair, 0.0)) != expected
+
+
+@pytest.mark.parametrize("kept", [None, list(range(0, 61, 2))])
+def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept):
+    """Every token's row is the draft model's own distribution behind the tokens before it, branch or not."""
+    pair = random_pair("llama")
+    drafter = mirror(pair, kappa=3, acceptance="ratio")
+    if kept:
+        drafter = trimmed(drafter, kept)
+        drafter.link.brancher.head = drafter.head
+        weight = pair.target.lm_head.weight[kept]
+        norm = pair.target.model.norm
+        drafter.link.brancher.exit_head = lambda states: norm(states) @ weight.T
+    checked = 0
+    inner = drafter.draft
+
+    def check(context):
+        nonlocal checked
+        draft = inner(context)
+        ids = torch.cat([context.known(), draft.tokens]).unsqueeze(0)
+        logits = pair.draft(ids, use_cache=False).logits[0, context.length - 1 : -1]
+        if kept:
+            outside = [i for i in range(61) if i not in kept]
+            logits[:, outside] = float("-inf")
+        torch.testing.assert_close(draft.probs, torch.softmax(logits, -1), atol=1e-4, rtol=1e-3)
+        checked += draft.beside.hit is True
+        return draft
+
+    drafter.draft = check
+    Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(60, 1.0), seed=3)
+    assert checked > 3
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_misses(arch):
+    """None when everything is guessed, none when the guess is the decision itself; fewer with more guesses and with a
+    later exit."""
+    pair = random_pair(arch)
+    layers = pair.target.config.num_hidden_layers
+    assert missed(pair, kappa=pair.vocab_size) == 0
+    assert missed(pair, kappa=1, exit_layer=layers) == 0
+    assert missed(pair, kappa=pair.vocab_size, candidates="draft") == 0
+    by_kappa = [missed(pair, cap=120, kappa=kappa, exit_layer=1) for kappa in (1, 2, 4, 16)]
+    assert by_kappa == sorted(by_kappa, reverse=True) and by_kappa[0] > by_kappa[-1]
+    by_layer = [missed(pair, cap=120, kappa=2, exit_layer=layer) for layer in range(1, layers + 1)]
+    assert by_layer[0] > by_layer[-1] == 0
+
+
+def test_the_first_position_alone_misses_more():
+    pair = random_pair("llama")
+    own = {"kappa": 4, "exit_layer": 4}
+    assert missed(pair, cap=120, positions="first", **own) >= missed(pair, cap=120, **own)
+
+
+def test_likely_decisions_against_a_plain_loop():
+    torch.manual_seed(1)
+    logits, path = torch.randn(4, 9), torch.tensor([5, 0, 7])
+    probs = torch.softmax(logits, -1)
+    scored = []
+    for accepted in range(4):
+        reaching = 1.0
+        for i in range(accepted):
+            reaching *= probs[i, path[i]].item()
+        others = [t for t in range(9) if accepted == 3 or t != path[accepted]]
+        best = sorted(others, key=lambda t: -probs[accepted, t].item())[:2]
+        scored += [(reaching * probs[accepted, t].item(), accepted, t) for t in best]
+    expected = [(accepted, token) for _, accepted, token in sorted(scored, reverse=True)]
+    every = likely_decisions(logits, path, 2)
+    assert list(zip(every.accepted.tolist(), every.tokens.tolist())) == expected
+    assert list(likely_decisions(logits, path, 2, most=3).index()) == expected[:3]
+    first = likely_decisions(logits, path, 2, roots_only=True)
+    assert set(first.accepted.tolist()) == {0} and len(first.tokens) == 2
+
+
+def test_what_is_read_and_how_long_it_took():
+    pair = random_pair("llama")
+    drafter = mirror(pair, kappa=2)
+    whole = drafter._pass_bytes
+    first, *others = steps(pair, drafter)
+    assert first.hit is None and first.draft_bytes == first.drafted * whole and first.beside_seconds == 0
+    for step in (s for s in others if s.drafted):
+        own = step.draft_bytes - drafter._guess_bytes
+        assert own % whole == 0
+        # On a hit the branches' passes are all; on a miss there is the draft of its own behind them.
+        assert own // whole >= step.drafted and (step.hit or own // whole >= 2 * step.drafted - 1)
+        assert step.beside_seconds > 0
+        assert 0 <= step.exit_seconds < step.verify_seconds
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kappa": 0}, "kappa must be at least 1"),
+        ({"branches": 0}, "branches must be at least 1"),
+        ({"exit_layer": 6}, "between 0 and the target's 5 layers"),
+        ({"candidates": "exits"}, "did you mean exit?"),
+        ({"placement": "proces"}, "did you mean process?"),
+    ],
+)
+def test_settings_that_cannot_be(settings, said):
+    with pytest.raises(UserError, match=said.replace("?", r"\?")):
+        mirror(random_pair("llama"), **settings)
+
+
+# -- beside, for real
+
+
+def test_a_thread_gives_the_same_and_ends():
+    pair = random_pair("mistral")
+    before = threading.active_count()
+    drafter = mirror(pair, "thread", kappa=3)
+    assert tokens_of(drafts(drafter, pair, 0.0)) == tokens_of(drafts(SpeculativeSampling(pair, 4), pair, 0.0))
+    drafter.close()
+    assert threading.active_count() == before
+
+
+def test_a_failing_worker_ends_the_job_with_its_reason(monkeypatch):
+    pair = random_pair("llama")
+    drafter = mirror(pair, "thread")
+
+    def out_of_memory(*args):
+        raise MemoryError("no room for 64 branches")
+
+    monkeypatch.setattr(Brancher, "expand", out_of_memory)
+    with pytest.raises(JobError, match="MemoryError: no room for 64 branches"):
+        steps(pair, drafter)
+
+
+@pytest.fixture(scope="module")
+def beside():
+    """A drafter with a process of its own, and the cores this process may use."""
+    cores = os.sched_getaffinity(0)
+    drafter = mirror(random_pair("llama"), "process", kappa=3)
+    yield drafter, cores
+    pid = drafter.link.handle.pid
+    drafter.close()
+    assert not running(pid)
+
+
+def running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_process_gives_the_same(beside):
+    drafter, cores = beside
+    pair = random_pair("llama")
+    expected = tokens_of(drafts(SpeculativeSampling(pair, 4), pair, 0.0))
+    for _ in range(3):
+        assert tokens_of(drafts(drafter, pair, 0.0)) == expected
+        del drafter.draft  # what `drafts` put there
+    assert os.sched_getaffinity(0) == cores
+
+
+def test_a_process_sleeps_between_answers(beside):
+    drafter, _ = beside
+    pair = random_pair("llama")
+    steps(pair, drafter)
+
+    def used() -> int:
+        with open(f"/proc/{drafter.link.handle.pid}/stat") as stat:
+            user, system = stat.read().rsplit(")", 1)[1].split()[11:13]
+        return int(user) + int(system)
+
+    before = used()
+    time.sleep(1.0)
+    assert used() - before <= 5  # hundredths of a second
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_worker_that_dies_or_hangs(how):
+    """Killed or stopped at a random moment of an answer: one clear error, never a wrong answer, nobody left behind."""
+    pair = random_pair("llama")
+    rng = random.Random(os.environ.get("SPECBENCH_KILLS_SEED", how))
+    cores = os.sched_getaffinity(0)
+    expected = Engine(Target(pair.target), SpeculativeSampling(pair, 4), frozenset()).generate(
+        PROMPT, Decoding(400)
+    )
+    for _ in range(int(os.environ.get("SPECBENCH_KILLS", 1))):
+        drafter = mirror(pair, "process", kappa=3, patience=2.0)
+        engine = Engine(Target(pair.target), drafter, frozenset())
+        engine.generate(PROMPT, Decoding(8))
+        pid = drafter.link.handle.pid
+        sent = signal.SIGKILL if how == "kill" else signal.SIGSTOP
+        timer = threading.Timer(rng.random() * expected.seconds, os.kill, (pid, sent))
+        timer.start()
+        said = r"killed by SIGKILL" if how == "kill" else "not answered for 2 seconds"
+        with pytest.raises(JobError, match=said):
+            while True:  # an answer that was complete before the worker was gone is right
+                assert engine.generate(PROMPT, Decoding(400)).tokens == expected.tokens
+        with pytest.raises(JobError):
+            engine.generate(PROMPT, Decoding(400))
+        drafter.close()
+        assert not running(pid)
+        assert os.sched_getaffinity(0) == cores
