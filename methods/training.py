@@ -56,6 +56,14 @@ def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
             raise UserError(f"the conversations hold nothing that the assistant says within {length} tokens")
 
 
+def save_model(model, pair, cfg: DictConfig, out: Path) -> None:
+    """Writes a finished draft model as configured; with the tokenizer, so that it can be checked against a target's,
+    unless the pair names one that lies by itself."""
+    model.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
+    if cfg.pair.tokenizer is None:
+        pair.tokenizer.save_pretrained(out)
+
+
 def training_pair(pair_cfg: DictConfig) -> DictConfig:
     """The pair as trainers load it: in bfloat16 where it is float16, in which gradients through the head vanish."""
     return OmegaConf.merge(pair_cfg, {"dtype": "bfloat16"}) if pair_cfg.dtype == "float16" else pair_cfg

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from methods.ar import Autoregressive
 from methods.kangaroo import Kangaroo
 from methods.kangaroo.adapter import save_adapter
+from methods.mirror_sd import MirrorSD
 from methods.pld import PromptLookup
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
@@ -127,6 +128,7 @@ def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
     }
     if pair.draft is not None:
         drafters["sps"] = SpeculativeSampling(pair, 4)
+        drafters["mirror_sd"] = MirrorSD(pair, 4, kappa=2, placement="inline")
         drafters["s2d"] = SortedDraft(pair, max_draft_tokens=4)
         drafters["trimmed"] = trimmed(SpeculativeSampling(pair, 4), [i for i in range(260) if i % 4])
     rates: dict[str, list[float]] = {method: [] for method in drafters}

@@ -1,8 +1,12 @@
 """The draft model's side of Mirror-SD: drafts for every likely decision of the target before it has decided.
 
-All branches grow together, one token a pass, as nodes behind the tokens that are being verified; they share the keys
-and values of what they have in common. The branch that the target decides for is moved to where its tokens belong,
+All branches grow together, in one pass at a time, as nodes behind the tokens that are being verified; they share the
+keys and values of what they have in common. The branch that the target decides for is moved to where its tokens belong,
 the others are forgotten by being overwritten.
+
+With speculative streaming (Bhendawade et al. 2024) a pass also guesses the tokens further on, from stream states that
+see what the token sees which they belong to. The next pass vets them: a guess stays if it is what the draft model says
+itself, so that streams change how many passes a draft takes and nothing about the draft.
 """
 
 from __future__ import annotations
@@ -21,33 +25,59 @@ from specbench.decoding.target import Nodes, Target
 @dataclass(frozen=True, slots=True)
 class Plan:
     """depth: tokens of a draft. kappa: decisions guessed for each number of accepted tokens; most: of all; roots_only:
-    for none accepted alone. from_draft: guess from the draft model's own distributions instead of the target's exit."""
+    for none accepted alone. guesses: from the target's "exit", from the "draft" model's own distributions, or "none" at
+    all: then every draft is made behind the decision, as in plain speculative sampling."""
 
     depth: int
     kappa: int
     most: int | None = None
     roots_only: bool = False
-    from_draft: bool = False
+    guesses: str = "exit"
 
     @property
     def widest(self) -> int:
         """The most branches there can be."""
         every = self.kappa if self.roots_only else self.kappa * (self.depth + 1)
-        return every if self.most is None else min(self.most, every)
+        return max(1, every if self.most is None else min(self.most, every))
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A draft behind the target's decision: tokens [n]; probs: one [1, rows] for each, None when greedy.
+    """A draft behind the target's decision: tokens [n]; probs: [n, rows] that they were drawn from, None when greedy.
 
     hit: whether it had been begun before the decision was known, None when nothing had. passes: of the draft model,
     those that drafted all branches together and those that drafted this one alone.
     """
 
     tokens: torch.Tensor
-    probs: list[torch.Tensor | None]
+    probs: torch.Tensor | None
     hit: bool | None
     passes: tuple[int, int]
+
+
+@dataclass(slots=True)
+class Growth:
+    """m continuations that grow together behind `base` positions that they all see; or one that is a plain sequence:
+    then `seen` is None, and so are base, offsets and columns of no use.
+
+    newest: [m] the token of each that no pass has seen, `offsets` [m] positions behind base. guesses: [m, w] what may
+    follow it. seen: [m, c] which of the columns from base on each sees, `columns` [c] their offsets. tokens, rows: [m,
+    width] what was drafted, `counts` [m] how much of it stands; logits: [m, width, head rows] that it was chosen from,
+    None where nobody asks. ahead: [n] tokens at the end of `columns` that the next pass has to feed first.
+    """
+
+    base: int
+    newest: torch.Tensor
+    offsets: torch.Tensor
+    guesses: torch.Tensor
+    seen: torch.Tensor | None
+    columns: torch.Tensor
+    ahead: torch.Tensor
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    counts: torch.Tensor
+    logits: torch.Tensor | None
+    passes: int = 0
 
 
 def never() -> bool:
@@ -58,79 +88,65 @@ class Brancher:
     """Keeps the draft model's cache of one sequence at a time.
 
     head: the draft model's, trimmed or not. exit_head: the target's norm and head over the same rows, [n, d] ->
-    [n, rows]; None when nothing is guessed from an exit.
+    [n, rows]; None when nothing is guessed from an exit. streams: [s, d] embeddings of stream states; None for none.
 
     Everything before `_base` is settled; `_path` are the tokens behind it that the target verifies, of which the cache
     may lack the last.
     """
 
-    def __init__(self, model: Target, head: DraftHead, exit_head: Callable | None, plan: Plan):
+    def __init__(
+        self,
+        model: Target,
+        head: DraftHead,
+        exit_head: Callable | None,
+        plan: Plan,
+        streams: torch.Tensor | None = None,
+    ):
         self.model, self.head, self.exit_head, self.plan = model, head, exit_head, plan
         self.device = model.device
+        self.streams = torch.empty(0, model.hidden_size, device=self.device) if streams is None else streams
+        self._width = plan.depth + 1 + self.streams.shape[0]
         self._cache = None
 
     @torch.inference_mode()
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         """A new sequence, of up to `room` tokens. prompt: [n], without the pending token, which is the first to settle.
         temperature, seed: of the draws; 0 takes the likeliest tokens."""
-        plan = self.plan
-        needed = room + (plan.depth + 1) * (plan.widest + 1)
+        s = self.streams.shape[0]
+        needed = room + (self.plan.depth + 2 + s) * (1 + s) * (self.plan.widest + 1)
         if self._cache is None or self._cache.capacity < needed:
             self._cache = self.model.new_cache(needed)
         self._cache.truncate(0)
         self._decoding = Decoding(1, temperature)
         self._generator = None if self._decoding.greedy else torch.Generator(self.device).manual_seed(seed)
-        self._base, self._path = prompt.shape[0], prompt[:0]
-        self._rows, self._logits = self._path, []  # of the path: rows of the head, logits before each token
+        self._base, self._path, self._rows, self._logits = prompt.shape[0], prompt[:0], prompt[:0], None
         self._forget()
         self._draw()
         self.model.run_layers(self.model.embed(prompt.unsqueeze(0)), self._cache)
 
     @torch.inference_mode()
-    def expand(
-        self, k: int, depth: int, states: torch.Tensor | None, known: Callable[[], bool] = never
-    ) -> None:
+    def expand(self, k: int, depth: int, states: torch.Tensor, known: Callable[[], bool] = never) -> None:
         """The first `k` tokens of the draft are being verified: up to `depth` tokens behind each likely decision.
 
         states: [1 + k, d] of the target at its exit. known: asked before every pass; once the decision is known there
         is no sense in going on with all branches.
         """
-        base, device = self._base, self.device
         self._path, self._rows = self._path[:k], self._rows[:k]
-        self._cache.truncate(base + k)
-        fed = self._cache.lengths[0] - base
-        tail = self._path[fed:]
-        if self.plan.from_draft:
-            tail_logits = self._guess_from_draft(fed, tail)
-            logits, tail = torch.cat([*self._logits[: k + 1 - len(tail_logits)], *tail_logits]), tail[:0]
+        self._cache.truncate(self._base + k)
+        if self.plan.guesses == "draft":
+            guesses = self._own_logits(k)
         else:
-            logits = self.exit_head(states)
-        found = likely_decisions(logits, self._rows, self.plan.kappa, self.plan.most, self.plan.roots_only)
+            guesses = self.exit_head(states)
+        found = likely_decisions(guesses, self._rows, self.plan.kappa, self.plan.most, self.plan.roots_only)
         tokens = found.tokens if self.head.kept is None else self.head.kept[found.tokens]
         self._branches = Branches(found.accepted, tokens)
-        m, n = tokens.shape[0], tail.shape[0]
-        before = torch.arange(k, device=device)
-        prefix = before < found.accepted.unsqueeze(1)
-        own = torch.eye(m, dtype=torch.bool, device=device)
-        # The first pass takes the last draft token along, if the draft model has not seen it yet.
-        feed = torch.cat([tail, tokens])
-        seen = torch.cat([prefix, own], dim=1)
-        if n:
-            first = torch.cat([before <= before[k - n :].unsqueeze(1), own.new_zeros(n, m)], dim=1)
-            seen = torch.cat([first, seen])
-        offsets = torch.cat([before, found.accepted])
-        for step in range(depth):
-            if known():
-                break
-            hidden = self.model.run_layers(
-                self.model.embed(feed.unsqueeze(0)), self._cache, nodes=Nodes(offsets, seen)
-            )
-            logits = self.head.logits(self.model.norm(hidden[0, -m:]))
-            self._grown.append(self._choose(logits, step))
-            feed = self._grown[-1][0]
-            offsets = torch.cat([offsets, found.accepted + (step + 1)])
-            seen = torch.cat([prefix, *[own] * (step + 2)], dim=1)
-        if self._grown:
+        columns = torch.arange(k, device=self.device)
+        ahead = self._path[self._cache.lengths[0] - self._base :]
+        seen = columns < found.accepted.unsqueeze(1)
+        growth = self._growth = self._sprout(self._base, tokens, found.accepted, seen, columns, ahead)
+        while growth.passes < depth and not known() and not self._grown(growth, depth):
+            self._grow(growth)
+        if growth.passes:
             self._index = self._branches.index()
 
     @torch.inference_mode()
@@ -141,64 +157,199 @@ class Brancher:
 
         unwanted: asked before every pass; if true the draft is given up and what is returned is of no use.
         """
-        k, at = self._path.shape[0], self._base + accepted
+        at, limit = self._base + accepted, min(limit, self.plan.depth)
         branch = self._index.get((accepted, following))
         hit = None if self._branches is None else branch is not None
-        tokens, probs, rows, logits = [], [], [], []
+        together = self._growth.passes if self._growth is not None else 0
         if branch is not None:
-            m, done = self._branches.tokens.shape[0], len(self._grown)
-            steps = torch.arange(done, device=self.device)
-            self._cache.keep(at, (k - accepted) + branch + m * steps)
-            for token, row, q, logit in self._grown:
-                tokens.append(token[branch : branch + 1])
-                rows.append(row[branch : branch + 1])
-                probs.append(None if q is None else q[branch : branch + 1])
-                logits.append(logit[branch : branch + 1])
-            feed = tokens[-1]
+            growth = self._pick(branch, accepted, at)
         else:
             self._cache.truncate(at)
-            token = torch.tensor([following], device=self.device)
-            feed = torch.cat([self._path[self._cache.lengths[0] - self._base : accepted], token])
-        limit = min(limit, self.plan.depth)
-        begun = len(tokens)
-        while len(tokens) < limit and not unwanted():
-            hidden = self.model.run_layers(self.model.embed(feed.unsqueeze(0)), self._cache)
-            logit = self.head.logits(self.model.norm(hidden[0, -1:]))
-            token, row, q, _ = self._choose(logit, len(tokens))
-            tokens.append(token)
-            rows.append(row)
-            probs.append(q)
-            logits.append(logit)
-            feed = token
+            fed = self._cache.lengths[0]
+            ahead = self._path[fed - self._base : accepted]
+            columns = torch.arange(ahead.shape[0], device=self.device)
+            root = torch.tensor([following], device=self.device)
+            seen = (columns >= 0).unsqueeze(0) if self.streams.shape[0] else None
+            growth = self._sprout(fed, root, root * 0 + ahead.shape[0], seen, columns, ahead)
+        begun = growth.passes
+        while not self._grown(growth, limit) and not unwanted():
+            self._grow(growth)
+        if growth.seen is not None:  # of the guesses that did not come true nothing may stay
+            self._cache.keep(growth.base, growth.seen[0].nonzero().squeeze(1))
         self._base = at + 1
-        self._path = torch.cat(tokens[:limit]) if tokens[:limit] else self._path[:0]
-        self._rows = torch.cat(rows[:limit]) if rows[:limit] else self._rows[:0]
-        self._logits = logits[: limit + 1]
-        together = len(self._grown)
+        self._path, self._rows = growth.tokens[0, :limit], growth.rows[0, :limit]
+        self._logits = None if growth.logits is None else growth.logits[0]
+        probs = None if self._decoding.greedy else self._decoding.probs(growth.logits[0, :limit])
         self._forget()
         self._draw()
-        return Found(self._path, probs[:limit], hit, (together, len(tokens) - begun))
+        return Found(self._path, probs, hit, (together, growth.passes - begun))
 
-    def _choose(self, logits: torch.Tensor, step: int) -> tuple:
-        """Logits [n, rows] -> tokens [n], their rows [n], their distributions, and the logits themselves."""
-        uniforms = None if self._uniforms is None else self._uniforms[step].expand(logits.shape[0])
-        rows, probs = self._decoding.select(logits, uniforms=uniforms)
-        tokens = rows if self.head.kept is None else self.head.kept[rows]
-        return tokens, rows, probs, logits
+    # -- growing
 
-    def _guess_from_draft(self, fed: int, tail: torch.Tensor) -> list[torch.Tensor]:
-        """Logits [1, rows] behind the last draft token, which then is fed; none if it has been."""
-        if not tail.shape[0]:
-            return []
-        hidden = self.model.run_layers(self.model.embed(tail.unsqueeze(0)), self._cache)
-        return [self.head.logits(self.model.norm(hidden[0]))]
+    def _sprout(self, base: int, roots: torch.Tensor, offsets, seen, columns, ahead) -> Growth:
+        """Continuations behind the tokens `roots` [m]; the rest as in `Growth`."""
+        m, width = roots.shape[0], self._width
+        buffer = torch.zeros(2, m, width, dtype=torch.int64, device=self.device)
+        logits = None
+        if self.plan.guesses == "draft" or not self._decoding.greedy:
+            rows = self.model.vocab_size if self.head.kept is None else self.head.kept.shape[0]
+            logits = torch.zeros(m, width, rows, device=self.device, dtype=self.model.dtype)
+        return Growth(
+            base,
+            roots,
+            offsets,
+            roots.unsqueeze(1)[:, :0],
+            seen,
+            columns,
+            ahead,
+            *buffer,
+            offsets * 0,
+            logits,
+        )
+
+    def _grown(self, growth: Growth, depth: int) -> bool:
+        """Whether every continuation has `depth` tokens."""
+        if not self.streams.shape[0]:
+            return growth.passes >= depth  # known without a look at the device
+        return int(growth.counts.min()) >= depth
+
+    def _grow(self, growth: Growth) -> None:
+        """One pass: each continuation gets the draft model's next token, and as many more as its guesses come true."""
+        growth.passes += 1
+        if growth.seen is None:
+            self._grow_alone(growth)
+            return
+        model, cache, s = self.model, self._cache, self.streams.shape[0]
+        (m, w), n = growth.guesses.shape, growth.ahead.shape[0]
+        v = 1 + w  # tokens of each continuation that are fed: the newest and the guesses
+        fed = torch.cat([growth.newest.unsqueeze(1), growth.guesses], dim=1)
+        steps = torch.arange(v, device=self.device)
+        offsets = growth.offsets.unsqueeze(1) + steps
+        own = torch.eye(m, dtype=torch.bool, device=self.device)
+        among = steps <= steps.unsqueeze(1)  # [v, v]: a token sees those fed in front of it, and itself
+        columns = torch.cat([growth.columns, offsets.flatten()])
+        seen = torch.cat(
+            [
+                growth.seen.repeat_interleave(v, 0),
+                (own[:, None, :, None] & among[None, :, None, :]).reshape(m * v, m * v),
+            ],
+            dim=1,
+        )
+        hidden = model.embed(torch.cat([growth.ahead, fed.flatten()]).unsqueeze(0))
+        rows_seen = seen
+        if n:
+            before = growth.columns[-n:].unsqueeze(1) >= growth.columns
+            rows_seen = torch.cat([torch.cat([before, own.new_zeros(n, m * v)], dim=1), seen])
+        all_columns = columns
+        if s:
+            hidden, rows_seen, all_columns = self._with_streams(hidden, n, offsets, seen, rows_seen, columns)
+        start = cache.lengths[0]
+        hidden = model.run_layers(hidden, cache, nodes=Nodes(all_columns, rows_seen))[0]
+        if s:
+            cache.truncate(start + n + m * v)  # streams leave nothing behind
+        logits = self.head.logits(model.norm(hidden[n : n + m * v])).view(m, v, -1)
+        tokens, rows = self._choose(logits, growth.counts)
+        place = growth.counts.unsqueeze(1) + steps
+        place = place.clamp(max=self._width - 1)
+        growth.tokens.scatter_(1, place, tokens)
+        growth.rows.scatter_(1, place, rows)
+        if growth.logits is not None:
+            growth.logits.scatter_(1, place.unsqueeze(-1).expand_as(logits), logits)
+        right = (growth.guesses == tokens[:, :w]).long().cumprod(1).sum(1)  # [m] guesses that came true
+        kept = own.unsqueeze(2) & (steps <= right.unsqueeze(1)).unsqueeze(1)
+        growth.seen = torch.cat([growth.seen, kept.reshape(m, m * v)], dim=1)
+        growth.columns, growth.ahead = columns, growth.ahead[:0]
+        growth.newest = tokens.gather(1, right.unsqueeze(1)).squeeze(1)
+        if s:
+            last = torch.arange(m, device=self.device) * v + right
+            states = hidden[n + m * v :].view(m * v, s, -1)[last]
+            _, guessed = self.head.logits(model.norm(states)).max(-1)
+            growth.guesses = guessed if self.head.kept is None else self.head.kept[guessed]
+        growth.counts = growth.counts + right + 1
+        growth.offsets = growth.offsets + right + 1
+
+    def _grow_alone(self, growth: Growth) -> None:
+        """The same for a plain sequence, without streams."""
+        feed = torch.cat([growth.ahead, growth.newest]).unsqueeze(0)
+        hidden = self.model.run_layers(self.model.embed(feed), self._cache)[0, -1:]
+        logits = self.head.logits(self.model.norm(hidden)).unsqueeze(0)
+        tokens, rows = self._choose(logits, growth.counts)
+        place = growth.counts.unsqueeze(1)
+        growth.tokens.scatter_(1, place, tokens)
+        growth.rows.scatter_(1, place, rows)
+        if growth.logits is not None:
+            growth.logits.scatter_(1, place.unsqueeze(-1).expand_as(logits), logits)
+        growth.newest, growth.ahead, growth.counts = tokens[0], growth.ahead[:0], growth.counts + 1
+
+    def _with_streams(self, hidden, n: int, offsets, seen, rows_seen, columns) -> tuple:
+        """Adds s stream states for each of the m * v tokens: hidden [1, n + m v (1 + s), d], who sees whom, columns.
+
+        Stream j of a token starts as its embedding plus that of the stream, stands j positions behind it, and sees what
+        the token sees and the streams 1 to j of the same token (eq. 2).
+        """
+        s, count = self.streams.shape[0], seen.shape[0]
+        streams = (hidden[0, n:].unsqueeze(1) + self.streams).flatten(0, 1)
+        steps = torch.arange(s, device=self.device)
+        among = torch.eye(count, dtype=torch.bool, device=self.device)[:, None, :, None]
+        among = (among & (steps <= steps.unsqueeze(1))[None, :, None, :]).reshape(count * s, count * s)
+        below = torch.cat([seen.repeat_interleave(s, 0), among], dim=1)
+        above = torch.cat([rows_seen, among.new_zeros(rows_seen.shape[0], count * s)], dim=1)
+        places = (offsets.flatten().unsqueeze(1) + steps + 1).flatten()
+        return (
+            torch.cat([hidden, streams.unsqueeze(0)], dim=1),
+            torch.cat([above, below]),
+            torch.cat([columns, places]),
+        )
+
+    def _pick(self, branch: int, accepted: int, at: int) -> Growth:
+        """The branch that came true, moved to where its tokens belong, as a growth of its own."""
+        growth = self._growth
+        nodes = growth.seen[branch].nonzero().squeeze(1)[accepted:]
+        self._cache.keep(at, nodes - accepted)
+        own = slice(branch, branch + 1)
+        none = growth.columns[:0]
+        return Growth(
+            at + nodes.shape[0],
+            growth.newest[own],
+            none.new_zeros(1),
+            growth.guesses[own],
+            growth.seen[own, :0] if self.streams.shape[0] else None,
+            none,
+            none,
+            growth.tokens[own],
+            growth.rows[own],
+            growth.counts[own],
+            None if growth.logits is None else growth.logits[own],
+            growth.passes,
+        )
+
+    def _choose(self, logits: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [m, v, rows], of the drafts' tokens from number counts [m] on -> tokens and their rows [m, v]."""
+        m, v, _ = logits.shape
+        uniforms = None
+        if self._uniforms is not None:
+            place = counts.unsqueeze(1) + torch.arange(v, device=self.device)
+            uniforms = self._uniforms[place.clamp(max=self._width - 1)].flatten()
+        rows, _ = self._decoding.select(logits.flatten(0, 1), uniforms=uniforms)
+        rows = rows.view(m, v)
+        return (rows if self.head.kept is None else self.head.kept[rows]), rows
+
+    # -- what a round knows
+
+    def _own_logits(self, k: int) -> torch.Tensor:
+        """The draft model's logits [1 + k, rows] behind the pending token and each draft token."""
+        ahead = self._path[self._cache.lengths[0] - self._base :]
+        if not ahead.shape[0]:
+            return self._logits[: k + 1]
+        hidden = self.model.run_layers(self.model.embed(ahead.unsqueeze(0)), self._cache)
+        return torch.cat([self._logits[:k], self.head.logits(self.model.norm(hidden[0, -1:]))])
 
     def _forget(self) -> None:
-        self._branches, self._index, self._grown = None, {}, []
+        self._branches, self._growth, self._index = None, None, {}
 
     def _draw(self) -> None:
         """The numbers that the next draft is drawn with, one for each of its tokens. All branches share them: only one
         comes true, and which one does not depend on them."""
         self._uniforms = None
         if self._generator is not None:
-            self._uniforms = torch.rand(self.plan.depth, generator=self._generator, device=self.device)
+            self._uniforms = torch.rand(self._width, generator=self._generator, device=self.device)

@@ -17,13 +17,15 @@ from torch.nn.functional import linear
 from methods.heads import DraftHead, draft_head
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.link import Inline, Process, Thread
+from methods.mirror_sd.streams import load_streams
 from methods.mirror_sd.wires import ProcessWire
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.target import Prefill, Target, head_weight, weight_bytes
 from specbench.errors import UserError, at_least, near
+from specbench.questions import packaged
 
 CHOICES = {
-    "candidates": ("exit", "draft"),
+    "candidates": ("exit", "draft", "none"),
     "positions": ("all", "first"),
     "acceptance": ("exact", "ratio"),
     "placement": ("auto", "process", "thread", "inline"),
@@ -33,7 +35,8 @@ CHOICES = {
 class MirrorSD(Drafter):
     """max_draft_tokens: gamma. kappa: decisions guessed for each number of accepted tokens. exit_layer: layers of the
     target in front of the guesses; None: half of them. candidates: guess from the target's "exit", or from the "draft"
-    model's own distributions, as SSD does (Kumar et al. 2026), which needs no exit and is launched with the pass.
+    model's own distributions, as SSD does (Kumar et al. 2026), which needs no exit and is launched with the pass;
+    "none": every draft is made behind the decision, as in plain speculative sampling.
     positions: "all" guesses for every number of accepted tokens, "first" for none accepted alone, the narrow reading of
     the paper. branches: of all guesses only so many, the likeliest; None: all.
 
@@ -43,6 +46,7 @@ class MirrorSD(Drafter):
     placement: where the draft model works: in a "process" on cores of its own (models on the CPU), a "thread" with a
     stream of its own (CUDA), "inline" (beside nothing, to compare with); "auto": process on a CPU, thread on CUDA.
     draft_device: None: the target's. draft_cores: of a process. patience: seconds to wait for an answer of the worker.
+    streams: folder with the embeddings of the streams that the draft model was trained with; None: it has none.
     vocab_map, vocab_size: a trimmed head, see `methods.heads`; guesses then are of its tokens as well.
     """
 
@@ -62,6 +66,7 @@ class MirrorSD(Drafter):
         draft_device: str | None = None,
         draft_cores: int = 1,
         patience: float = 60.0,
+        streams: str | None = None,
         vocab_map: str | None = None,
         vocab_size: int | None = None,
     ):
@@ -81,28 +86,31 @@ class MirrorSD(Drafter):
         self.exit_layer = layers // 2 if exit_layer is None else exit_layer
         if not 0 <= self.exit_layer <= layers:
             raise UserError(f"method.exit_layer must lie between 0 and the target's {layers} layers")
-        if candidates == "draft":
-            self.exit_layer = 0
+        if candidates != "exit":
+            self.exit_layer = {"draft": 0, "none": None}[candidates]
         self.max_draft_tokens = max_draft_tokens
         self.ratio = acceptance == "ratio"
-        plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates == "draft")
+        plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates)
 
         draft = pair.draft if draft_device is None else copy.deepcopy(pair.draft).to(draft_device)
         self.model = Target(draft, vocab_size=pair.vocab_size)
         self.head = draft_head(pair, self.model, vocab_map, vocab_size)
         self.device = target.device
-        exit_parts = None if plan.from_draft else _exit_parts(target, self.model, self.head.kept)
+        exit_parts = _exit_parts(target, self.model, self.head.kept) if candidates == "exit" else None
         self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
         rows = self.model.vocab_size if self.head.kept is None else self.head.kept.shape[0]
-        self._guess_bytes = 0 if plan.from_draft else weight_bytes(target.norm) + exit_parts[1].nbytes
+        self._guess_bytes = sum(_bytes(part) for part in exit_parts or ())
 
-        if placement == "auto":
+        if placement == "auto" and candidates == "none":
+            placement = "inline"
+        elif placement == "auto":
             placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
-        made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, exit_parts, plan)
+        guessing = None if streams is None else load_streams(packaged(streams), draft)
+        made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, exit_parts, plan, guessing)
         if placement == "process":
             if (target.device.type, self.model.device.type) != ("cpu", "cpu"):
                 raise UserError("method.placement=process is for models on the CPU: use thread")
-            for part in [draft, *(exit_parts or ())]:
+            for part in (draft, *(exit_parts or ())):
                 part.share_memory() if isinstance(part, torch.nn.Module) else part.share_memory_()
             longest = target.config.max_position_embeddings
             wire = ProcessWire(
@@ -137,7 +145,7 @@ class MirrorSD(Drafter):
         reply = self.link.collect()
         probs = None
         if reply.probs is not None:
-            probs = self.head.spread(list(reply.probs.to(self.device).unsqueeze(1)))
+            probs = self.head.spread([reply.probs.to(self.device)])
         read = sum(reply.passes) * self._pass_bytes
         if reply.beside.hit is not None:
             read += self._guess_bytes
@@ -150,6 +158,16 @@ class MirrorSD(Drafter):
         self.link.close()
 
 
+class StreamingMirrorSD(MirrorSD):
+    """The same with the pair's part `streaming` as its draft model, which guesses several tokens a pass."""
+
+    needs = Needs(draft_model=True, part="streaming")
+
+
+def _bytes(part: torch.nn.Module | torch.Tensor) -> int:
+    return weight_bytes(part) if isinstance(part, torch.nn.Module) else part.nbytes
+
+
 def _exit_parts(target: Target, model: Target, kept: torch.Tensor | None) -> tuple:
     """The target's norm and its head's weight and bias, over the rows that the draft model can say."""
     head = target.lm_head
@@ -159,12 +177,23 @@ def _exit_parts(target: Target, model: Target, kept: torch.Tensor | None) -> tup
     return copy.deepcopy(target.norm).to(model.device), weight, *bias
 
 
-def make_brancher(draft, vocab_size: int, width: int, kept: torch.Tensor | None, exit_parts, plan: Plan):
-    """The draft's side, made where it works: the head over rows `kept`, `width` ids of the target; exit_parts: as
+def make_brancher(
+    draft,
+    vocab_size: int,
+    width: int,
+    kept: torch.Tensor | None,
+    exit_parts: tuple | None,
+    plan: Plan,
+    streams: torch.Tensor | None,
+) -> Brancher:
+    """The draft's side, made where it works: a head over the rows `kept`, for a target of `width` ids; exit_parts: as
     `_exit_parts` gives them."""
     model = Target(draft, vocab_size=vocab_size)
-    head = DraftHead(model, width, kept)
-    if exit_parts is None:
-        return Brancher(model, head, None, plan)
-    norm, *weights = exit_parts
-    return Brancher(model, head, lambda states: linear(norm(states), *weights), plan)
+    exit_head = None
+    if exit_parts is not None:
+        norm, *weights = exit_parts
+
+        def exit_head(states: torch.Tensor) -> torch.Tensor:
+            return linear(norm(states), *weights)
+
+    return Brancher(model, DraftHead(model, width, kept), exit_head, plan, streams)

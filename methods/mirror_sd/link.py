@@ -21,7 +21,7 @@ from enum import IntEnum
 import torch
 from torch import multiprocessing
 
-from methods.mirror_sd.brancher import Brancher, Found
+from methods.mirror_sd.brancher import Brancher
 from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
 from specbench.decoding.trace import Beside
 from specbench.errors import JobError
@@ -78,7 +78,7 @@ class Inline:
         found = self.brancher.settle(*self._decision)
         beside = Beside(found.hit, self._beside, time.perf_counter() - start, 0.0, 0.0)
         self._beside = 0.0
-        return Reply(found.tokens, stacked(found), found.passes, beside)
+        return Reply(found.tokens, found.probs, found.passes, beside)
 
     def end(self) -> None:
         """The sequence is done: what still goes on for it is given up."""
@@ -269,7 +269,7 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
                 case Ask.SETTLE:
                     accepted, following, limit, _ = message.numbers
                     found = brancher.settle(accepted, following, limit, requests.waiting)
-                    wire.put_draft(found.tokens, stacked(found))
+                    wire.put_draft(found.tokens, found.probs)
                     hit = -1 if found.hit is None else int(found.hit)
                     seconds = (beside, now() - got, idle, handover)
                     wire.replies.put(Say.DRAFT, found.tokens.shape[0], hit, *found.passes, seconds=seconds)
@@ -288,8 +288,3 @@ def _give_up(wire: ThreadWire | ProcessWire, error: Exception) -> None:
     said = str(error).strip()
     wire.put_reason(f"{type(error).__name__}: {said.splitlines()[0] if said else 'no message'}")
     wire.replies.put(Say.FAILED)
-
-
-def stacked(found: Found) -> torch.Tensor | None:
-    """The distributions that a draft was drawn from, [n, rows]."""
-    return torch.cat(found.probs) if found.probs and found.probs[0] is not None else None

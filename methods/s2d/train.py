@@ -24,6 +24,7 @@ from methods.training import (
     batches,
     held_out_batches,
     predicting,
+    save_model,
     train_part,
     training_pair,
 )
@@ -112,8 +113,7 @@ def train(cfg: DictConfig) -> Path:
 
     def save(out: Path, figures: dict[str, float]) -> None:
         model.config.exits = exits
-        model.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
-        pair.tokenizer.save_pretrained(out)
+        save_model(model, pair, cfg, out)
 
     return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 

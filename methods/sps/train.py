@@ -19,6 +19,7 @@ from methods.training import (
     batches,
     held_out_batches,
     predicting,
+    save_model,
     soft_cross_entropy,
     train_part,
     training_pair,
@@ -66,8 +67,7 @@ def train(cfg: DictConfig) -> Path:
         return {"held_out_agreement": agreement(module.choices, held_out)}
 
     def save(out: Path, figures: dict[str, float]) -> None:
-        draft.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
-        pair.tokenizer.save_pretrained(out)
+        save_model(draft, pair, cfg, out)
 
     return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 

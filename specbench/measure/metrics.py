@@ -15,7 +15,7 @@ from specbench.measure.equivalence import VERDICTS
 from specbench.measure.frames import GENERATION_COLUMNS, generations_frame, steps_frame
 from specbench.measure.statistics import Speedup, pooled_speedup, speedup
 
-SCHEMA = 2
+SCHEMA = 3
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
 NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats")
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
@@ -108,6 +108,7 @@ def numbers(
         "verify_seconds": _total(rounds["verify_seconds"]),
         "other_seconds": _total(rounds["other_seconds"]),
         **(batching(method, rounds, batch_size) if batch_size else dict.fromkeys(BATCHING)),
+        "overlap": overlap(rounds),
         "equivalence": equivalence(records),
     }
 
@@ -226,6 +227,52 @@ def exit_shares(rounds: pd.DataFrame) -> dict[str, float] | None:
     return {str(layers): float(n / counts.sum()) for layers, n in counts.sort_index().items()} or None
 
 
+def overlap(rounds: pd.DataFrame) -> dict | None:
+    """What drafting beside the target gains; None for a method that does not. Seconds are means per round.
+
+    fall_back_rate: of the decisions that were looked up, the share for which nothing had been drafted; by_accepted: the
+    same by how many draft tokens had been accepted. hidden_share: of the time that the draft's side worked, the part in
+    which the target did not wait for it. model_seconds: the latency model of Mirror-SD (Bhendawade et al. 2025, eq. 10)
+    with the term that it lacks, exit + max(rest of the pass, draft beside it) + handover + draft behind the decision
+    (the whole of it after a miss, what was lacking after a hit) + the rest of the round; round_seconds: as measured.
+    """
+    launched = rounds[rounds["exit_seconds"].notna()]
+    if launched.empty:
+        return None
+    before = rounds.groupby(["question_id", "turn", "repeat"], sort=False)["accepted"].shift()
+    looked = rounds["hit"].notna()
+    missed = rounds.loc[looked, "hit"].eq(False)
+    by_accepted = missed.groupby(before[looked].astype(int)).mean()
+    kinds = rounds[looked]
+    after = [_mean(kinds.loc[missed == kind, "after_seconds"]) or 0.0 for kind in (False, True)]
+    fall_back = _mean(missed.astype(float))
+    exit_seconds, beside = _mean(launched["exit_seconds"]), _mean(kinds["beside_seconds"])
+    rest = _mean(launched["verify_seconds"] - launched["exit_seconds"])
+    handover, other = _mean(kinds["handover_seconds"]), _mean(kinds["other_seconds"])
+    drafted = rounds[rounds["beside_seconds"].notna()]
+    worked = drafted["beside_seconds"].sum() + drafted["after_seconds"].sum()
+    parts = (exit_seconds, beside, rest, handover, other, fall_back)
+    model = None
+    if None not in parts:
+        waiting = (1 - fall_back) * after[0] + fall_back * after[1]
+        model = exit_seconds + max(rest, beside) + handover + waiting + other
+    return {
+        "fall_back_rate": fall_back,
+        "fall_back_rate_by_accepted": {str(n): float(share) for n, share in by_accepted.items()},
+        "hidden_share": None if worked <= 0 else max(0.0, 1 - float(drafted["draft_seconds"].sum() / worked)),
+        "exit_seconds": exit_seconds,
+        "rest_seconds": rest,
+        "beside_seconds": beside,
+        "after_hit_seconds": after[0],
+        "after_miss_seconds": after[1],
+        "waited_seconds": _mean(kinds["draft_seconds"]),
+        "idle_seconds": _mean(kinds["idle_seconds"]),
+        "handover_seconds": handover,
+        "model_seconds": model,
+        "round_seconds": _mean(kinds[["draft_seconds", "verify_seconds", "other_seconds"]].sum(axis=1)),
+    }
+
+
 def batching(method: pd.DataFrame, rounds: pd.DataFrame, batch_size: int) -> dict:
     """How well a batch was used; rounds: one row per sequence and round, each with one part in `rows` of it.
 
@@ -289,6 +336,11 @@ def _complete_questions(turns: pd.DataFrame) -> pd.DataFrame:
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     return float(numerator / denominator) if denominator > 0 else None
+
+
+def _mean(column: pd.Series) -> float | None:
+    """Mean of a column; None when there is nothing."""
+    return float(column.mean()) if len(column) else None
 
 
 def _total(column: pd.Series) -> float | int | None:

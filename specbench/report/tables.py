@@ -21,7 +21,7 @@ from specbench.measure.statistics import verdict
 PIPED_WIDTH = 100
 UNKNOWN = "–"  # not measured
 DIFFERENCES_SHOWN = 3
-NESTED = ("equivalence", "exit_shares")
+NESTED = ("equivalence", "exit_shares", "overlap")
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
 
 
@@ -34,6 +34,8 @@ def run_table(summary: dict) -> Table:
         caption.append(f"\ndraft tokens left the draft model after: {left}")
     if summary["drafter"]:
         caption.append(f"\n{batch_line(summary)}")
+    if summary["overall"]["overlap"]:
+        caption.append(f"\n{overlap_line(summary['overall']['overlap'])}")
     table = Table(title=_title(summary), caption=caption, **_STYLE)
     _add_columns(table, "task")
     tasks = sorted(summary["tasks"].items(), key=lambda item: not item[1]["equivalence"]["violation"])
@@ -121,6 +123,20 @@ def batch_line(summary: dict) -> str:
         parts.append(f"rows of one length in {_share(overall['group_rate'])} of the rounds")
     parts.append(f"{_number(gain(summary), 2)} times the tokens/s of plain decoding one by one")
     return ", ".join(parts)
+
+
+def overlap_line(overlap: dict) -> str:
+    """How much of the drafting was hidden beside the target, and where the time of a round went."""
+
+    def ms(name: str) -> str:
+        return UNKNOWN if overlap[name] is None else f"{1e3 * overlap[name]:.1f}"
+
+    return (
+        f"drafted beside the target: {_share(overlap['hidden_share'])} of the draft's time hidden, "
+        f"{_share(overlap['fall_back_rate'])} of the decisions not guessed; a round took {ms('round_seconds')} ms: "
+        f"{ms('exit_seconds')} to the exit, {ms('rest_seconds')} behind it (draft beside it {ms('beside_seconds')}), "
+        f"{ms('waited_seconds')} waiting; the latency model says {ms('model_seconds')} ms"
+    )
 
 
 def gain(summary: dict) -> float | None:

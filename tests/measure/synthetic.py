@@ -30,6 +30,8 @@ CONFIG = {
     "runs_root": "runs",
     "run_dir": None,
 }
+# What a drafter beside the target leaves in a step.
+BESIDE = ("exit_seconds", "hit", "beside_seconds", "after_seconds", "idle_seconds", "handover_seconds")
 EXACT = {"verdict": "exact", "first_divergence": None, "margin": None, "noise": 1e-4}
 TIE = {"verdict": "tie", "first_divergence": 4, "margin": 1e-5, "noise": 1e-4}
 VIOLATION = {"verdict": "violation", "first_divergence": 2, "margin": 0.5, "noise": 1e-4}
@@ -51,12 +53,13 @@ def columns(rounds: list[dict]) -> dict:
             "rows": 1,
             "align_seconds": 0.0,
             "grouped": None,
+            **dict.fromkeys(BESIDE),
         }
         | r
         for r in rounds
     ]
     names = ("drafted", "accepted", "emitted", "depth", "draft_seconds", "verify_seconds", "other_seconds",
-             "draft_bytes", "target_bytes", "exits", "rows", "align_seconds", "grouped")  # fmt: skip
+             "draft_bytes", "target_bytes", "exits", "rows", "align_seconds", "grouped", *BESIDE)  # fmt: skip
     return {name: [r[name] for r in full] for name in names}
 
 

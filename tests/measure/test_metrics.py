@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from specbench.measure import metrics
 from specbench.measure.frames import STEP_COLUMNS, generations_frame, steps_frame
 from tests.measure.synthetic import (
+    BESIDE,
     CONFIG,
     EXACT,
     FACTS,
@@ -46,7 +47,9 @@ def scaled(records, factor):
         return node
 
     def times(value):
-        return [v * factor for v in value] if isinstance(value, list) else value * factor
+        if isinstance(value, list):
+            return [None if v is None else v * factor for v in value]
+        return value * factor
 
     return walk(records)
 
@@ -61,6 +64,35 @@ def test_exit_shares():
     shares = overall([record(turns=[turn(method=method)])])["exit_shares"]
     assert shares == {"2": 0.5, "4": 0.25, "6": 0.25}
     assert overall([record()])["exit_shares"] is None
+
+
+def test_overlap_by_hand():
+    """Three rounds: the first draft is nobody's guess, the second was guessed, the third was not."""
+    common = {"exit_seconds": 0.004, "verify_seconds": 0.010, "other_seconds": 0.001, "idle_seconds": 0.002}
+    common |= {"handover_seconds": 0.0001}
+    rounds = [
+        {"accepted": 2, "hit": None, "beside_seconds": 0.0, "after_seconds": 0.005, "draft_seconds": 0.005},
+        {"accepted": 4, "hit": True, "beside_seconds": 0.007, "after_seconds": 0.0, "draft_seconds": 0.001},
+        {
+            "accepted": 0,
+            "hit": False,
+            "beside_seconds": 0.005,
+            "after_seconds": 0.003,
+            "draft_seconds": 0.003,
+        },
+        {"accepted": 0} | dict.fromkeys(BESIDE),  # the last place belongs to the target alone
+    ]
+    rounds = [common | r for r in rounds]
+    method = generation([2, 4, 0, 0]) | {"steps": columns(rounds)}
+    found = overall([record(turns=[turn(method=method)])])["overlap"]
+    assert found["fall_back_rate"] == 0.5
+    assert found["fall_back_rate_by_accepted"] == {"2": 0.0, "4": 1.0}
+    assert found["hidden_share"] == pytest.approx(1 - (0.005 + 0.001 + 0.003) / 0.020)
+    assert found["waited_seconds"] == pytest.approx(0.002)
+    # exit + max(rest of the pass, draft beside it) + handover + half the misses' drafts + the rest
+    assert found["model_seconds"] == pytest.approx(0.004 + 0.006 + 0.0001 + 0.5 * 0.003 + 0.001)
+    assert found["round_seconds"] == pytest.approx(0.002 + 0.010 + 0.001)
+    assert overall([answered()])["overlap"] is None
 
 
 def test_the_step_columns_are_those_of_the_trace():

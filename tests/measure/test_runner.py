@@ -22,6 +22,7 @@ from specbench.decoding import engine as engine_module
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
+from specbench.errors import JobError
 from specbench.measure import runner, store
 from tests.models import save_pair
 
@@ -238,6 +239,25 @@ def test_a_question_that_fails_is_recorded_and_leaves_the_others_alone(workplace
     assert "the context only 512" in failed[0]["error"]
     assert summary["overall"]["questions"] == len(CATEGORIES) - 1
     assert "question 5 failed" in capsys.readouterr().err
+
+
+def test_what_ends_the_job_is_not_booked_as_a_question_that_failed(workplace, tmp_path, monkeypatch):
+    """The questions before it stand, and the same command goes on behind them."""
+    real, calls = Engine.generate, iter(range(1000))
+
+    def until(self, *arguments, **more):
+        if type(self.drafter).__name__ == "PromptLookup" and next(calls) == 4:
+            raise JobError("the draft worker is gone")
+        return real(self, *arguments, **more)
+
+    monkeypatch.setattr(Engine, "generate", until)
+    run_dir = start(workplace, "pld", tmp_path)
+    with pytest.raises(JobError):
+        runner.run(run_dir)
+    before = store.read_records(run_dir)
+    assert 0 < len(before) < len(CATEGORIES) and not any(record["error"] for record in before)
+    assert runner.run(run_dir) == 0
+    assert store.read_records(run_dir)[: len(before)] == before
 
 
 def without_times(summary: dict) -> dict:

@@ -3,6 +3,7 @@ draft worker that fails takes nothing with it."""
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -12,9 +13,11 @@ import time
 import pytest
 import torch
 
+from methods.heads import DraftHead
 from methods.mirror_sd import MirrorSD
-from methods.mirror_sd.brancher import Brancher
+from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.branches import likely_decisions
+from methods.mirror_sd.streams import save_streams
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
@@ -61,6 +64,59 @@ def test_branches_are_the_drafts_of_speculative_sampling(arch, variant):
     assert tokens_of(drafts(mirror(pair, **VARIANTS[variant]), pair, 0.0)) == expected
 
 
+STREAMS = 3
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "opt"])
+def streaming(request, tmp_path_factory):
+    """A pair, and stream embeddings under which random models guess right now and then."""
+    pair = random_pair(request.param)
+    torch.manual_seed(5)
+    folder = tmp_path_factory.mktemp("streams")
+    save_streams(0.3 * torch.randn(STREAMS, pair.draft.config.hidden_size), folder)
+    return pair, str(folder)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "serial"])
+def test_streams_change_nothing_about_a_draft(streaming, variant):
+    """Main streams vet the guesses: tokens are those of the draft model alone, in fewer passes."""
+    pair, folder = streaming
+    settings = VARIANTS.get(variant, {"candidates": "none"})
+    expected = drafts(SpeculativeSampling(pair, 4), pair, 0.0)
+    drafter = mirror(pair, streams=folder, **settings)
+    assert tokens_of(drafts(drafter, pair, 0.0)) == tokens_of(expected)
+
+
+def test_streams_save_passes():
+    """A draft model that says one token for ever, and streams that know it."""
+    pair = copy.deepcopy(random_pair("llama"))
+    with torch.no_grad():
+        pair.draft.lm_head.weight[:] = 0.0
+        pair.draft.lm_head.weight[7] = 1.0
+        pair.draft.model.norm.weight.abs_()
+        # The state that the head reads is the same for every token: only the final norm's weight is left of it.
+        for layer in pair.draft.model.layers:
+            layer.mlp.down_proj.weight.zero_()
+            layer.self_attn.o_proj.weight.zero_()
+        pair.draft.model.embed_tokens.weight[:] = 1.0
+    model = Target(pair.draft)
+    brancher = Brancher(model, DraftHead(model, 61), None, Plan(8, 1, guesses="none"), torch.ones(3, 64))
+    brancher.begin(torch.tensor(PROMPT), 64, 0.0, 0)
+    found = brancher.settle(0, 5, 8)
+    assert found.tokens.tolist() == [7] * 8
+    assert found.passes == (0, 3)  # 1, then 4 with three guesses come true, then 4
+    assert brancher.settle(8, 7, 8).passes == (0, 3)
+
+
+def test_streams_of_another_model_are_refused(tmp_path):
+    pair = random_pair("llama")
+    with pytest.raises(UserError, match="mirror_sd.train"):
+        mirror(pair, streams=str(tmp_path))
+    save_streams(torch.zeros(2, 32), tmp_path)
+    with pytest.raises(UserError, match=r"shape \[2, 32\]; the draft model is 64 wide"):
+        mirror(pair, streams=str(tmp_path))
+
+
 class Interrupted(Brancher):
     """Learns the decision before a random pass, as a worker does that runs beside the target."""
 
@@ -71,13 +127,15 @@ class Interrupted(Brancher):
         super().expand(k, depth, states, lambda: next(passes, True))
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_whenever_the_decision_is_known(variant, monkeypatch):
-    pair = random_pair("llama")
+def test_whenever_the_decision_is_known(variant, streams, streaming, monkeypatch):
+    pair, folder = streaming
     expected = tokens_of(drafts(SpeculativeSampling(pair, 4), pair, 0.0))
     monkeypatch.setattr("methods.mirror_sd.drafter.Brancher", Interrupted)
-    for _ in range(6):
-        assert tokens_of(drafts(mirror(pair, **VARIANTS[variant]), pair, 0.0)) == expected
+    for _ in range(2):
+        drafter = mirror(pair, streams=folder if streams else None, **VARIANTS[variant])
+        assert tokens_of(drafts(drafter, pair, 0.0)) == expected
 
 
 def test_a_branch_left_where_it_grew_would_be_found(monkeypatch):
@@ -87,11 +145,13 @@ def test_a_branch_left_where_it_grew_would_be_found(monkeypatch):
     assert tokens_of(drafts(mirror(pair, kappa=8), pair, 0.0)) != expected
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("kept", [None, list(range(0, 61, 2))])
-def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept):
+def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_path):
     """Every token's row is the draft model's own distribution behind the tokens before it, branch or not."""
     pair = random_pair("llama")
-    drafter = mirror(pair, kappa=3, acceptance="ratio")
+    save_streams(0.3 * torch.randn(STREAMS, 64), tmp_path)
+    drafter = mirror(pair, kappa=3, acceptance="ratio", streams=str(tmp_path) if streams else None)
     if kept:
         drafter = trimmed(drafter, kept)
         drafter.link.brancher.head = drafter.head

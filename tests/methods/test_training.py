@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from methods.kangaroo import train as kangaroo_train
+from methods.mirror_sd import train as mirror_train
+from methods.mirror_sd.streams import load_streams
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from methods.training import LOG, agreement, batches, held_out_batches, train_part, training_pair
@@ -139,6 +141,41 @@ def test_distillation_brings_a_draft_model_closer_to_its_target(workplace, tmp_p
     assert not (out / "checkpoints").exists()
 
 
+def test_streams_learn_what_comes_after_next(workplace, tmp_path):
+    more = ("learning_rate=1e-2", "steps=60", "save_every=30", "stream_weight=0.5")
+    cfg = training_settings("train_mirror_sd", workplace, tmp_path, *more)
+    whole = AutoModelForCausalLM.from_pretrained(mirror_train.train(cfg))
+    rows = log(tmp_path)
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
+    # "ab ab ab": the first of three tokens on is a fourth of the time the stop token, else it can be known
+    assert min(rows[-1][f"held_out_right_{j}"] for j in (1, 2, 3)) > 0.5
+    streams = load_streams(tmp_path, whole)
+    assert streams.shape == (2, 64) and streams.std() > 0
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral"])
+def test_stream_loss_against_one_position_at_a_time(arch):
+    """The main stream is the model as it is; stream j is the model's next state behind j tokens that stand for what is
+    not known yet."""
+    model = random_pair(arch, seed=3).draft
+    module = mirror_train.Streaming(model, 2, 0.1)
+    ids = torch.tensor([[5, 9, 31, 7, 22, 14]])
+    weights = torch.tensor([[0.0, 0.0, 0.2, 1.0, 0.0, 1.0]])
+    with torch.no_grad():
+        module.streams.normal_()
+        loss = module({"input_ids": ids, "loss_weight": weights})
+        expected = torch.zeros(())
+        embedded = model.get_input_embeddings()(ids)
+        for t in range(6):
+            known = [embedded[:, : t + 1], *(embedded[:, t : t + 1] + p for p in module.streams)]
+            logits = model(inputs_embeds=torch.cat(known, dim=1), use_cache=False).logits[0, t:]
+            for j, scale in enumerate((1.0, 0.1, 0.1)):
+                if t + 1 + j < 6:
+                    own = torch.nn.functional.cross_entropy(logits[j], ids[0, t + 1 + j])
+                    expected += scale * weights[0, t + 1 + j] * own
+    torch.testing.assert_close(loss, expected)
+
+
 def test_accumulated_batches_count_like_one_larger_batch(workplace, tmp_path):
     """Two batches of two rows a step move the weights like one batch of four, whatever the assistant says in each."""
     weights = []
@@ -167,11 +204,16 @@ def test_a_half_precision_target_trains_a_float32_adapter(workplace, tmp_path, d
     assert [set(row) for row in log(out)] == [{"step", "loss", "held_out_agreement"}] * 2
 
 
-@pytest.mark.parametrize("name", ["train_kangaroo", "train_s2d", "train_sps"])
+@pytest.mark.parametrize("name", ["train_kangaroo", "train_s2d", "train_sps", "train_mirror_sd"])
 def test_passes_in_bf16(workplace, tmp_path, name):
     more = {"train_s2d": ("layers=3", "exits=[1,3]")}.get(name, ())
     cfg = training_settings(name, workplace, tmp_path, "precision=bf16", "steps=2", "save_every=1", *more)
-    trainer = {"train_kangaroo": kangaroo_train, "train_s2d": s2d_train, "train_sps": sps_train}[name]
+    trainer = {
+        "train_kangaroo": kangaroo_train,
+        "train_s2d": s2d_train,
+        "train_sps": sps_train,
+        "train_mirror_sd": mirror_train,
+    }[name]
     assert all(row["loss"] > 0 for row in log(trainer.train(cfg)))
 
 

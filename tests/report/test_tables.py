@@ -24,6 +24,7 @@ NUMBERS = {
     "acceptance_length": 3.21,
     "acceptance_rate": 0.61,
     "exit_shares": None,
+    "overlap": None,
     "mbsu": 1.9,
     "draft_seconds": 30.0,
     "verify_seconds": 60.0,
@@ -177,6 +178,28 @@ def test_batches_side_by_side():
     assert cells.split() in rows
     assert any(row[0] == "ar_batch" and row[-1] == "1.23" for row in rows)
     assert tables.batches_table([SUMMARY]) is None
+
+
+def test_what_drafting_beside_the_target_gains():
+    overlap = {
+        "fall_back_rate": 0.125,
+        "fall_back_rate_by_accepted": {"0": 0.125},
+        "hidden_share": 0.83,
+        "exit_seconds": 0.0042,
+        "rest_seconds": 0.0061,
+        "beside_seconds": 0.0055,
+        "after_hit_seconds": 0.0,
+        "after_miss_seconds": 0.004,
+        "waited_seconds": 0.0009,
+        "idle_seconds": 0.001,
+        "handover_seconds": None,
+        "model_seconds": None,
+        "round_seconds": 0.0123,
+    }
+    text = " ".join(shown(tables.run_table(SUMMARY | {"overall": NUMBERS | {"overlap": overlap}})).split())
+    assert "83% of the draft's time hidden, 12% of the decisions not guessed" in text
+    assert "a round took 12.3 ms: 4.2 to the exit, 6.1 behind it (draft beside it 5.5), 0.9 waiting" in text
+    assert "the latency model says – ms" in text
 
 
 def test_exit_shares_are_told_where_there_are_several():

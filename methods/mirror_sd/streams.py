@@ -1,0 +1,37 @@
+"""The embeddings of a draft model's streams, as they lie beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from specbench.errors import UserError
+
+FILE, NAME = "streams.safetensors", "streams"
+
+
+def save_streams(streams: torch.Tensor, folder: str | Path) -> None:
+    """Writes [s, d] embeddings into the folder of their draft model."""
+    save_file({NAME: streams.cpu().contiguous()}, Path(folder) / FILE)
+
+
+def load_streams(folder: str | Path, model) -> torch.Tensor:
+    """[s, d] with the draft model's dtype and device. Raises UserError if they are not there, or another model's."""
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise UserError(
+            f"there is no {FILE} in '{folder}': train it with `python -m methods.mirror_sd.train pair=...`"
+        )
+    try:
+        streams = load_file(path)[NAME]
+    except (SafetensorError, KeyError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    width = model.get_input_embeddings().weight.shape[1]
+    if streams.dim() != 2 or streams.shape[1] != width:
+        raise UserError(
+            f"{path} holds streams of shape {list(streams.shape)}; the draft model is {width} wide"
+        )
+    return streams.to(model.device, model.dtype)

@@ -1,0 +1,117 @@
+"""Trains a draft model to stream: `python -m methods.mirror_sd.train pair=... [draft=MODEL streams=2]`.
+
+Speculative Streaming (Bhendawade et al. 2024, section 3): beside the next token each position also predicts the tokens
+further on, from stream states; loss = main + `stream_weight` * sum of the streams' (future n-grams). Here the streams
+begin at the embeddings and go through every layer, as draft models are shallow; the paper's begin some layers below the
+top. The result is a draft model like any other, with the streams' embeddings beside it in streams.safetensors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from methods.mirror_sd.streams import save_streams
+from methods.training import CHUNK, Batch, batches, held_out_batches, save_model, train_part, training_pair
+from specbench.errors import at_least, one_line_errors
+from specbench.pairs import load_pair
+
+
+class Streaming(torch.nn.Module):
+    """batch -> weighted sum of the cross-entropies of the next token and of the `streams` tokens behind it."""
+
+    def __init__(self, model: PreTrainedModel, streams: int, stream_weight: float):
+        super().__init__()
+        self.model, self.stream_weight = model, stream_weight
+        width = model.get_input_embeddings().weight.shape[1]
+        self.streams = torch.nn.Parameter(0.02 * torch.randn(streams, width, device=model.device))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        states = self.states(batch["input_ids"])
+        total = self._loss(states[:, :, 0], batch, 1)
+        for j in range(1, states.shape[2]):
+            total = total + self.stream_weight * self._loss(states[:, :, j], batch, 1 + j)
+        return total
+
+    def states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [B, T] -> final states [B, T, 1 + s, d] of each position and its streams."""
+        (b, t), s = ids.shape, self.streams.shape[0]
+        embedded = self.model.get_input_embeddings()(ids)
+        streams = (embedded.unsqueeze(2) + self.streams).flatten(1, 2)
+        at = torch.arange(t, device=ids.device)
+        position = torch.cat([at, (at.unsqueeze(1) + 1 + torch.arange(s, device=ids.device)).flatten()])
+        # Whose column and row it is: the position of the token, and the stream's number, 0 for the main one.
+        token = torch.cat([at, at.repeat_interleave(s)])
+        stream = torch.cat([at * 0, torch.arange(1, s + 1, device=ids.device).repeat(t)])
+        seen = (stream == 0) & (token <= token.unsqueeze(1))
+        seen = seen | ((token == token.unsqueeze(1)) & (stream <= stream.unsqueeze(1)))
+        mask = torch.zeros(seen.shape, dtype=embedded.dtype, device=ids.device)
+        mask = mask.masked_fill_(~seen, torch.finfo(embedded.dtype).min).expand(b, 1, -1, -1)
+        hidden = self.model.model(
+            inputs_embeds=torch.cat([embedded, streams], dim=1),
+            attention_mask=mask,
+            position_ids=position.expand(b, -1),
+            use_cache=False,
+        ).last_hidden_state
+        return torch.cat([hidden[:, :t].unsqueeze(2), hidden[:, t:].unflatten(1, (t, s))], dim=2)
+
+    def _loss(self, states: torch.Tensor, batch: Batch, ahead: int) -> torch.Tensor:
+        states, goals, weights = self._predicting(states, batch, ahead)
+        total = torch.zeros((), device=states.device)
+        for rows, goal, weight in zip(*(part.split(CHUNK) for part in (states, goals, weights))):
+            logits = self.model.lm_head(rows).float()
+            total = total + weight @ cross_entropy(logits, goal, reduction="none")
+        return total
+
+    def _predicting(self, states: torch.Tensor, batch: Batch, ahead: int) -> tuple[torch.Tensor, ...]:
+        """States [n, d] that predict what stands `ahead` places on and weighs anything, these tokens, their weights."""
+        goals, weights = batch["input_ids"][:, ahead:], batch["loss_weight"][:, ahead:]
+        counts = weights > 0
+        return states[:, :-ahead][counts], goals[counts], weights[counts]
+
+    @torch.no_grad()
+    def right(self, batch: Batch) -> torch.Tensor:
+        """[1 + s, 2]: for the next token and each stream, how many tokens of the text were its first choice, and of how
+        many."""
+        states, rows = self.states(batch["input_ids"]), []
+        for j in range(states.shape[2]):
+            own, goals, _ = self._predicting(states[:, :, j], batch, 1 + j)
+            rows.append(torch.tensor([(self.model.lm_head(own).argmax(-1) == goals).sum(), len(goals)]))
+        return torch.stack(rows)
+
+
+def train(cfg: DictConfig) -> Path:
+    """Trains as configured (conf/train_mirror_sd.yaml) and returns the folder of the finished draft model."""
+    at_least(1, streams=cfg.streams)
+    pair_cfg = cfg.pair if cfg.draft is None else OmegaConf.merge(cfg.pair, {"draft": cfg.draft})
+    pair = load_pair(training_pair(pair_cfg), cfg.seed, with_draft=True)
+    torch.manual_seed(cfg.seed)
+    draft = pair.draft.float().requires_grad_(True)
+    if cfg.gradient_checkpointing:
+        draft.gradient_checkpointing_enable()
+    module, held_out = Streaming(draft, cfg.streams, cfg.stream_weight), held_out_batches(cfg, pair)
+
+    def evaluate() -> dict[str, float]:
+        right, of = sum(module.right(batch) for batch in held_out).unbind(1)
+        return {f"held_out_right_{1 + j}": share for j, share in enumerate((right / of).tolist())}
+
+    def save(out: Path, figures: dict[str, float]) -> None:
+        save_model(draft, pair, cfg, out)
+        save_streams(module.streams.detach().to(draft.dtype), out)
+
+    return train_part(module, batches(cfg, pair), evaluate, save, cfg)
+
+
+@hydra.main(version_base=None, config_path="../../conf", config_name="train_mirror_sd")
+def main(cfg: DictConfig) -> None:
+    with one_line_errors():
+        train(cfg)
+
+
+if __name__ == "__main__":
+    main()
