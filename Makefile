@@ -11,6 +11,7 @@ NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
 
 METHOD ?= kangaroo
 TINY := build/tiny
+ANSWERS := $(TINY)/answers/both.jsonl
 PART := OMP_NUM_THREADS=1 $(PY) -m
 DEEP = pair=tiny pair.target=$(TINY)/weights/target pair.tokenizer=$(TINY)/weights/tokenizer
 SHALLOW = pair=tiny_shallow pair.target=$(TINY)/weights/target_shallow pair.tokenizer=$(TINY)/weights/tokenizer
@@ -31,8 +32,14 @@ benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on a
 
 tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny, and compare it with the shipped one
 	@$(PY) -m specbench.tiny.train --out $(TINY) $(ARGS)
+	@$(PART) methods.answer $(SHALLOW) count=2500 seed=1 max_new_tokens=200 out=$(TINY)/answers/shallow.jsonl
+	@$(PART) methods.answer $(DEEP) count=2500 seed=2 max_new_tokens=200 out=$(TINY)/answers/deep.jsonl
+	@yes | head -c 20000000 > $(TINY)/answers/order
+	@cat $(TINY)/answers/shallow.jsonl $(TINY)/answers/deep.jsonl | shuf --random-source=$(TINY)/answers/order > $(ANSWERS)
 	@$(PART) methods.s2d.train $(SHALLOW) layers=[0,2,4,6,8,10] exits=[2,4,6] steps=500 save_every=50 \
-		prompt_weight=0.2 stuttering=0.04 out=$(TINY)/weights/s2d
+		prompt_weight=0.2 conversations=$(ANSWERS) out=$(TINY)/weights/s2d
+	@$(PART) methods.mirror_sd.train $(DEEP) pair.draft=$(TINY)/weights/draft steps=300 save_every=50 \
+		prompt_weight=0.2 conversations=$(ANSWERS) out=$(TINY)/weights/streaming
 	@$(PART) methods.kangaroo.train $(DEEP) like_layer=4 steps=400 save_every=50 \
 		prompt_weight=0.2 out=$(TINY)/weights/kangaroo
 	@$(PART) methods.kangaroo.train $(SHALLOW) like_layer=2 steps=300 save_every=50 \

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from specbench.conversations import Tokens, batched, conversations, packed_rows, stuttering_rows, tokenizer_of
+from specbench.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.errors import UserError
 
 CHUNK = 512  # positions whose logits exist at a time
@@ -38,7 +38,7 @@ def batches(cfg: DictConfig, pair, held_out: bool = False) -> Iterator[Batch]:
     stream = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
     whole = (row for messages in stream for row in tokenize(messages))
     cut = ((ids[: cfg.length], weights[: cfg.length]) for ids, weights in whole)
-    rows = stuttering_rows(_answered(cut, cfg.length), cfg.seed, cfg.stuttering)
+    rows = _answered(cut, cfg.length)
     pad_id = pair.tokenizer.pad_token_id
     return batched(
         packed_rows(rows, cfg.length, min(pair.stop_ids) if pad_id is None else pad_id), cfg.batch_size

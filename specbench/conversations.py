@@ -20,7 +20,6 @@ ROLES = {
 }  # ShareGPT's names
 HELD_OUT_EVERY = 50  # one conversation in so many is never trained on
 SHUFFLED = 1024  # conversations that a draw is made from
-SPANS, TIMES = (1, 1, 1, 2, 2, 3, 5, 8, 12, 16, 20, 25), (1, 1, 2, 3)  # tokens said again, and how often
 WAITING = 48  # rows to choose from when one is filled: about 3 % of a row stays empty
 
 Messages = list[dict]  # [{"role": ..., "content": ...}]
@@ -144,32 +143,6 @@ def tokenizer_of(pair, prompt_weight: float = 0.0) -> Callable[[Messages], list[
         return [(ids, [0.0, *weights[1:]]) for ids, weights in rows if ids]
 
     return tokenize
-
-
-def stuttering_rows(rows: Iterable[Tokens], seed: int, chance: float) -> Iterator[Tokens]:
-    """The rows with, at `chance` of their answer tokens, what was just said said again, with weight 0.
-
-    A small model that decodes greedily falls into loops, because a repetition makes itself likelier. Text never shows
-    how to go on after one; these rows do, and the repetitions themselves are not learnt.
-    """
-    rng = random.Random(seed)
-    return (_stutter(*row, rng, chance) if chance else row for row in rows)
-
-
-def _stutter(ids: list[int], weights: list[float], rng: random.Random, chance: float) -> Tokens:
-    out_ids: list[int] = []
-    out_weights: list[float] = []
-    said = 0  # answer tokens in a row
-    for i, weight in zip(ids, weights):
-        out_ids.append(i)
-        out_weights.append(weight)
-        said = said + 1 if weight == 1.0 else 0
-        if said and i != ids[-1] and rng.random() < chance:
-            span = min(said, rng.choice(SPANS))
-            again = out_ids[-span:] * rng.choice(TIMES)
-            out_ids += again
-            out_weights += [0.0] * len(again)
-    return out_ids, out_weights
 
 
 def packed_rows(rows: Iterable[Tokens], length: int, pad_id: int) -> Iterator[Tokens]:

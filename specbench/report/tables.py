@@ -83,6 +83,45 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     return table
 
 
+def grid_tables(summaries: Iterable[dict]) -> list[Table]:
+    """A heat map of overall speedups for each method and pair of whose settings just two were varied: rows and columns
+    are their values, the darkest cell is the fastest run. A setting that was run several times stands with its last."""
+    summaries = list(summaries)
+    grids: dict[tuple, list[tuple[dict, dict]]] = {}
+    for summary in summaries:
+        varied = _varied(summary, summaries)
+        if len(varied) == 2:
+            key = (method_label(summary), summary["pair"], *varied)
+            grids.setdefault(key, []).append((varied, summary["overall"]))
+    tables = []
+    for (label, pair, down, across), runs in grids.items():
+        cells = {(varied[down], varied[across]): overall["speedup"] for varied, overall in runs}
+        rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+        if len(rows) < 2 or len(columns) < 2:
+            continue
+        known = [value for value in cells.values() if value is not None]
+        title = Text(f"speedup of {label} on {pair}: {down} down, {across} across", style="bold")
+        table = Table(title=title, **_STYLE)
+        table.add_column(down)
+        for column in columns:
+            table.add_column(str(column), justify="right", no_wrap=True)
+        for row in rows:
+            shown = [_shaded(cells.get((row, column)), known) for column in columns]
+            table.add_row(str(row), *shown)
+        tables.append(table)
+    return tables
+
+
+def _shaded(value: float | None, among: list[float]) -> Text:
+    """A number on a ground the darker the larger it is."""
+    if value is None:
+        return Text(UNKNOWN)
+    low, high = min(among), max(among)
+    share = (value - low) / (high - low) if high > low else 1.0
+    grey = round(255 - 170 * share)
+    return Text(f" {value:.2f} ", style=f"{'black' if grey > 140 else 'white'} on rgb({grey},{grey},{grey})")
+
+
 def batches_table(summaries: Iterable[dict]) -> Table | None:
     """What batches gain: one row per run of a batch method. None if there is none."""
     batched = [summary for summary in summaries if summary["drafter"]]
@@ -246,6 +285,8 @@ def print_overview(run_folders: list[Path]) -> None:
     by_pair = pairs_table(summaries)
     if by_pair:
         out.print(by_pair)
+    for grid in grid_tables(summaries):
+        out.print(grid)
     batches = batches_table(summaries)
     if batches:
         out.print(batches)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from specbench.conversations import Messages, Tokens, batched, packed_rows, stuttering_rows
+from specbench.conversations import Messages, Tokens, batched, packed_rows
 from specbench.tiny.tokenizer import ASSISTANT, BOS, END, USER
 from specbench.tiny.world import Example, training_examples
 
 PROMPT_WEIGHT = 0.2
+SPANS, TIMES = (1, 1, 1, 2, 2, 3, 5, 8, 12, 16, 20, 25), (1, 1, 2, 3)  # tokens said again, and how often
 METHODS_SEED = 1000  # what methods train on follows other seeds than what the models were trained on
 
 
@@ -27,6 +29,27 @@ def encode_example(tokenizer: PreTrainedTokenizerFast, example: Example) -> Toke
     return ids, weights
 
 
+def stutter(ids: list[int], weights: list[float], rng: random.Random, chance: float) -> Tokens:
+    """The example with, at `chance` of its answer tokens, what was just said said again, with weight 0.
+
+    A small model that decodes greedily falls into loops, because a repetition makes itself likelier. Text never shows
+    how to go on after one; these do, and the repetitions themselves are not learnt.
+    """
+    out_ids: list[int] = []
+    out_weights: list[float] = []
+    said = 0  # answer tokens in a row
+    for i, weight in zip(ids, weights):
+        out_ids.append(i)
+        out_weights.append(weight)
+        said = said + 1 if weight == 1.0 else 0
+        if said and i != ids[-1] and rng.random() < chance:
+            span = min(said, rng.choice(SPANS))
+            again = out_ids[-span:] * rng.choice(TIMES)
+            out_ids += again
+            out_weights += [0.0] * len(again)
+    return out_ids, out_weights
+
+
 def packed_batches(
     tokenizer: PreTrainedTokenizerFast,
     batch_size: int,
@@ -39,11 +62,13 @@ def packed_batches(
     """Batches {"input_ids": [B, T] int64, "loss_weight": [B, T] float32}, endless for the training stream.
 
     `loss_weight[b, t]` weighs the prediction of token t from the tokens before it: 1 for answers and their
-    end token, `PROMPT_WEIGHT` for prompts, 0 for padding and the first token. stuttering: see `stuttering_rows`.
+    end token, `PROMPT_WEIGHT` for prompts, 0 for padding and the first token. stuttering: see `stutter`.
     """
     chosen = training_examples(seed, drills) if examples is None else examples
     rows: Iterable[Tokens] = (encode_example(tokenizer, example) for example in chosen)
-    rows = stuttering_rows(rows, seed, stuttering)
+    if stuttering:
+        rng = random.Random(seed)
+        rows = (stutter(*row, rng, stuttering) for row in rows)
     return batched(packed_rows(rows, length, tokenizer.pad_token_id), batch_size)
 
 

@@ -180,6 +180,18 @@ def test_batches_side_by_side():
     assert tables.batches_table([SUMMARY]) is None
 
 
+def test_two_settings_that_were_varied_make_a_heat_map():
+    def run(exit_layer, kappa, speedup):
+        settings = {"exit_layer": exit_layer, "kappa": kappa, "max_draft_tokens": 5}
+        return SUMMARY | {"settings": settings, "overall": NUMBERS | {"speedup": speedup}}
+
+    runs = [run(6, 1, 1.5), run(6, 2, 1.25), run(12, 1, 1.75), run(12, 2, None)]
+    (grid,) = tables.grid_tables(runs)
+    rows = [line.split() for line in shown(grid).splitlines()]
+    assert ["exit_layer", "1", "2"] in rows and ["6", "1.50", "1.25"] in rows and ["12", "1.75", "–"] in rows
+    assert tables.grid_tables(runs[:2]) == [] and tables.grid_tables([SUMMARY]) == []
+
+
 def test_what_drafting_beside_the_target_gains():
     overlap = {
         "fall_back_rate": 0.125,

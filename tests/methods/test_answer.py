@@ -1,0 +1,74 @@
+"""Text to train on: every turn is the target's own greedy answer, and a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from methods.answer import answer
+from specbench.bench import CONF
+from specbench.conversations import read
+from specbench.errors import UserError
+from specbench.pairs import load_pair
+from tests.decoding.helpers import generate_with_transformers
+from tests.models import save_pair
+
+TALKS = [["Hello.", "And then?"], ["One turn."], ["A", "B", "C"], ["x" * 490, "This does not fit."]]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("answer")
+    save_pair(folder, num_hidden_layers=3)
+    rows = []
+    for number in range(60):
+        turns = TALKS[number % len(TALKS)]
+        told = [
+            ({"role": "user", "content": t}, {"role": "assistant", "content": f"old {number}"}) for t in turns
+        ]
+        rows.append({"messages": [message for turn in told for message in turn]})
+    (folder / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def settings(workplace, out, *more: str):
+    overrides = [
+        f"pair.target={workplace}/target",
+        f"pair.tokenizer={workplace}/target",
+        "pair.device=cpu",
+        f"conversations={workplace}/talk.jsonl",
+        f"out={out}",
+        "max_new_tokens=8",
+        "batch_size=3",
+        *more,
+    ]
+    with initialize_config_dir(str(CONF), version_base=None):
+        return compose("answer", overrides=overrides)
+
+
+def test_every_turn_is_answered_by_the_target(workplace, tmp_path):
+    cfg = settings(workplace, tmp_path / "new.jsonl", "count=30")
+    found = list(read(str(answer(cfg))))
+    assert len(found) == 30 and {len(messages) for messages in found} == {2, 4, 6}
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    for messages in found[:12]:
+        for i in range(1, len(messages), 2):
+            prompt = pair.prompt_ids(messages[:i])
+            room = min(8, pair.context_length - len(prompt))
+            ids = generate_with_transformers(pair.target, prompt, room, sorted(pair.stop_ids))
+            assert messages[i] == {"role": "assistant", "content": pair.decode(ids)}
+
+
+def test_a_stopped_run_goes_on_behind_its_last_whole_line(workplace, tmp_path):
+    whole = answer(settings(workplace, tmp_path / "whole.jsonl", "count=30")).read_text()
+    part = tmp_path / "part.jsonl"
+    answer(settings(workplace, part, "count=24"))
+    part.write_text(part.read_text() + '{"messages": [{"ro')
+    assert answer(settings(workplace, part, "count=30")).read_text() == whole
+
+
+def test_nothing_to_do(workplace, tmp_path):
+    with pytest.raises(UserError, match="count must be at least 1"):
+        answer(settings(workplace, tmp_path / "new.jsonl", "count=0"))
