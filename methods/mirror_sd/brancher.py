@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from methods.heads import DraftHead
-from methods.mirror_sd.branches import Branches, likely_decisions
+from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_sums
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Nodes, Target
 
@@ -25,8 +25,8 @@ from specbench.decoding.target import Nodes, Target
 @dataclass(frozen=True, slots=True)
 class Plan:
     """depth: tokens of a draft. kappa: decisions guessed for each number of accepted tokens; most: of all; roots_only:
-    for none accepted alone. guesses: from the target's "exit", from the "draft" model's own distributions, or "none" at
-    all: then every draft is made behind the decision, as in plain speculative sampling."""
+    for none accepted alone. guesses: from the target's "exit", from the "draft" model's own distributions, from the
+    mean of "both", or "none" at all: then every draft is made behind the decision, as in plain speculative sampling."""
 
     depth: int
     kappa: int
@@ -62,8 +62,8 @@ class Growth:
 
     newest: [m] the token of each that no pass has seen, `offsets` [m] positions behind base. guesses: [m, w] what may
     follow it. seen: [m, c] which of the columns from base on each sees, `columns` [c] their offsets. tokens, rows: [m,
-    width] what was drafted, `counts` [m] how much of it stands; logits: [m, width, head rows] that it was chosen from,
-    None where nobody asks. ahead: [n] tokens at the end of `columns` that the next pass has to feed first.
+    width] what was drafted, `counts` [m] how much of it stands; logits: [m, width, head rows] that it was chosen from.
+    ahead: [n] tokens at the end of `columns` that the next pass has to feed first.
     """
 
     base: int
@@ -76,7 +76,7 @@ class Growth:
     tokens: torch.Tensor
     rows: torch.Tensor
     counts: torch.Tensor
-    logits: torch.Tensor | None
+    logits: torch.Tensor
     passes: int = 0
 
 
@@ -87,8 +87,8 @@ def never() -> bool:
 class Brancher:
     """Keeps the draft model's cache of one sequence at a time.
 
-    head: the draft model's, trimmed or not. exit_head: the target's norm and head over the same rows, [n, d] ->
-    [n, rows]; None when nothing is guessed from an exit. streams: [s, d] embeddings of stream states; None for none.
+    head: the draft model's, trimmed or not. exit_head: the target's norm and head, [n, d] -> [n, vocab]; None
+    when nothing is guessed from an exit. streams: [s, d] embeddings of stream states; None for none.
 
     Everything before `_base` is settled; `_path` are the tokens behind it that the target verifies, of which the cache
     may lack the last.
@@ -119,7 +119,7 @@ class Brancher:
         self._cache.truncate(0)
         self._decoding = Decoding(1, temperature)
         self._generator = None if self._decoding.greedy else torch.Generator(self.device).manual_seed(seed)
-        self._base, self._path, self._rows, self._logits = prompt.shape[0], prompt[:0], prompt[:0], None
+        self._base, self._path, self._rows, self._own = prompt.shape[0], prompt[:0], prompt[:0], None
         self._forget()
         self._draw()
         self.model.run_layers(self.model.embed(prompt.unsqueeze(0)), self._cache)
@@ -131,19 +131,14 @@ class Brancher:
         states: [1 + k, d] of the target at its exit. known: asked before every pass; once the decision is known there
         is no sense in going on with all branches.
         """
+        self.look_ahead()
         self._path, self._rows = self._path[:k], self._rows[:k]
         self._cache.truncate(self._base + k)
-        if self.plan.guesses == "draft":
-            guesses = self._own_logits(k)
-        else:
-            guesses = self.exit_head(states)
-        found = likely_decisions(guesses, self._rows, self.plan.kappa, self.plan.most, self.plan.roots_only)
-        tokens = found.tokens if self.head.kept is None else self.head.kept[found.tokens]
-        self._branches = Branches(found.accepted, tokens)
+        self._branches = self._guess(self._own[: k + 1], states)
+        roots, accepted = self._branches.tokens, self._branches.accepted
         columns = torch.arange(k, device=self.device)
-        ahead = self._path[self._cache.lengths[0] - self._base :]
-        seen = columns < found.accepted.unsqueeze(1)
-        growth = self._growth = self._sprout(self._base, tokens, found.accepted, seen, columns, ahead)
+        seen = columns < accepted.unsqueeze(1)
+        growth = self._growth = self._sprout(self._base, roots, accepted, seen, columns, columns[:0])
         while growth.passes < depth and not known() and not self._grown(growth, depth):
             self._grow(growth)
         if growth.passes:
@@ -178,7 +173,7 @@ class Brancher:
             self._cache.keep(growth.base, growth.seen[0].nonzero().squeeze(1))
         self._base = at + 1
         self._path, self._rows = growth.tokens[0, :limit], growth.rows[0, :limit]
-        self._logits = None if growth.logits is None else growth.logits[0]
+        self._own = growth.logits[0]
         probs = None if self._decoding.greedy else self._decoding.probs(growth.logits[0, :limit])
         self._forget()
         self._draw()
@@ -190,10 +185,8 @@ class Brancher:
         """Continuations behind the tokens `roots` [m]; the rest as in `Growth`."""
         m, width = roots.shape[0], self._width
         buffer = torch.zeros(2, m, width, dtype=torch.int64, device=self.device)
-        logits = None
-        if self.plan.guesses == "draft" or not self._decoding.greedy:
-            rows = self.model.vocab_size if self.head.kept is None else self.head.kept.shape[0]
-            logits = torch.zeros(m, width, rows, device=self.device, dtype=self.model.dtype)
+        rows = self.model.vocab_size if self.head.kept is None else self.head.kept.shape[0]
+        logits = torch.empty(m, width, rows, device=self.device, dtype=self.model.dtype)
         return Growth(
             base,
             roots,
@@ -216,8 +209,8 @@ class Brancher:
     def _grow(self, growth: Growth) -> None:
         """One pass: each continuation gets the draft model's next token, and as many more as its guesses come true."""
         growth.passes += 1
-        if growth.seen is None:
-            self._grow_alone(growth)
+        if not self.streams.shape[0]:
+            self._grow_by_one(growth)
             return
         model, cache, s = self.model, self._cache, self.streams.shape[0]
         (m, w), n = growth.guesses.shape, growth.ahead.shape[0]
@@ -253,8 +246,7 @@ class Brancher:
         place = place.clamp(max=self._width - 1)
         growth.tokens.scatter_(1, place, tokens)
         growth.rows.scatter_(1, place, rows)
-        if growth.logits is not None:
-            growth.logits.scatter_(1, place.unsqueeze(-1).expand_as(logits), logits)
+        growth.logits.scatter_(1, place.unsqueeze(-1).expand_as(logits), logits)
         right = (growth.guesses == tokens[:, :w]).long().cumprod(1).sum(1)  # [m] guesses that came true
         kept = own.unsqueeze(2) & (steps <= right.unsqueeze(1)).unsqueeze(1)
         growth.seen = torch.cat([growth.seen, kept.reshape(m, m * v)], dim=1)
@@ -268,18 +260,24 @@ class Brancher:
         growth.counts = growth.counts + right + 1
         growth.offsets = growth.offsets + right + 1
 
-    def _grow_alone(self, growth: Growth) -> None:
-        """The same for a plain sequence, without streams."""
-        feed = torch.cat([growth.ahead, growth.newest]).unsqueeze(0)
-        hidden = self.model.run_layers(self.model.embed(feed), self._cache)[0, -1:]
-        logits = self.head.logits(self.model.norm(hidden)).unsqueeze(0)
-        tokens, rows = self._choose(logits, growth.counts)
-        place = growth.counts.unsqueeze(1)
-        growth.tokens.scatter_(1, place, tokens)
-        growth.rows.scatter_(1, place, rows)
-        if growth.logits is not None:
-            growth.logits.scatter_(1, place.unsqueeze(-1).expand_as(logits), logits)
-        growth.newest, growth.ahead, growth.counts = tokens[0], growth.ahead[:0], growth.counts + 1
+    def _grow_by_one(self, growth: Growth) -> None:
+        """The same without streams: one token each."""
+        feed, nodes, m = torch.cat([growth.ahead, growth.newest]), None, growth.newest.shape[0]
+        if growth.seen is not None:  # several: they have been looked ahead for, so that none is behind
+            own = torch.eye(m, dtype=torch.bool, device=self.device)
+            growth.seen = torch.cat([growth.seen, own], dim=1)
+            growth.columns = torch.cat([growth.columns, growth.offsets])
+            nodes = Nodes(growth.columns, growth.seen)
+        hidden = self.model.run_layers(self.model.embed(feed.unsqueeze(0)), self._cache, nodes=nodes)[0, -m:]
+        step = growth.passes - 1
+        logits = self.head.logits(self.model.norm(hidden))
+        growth.logits[:, step] = logits
+        uniforms = None if self._uniforms is None else self._uniforms[step].expand(m)
+        rows, _ = self._decoding.select(logits, uniforms=uniforms)
+        tokens = rows if self.head.kept is None else self.head.kept[rows]
+        growth.tokens[:, step], growth.rows[:, step] = tokens, rows
+        growth.newest, growth.ahead = tokens, growth.ahead[:0]
+        growth.counts, growth.offsets = growth.counts + 1, growth.offsets + 1
 
     def _with_streams(self, hidden, n: int, offsets, seen, rows_seen, columns) -> tuple:
         """Adds s stream states for each of the m * v tokens: hidden [1, n + m v (1 + s), d], who sees whom, columns.
@@ -319,7 +317,7 @@ class Brancher:
             growth.tokens[own],
             growth.rows[own],
             growth.counts[own],
-            None if growth.logits is None else growth.logits[own],
+            growth.logits[own],
             growth.passes,
         )
 
@@ -336,13 +334,29 @@ class Brancher:
 
     # -- what a round knows
 
-    def _own_logits(self, k: int) -> torch.Tensor:
-        """The draft model's logits [1 + k, rows] behind the pending token and each draft token."""
-        ahead = self._path[self._cache.lengths[0] - self._base :]
-        if not ahead.shape[0]:
-            return self._logits[: k + 1]
-        hidden = self.model.run_layers(self.model.embed(ahead.unsqueeze(0)), self._cache)
-        return torch.cat([self._logits[:k], self.head.logits(self.model.norm(hidden[0, -1:]))])
+    @torch.inference_mode()
+    def look_ahead(self) -> None:
+        """Feeds the last draft token, so that the draft model's own logits are known behind every one. It is time that
+        the draft's side has while the target is on its way to the exit."""
+        behind = self._path[self._cache.lengths[0] - self._base :]
+        if behind.shape[0]:
+            hidden = self.model.run_layers(self.model.embed(behind.unsqueeze(0)), self._cache)
+            self._own[self._path.shape[0]] = self.head.logits(self.model.norm(hidden[0, -1]))
+
+    def _guess(self, own: torch.Tensor, states: torch.Tensor) -> Branches:
+        """The target's likely decisions about the path. own: the draft model's logits [1 + k, rows]; states: as in
+        `expand`."""
+        plan, kept = self.plan, self.head.kept
+        own = torch.log_softmax(own.float(), dim=-1)
+        limits = plan.kappa, plan.most, plan.roots_only
+        reaching = prefix_sums(own, self._rows)
+        if plan.guesses == "draft":
+            found = likely_decisions(own, self._rows, reaching, *limits)
+            return found if kept is None else Branches(found.accepted, kept[found.tokens])
+        log_probs = torch.log_softmax(self.exit_head(states).float(), dim=-1)
+        if plan.guesses == "both":
+            log_probs = mixture(log_probs, own, kept)
+        return likely_decisions(log_probs, self._path, reaching, *limits)
 
     def _forget(self) -> None:
         self._branches, self._growth, self._index = None, None, {}

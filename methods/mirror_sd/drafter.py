@@ -25,7 +25,7 @@ from specbench.errors import UserError, at_least, near
 from specbench.questions import packaged
 
 CHOICES = {
-    "candidates": ("exit", "draft", "none"),
+    "candidates": ("exit", "draft", "both", "none"),
     "positions": ("all", "first"),
     "acceptance": ("exact", "ratio"),
     "placement": ("auto", "process", "thread", "inline"),
@@ -36,7 +36,7 @@ class MirrorSD(Drafter):
     """max_draft_tokens: gamma. kappa: decisions guessed for each number of accepted tokens. exit_layer: layers of the
     target in front of the guesses; None: half of them. candidates: guess from the target's "exit", or from the "draft"
     model's own distributions, as SSD does (Kumar et al. 2026), which needs no exit and is launched with the pass;
-    "none": every draft is made behind the decision, as in plain speculative sampling.
+    from the mean of "both"; "none": every draft is made behind the decision, as in plain speculative sampling.
     positions: "all" guesses for every number of accepted tokens, "first" for none accepted alone, the narrow reading of
     the paper. branches: of all guesses only so many, the likeliest; None: all.
 
@@ -47,7 +47,7 @@ class MirrorSD(Drafter):
     stream of its own (CUDA), "inline" (beside nothing, to compare with); "auto": process on a CPU, thread on CUDA.
     draft_device: None: the target's. draft_cores: of a process. patience: seconds to wait for an answer of the worker.
     streams: folder with the embeddings of the streams that the draft model was trained with; None: it has none.
-    vocab_map, vocab_size: a trimmed head, see `methods.heads`; guesses then are of its tokens as well.
+    vocab_map, vocab_size: a trimmed head, see `methods.heads`.
     """
 
     needs = Needs(draft_model=True)
@@ -86,8 +86,8 @@ class MirrorSD(Drafter):
         self.exit_layer = layers // 2 if exit_layer is None else exit_layer
         if not 0 <= self.exit_layer <= layers:
             raise UserError(f"method.exit_layer must lie between 0 and the target's {layers} layers")
-        if candidates != "exit":
-            self.exit_layer = {"draft": 0, "none": None}[candidates]
+        if candidates in ("draft", "none"):
+            self.exit_layer = 0 if candidates == "draft" else None
         self.max_draft_tokens = max_draft_tokens
         self.ratio = acceptance == "ratio"
         plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates)
@@ -96,7 +96,7 @@ class MirrorSD(Drafter):
         self.model = Target(draft, vocab_size=pair.vocab_size)
         self.head = draft_head(pair, self.model, vocab_map, vocab_size)
         self.device = target.device
-        exit_parts = _exit_parts(target, self.model, self.head.kept) if candidates == "exit" else None
+        exit_parts = _exit_parts(target, self.model) if candidates in ("exit", "both") else None
         self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
         rows = self.model.vocab_size if self.head.kept is None else self.head.kept.shape[0]
         self._guess_bytes = sum(_bytes(part) for part in exit_parts or ())
@@ -148,7 +148,7 @@ class MirrorSD(Drafter):
             probs = self.head.spread([reply.probs.to(self.device)])
         read = sum(reply.passes) * self._pass_bytes
         if reply.beside.hit is not None:
-            read += self._guess_bytes
+            read += self._guess_bytes + self._pass_bytes  # of the guesses, and of looking ahead for them
         return Draft(reply.tokens.to(self.device), probs, bytes_read=read, beside=reply.beside)
 
     def end(self) -> None:
@@ -168,13 +168,12 @@ def _bytes(part: torch.nn.Module | torch.Tensor) -> int:
     return weight_bytes(part) if isinstance(part, torch.nn.Module) else part.nbytes
 
 
-def _exit_parts(target: Target, model: Target, kept: torch.Tensor | None) -> tuple:
-    """The target's norm and its head's weight and bias, over the rows that the draft model can say."""
-    head = target.lm_head
-    rows = slice(model.vocab_size) if kept is None else kept.to(target.device)
-    weight = head_weight(head.weight)[rows].to(model.device)
-    bias = [] if head.bias is None else [head.bias[rows].to(model.device)]
-    return copy.deepcopy(target.norm).to(model.device), weight, *bias
+def _exit_parts(target: Target, model: Target) -> tuple:
+    """The target's norm and its head's weight and bias, over the ids that the draft model can be given."""
+    head, device = target.lm_head, model.device
+    weight = head_weight(head.weight)[: model.vocab_size].to(device)
+    bias = [] if head.bias is None else [head.bias[: model.vocab_size].to(device)]
+    return copy.deepcopy(target.norm).to(device), weight, *bias
 
 
 def make_brancher(

@@ -274,6 +274,10 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
                     seconds = (beside, now() - got, idle, handover)
                     wire.replies.put(Say.DRAFT, found.tokens.shape[0], hit, *found.passes, seconds=seconds)
                     idle = handover = beside = 0.0
+                    if brancher.plan.guesses != "none" and not requests.waiting():
+                        start = now()
+                        brancher.look_ahead()
+                        beside += now() - start
                 case Ask.END:
                     active = False
                     wire.replies.put(Say.ENDED)

@@ -16,7 +16,7 @@ import torch
 from methods.heads import DraftHead
 from methods.mirror_sd import MirrorSD
 from methods.mirror_sd.brancher import Brancher, Plan
-from methods.mirror_sd.branches import likely_decisions
+from methods.mirror_sd.branches import likely_decisions, mixture, prefix_sums
 from methods.mirror_sd.streams import save_streams
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
@@ -34,6 +34,7 @@ VARIANTS = {
     "budget": {"kappa": 8, "branches": 5},
     "first": {"kappa": 3, "positions": "first"},
     "from the draft": {"kappa": 3, "candidates": "draft"},
+    "both": {"kappa": 8, "candidates": "both", "branches": 6},
 }
 
 
@@ -155,9 +156,6 @@ def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_
     if kept:
         drafter = trimmed(drafter, kept)
         drafter.link.brancher.head = drafter.head
-        weight = pair.target.lm_head.weight[kept]
-        norm = pair.target.model.norm
-        drafter.link.brancher.exit_head = lambda states: norm(states) @ weight.T
     checked = 0
     inner = drafter.draft
 
@@ -201,22 +199,32 @@ def test_the_first_position_alone_misses_more():
 
 def test_likely_decisions_against_a_plain_loop():
     torch.manual_seed(1)
-    logits, path = torch.randn(4, 9), torch.tensor([5, 0, 7])
-    probs = torch.softmax(logits, -1)
+    path = torch.tensor([5, 0, 7])
+    log_probs, own = torch.randn(2, 4, 9).log_softmax(-1)
+    probs, reach = log_probs.exp(), own.exp()
     scored = []
     for accepted in range(4):
         reaching = 1.0
         for i in range(accepted):
-            reaching *= probs[i, path[i]].item()
+            reaching *= reach[i, path[i]].item()
         others = [t for t in range(9) if accepted == 3 or t != path[accepted]]
         best = sorted(others, key=lambda t: -probs[accepted, t].item())[:2]
         scored += [(reaching * probs[accepted, t].item(), accepted, t) for t in best]
     expected = [(accepted, token) for _, accepted, token in sorted(scored, reverse=True)]
-    every = likely_decisions(logits, path, 2)
+    reaching = prefix_sums(own, path)
+    every = likely_decisions(log_probs, path, reaching, 2)
     assert list(zip(every.accepted.tolist(), every.tokens.tolist())) == expected
-    assert list(likely_decisions(logits, path, 2, most=3).index()) == expected[:3]
-    first = likely_decisions(logits, path, 2, roots_only=True)
+    assert list(likely_decisions(log_probs, path, reaching, 2, most=3).index()) == expected[:3]
+    first = likely_decisions(log_probs, path, reaching, 2, roots_only=True)
     assert set(first.accepted.tolist()) == {0} and len(first.tokens) == 2
+
+
+def test_a_mixture_is_the_mean_of_two_distributions():
+    exit_probs, own = torch.softmax(torch.randn(3, 7), -1), torch.softmax(torch.randn(3, 4), -1)
+    for kept, columns in ((None, [0, 1, 2, 3]), (torch.tensor([1, 2, 5, 6]), [1, 2, 5, 6])):
+        expected = exit_probs.clone()
+        expected[:, columns] += own
+        torch.testing.assert_close(mixture(exit_probs.log(), own.log(), kept).exp(), expected / 2)
 
 
 def test_what_is_read_and_how_long_it_took():
