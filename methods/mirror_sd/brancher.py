@@ -12,7 +12,7 @@ itself, so that streams change how many passes a draft takes and nothing about t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,9 +61,11 @@ class Growth:
     then `seen` is None, and so are base, offsets and columns of no use.
 
     newest: [m] the token of each that no pass has seen, `offsets` [m] positions behind base. guesses: [m, w] what may
-    follow it. seen: [m, c] which of the columns from base on each sees, `columns` [c] their offsets. tokens, rows: [m,
-    width] what was drafted, `counts` [m] how much of it stands; logits: [m, width, head rows] that it was chosen from.
-    ahead: [n] tokens at the end of `columns` that the next pass has to feed first.
+    follow it. seen: [m, c] which of the columns from base on each sees, `columns` [c] their offsets. ahead: [n] tokens
+    at the end of `columns` that the next pass has to feed first.
+
+    tokens, rows: [m, width] what was drafted, `counts` [m] how much of it stands; logits: [m, width, head rows] that it
+    was chosen from. passes: so far; least: tokens that each continuation has at least, where there are no streams.
     """
 
     base: int
@@ -78,6 +80,7 @@ class Growth:
     counts: torch.Tensor
     logits: torch.Tensor
     passes: int = 0
+    least: int = 0
 
 
 def never() -> bool:
@@ -113,7 +116,7 @@ class Brancher:
         """A new sequence, of up to `room` tokens. prompt: [n], without the pending token, which is the first to settle.
         temperature, seed: of the draws; 0 takes the likeliest tokens."""
         s = self.streams.shape[0]
-        needed = room + (self.plan.depth + 2 + s) * (1 + s) * (self.plan.widest + 1)
+        needed = room + 2 * (self.plan.depth + 2 + s) * (1 + s) * (self.plan.widest + 1)
         if self._cache is None or self._cache.capacity < needed:
             self._cache = self.model.new_cache(needed)
         self._cache.truncate(0)
@@ -125,24 +128,37 @@ class Brancher:
         self.model.run_layers(self.model.embed(prompt.unsqueeze(0)), self._cache)
 
     @torch.inference_mode()
-    def expand(self, k: int, depth: int, states: torch.Tensor, known: Callable[[], bool] = never) -> None:
+    def expand(
+        self, k: int, depth: int, states: torch.Tensor | None, known: Callable[[], bool] = never
+    ) -> None:
         """The first `k` tokens of the draft are being verified: up to `depth` tokens behind each likely decision.
 
-        states: [1 + k, d] of the target at its exit. known: asked before every pass; once the decision is known there
-        is no sense in going on with all branches.
+        states: [1 + k, d] of the target at its exit; None: it is not there yet, and the draft model guesses alone. When
+        it comes, in a second call, what grew behind decisions that are still among the likeliest stays. known: asked
+        before every pass; once the decision is known there is no sense in going on with all branches.
         """
         self.look_ahead()
         self._path, self._rows = self._path[:k], self._rows[:k]
-        self._cache.truncate(self._base + k)
+        before, earlier = self._branches, self._growth
         self._branches = self._guess(self._own[: k + 1], states)
-        roots, accepted = self._branches.tokens, self._branches.accepted
-        columns = torch.arange(k, device=self.device)
-        seen = columns < accepted.unsqueeze(1)
-        growth = self._growth = self._sprout(self._base, roots, accepted, seen, columns, columns[:0])
-        while growth.passes < depth and not known() and not self._grown(growth, depth):
+        if earlier is None:
+            self._cache.truncate(self._base + k)
+            columns = torch.arange(k, device=self.device)
+            earlier = self._sprout(
+                self._base, columns[:0], columns[:0], columns[:0].bool().view(0, k), columns
+            )
+            before = Branches(columns[:0], columns[:0])
+        growth = self._growth = self._replant(earlier, before, k)
+        while not self._grown(growth, depth) and not known():
             self._grow(growth)
-        if growth.passes:
-            self._index = self._branches.index()
+        self._index = self._branches.index()
+
+    def foresee(self, launched: Callable[[], bool] = never) -> None:
+        """What can be done before the target has reached its exit; launched: asked before every pass."""
+        if self.plan.guesses == "both":
+            self.expand(self._path.shape[0], self.plan.depth, None, launched)
+        elif self.plan.guesses != "none":
+            self.look_ahead()
 
     @torch.inference_mode()
     def settle(
@@ -154,6 +170,8 @@ class Brancher:
         """
         at, limit = self._base + accepted, min(limit, self.plan.depth)
         branch = self._index.get((accepted, following))
+        if branch is not None and not int(self._growth.counts[branch]):  # guessed, but too late for a pass
+            branch = None
         hit = None if self._branches is None else branch is not None
         together = self._growth.passes if self._growth is not None else 0
         if branch is not None:
@@ -181,8 +199,9 @@ class Brancher:
 
     # -- growing
 
-    def _sprout(self, base: int, roots: torch.Tensor, offsets, seen, columns, ahead) -> Growth:
+    def _sprout(self, base: int, roots: torch.Tensor, offsets, seen, columns, ahead=None) -> Growth:
         """Continuations behind the tokens `roots` [m]; the rest as in `Growth`."""
+        ahead = columns[:0] if ahead is None else ahead
         m, width = roots.shape[0], self._width
         buffer = torch.zeros(2, m, width, dtype=torch.int64, device=self.device)
         rows = self.model.vocab_size if self.head.kept is None else self.head.kept.shape[0]
@@ -200,15 +219,42 @@ class Brancher:
             logits,
         )
 
+    def _replant(self, earlier: Growth, before: Branches, k: int) -> Growth:
+        """The growth of `self._branches`: those that were among the branches `before` go on, others begin."""
+        now = self._branches
+        same = (before.accepted.unsqueeze(1) == now.accepted) & (before.tokens.unsqueeze(1) == now.tokens)
+        old, new = same.any(1).nonzero().squeeze(1), (~same.any(0)).nonzero().squeeze(1)
+        accepted, roots = now.accepted[new], now.tokens[new]
+        self._branches = Branches(
+            torch.cat([before.accepted[old], accepted]), torch.cat([before.tokens[old], roots])
+        )
+        c = earlier.columns.shape[0]
+        steps = torch.arange(c, device=self.device)
+        seen = (steps < accepted.unsqueeze(1)) & (steps < k)
+        fresh = self._sprout(earlier.base, roots, accepted, seen, earlier.columns)
+        width = earlier.guesses.shape[1]
+        fresh.guesses = roots.new_zeros(
+            roots.shape[0], width
+        )  # of no use, but of the shape that a pass needs
+
+        def both(name: str) -> torch.Tensor:
+            return torch.cat([getattr(earlier, name)[old], getattr(fresh, name)])
+
+        rows = ("newest", "offsets", "guesses", "seen", "tokens", "rows", "counts", "logits")
+        merged = {name: both(name) for name in rows}
+        least = earlier.least if not new.shape[0] else 0
+        return replace(earlier, **merged, passes=earlier.passes, least=least)
+
     def _grown(self, growth: Growth, depth: int) -> bool:
         """Whether every continuation has `depth` tokens."""
         if not self.streams.shape[0]:
-            return growth.passes >= depth  # known without a look at the device
+            return growth.least >= depth  # known without a look at the device
         return int(growth.counts.min()) >= depth
 
     def _grow(self, growth: Growth) -> None:
         """One pass: each continuation gets the draft model's next token, and as many more as its guesses come true."""
         growth.passes += 1
+        growth.least += 1
         if not self.streams.shape[0]:
             self._grow_by_one(growth)
             return
@@ -241,12 +287,7 @@ class Brancher:
         if s:
             cache.truncate(start + n + m * v)  # streams leave nothing behind
         logits = self.head.logits(model.norm(hidden[n : n + m * v])).view(m, v, -1)
-        tokens, rows = self._choose(logits, growth.counts)
-        place = growth.counts.unsqueeze(1) + steps
-        place = place.clamp(max=self._width - 1)
-        growth.tokens.scatter_(1, place, tokens)
-        growth.rows.scatter_(1, place, rows)
-        growth.logits.scatter_(1, place.unsqueeze(-1).expand_as(logits), logits)
+        tokens = self._write(growth, logits)
         right = (growth.guesses == tokens[:, :w]).long().cumprod(1).sum(1)  # [m] guesses that came true
         kept = own.unsqueeze(2) & (steps <= right.unsqueeze(1)).unsqueeze(1)
         growth.seen = torch.cat([growth.seen, kept.reshape(m, m * v)], dim=1)
@@ -269,14 +310,8 @@ class Brancher:
             growth.columns = torch.cat([growth.columns, growth.offsets])
             nodes = Nodes(growth.columns, growth.seen)
         hidden = self.model.run_layers(self.model.embed(feed.unsqueeze(0)), self._cache, nodes=nodes)[0, -m:]
-        step = growth.passes - 1
-        logits = self.head.logits(self.model.norm(hidden))
-        growth.logits[:, step] = logits
-        uniforms = None if self._uniforms is None else self._uniforms[step].expand(m)
-        rows, _ = self._decoding.select(logits, uniforms=uniforms)
-        tokens = rows if self.head.kept is None else self.head.kept[rows]
-        growth.tokens[:, step], growth.rows[:, step] = tokens, rows
-        growth.newest, growth.ahead = tokens, growth.ahead[:0]
+        tokens = self._write(growth, self.head.logits(self.model.norm(hidden)).unsqueeze(1))
+        growth.newest, growth.ahead = tokens[:, 0], growth.ahead[:0]
         growth.counts, growth.offsets = growth.counts + 1, growth.offsets + 1
 
     def _with_streams(self, hidden, n: int, offsets, seen, rows_seen, columns) -> tuple:
@@ -319,18 +354,22 @@ class Brancher:
             growth.counts[own],
             growth.logits[own],
             growth.passes,
+            int(growth.counts[branch]),
         )
 
-    def _choose(self, logits: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [m, v, rows], of the drafts' tokens from number counts [m] on -> tokens and their rows [m, v]."""
+    def _write(self, growth: Growth, logits: torch.Tensor) -> torch.Tensor:
+        """Chooses from logits [m, v, rows] the next v tokens of each continuation, [m, v], and notes them."""
         m, v, _ = logits.shape
-        uniforms = None
-        if self._uniforms is not None:
-            place = counts.unsqueeze(1) + torch.arange(v, device=self.device)
-            uniforms = self._uniforms[place.clamp(max=self._width - 1)].flatten()
+        place = growth.counts.unsqueeze(1) + torch.arange(v, device=self.device)
+        place = place.clamp(max=self._width - 1)  # what lies behind the longest draft is of no use
+        uniforms = None if self._uniforms is None else self._uniforms[place].flatten()
         rows, _ = self._decoding.select(logits.flatten(0, 1), uniforms=uniforms)
         rows = rows.view(m, v)
-        return (rows if self.head.kept is None else self.head.kept[rows]), rows
+        tokens = rows if self.head.kept is None else self.head.kept[rows]
+        growth.tokens.scatter_(1, place, tokens)
+        growth.rows.scatter_(1, place, rows)
+        growth.logits.scatter_(1, place.unsqueeze(-1).expand_as(logits), logits)
+        return tokens
 
     # -- what a round knows
 
@@ -350,7 +389,7 @@ class Brancher:
         own = torch.log_softmax(own.float(), dim=-1)
         limits = plan.kappa, plan.most, plan.roots_only
         reaching = prefix_sums(own, self._rows)
-        if plan.guesses == "draft":
+        if plan.guesses == "draft" or states is None:
             found = likely_decisions(own, self._rows, reaching, *limits)
             return found if kept is None else Branches(found.accepted, kept[found.tokens])
         log_probs = torch.log_softmax(self.exit_head(states).float(), dim=-1)

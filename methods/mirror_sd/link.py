@@ -65,6 +65,7 @@ class Inline:
     def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
         """Drafts for every likely decision, as `Brancher.expand`; does not wait for it."""
         start = time.perf_counter()
+        self.brancher.foresee()
         self.brancher.expand(k, depth, states.to(self.brancher.device))
         self._beside += time.perf_counter() - start
 
@@ -274,9 +275,9 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
                     seconds = (beside, now() - got, idle, handover)
                     wire.replies.put(Say.DRAFT, found.tokens.shape[0], hit, *found.passes, seconds=seconds)
                     idle = handover = beside = 0.0
-                    if brancher.plan.guesses != "none" and not requests.waiting():
+                    if not requests.waiting():
                         start = now()
-                        brancher.look_ahead()
+                        brancher.foresee(requests.waiting)
                         beside += now() - start
                 case Ask.END:
                     active = False

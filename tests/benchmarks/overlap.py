@@ -1,0 +1,107 @@
+"""Drafting beside the target against drafting in turns, interleaved in one run: `python -m tests.benchmarks.overlap`.
+
+One draft model for all arms (`--draft`, a folder; by default the streaming one of the embedded family): plain decoding,
+speculative sampling at several draft lengths, with streams, SSD, and Mirror-SD with each kind of guess. Ratios of
+summed seconds over the questions with a 95 % interval; every answer must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from methods.mirror_sd import MirrorSD
+from methods.mirror_sd.streams import FILE
+from methods.sps import SpeculativeSampling
+from specbench.decoding.draft import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.target import Target
+from specbench.measure.statistics import speedup
+from specbench.questions import packaged
+from tests.benchmarks.common import pair_and_requests, print_ratios
+
+STREAMING, MAP = "specbench/tiny/weights/streaming", "specbench/tiny/weights/vocab_map"
+
+
+def mean(steps: list, name: str) -> float:
+    """Milliseconds a step."""
+    return 1e3 * sum(getattr(step, name) or 0.0 for step in steps) / len(steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pair", default="tiny")
+    parser.add_argument("--draft", default=STREAMING, help="folder of the draft model")
+    parser.add_argument("--limit", type=int, default=2, help="questions per task")
+    parser.add_argument(
+        "--serial", type=int, nargs="+", default=[3, 5, 7], help="draft lengths of serial arms"
+    )
+    parser.add_argument("--tokens", type=int, default=5, help="draft length of the others")
+    parser.add_argument("--kappa", type=int, default=4)
+    parser.add_argument("--branches", type=int, default=6)
+    parser.add_argument("--exit-layers", type=int, nargs="+", default=[12])
+    parser.add_argument(
+        "--vocab", type=int, default=4096, help="tokens of the trimmed head; 0: the whole one"
+    )
+    options = parser.parse_args()
+    pair, requests = pair_and_requests(options.pair, options.limit)
+    folder = packaged(options.draft)
+    pair.draft = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.dtype, attn_implementation="sdpa")
+    pair.draft.eval().requires_grad_(False)
+    head = {"vocab_map": MAP, "vocab_size": options.vocab} if options.vocab else {}
+    own = {"max_draft_tokens": options.tokens, "kappa": options.kappa, "branches": options.branches, **head}
+    drafters: dict[str, Drafter] = {"plain": Drafter()}
+    for n in options.serial:
+        drafters[f"sps, {n}"] = SpeculativeSampling(pair, n, **head)
+    drafters["ssd"] = MirrorSD(pair, candidates="draft", **own)
+    for layer in options.exit_layers:
+        for kind in ("exit", "both"):
+            drafters[f"mirror, {kind} at {layer}"] = MirrorSD(pair, candidates=kind, exit_layer=layer, **own)
+    if (folder / FILE).is_file():
+        streams = {"streams": str(folder), **own}
+        drafters["sps with streams"] = MirrorSD(pair, candidates="none", **streams)
+        drafters["mirror with streams"] = MirrorSD(
+            pair, candidates="both", exit_layer=options.exit_layers[0], **streams
+        )
+    target = Target(pair.target)
+    engines = {n: Engine(target, d, pair.stop_ids, pair.context_length) for n, d in drafters.items()}
+    for engine in engines.values():  # warm-up
+        engine.generate(requests[0].prompt, requests[0].decoding)
+    seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(requests))
+    steps, differing, names = defaultdict(list), 0, list(engines)
+    for place, request in enumerate(tqdm(requests, unit="prompt")):
+        answers = set()
+        for name in names[place % len(names) :] + names[: place % len(names)]:
+            start = time.perf_counter()
+            answer = engines[name].generate(request.prompt, request.decoding)
+            seconds[name][place] += time.perf_counter() - start
+            answers.add(tuple(answer.tokens))
+            steps[name] += answer.steps
+        differing += len(answers) > 1
+    print(
+        f"pair {pair.name}, draft model {folder.name}, {len(requests)} prompts, {torch.get_num_threads()} threads"
+    )
+    print(f"prompts on which they did not agree: {differing}")
+    for name, own_steps in steps.items():
+        looked = [step.hit for step in own_steps if step.hit is not None]
+        tokens = sum(step.emitted for step in own_steps) / len(own_steps)
+        drafting, verifying = mean(own_steps, "draft_seconds"), mean(own_steps, "verify_seconds")
+        line = f"{name:22} {tokens:4.2f} tokens a pass; ms a round: draft {drafting:5.2f}, verify {verifying:5.2f}"
+        if looked:
+            line += f"; beside {mean(own_steps, 'beside_seconds'):5.2f}, after {mean(own_steps, 'after_seconds'):5.2f}"
+            line += f", not guessed {looked.count(False) / len(looked):.0%}"
+        print(line)
+    serial = min((n for n in names if n.startswith("sps")), key=lambda n: sum(seconds[n]))
+    print_ratios(seconds, tuple(("plain", name) for name in names[1:]), speedup)
+    print_ratios(seconds, tuple((serial, name) for name in names[1:] if not name.startswith("sps")), speedup)
+    for drafter in drafters.values():
+        drafter.close()
+
+
+if __name__ == "__main__":
+    main()
