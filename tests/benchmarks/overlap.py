@@ -48,8 +48,9 @@ def main() -> None:
     parser.add_argument(
         "--vocab", type=int, default=4096, help="tokens of the trimmed head; 0: the whole one"
     )
+    parser.add_argument("--warmup", action="store_true", help="the warm-up questions, to choose settings by")
     options = parser.parse_args()
-    pair, requests = pair_and_requests(options.pair, options.limit)
+    pair, requests = pair_and_requests(options.pair, options.limit, options.warmup)
     folder = packaged(options.draft)
     pair.draft = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.dtype, attn_implementation="sdpa")
     pair.draft.eval().requires_grad_(False)
