@@ -176,11 +176,10 @@ def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_
     assert checked > 3
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
-def test_misses(arch):
+def test_misses():
     """None when everything is guessed, none when the guess is the decision itself; fewer with more guesses and with a
     later exit."""
-    pair = random_pair(arch)
+    pair = random_pair("llama")
     layers = pair.target.config.num_hidden_layers
     assert missed(pair, kappa=pair.vocab_size) == 0
     assert missed(pair, kappa=1, exit_layer=layers) == 0
