@@ -11,7 +11,7 @@ from specbench.measure import provenance, runner, store
 
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 # Those that are another one with other settings need no second pair.
-VARIANTS = {"s2d_exit1", "s2d_exit2", "s2d_exit3", "ssd", "sps_ss", "vocabtrim"}
+VARIANTS = {"mirror_ss", "s2d_exit1", "s2d_exit2", "s2d_exit3", "ssd", "sps_ss", "vocabtrim"}
 ON_PAIRS = [(m, "tiny") for m in METHODS] + [(m, "tiny_shallow") for m in METHODS if m not in VARIANTS]
 
 

@@ -129,7 +129,7 @@ class Interrupted(Brancher):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["budget", "from the draft", "both"])
 def test_whenever_the_decision_is_known(variant, streams, streaming, monkeypatch):
     pair, folder = streaming
     expected = tokens_of(drafts(SpeculativeSampling(pair, 4), pair, 0.0))
@@ -184,16 +184,16 @@ def test_misses():
     assert missed(pair, kappa=pair.vocab_size) == 0
     assert missed(pair, kappa=1, exit_layer=layers) == 0
     assert missed(pair, kappa=pair.vocab_size, candidates="draft") == 0
-    by_kappa = [missed(pair, cap=120, kappa=kappa, exit_layer=1) for kappa in (1, 2, 4, 16)]
+    by_kappa = [missed(pair, cap=90, kappa=kappa, exit_layer=1) for kappa in (1, 4, 16)]
     assert by_kappa == sorted(by_kappa, reverse=True) and by_kappa[0] > by_kappa[-1]
-    by_layer = [missed(pair, cap=120, kappa=2, exit_layer=layer) for layer in range(1, layers + 1)]
+    by_layer = [missed(pair, cap=90, kappa=2, exit_layer=layer) for layer in (1, 3, layers)]
     assert by_layer[0] > by_layer[-1] == 0
 
 
 def test_the_first_position_alone_misses_more():
     pair = random_pair("llama")
     own = {"kappa": 4, "exit_layer": 4}
-    assert missed(pair, cap=120, positions="first", **own) >= missed(pair, cap=120, **own)
+    assert missed(pair, positions="first", **own) >= missed(pair, **own)
 
 
 def test_likely_decisions_against_a_plain_loop():
