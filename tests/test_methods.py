@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from specbench.bench import CONF
 from specbench.measure import provenance, runner, store
+from specbench.questions import warmup_questions
 
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 # Those that are another one with other settings need no second pair.
@@ -41,6 +42,7 @@ def test_drafters_in_batches(method, drafter, vocab, tmp_path, monkeypatch):
 def check(monkeypatch, tmp_path, *settings: str, accepts: bool) -> None:
     """A short run of one question a task: every answer is the target's, and the drafts are worth something."""
     monkeypatch.setattr(provenance, "bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(runner, "warmup_questions", lambda data: warmup_questions(data)[:2])
     limits = ["pair.device=cpu", f"runs_root={tmp_path}", "data.limit=1", "repeats=1"]
     with initialize_config_dir(str(CONF), version_base=None):
         cfg = compose("bench", overrides=[*settings, *limits, "decoding.max_new_tokens=16"])

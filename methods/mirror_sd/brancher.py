@@ -108,7 +108,8 @@ class Brancher:
         self.model, self.head, self.exit_head, self.plan = model, head, exit_head, plan
         self.device = model.device
         self.streams = torch.empty(0, model.hidden_size, device=self.device) if streams is None else streams
-        self._width = plan.depth + 1 + self.streams.shape[0]
+        # Room for the token behind the longest draft, for guesses, and a last place for what nobody needs.
+        self._width = plan.depth + 2 + self.streams.shape[0]
         self._cache = None
 
     @torch.inference_mode()
@@ -155,8 +156,8 @@ class Brancher:
 
     def foresee(self, launched: Callable[[], bool] = never) -> None:
         """What can be done before the target has reached its exit; launched: asked before every pass."""
-        if self.plan.guesses == "both":
-            self.expand(self._path.shape[0], self.plan.depth, None, launched)
+        if self.plan.guesses == "both" and self._left > 1:
+            self.expand(self._path.shape[0], min(self.plan.depth, self._left - 1), None, launched)
         elif self.plan.guesses != "none":
             self.look_ahead()
 
@@ -168,6 +169,7 @@ class Brancher:
 
         unwanted: asked before every pass; if true the draft is given up and what is returned is of no use.
         """
+        self._left = limit
         at, limit = self._base + accepted, min(limit, self.plan.depth)
         branch = self._index.get((accepted, following))
         if branch is not None and not int(self._growth.counts[branch]):  # guessed, but too late for a pass
@@ -279,13 +281,10 @@ class Brancher:
         if n:
             before = growth.columns[-n:].unsqueeze(1) >= growth.columns
             rows_seen = torch.cat([torch.cat([before, own.new_zeros(n, m * v)], dim=1), seen])
-        all_columns = columns
-        if s:
-            hidden, rows_seen, all_columns = self._with_streams(hidden, n, offsets, seen, rows_seen, columns)
+        hidden, rows_seen, all_columns = self._with_streams(hidden, n, offsets, seen, rows_seen, columns)
         start = cache.lengths[0]
         hidden = model.run_layers(hidden, cache, nodes=Nodes(all_columns, rows_seen))[0]
-        if s:
-            cache.truncate(start + n + m * v)  # streams leave nothing behind
+        cache.truncate(start + n + m * v)  # streams leave nothing behind
         logits = self.head.logits(model.norm(hidden[n : n + m * v])).view(m, v, -1)
         tokens = self._write(growth, logits)
         right = (growth.guesses == tokens[:, :w]).long().cumprod(1).sum(1)  # [m] guesses that came true
@@ -293,11 +292,10 @@ class Brancher:
         growth.seen = torch.cat([growth.seen, kept.reshape(m, m * v)], dim=1)
         growth.columns, growth.ahead = columns, growth.ahead[:0]
         growth.newest = tokens.gather(1, right.unsqueeze(1)).squeeze(1)
-        if s:
-            last = torch.arange(m, device=self.device) * v + right
-            states = hidden[n + m * v :].view(m * v, s, -1)[last]
-            _, guessed = self.head.logits(model.norm(states)).max(-1)
-            growth.guesses = guessed if self.head.kept is None else self.head.kept[guessed]
+        last = torch.arange(m, device=self.device) * v + right
+        states = hidden[n + m * v :].view(m * v, s, -1)[last]
+        _, guessed = self.head.logits(model.norm(states)).max(-1)
+        growth.guesses = guessed if self.head.kept is None else self.head.kept[guessed]
         growth.counts = growth.counts + right + 1
         growth.offsets = growth.offsets + right + 1
 

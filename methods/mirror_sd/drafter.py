@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 from torch.nn.functional import linear
 
@@ -18,7 +19,6 @@ from methods.heads import DraftHead, draft_head
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.link import Inline, Process, Thread
 from methods.mirror_sd.streams import load_streams
-from methods.mirror_sd.wires import ProcessWire
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.target import Prefill, Target, head_weight, weight_bytes
 from specbench.errors import UserError, at_least, near
@@ -112,11 +112,14 @@ class MirrorSD(Drafter):
                 raise UserError("method.placement=process is for models on the CPU: use thread")
             for part in (draft, *(exit_parts or ())):
                 part.share_memory() if isinstance(part, torch.nn.Module) else part.share_memory_()
-            longest = target.config.max_position_embeddings
-            wire = ProcessWire(
-                longest, max_draft_tokens, target.hidden_size, rows if self.ratio else 0, target.dtype
-            )
-            self.link = Process(wire, make_brancher, made, draft_cores, patience)
+            shape = {
+                "longest": target.config.max_position_embeddings,
+                "depth": max_draft_tokens,
+                "width": target.hidden_size,
+                "rows": rows if self.ratio else 0,
+                "dtype": target.dtype,
+            }
+            self.link = Process(shape, make_brancher, made, draft_cores, patience)
         else:
             brancher = make_brancher(*made)
             self.link = Inline(brancher) if placement == "inline" else Thread(brancher, patience)
@@ -126,8 +129,12 @@ class MirrorSD(Drafter):
         limit = decoding.max_new_tokens - 2
         if limit <= 0:
             return
-        seed = context.generator.initial_seed() if self.ratio and context.generator else 0
-        temperature = decoding.temperature if self.ratio else 0.0
+        self._draws = self.ratio and not decoding.greedy
+        temperature, seed = 0.0, 0
+        if self._draws:
+            # Numbers of its own: drawn from the very ones that acceptance uses, drafts would not be independent of it.
+            temperature = decoding.temperature
+            seed = int(np.random.SeedSequence([context.generator.initial_seed(), 1]).generate_state(1)[0])
         self.link.begin(context.known()[:-1], context.tokens.shape[0], temperature, seed)
         self.link.settle(0, context.following, limit)
 
@@ -143,9 +150,7 @@ class MirrorSD(Drafter):
 
     def draft(self, context: Context) -> Draft:
         reply = self.link.collect()
-        probs = None
-        if reply.probs is not None:
-            probs = self.head.spread([reply.probs.to(self.device)])
+        probs = self.head.spread([reply.probs]).to(self.device) if self._draws else None
         read = sum(reply.passes) * self._pass_bytes
         if reply.beside.hit is not None:
             read += self._guess_bytes + self._pass_bytes  # of the guesses, and of looking ahead for them

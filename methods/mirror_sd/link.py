@@ -60,14 +60,15 @@ class Inline:
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         """A new sequence; the arguments are those of `Brancher.begin`."""
         self.brancher.begin(prompt.to(self.brancher.device), room, temperature, seed)
-        self._beside = 0.0
+        self._early = self._beside = 0.0
 
     def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
         """Drafts for every likely decision, as `Brancher.expand`; does not wait for it."""
         start = time.perf_counter()
         self.brancher.foresee()
+        foreseen = time.perf_counter()
         self.brancher.expand(k, depth, states.to(self.brancher.device))
-        self._beside += time.perf_counter() - start
+        self._early, self._beside = foreseen - start, time.perf_counter() - foreseen
 
     def settle(self, accepted: int, following: int, limit: int) -> None:
         """The decision, as in `Brancher.settle`; does not wait for the draft behind it."""
@@ -77,8 +78,8 @@ class Inline:
         """The draft behind the last decision."""
         start = time.perf_counter()
         found = self.brancher.settle(*self._decision)
-        beside = Beside(found.hit, self._beside, time.perf_counter() - start, 0.0, 0.0)
-        self._beside = 0.0
+        beside = Beside(found.hit, self._early, self._beside, time.perf_counter() - start, 0.0, 0.0)
+        self._early = self._beside = 0.0
         return Reply(found.tokens, found.probs, found.passes, beside)
 
     def end(self) -> None:
@@ -100,6 +101,7 @@ class Remote:
         self._active = True
         self.wire.put_prompt(prompt)
         self.wire.requests.put(Ask.BEGIN, prompt.shape[0], room, seed, seconds=(temperature,))
+        self._answer(Say.READY, self.patience)  # a prefill is a prefill, on both sides
 
     def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
         self.wire.put_states(states)
@@ -112,14 +114,14 @@ class Remote:
         start = time.perf_counter()
         message = self._answer(Say.DRAFT, self.patience)
         n, hit, together, alone = message.numbers
-        beside, after, idle, handover = message.seconds
+        early, beside, after, idle, handover = message.seconds
         handover += time.perf_counter() - max(start, message.sent)
         tokens, probs = self.wire.draft(n)
         return Reply(
             tokens,
             probs,
             (together, alone),
-            Beside(None if hit < 0 else bool(hit), beside, after, idle, handover),
+            Beside(None if hit < 0 else bool(hit), early, beside, after, idle, handover),
         )
 
     def end(self) -> None:
@@ -189,13 +191,14 @@ class Thread(Remote):
 class Process(Remote):
     """The draft's side in a process; while an answer is decoded each side has its cores to itself.
 
-    make: called there with `arguments`, gives the `Brancher`. cores: how many the draft's side gets of those that this
-    process may use; where that leaves none, both share all.
+    shape: arguments of `ProcessWire`. make: called there with `arguments`, gives the `Brancher`. cores: how many the
+    draft's side gets of those that this process may use; where that leaves none, both share all.
     """
 
-    def __init__(self, wire: ProcessWire, make: Callable, arguments: tuple, cores: int, patience: float):
-        self._all = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    def __init__(self, shape: dict, make: Callable, arguments: tuple, cores: int, patience: float):
+        self._all = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
         self._own, theirs = self._all[:-cores], self._all[-cores:]
+        wire = ProcessWire(**shape, spins=bool(self._own) or sys.platform != "linux")
         if not self._own:
             self._own = theirs = self._all
         self._threads = torch.get_num_threads()
@@ -208,7 +211,7 @@ class Process(Remote):
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         if self._own:
-            os.sched_setaffinity(0, self._own)
+            _pin(self._own)
             torch.set_num_threads(min(self._threads, len(self._own)))
         super().begin(prompt, room, temperature, seed)
 
@@ -217,8 +220,17 @@ class Process(Remote):
             super().end()
         finally:
             if self._own:
-                os.sched_setaffinity(0, self._all)
+                _pin(self._all)
                 torch.set_num_threads(self._threads)
+
+
+def _pin(cores: list[int]) -> None:
+    """Lets all threads of this process run on these cores alone."""
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cores)
+        except ProcessLookupError:  # it has just ended
+            continue
 
 
 def _work(
@@ -245,7 +257,7 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
     """The draft's side: does what it is asked until it is told to close, or nobody is left to tell it."""
     now = time.perf_counter
     requests = wire.requests
-    idle = handover = beside = 0.0
+    idle = handover = early = beside = 0.0
     active = False
     wire.replies.put(Say.READY)
     while True:
@@ -261,8 +273,10 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
             match message.kind:
                 case Ask.BEGIN:
                     n, room, seed, _ = message.numbers
-                    active, idle, handover, beside = True, 0.0, 0.0, 0.0
+                    active = True
+                    idle = handover = early = beside = 0.0
                     brancher.begin(wire.prompt(n), room, message.seconds[0], seed)
+                    wire.replies.put(Say.READY)
                 case Ask.LAUNCH:
                     k, depth, *_ = message.numbers
                     brancher.expand(k, depth, wire.states(k + 1), requests.waiting)
@@ -272,13 +286,13 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
                     found = brancher.settle(accepted, following, limit, requests.waiting)
                     wire.put_draft(found.tokens, found.probs)
                     hit = -1 if found.hit is None else int(found.hit)
-                    seconds = (beside, now() - got, idle, handover)
+                    seconds = (early, beside, now() - got, idle, handover)
                     wire.replies.put(Say.DRAFT, found.tokens.shape[0], hit, *found.passes, seconds=seconds)
-                    idle = handover = beside = 0.0
+                    idle = handover = early = beside = 0.0
                     if not requests.waiting():
                         start = now()
                         brancher.foresee(requests.waiting)
-                        beside += now() - start
+                        early = now() - start
                 case Ask.END:
                     active = False
                     wire.replies.put(Say.ENDED)

@@ -22,7 +22,7 @@ LOOKS = 200  # looks in a row before other work on this core gets a chance
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """kind: the sender's business; numbers: up to four whole ones; seconds: up to four; sent: when, by the clock that
+    """kind: the sender's business; numbers: up to four whole ones; seconds: up to five; sent: when, by the clock that
     all processes of a machine share."""
 
     kind: int
@@ -32,14 +32,14 @@ class Message:
 
 
 class Box:
-    """Messages in one direction. spins: whether its receiver may look again and again instead of sleeping: microseconds
-    instead of tens of them, at the cost of a core."""
+    """Messages in one direction. shared: between processes. spins: whether its receiver may look again and again
+    instead of sleeping: microseconds instead of tens of them, at the cost of a core."""
 
-    def __init__(self, semaphore, spins: bool):
+    def __init__(self, semaphore, shared: bool = False, spins: bool = False):
         self.arrived, self.spins = semaphore, spins
         self.numbers = torch.zeros(RING, 5, dtype=torch.int64)
-        self.seconds = torch.zeros(RING, 5, dtype=torch.float64)
-        if spins:
+        self.seconds = torch.zeros(RING, 6, dtype=torch.float64)
+        if shared:
             self.numbers.share_memory_()
             self.seconds.share_memory_()
         self._sent = self._taken = 0  # each used on one side alone
@@ -89,12 +89,14 @@ class ProcessWire:
     """For two processes of one machine whose models lie on the CPU.
 
     longest: tokens of a prompt; depth: of a draft; width: of the target's states; rows: of the draft's distributions, 0
-    when none are handed over.
+    when none are handed over. spins: as in `Box`; not where both sides share a core.
     """
 
-    def __init__(self, longest: int, depth: int, width: int, rows: int, dtype: torch.dtype):
+    def __init__(
+        self, longest: int, depth: int, width: int, rows: int, dtype: torch.dtype, spins: bool = True
+    ):
         semaphore = multiprocessing.get_context("spawn").Semaphore
-        self.requests, self.replies = Box(semaphore(0), True), Box(semaphore(0), True)
+        self.requests, self.replies = Box(semaphore(0), True, spins), Box(semaphore(0), True, spins)
         self._prompt = torch.zeros(longest, dtype=torch.int64).share_memory_()
         self._states = torch.zeros(depth + 1, width, dtype=dtype).share_memory_()
         self._tokens = torch.zeros(depth, dtype=torch.int64).share_memory_()
@@ -119,6 +121,7 @@ class ProcessWire:
             self._probs[: probs.shape[0]] = probs
 
     def draft(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The last draft; its distributions are of no use if it was not drawn."""
         return self._tokens[:n].clone(), self._probs[:n].clone() if self._probs.shape[0] else None
 
     def put_reason(self, text: str) -> None:
@@ -134,8 +137,9 @@ class ThreadWire:
     event that the other stream waits for, and no thread waits for a device."""
 
     def __init__(self, device: torch.device):
-        self.requests, self.replies = Box(threading.Semaphore(0), False), Box(threading.Semaphore(0), False)
+        self.requests, self.replies = Box(threading.Semaphore(0)), Box(threading.Semaphore(0))
         self.device = device  # the draft's
+        self._copying: dict[torch.device, torch.cuda.Stream] = {}
         self._prompt = self._states = self._tokens = self._probs = None
         self._text = ""
 
@@ -143,21 +147,21 @@ class ThreadWire:
         self._prompt = _marked(prompt)
 
     def prompt(self, n: int) -> torch.Tensor:
-        return _taken(self._prompt, self.device)
+        return _taken(self._prompt, self.device, self._copying)
 
     def put_states(self, states: torch.Tensor) -> None:
         self._states = _marked(states)
 
     def states(self, n: int) -> torch.Tensor:
-        return _taken(self._states, self.device)
+        return _taken(self._states, self.device, self._copying)
 
     def put_draft(self, tokens: torch.Tensor, probs: torch.Tensor | None) -> None:
         self._tokens = _marked(tokens)
         self._probs = None if probs is None else _marked(probs)
 
     def draft(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        probs = None if self._probs is None else _taken(self._probs, None)
-        return _taken(self._tokens, None), probs
+        probs = None if self._probs is None else _taken(self._probs, None, self._copying)
+        return _taken(self._tokens, None, self._copying), probs
 
     def put_reason(self, text: str) -> None:
         self._text = text
@@ -174,11 +178,29 @@ def _marked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None
     return tensor, event
 
 
-def _taken(marked: tuple, device: torch.device | None) -> torch.Tensor:
-    """The tensor, on `device` (None: where it is), usable on the current stream."""
+def _taken(marked: tuple, device: torch.device | None, copying: dict) -> torch.Tensor:
+    """The tensor, on `device` (None: where it is), usable on the current stream.
+
+    copying: a stream for each device that is copied from. The device's own stream would copy too late: behind all that
+    is queued there, such as the rest of the target's pass.
+    """
     tensor, event = marked
-    if event is not None:
+    if event is None:
+        return tensor if device is None else tensor.to(device)
+    if device in (None, tensor.device):
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(event)
         tensor.record_stream(stream)
-    return tensor if device is None else tensor.to(device, non_blocking=True)
+        return tensor
+    if tensor.device not in copying:
+        copying[tensor.device] = torch.cuda.Stream(tensor.device)
+    stream = copying[tensor.device]
+    with torch.cuda.stream(stream):
+        stream.wait_event(event)
+        copy = tensor.to(device, non_blocking=device.type == "cuda")
+        tensor.record_stream(stream)
+        if device.type == "cuda":
+            copied = stream.record_event()
+            torch.cuda.current_stream(device).wait_event(copied)
+            copy.record_stream(torch.cuda.current_stream(device))
+    return copy

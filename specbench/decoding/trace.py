@@ -13,12 +13,14 @@ class Beside:
     """How a draft came to be that was made beside the verification of the one before.
 
     hit: whether what the target decided was among the branches drafted meanwhile; None where none had been launched.
-    beside_seconds: spent drafting while the target was busy, on all branches. after_seconds: spent drafting once its
+    early_seconds: spent drafting before the target had reached its exit. beside_seconds: and from there until its
+    decision was known, on all branches. after_seconds: spent drafting once its
     decision was known: the whole draft after a miss, what was lacking after a hit. idle_seconds: the drafter waited for
     the target. handover_seconds: from sending to receiving, of every message in between.
     """
 
     hit: bool | None
+    early_seconds: float
     beside_seconds: float
     after_seconds: float
     idle_seconds: float
@@ -60,6 +62,7 @@ class Step:
     grouped: bool | None = None
     exit_seconds: float | None = None
     hit: bool | None = None
+    early_seconds: float | None = None
     beside_seconds: float | None = None
     after_seconds: float | None = None
     idle_seconds: float | None = None

@@ -23,6 +23,7 @@ STEP_COLUMNS = {
     "grouped": "object",
     "exit_seconds": "float64",
     "hit": "object",
+    "early_seconds": "float64",
     "beside_seconds": "float64",
     "after_seconds": "float64",
     "idle_seconds": "float64",

@@ -233,8 +233,9 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
     fall_back_rate: of the decisions that were looked up, the share for which nothing had been drafted; by_accepted: the
     same by how many draft tokens had been accepted. hidden_share: of the time that the draft's side worked, the part in
     which the target did not wait for it. model_seconds: the latency model of Mirror-SD (Bhendawade et al. 2025, eq. 10)
-    with the term that it lacks, exit + max(rest of the pass, draft beside it) + handover + draft behind the decision
-    (the whole of it after a miss, what was lacking after a hit) + the rest of the round; round_seconds: as measured.
+    with the terms that it lacks, max(exit, draft before it) + max(rest of the pass, draft beside it) + handover + draft
+    behind the decision (the whole of it after a miss, what was lacking after a hit) + the rest of the round;
+    round_seconds: as measured.
     """
     launched = rounds[rounds["exit_seconds"].notna()]
     if launched.empty:
@@ -246,22 +247,24 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
     kinds = rounds[looked]
     after = [_mean(kinds.loc[missed == kind, "after_seconds"]) or 0.0 for kind in (False, True)]
     fall_back = _mean(missed.astype(float))
-    exit_seconds, beside = _mean(launched["exit_seconds"]), _mean(kinds["beside_seconds"])
+    exit_seconds = _mean(launched["exit_seconds"])
+    early, beside = _mean(kinds["early_seconds"]), _mean(kinds["beside_seconds"])
     rest = _mean(launched["verify_seconds"] - launched["exit_seconds"])
     handover, other = _mean(kinds["handover_seconds"]), _mean(kinds["other_seconds"])
     drafted = rounds[rounds["beside_seconds"].notna()]
-    worked = drafted["beside_seconds"].sum() + drafted["after_seconds"].sum()
-    parts = (exit_seconds, beside, rest, handover, other, fall_back)
+    worked = drafted[["early_seconds", "beside_seconds", "after_seconds"]].sum().sum()
+    parts = (exit_seconds, early, beside, rest, handover, other, fall_back)
     model = None
     if None not in parts:
         waiting = (1 - fall_back) * after[0] + fall_back * after[1]
-        model = exit_seconds + max(rest, beside) + handover + waiting + other
+        model = max(exit_seconds, early) + max(rest, beside) + handover + waiting + other
     return {
         "fall_back_rate": fall_back,
         "fall_back_rate_by_accepted": {str(n): float(share) for n, share in by_accepted.items()},
         "hidden_share": None if worked <= 0 else max(0.0, 1 - float(drafted["draft_seconds"].sum() / worked)),
         "exit_seconds": exit_seconds,
         "rest_seconds": rest,
+        "early_seconds": early,
         "beside_seconds": beside,
         "after_hit_seconds": after[0],
         "after_miss_seconds": after[1],

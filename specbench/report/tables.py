@@ -173,7 +173,8 @@ def overlap_line(overlap: dict) -> str:
     return (
         f"drafted beside the target: {_share(overlap['hidden_share'])} of the draft's time hidden, "
         f"{_share(overlap['fall_back_rate'])} of the decisions not guessed; a round took {ms('round_seconds')} ms: "
-        f"{ms('exit_seconds')} to the exit, {ms('rest_seconds')} behind it (draft beside it {ms('beside_seconds')}), "
+        f"{ms('exit_seconds')} to the exit and {ms('rest_seconds')} behind it (drafting meanwhile "
+        f"{ms('early_seconds')} and {ms('beside_seconds')}), "
         f"{ms('waited_seconds')} waiting; the latency model says {ms('model_seconds')} ms"
     )
 

@@ -210,7 +210,7 @@ def test_stop_token_anywhere(method, adapters):
                     "sps": lambda: SpeculativeSampling(pair, 6),
                     "s2d": lambda: SortedDraft(sorted_pair("llama"), thresholds=[0.2, 0.2]),
                     "kangaroo": lambda: Kangaroo(pair, adapters["llama"], 2, 6, 0.0),
-                    "mirror": lambda: MirrorSD(pair, 6, kappa=2, placement="inline"),
+                    "mirror": lambda: MirrorSD(pair, 6, kappa=1, placement="inline"),
                     "oracle": lambda p=prompt, f=free: Oracle(
                         len(p), f, target.vocab_size, 0, 0.05, 8, False
                     ),

@@ -31,7 +31,8 @@ CONFIG = {
     "run_dir": None,
 }
 # What a drafter beside the target leaves in a step.
-BESIDE = ("exit_seconds", "hit", "beside_seconds", "after_seconds", "idle_seconds", "handover_seconds")
+BESIDE = ("exit_seconds", "hit", "early_seconds", "beside_seconds", "after_seconds", "idle_seconds",
+          "handover_seconds")  # fmt: skip
 EXACT = {"verdict": "exact", "first_divergence": None, "margin": None, "noise": 1e-4}
 TIE = {"verdict": "tie", "first_divergence": 4, "margin": 1e-5, "noise": 1e-4}
 VIOLATION = {"verdict": "violation", "first_divergence": 2, "margin": 0.5, "noise": 1e-4}

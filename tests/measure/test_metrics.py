@@ -69,17 +69,12 @@ def test_exit_shares():
 def test_overlap_by_hand():
     """Three rounds: the first draft is nobody's guess, the second was guessed, the third was not."""
     common = {"exit_seconds": 0.004, "verify_seconds": 0.010, "other_seconds": 0.001, "idle_seconds": 0.002}
-    common |= {"handover_seconds": 0.0001}
+    common |= {"handover_seconds": 0.0001, "early_seconds": 0.0}
+    names = ("accepted", "hit", "early_seconds", "beside_seconds", "after_seconds", "draft_seconds")
     rounds = [
-        {"accepted": 2, "hit": None, "beside_seconds": 0.0, "after_seconds": 0.005, "draft_seconds": 0.005},
-        {"accepted": 4, "hit": True, "beside_seconds": 0.007, "after_seconds": 0.0, "draft_seconds": 0.001},
-        {
-            "accepted": 0,
-            "hit": False,
-            "beside_seconds": 0.005,
-            "after_seconds": 0.003,
-            "draft_seconds": 0.003,
-        },
+        dict(zip(names, (2, None, 0.0, 0.0, 0.005, 0.005))),
+        dict(zip(names, (4, True, 0.002, 0.007, 0.0, 0.001))),
+        dict(zip(names, (0, False, 0.0, 0.005, 0.003, 0.003))),
         {"accepted": 0} | dict.fromkeys(BESIDE),  # the last place belongs to the target alone
     ]
     rounds = [common | r for r in rounds]
@@ -87,10 +82,15 @@ def test_overlap_by_hand():
     found = overall([record(turns=[turn(method=method)])])["overlap"]
     assert found["fall_back_rate"] == 0.5
     assert found["fall_back_rate_by_accepted"] == {"2": 0.0, "4": 1.0}
-    assert found["hidden_share"] == pytest.approx(1 - (0.005 + 0.001 + 0.003) / 0.020)
+    assert found["hidden_share"] == pytest.approx(1 - (0.005 + 0.001 + 0.003) / 0.022)
     assert found["waited_seconds"] == pytest.approx(0.002)
-    # exit + max(rest of the pass, draft beside it) + handover + half the misses' drafts + the rest
+    # max(exit, draft before it) + max(rest of the pass, draft beside it) + handover + half of a miss's draft + the rest
     assert found["model_seconds"] == pytest.approx(0.004 + 0.006 + 0.0001 + 0.5 * 0.003 + 0.001)
+    for r in rounds[:3]:
+        r |= {"early_seconds": 0.009, "beside_seconds": 0.008}
+    method = generation([2, 4, 0, 0]) | {"steps": columns(rounds)}
+    found = overall([record(turns=[turn(method=method)])])["overlap"]
+    assert found["model_seconds"] == pytest.approx(0.009 + 0.008 + 0.0001 + 0.5 * 0.003 + 0.001)
     assert found["round_seconds"] == pytest.approx(0.002 + 0.010 + 0.001)
     assert overall([answered()])["overlap"] is None
 

@@ -199,6 +199,7 @@ def test_what_drafting_beside_the_target_gains():
         "hidden_share": 0.83,
         "exit_seconds": 0.0042,
         "rest_seconds": 0.0061,
+        "early_seconds": 0.0012,
         "beside_seconds": 0.0055,
         "after_hit_seconds": 0.0,
         "after_miss_seconds": 0.004,
@@ -210,8 +211,10 @@ def test_what_drafting_beside_the_target_gains():
     }
     text = " ".join(shown(tables.run_table(SUMMARY | {"overall": NUMBERS | {"overlap": overlap}})).split())
     assert "83% of the draft's time hidden, 12% of the decisions not guessed" in text
-    assert "a round took 12.3 ms: 4.2 to the exit, 6.1 behind it (draft beside it 5.5), 0.9 waiting" in text
-    assert "the latency model says – ms" in text
+    assert (
+        "a round took 12.3 ms: 4.2 to the exit and 6.1 behind it (drafting meanwhile 1.2 and 5.5), " in text
+    )
+    assert "0.9 waiting; the latency model says – ms" in text
 
 
 def test_exit_shares_are_told_where_there_are_several():
