@@ -48,7 +48,8 @@ class Box:
         place = self._sent % RING
         self._sent += 1
         self.numbers[place, : 1 + len(numbers)] = torch.tensor([kind, *numbers])
-        self.seconds[place, : 1 + len(seconds)] = torch.tensor([time.perf_counter(), *seconds])
+        times = torch.tensor([time.perf_counter(), *seconds], dtype=torch.float64)
+        self.seconds[place, : 1 + len(seconds)] = times
         self.arrived.release()
 
     def take(self, alive: Callable[[], bool], patience: float | None = None, awake: bool = True) -> Message:

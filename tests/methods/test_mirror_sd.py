@@ -296,8 +296,10 @@ def test_a_process_is_handed_what_was_written():
     wire.put_reason("no room " * 100)
     assert wire.reason().startswith("no room no room")
     for number in range(20):  # more messages than the ring holds, taken as they come
+        before = time.perf_counter()
         wire.requests.put(2, number, 5, seconds=(0.5,))
         message = wire.requests.take(lambda: True)
+        assert before < message.sent < time.perf_counter()
         assert (message.kind, message.numbers[:2], message.seconds[0]) == (2, (number, 5), 0.5)
         assert not wire.requests.waiting()
 
