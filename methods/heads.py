@@ -34,6 +34,15 @@ class DraftHead:
         parts = [self.weight] if self.bias is None else [self.weight, self.bias]
         self.bytes = weight_bytes(model.norm) + sum(p.nbytes for p in parts)
 
+    @property
+    def rows(self) -> int:
+        """How many tokens it scores."""
+        return self.model.vocab_size if self.kept is None else self.kept.shape[0]
+
+    def ids(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the head, of any shape -> token ids of the target."""
+        return rows if self.kept is None else self.kept[rows]
+
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Normed states [..., d] -> logits over the head's own rows."""
         if self.kept is None:
@@ -50,7 +59,7 @@ class DraftHead:
         """Logits [n, rows] -> token ids [n] of the target and, when sampling, their distribution over the rows.
         generator, uniforms: what to draw with, as in `Decoding.select`."""
         rows, probs = decoding.select(logits, generator, uniforms)
-        return (rows if self.kept is None else self.kept[rows]), probs
+        return self.ids(rows), probs
 
     def spread(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:
         """What `choose` gave for each of the k tokens of a draft, [n, rows] each, as probabilities over the target's

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from specbench.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.errors import UserError
+from specbench.pairs import load_pair
 
 CHUNK = 512  # positions whose logits exist at a time
 HELD_OUT_BATCHES = 8
@@ -54,6 +55,17 @@ def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
             yield row
         elif skipped > TOO_MANY:
             raise UserError(f"the conversations hold nothing that the assistant says within {length} tokens")
+
+
+def pair_to_train(cfg: DictConfig):
+    """The pair of a trainer whose draft model learns: `cfg.draft` or the pair's own, in float32, with gradients."""
+    pair_cfg = cfg.pair if cfg.draft is None else OmegaConf.merge(cfg.pair, {"draft": cfg.draft})
+    pair = load_pair(training_pair(pair_cfg), cfg.seed, with_draft=True)
+    torch.manual_seed(cfg.seed)
+    pair.draft.float().requires_grad_(True)
+    if cfg.gradient_checkpointing:
+        pair.draft.gradient_checkpointing_enable()
+    return pair
 
 
 def save_model(model, pair, cfg: DictConfig, out: Path) -> None:

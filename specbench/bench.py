@@ -7,7 +7,6 @@ there or cannot work; 130 or 143 stopped by Ctrl-C or SIGTERM.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import os
 import re
@@ -26,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specbench.errors import UserError, near, one_line_errors
 from specbench.measure import metrics, store
+from specbench.processes import end_with_parent
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.report import tables
 from specbench.tracking import track
@@ -191,17 +191,9 @@ def check_folders(cfg: DictConfig, needs: Needs) -> None:
 
 def measure(run_dir: Path) -> int:
     """Measures a run folder in a child process that does not outlive this one; returns its exit code."""
-    libc = ctypes.CDLL(None)
-
-    def before_start() -> None:
-        # Ctrl-C reaches every process of a terminal; this one alone answers it, with SIGTERM for the child.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if sys.platform == "linux":  # where the kernel ends the child of a parent that was killed
-            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     command = [sys.executable, "-m", "specbench.measure.runner", str(run_dir)]
-    child = subprocess.Popen(command, preexec_fn=before_start)
+    child = subprocess.Popen(command, preexec_fn=end_with_parent)
     try:
         code = child.wait()
     finally:

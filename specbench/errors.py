@@ -16,6 +16,12 @@ class JobError(UserError):
     """What ends a whole job, where another error would only cost the question that met it."""
 
 
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said.splitlines()[0] if said else 'no message'}"
+
+
 def near(name: str, choices: Iterable[str]) -> str:
     """What would be right instead of an unknown `name`: "did you mean kangaroo? (known: ar, kangaroo)".
 

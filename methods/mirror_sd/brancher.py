@@ -140,16 +140,16 @@ class Brancher:
         """
         self.look_ahead()
         self._path, self._rows = self._path[:k], self._rows[:k]
-        before, earlier = self._branches, self._growth
-        self._branches = self._guess(self._own[: k + 1], states)
-        if earlier is None:
+        found = self._guess(self._own[: k + 1], states)
+        if self._growth is None:
             self._cache.truncate(self._base + k)
             columns = torch.arange(k, device=self.device)
-            earlier = self._sprout(
-                self._base, columns[:0], columns[:0], columns[:0].bool().view(0, k), columns
-            )
-            before = Branches(columns[:0], columns[:0])
-        growth = self._growth = self._replant(earlier, before, k)
+            seen = columns < found.accepted.unsqueeze(1)
+            self._branches = found
+            self._growth = self._sprout(self._base, found.tokens, found.accepted, seen, columns, columns[:0])
+        else:
+            self._replant(found)
+        growth = self._growth
         while not self._grown(growth, depth) and not known():
             self._grow(growth)
         self._index = self._branches.index()
@@ -201,13 +201,11 @@ class Brancher:
 
     # -- growing
 
-    def _sprout(self, base: int, roots: torch.Tensor, offsets, seen, columns, ahead=None) -> Growth:
+    def _sprout(self, base: int, roots: torch.Tensor, offsets, seen, columns, ahead) -> Growth:
         """Continuations behind the tokens `roots` [m]; the rest as in `Growth`."""
-        ahead = columns[:0] if ahead is None else ahead
         m, width = roots.shape[0], self._width
         buffer = torch.zeros(2, m, width, dtype=torch.int64, device=self.device)
-        rows = self.model.vocab_size if self.head.kept is None else self.head.kept.shape[0]
-        logits = torch.empty(m, width, rows, device=self.device, dtype=self.model.dtype)
+        logits = torch.empty(m, width, self.head.rows, device=self.device, dtype=self.model.dtype)
         return Growth(
             base,
             roots,
@@ -221,31 +219,24 @@ class Brancher:
             logits,
         )
 
-    def _replant(self, earlier: Growth, before: Branches, k: int) -> Growth:
-        """The growth of `self._branches`: those that were among the branches `before` go on, others begin."""
-        now = self._branches
+    def _replant(self, now: Branches) -> None:
+        """From here on the branches `now` grow: those that grew before go on, others begin."""
+        before, earlier = self._branches, self._growth
         same = (before.accepted.unsqueeze(1) == now.accepted) & (before.tokens.unsqueeze(1) == now.tokens)
         old, new = same.any(1).nonzero().squeeze(1), (~same.any(0)).nonzero().squeeze(1)
         accepted, roots = now.accepted[new], now.tokens[new]
         self._branches = Branches(
             torch.cat([before.accepted[old], accepted]), torch.cat([before.tokens[old], roots])
         )
-        c = earlier.columns.shape[0]
-        steps = torch.arange(c, device=self.device)
-        seen = (steps < accepted.unsqueeze(1)) & (steps < k)
-        fresh = self._sprout(earlier.base, roots, accepted, seen, earlier.columns)
-        width = earlier.guesses.shape[1]
-        fresh.guesses = roots.new_zeros(
-            roots.shape[0], width
-        )  # of no use, but of the shape that a pass needs
-
-        def both(name: str) -> torch.Tensor:
-            return torch.cat([getattr(earlier, name)[old], getattr(fresh, name)])
-
+        columns = earlier.columns
+        # Of the columns the draft tokens come first; no new branch sees what grew behind them.
+        seen = torch.arange(columns.shape[0], device=self.device) < accepted.unsqueeze(1)
+        fresh = self._sprout(earlier.base, roots, accepted, seen, columns, earlier.ahead)
+        # Guesses of no use, but of the shape that a pass needs.
+        fresh.guesses = roots.new_zeros(roots.shape[0], earlier.guesses.shape[1])
         rows = ("newest", "offsets", "guesses", "seen", "tokens", "rows", "counts", "logits")
-        merged = {name: both(name) for name in rows}
-        least = earlier.least if not new.shape[0] else 0
-        return replace(earlier, **merged, passes=earlier.passes, least=least)
+        merged = {name: torch.cat([getattr(earlier, name)[old], getattr(fresh, name)]) for name in rows}
+        self._growth = replace(earlier, **merged, least=0 if new.shape[0] else earlier.least)
 
     def _grown(self, growth: Growth, depth: int) -> bool:
         """Whether every continuation has `depth` tokens."""
@@ -295,7 +286,7 @@ class Brancher:
         last = torch.arange(m, device=self.device) * v + right
         states = hidden[n + m * v :].view(m * v, s, -1)[last]
         _, guessed = self.head.logits(model.norm(states)).max(-1)
-        growth.guesses = guessed if self.head.kept is None else self.head.kept[guessed]
+        growth.guesses = self.head.ids(guessed)
         growth.counts = growth.counts + right + 1
         growth.offsets = growth.offsets + right + 1
 
@@ -363,7 +354,7 @@ class Brancher:
         uniforms = None if self._uniforms is None else self._uniforms[place].flatten()
         rows, _ = self._decoding.select(logits.flatten(0, 1), uniforms=uniforms)
         rows = rows.view(m, v)
-        tokens = rows if self.head.kept is None else self.head.kept[rows]
+        tokens = self.head.ids(rows)
         growth.tokens.scatter_(1, place, tokens)
         growth.rows.scatter_(1, place, rows)
         growth.logits.scatter_(1, place.unsqueeze(-1).expand_as(logits), logits)
@@ -380,19 +371,19 @@ class Brancher:
             hidden = self.model.run_layers(self.model.embed(behind.unsqueeze(0)), self._cache)
             self._own[self._path.shape[0]] = self.head.logits(self.model.norm(hidden[0, -1]))
 
-    def _guess(self, own: torch.Tensor, states: torch.Tensor) -> Branches:
+    def _guess(self, own: torch.Tensor, states: torch.Tensor | None) -> Branches:
         """The target's likely decisions about the path. own: the draft model's logits [1 + k, rows]; states: as in
         `expand`."""
-        plan, kept = self.plan, self.head.kept
+        plan = self.plan
         own = torch.log_softmax(own.float(), dim=-1)
         limits = plan.kappa, plan.most, plan.roots_only
         reaching = prefix_sums(own, self._rows)
         if plan.guesses == "draft" or states is None:
             found = likely_decisions(own, self._rows, reaching, *limits)
-            return found if kept is None else Branches(found.accepted, kept[found.tokens])
+            return Branches(found.accepted, self.head.ids(found.tokens))
         log_probs = torch.log_softmax(self.exit_head(states).float(), dim=-1)
         if plan.guesses == "both":
-            log_probs = mixture(log_probs, own, kept)
+            log_probs = mixture(log_probs, own, self.head.kept)
         return likely_decisions(log_probs, self._path, reaching, *limits)
 
     def _forget(self) -> None:

@@ -98,7 +98,6 @@ class MirrorSD(Drafter):
         self.device = target.device
         exit_parts = _exit_parts(target, self.model) if candidates in ("exit", "both") else None
         self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
-        rows = self.model.vocab_size if self.head.kept is None else self.head.kept.shape[0]
         self._guess_bytes = sum(_bytes(part) for part in exit_parts or ())
 
         if placement == "auto" and candidates == "none":
@@ -116,7 +115,7 @@ class MirrorSD(Drafter):
                 "longest": target.config.max_position_embeddings,
                 "depth": max_draft_tokens,
                 "width": target.hidden_size,
-                "rows": rows if self.ratio else 0,
+                "rows": self.head.rows if self.ratio else 0,
                 "dtype": target.dtype,
             }
             self.link = Process(shape, make_brancher, made, draft_cores, patience)

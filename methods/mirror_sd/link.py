@@ -7,7 +7,6 @@ from what else is measured.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -24,7 +23,8 @@ from torch import multiprocessing
 from methods.mirror_sd.brancher import Brancher
 from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
 from specbench.decoding.trace import Beside
-from specbench.errors import JobError
+from specbench.errors import JobError, reason
+from specbench.processes import end_with_parent
 
 STARTING = 300.0  # seconds that a new process gets until it is ready
 
@@ -160,11 +160,9 @@ class Remote:
         code = getattr(self.handle, "exitcode", None)
         if code is None:
             return ""
-        return (
-            f" (exit code {code})"
-            if code >= 0
-            else f" (killed by {signal.Signals(-code).name}; out of memory?)"
-        )
+        if code >= 0:
+            return f" (exit code {code})"
+        return f" (killed by {signal.Signals(-code).name}; out of memory?)"
 
     def _kill(self) -> None:
         if hasattr(self.handle, "kill") and self.handle.is_alive():
@@ -237,11 +235,7 @@ def _work(
     wire: ProcessWire, make: Callable, arguments: tuple, cores: list[int], threads: int, parent: int
 ) -> None:
     """The main function of the draft's process, which ends with its parent, however that ends."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the parent answers it
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    end_with_parent()
     if cores:
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(threads)
@@ -304,6 +298,5 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
 
 
 def _give_up(wire: ThreadWire | ProcessWire, error: Exception) -> None:
-    said = str(error).strip()
-    wire.put_reason(f"{type(error).__name__}: {said.splitlines()[0] if said else 'no message'}")
+    wire.put_reason(reason(error))
     wire.replies.put(Say.FAILED)

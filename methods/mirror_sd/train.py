@@ -12,14 +12,13 @@ from pathlib import Path
 
 import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from methods.mirror_sd.streams import save_streams
-from methods.training import CHUNK, Batch, batches, held_out_batches, save_model, train_part, training_pair
+from methods.training import CHUNK, Batch, batches, held_out_batches, pair_to_train, save_model, train_part
 from specbench.errors import at_least, one_line_errors
-from specbench.pairs import load_pair
 
 
 class Streaming(torch.nn.Module):
@@ -88,21 +87,16 @@ class Streaming(torch.nn.Module):
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_mirror_sd.yaml) and returns the folder of the finished draft model."""
     at_least(1, streams=cfg.streams)
-    pair_cfg = cfg.pair if cfg.draft is None else OmegaConf.merge(cfg.pair, {"draft": cfg.draft})
-    pair = load_pair(training_pair(pair_cfg), cfg.seed, with_draft=True)
-    torch.manual_seed(cfg.seed)
-    draft = pair.draft.float().requires_grad_(True)
-    if cfg.gradient_checkpointing:
-        draft.gradient_checkpointing_enable()
-    module, held_out = Streaming(draft, cfg.streams, cfg.stream_weight), held_out_batches(cfg, pair)
+    pair = pair_to_train(cfg)
+    module, held_out = Streaming(pair.draft, cfg.streams, cfg.stream_weight), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
         right, of = sum(module.right(batch) for batch in held_out).unbind(1)
         return {f"held_out_right_{1 + j}": share for j, share in enumerate((right / of).tolist())}
 
     def save(out: Path, figures: dict[str, float]) -> None:
-        save_model(draft, pair, cfg, out)
-        save_streams(module.streams.detach().to(draft.dtype), out)
+        save_model(pair.draft, pair, cfg, out)
+        save_streams(module.streams.detach().to(pair.draft.dtype), out)
 
     return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
 from methods.training import (
@@ -18,14 +18,13 @@ from methods.training import (
     agreement,
     batches,
     held_out_batches,
+    pair_to_train,
     predicting,
     save_model,
     soft_cross_entropy,
     train_part,
-    training_pair,
 )
 from specbench.errors import one_line_errors
-from specbench.pairs import load_pair
 
 
 class Distillation(torch.nn.Module):
@@ -55,19 +54,14 @@ class Distillation(torch.nn.Module):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_sps.yaml) and returns the folder of the finished draft model."""
-    pair_cfg = cfg.pair if cfg.draft is None else OmegaConf.merge(cfg.pair, {"draft": cfg.draft})
-    pair = load_pair(training_pair(pair_cfg), cfg.seed, with_draft=True)
-    torch.manual_seed(cfg.seed)
-    draft = pair.draft.float().requires_grad_(True)
-    if cfg.gradient_checkpointing:
-        draft.gradient_checkpointing_enable()
-    module, held_out = Distillation(draft, pair.target), held_out_batches(cfg, pair)
+    pair = pair_to_train(cfg)
+    module, held_out = Distillation(pair.draft, pair.target), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
         return {"held_out_agreement": agreement(module.choices, held_out)}
 
     def save(out: Path, figures: dict[str, float]) -> None:
-        save_model(draft, pair, cfg, out)
+        save_model(pair.draft, pair, cfg, out)
 
     return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 

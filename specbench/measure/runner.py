@@ -27,7 +27,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.decoding.trace import Generation, Step
-from specbench.errors import JobError, UserError, one_line_errors
+from specbench.errors import JobError, UserError, one_line_errors, reason
 from specbench.measure import provenance, store
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
 from specbench.measure.equivalence import VERDICTS, Certificate, certify
@@ -256,12 +256,6 @@ def attempt(bench: Bench, questions: list[Question], place: int) -> list[dict]:
         if record["error"] is not None:
             tqdm.write(f"question {record['question_id']} failed: {record['error']}", file=sys.stderr)
     return records
-
-
-def reason(error: Exception) -> str:
-    """What went wrong, in one line."""
-    said = str(error).strip()
-    return f"{type(error).__name__}: {said.splitlines()[0] if said else 'no message'}"
 
 
 def failure(question: Question, pool: int, error: str) -> dict:

@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hydra import compose, initialize_config_dir
+from tqdm import tqdm
 
 from specbench.bench import CONF
 from specbench.decoding.batch import Request
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.trace import Generation
+from specbench.measure.arms import Arm
 from specbench.measure.statistics import Speedup
 from specbench.pairs import Pair, load_pair
 from specbench.questions import load_questions, warmup_questions
 
 
-def pair_and_requests(name: str, limit: int, warmup: bool = False) -> tuple[Pair, list[Request]]:
-    """A pair with its draft model, and the first turns of `limit` questions per task; or of the warm-up questions,
-    which are there to choose settings by."""
+def pair_and_requests(
+    name: str, limit: int, *overrides: str, warmup: bool = False
+) -> tuple[Pair, list[Request]]:
+    """A pair with its draft model, as `overrides` of the configuration say, and the first turns of `limit`
+    questions per task; or of the warm-up questions, which are there to choose settings by."""
     with initialize_config_dir(str(CONF), version_base=None):
-        cfg = compose("bench", overrides=[f"pair={name}", f"data.limit={limit}"])
+        cfg = compose("bench", overrides=[f"pair={name}", f"data.limit={limit}", *overrides])
     pair = load_pair(cfg.pair, cfg.seed, with_draft=True)
     decoding = Decoding(cfg.decoding.max_new_tokens)
     questions = warmup_questions(cfg.data) if warmup else load_questions(cfg.data, cfg.task)
     return pair, [
         Request(pair.prompt_ids([{"role": "user", "content": q.turns[0]}]), decoding) for q in questions
     ]
+
+
+@dataclass
+class Interleaved:
+    """What came of arms that took turns: seconds by arm, summed over the repeats of each request; the answers by arm;
+    and on how many requests not all said the same."""
+
+    seconds: dict[str, list[float]]
+    answers: dict[str, list[Generation]]
+    differing: int = 0
+
+
+def interleave(arms: dict[str, Arm], requests: list[Request], repeats: int = 1) -> Interleaved:
+    """Every arm on every request, one after the other, in an order that rotates; after one request as warm-up."""
+    for arm in arms.values():
+        arm(requests[:1])
+    names = list(arms)
+    found = Interleaved({name: [0.0] * len(requests) for name in names}, {name: [] for name in names})
+    for place, request in enumerate(tqdm(requests, unit="prompt")):
+        for repeat in range(repeats):
+            shift = (place + repeat) % len(names)
+            said = set()
+            for name in names[shift:] + names[:shift]:
+                start = time.perf_counter()
+                answer = arms[name]([request])[0]
+                found.seconds[name][place] += time.perf_counter() - start
+                found.answers[name].append(answer)
+                said.add(tuple(answer.tokens))
+            found.differing += len(said) > 1
+    return found
 
 
 def print_ratios(

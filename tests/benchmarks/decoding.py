@@ -10,11 +10,8 @@ Ratios of summed seconds over the questions with a 95 % interval; every answer m
 from __future__ import annotations
 
 import argparse
-import time
-from collections import defaultdict
 
 import torch
-from tqdm import tqdm
 
 from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Drafter
@@ -22,7 +19,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.target import Target
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
 from specbench.measure.statistics import speedup
-from tests.benchmarks.common import pair_and_requests, print_ratios
+from tests.benchmarks.common import interleave, pair_and_requests, print_ratios
 
 DRAFT_TOKENS = 5
 
@@ -54,28 +51,15 @@ def main() -> None:
         "assisted generate": assisted_arm(pair),
         "engine, sps": engine_arm(pair, SpeculativeSampling(pair, DRAFT_TOKENS)),
     }
-    for arm in arms.values():  # warm-up
-        arm(requests[:1])
-    seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(requests))
-    differing = 0
-    names = list(arms)
-    for place, request in enumerate(tqdm(requests, unit="prompt")):
-        for repeat in range(options.repeats):
-            shift = (place + repeat) % len(names)
-            answers = {}
-            for name in names[shift:] + names[:shift]:
-                start = time.perf_counter()
-                answers[name] = arms[name]([request])[0].tokens
-                seconds[name][place] += time.perf_counter() - start
-            differing += len({tuple(a) for a in answers.values()}) > 1
+    found = interleave(arms, requests, options.repeats)
     print(f"pair {pair.name}, {len(requests)} prompts x {options.repeats}, {torch.get_num_threads()} threads")
-    print(f"prompts on which the four did not agree: {differing}")
+    print(f"prompts on which the four did not agree: {found.differing}")
     compared = (
         ("generate", "engine"),
         ("assisted generate", "engine, sps"),
         ("engine", "engine, sps"),
     )
-    print_ratios(seconds, compared, speedup)
+    print_ratios(found.seconds, compared, speedup)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,8 @@ summed seconds over the questions with a 95 % interval; every answer must be the
 from __future__ import annotations
 
 import argparse
-import time
-from collections import defaultdict
 
 import torch
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
 from methods.mirror_sd import MirrorSD
 from methods.mirror_sd.streams import FILE
@@ -21,9 +17,10 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.target import Target
+from specbench.measure.arms import one_by_one
 from specbench.measure.statistics import speedup
 from specbench.questions import packaged
-from tests.benchmarks.common import pair_and_requests, print_ratios
+from tests.benchmarks.common import interleave, pair_and_requests, print_ratios
 
 STREAMING, MAP = "specbench/tiny/weights/streaming", "specbench/tiny/weights/vocab_map"
 
@@ -50,10 +47,10 @@ def main() -> None:
     )
     parser.add_argument("--warmup", action="store_true", help="the warm-up questions, to choose settings by")
     options = parser.parse_args()
-    pair, requests = pair_and_requests(options.pair, options.limit, options.warmup)
     folder = packaged(options.draft)
-    pair.draft = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.dtype, attn_implementation="sdpa")
-    pair.draft.eval().requires_grad_(False)
+    pair, requests = pair_and_requests(
+        options.pair, options.limit, f"pair.draft={folder}", warmup=options.warmup
+    )
     head = {"vocab_map": MAP, "vocab_size": options.vocab} if options.vocab else {}
     own = {"max_draft_tokens": options.tokens, "kappa": options.kappa, "branches": options.branches, **head}
     drafters: dict[str, Drafter] = {"plain": Drafter()}
@@ -70,31 +67,22 @@ def main() -> None:
             pair, candidates="both", exit_layer=options.exit_layers[0], **streams
         )
     target = Target(pair.target)
-    engines = {n: Engine(target, d, pair.stop_ids, pair.context_length) for n, d in drafters.items()}
-    for engine in engines.values():  # warm-up
-        engine.generate(requests[0].prompt, requests[0].decoding)
-    seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(requests))
-    steps, differing, names = defaultdict(list), 0, list(engines)
-    for place, request in enumerate(tqdm(requests, unit="prompt")):
-        answers = set()
-        for name in names[place % len(names) :] + names[: place % len(names)]:
-            start = time.perf_counter()
-            answer = engines[name].generate(request.prompt, request.decoding)
-            seconds[name][place] += time.perf_counter() - start
-            answers.add(tuple(answer.tokens))
-            steps[name] += answer.steps
-        differing += len(answers) > 1
+    arms = {n: one_by_one(Engine(target, d, pair.stop_ids, pair.context_length)) for n, d in drafters.items()}
+    found = interleave(arms, requests)
+    seconds, names = found.seconds, list(arms)
     print(
         f"pair {pair.name}, draft model {folder.name}, {len(requests)} prompts, {torch.get_num_threads()} threads"
     )
-    print(f"prompts on which they did not agree: {differing}")
-    for name, own_steps in steps.items():
+    print(f"prompts on which they did not agree: {found.differing}")
+    for name, answers in found.answers.items():
+        own_steps = [step for answer in answers for step in answer.steps]
         looked = [step.hit for step in own_steps if step.hit is not None]
         tokens = sum(step.emitted for step in own_steps) / len(own_steps)
         drafting, verifying = mean(own_steps, "draft_seconds"), mean(own_steps, "verify_seconds")
         line = f"{name:22} {tokens:4.2f} tokens a pass; ms a round: draft {drafting:5.2f}, verify {verifying:5.2f}"
         if looked:
-            line += f"; beside {mean(own_steps, 'beside_seconds'):5.2f}, after {mean(own_steps, 'after_seconds'):5.2f}"
+            meanwhile = mean(own_steps, "early_seconds") + mean(own_steps, "beside_seconds")
+            line += f"; beside {meanwhile:5.2f}, after {mean(own_steps, 'after_seconds'):5.2f}"
             line += f", not guessed {looked.count(False) / len(looked):.0%}"
         print(line)
     serial = min((n for n in names if n.startswith("sps")), key=lambda n: sum(seconds[n]))
