@@ -1,7 +1,7 @@
 # Everything from nothing: the first target that needs Python makes .venv and installs into it, once.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help bench test benchmarks tiny report lint clean
+.PHONY: help bench test benchmarks tiny report claims lint clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -10,6 +10,7 @@ PYTHONS := python3.13 python3.12 python3.11 python3
 NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
 
 METHOD ?= kangaroo
+CLAIM = $(PY) -m specbench.bench -m runs_root=runs/claims data.limit=3
 TINY := build/tiny
 ANSWERS := $(TINY)/answers/both.jsonl
 PART := OMP_NUM_THREADS=1 $(PY) -m
@@ -47,8 +48,17 @@ tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny
 	@$(PART) methods.vocab_trim.calibrate $(DEEP) out=$(TINY)/weights/vocab_map
 	@$(PY) -m specbench.tiny.train --out $(TINY) --only sums
 
-report: $(STAMP) ## Tables over the run folders in runs/
-	@$(PY) -m specbench.report.tables $(ARGS)
+report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="FOLDER ..."]
+	@$(PY) -m specbench.report $(RUNS) $(ARGS)
+
+claims: $(STAMP) ## Check what the papers claim on the embedded family (half an hour) [ARGS="key=value ..."]
+	@$(CLAIM) experiment=kangaroo $(ARGS)
+	@$(CLAIM) experiment=vocab_trim $(ARGS)
+	@$(CLAIM) experiment=s2d_multi_target $(ARGS)
+	@$(CLAIM) experiment=mirror_sd $(ARGS)
+	@$(CLAIM) experiment=batch_scaling method=exspec,ragged batch_size=1,8 data.limit=8 repeats=1 $(ARGS)
+	@$(CLAIM) experiment=batch_scaling method=eqspec batch_size=8 data.limit=8 repeats=1 $(ARGS)
+	@$(PY) -m specbench.report claims runs/claims
 
 lint: $(STAMP) ## Check style and formatting
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

@@ -28,6 +28,7 @@ from specbench.measure import metrics, store
 from specbench.processes import end_with_parent
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.report import tables
+from specbench.report.runs import read_run
 from specbench.tracking import track
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def run_one(cfg: DictConfig, finished: list[Path] | None = None) -> int:
     if code == 2:  # the runner has said in one line what the user can put right
         return code
     if store.is_complete(run_dir):
-        tables.print_run(run_dir)
+        tables.print_run(read_run(run_dir))
         track(run_dir, cfg.tracker)
         if finished is not None:
             finished.append(run_dir)
@@ -269,7 +270,7 @@ def main() -> int:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130
     if len(finished) > 1:
-        tables.print_overview(finished)
+        tables.print_overview([read_run(run_dir) for run_dir in finished])
         print(finished[-1])  # the last line is a run folder, of a sweep the last one
     return max(codes)
 

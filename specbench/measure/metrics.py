@@ -13,7 +13,7 @@ import pandas as pd
 
 from specbench.measure.equivalence import VERDICTS
 from specbench.measure.frames import GENERATION_COLUMNS, generations_frame, steps_frame
-from specbench.measure.statistics import Speedup, pooled_speedup, speedup
+from specbench.measure.statistics import Speedup, pooled_speedup, ratio_of_means, speedup
 
 SCHEMA = 3
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
@@ -48,6 +48,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "temperature": config["decoding"]["temperature"],
         "batch_size": config["batch_size"],
         "repeats": config["repeats"],
+        "experiment": config["experiment"],
         "protocol": config["protocol"],
         "dtype": facts["dtype"],
         "device": facts["device"],
@@ -148,7 +149,9 @@ def turn_means(generations: pd.DataFrame) -> pd.DataFrame:
     NaN where an arm did not answer, or where its prefill was not timed.
     """
     wide = generations.groupby(["question_id", "turn", "arm"])[list(GENERATION_COLUMNS)].mean().unstack("arm")
-    return wide.reindex(columns=pd.MultiIndex.from_product([GENERATION_COLUMNS, [*ARMS.values(), "method"]]))
+    return wide.reindex(
+        columns=pd.MultiIndex.from_product([GENERATION_COLUMNS, [*ARMS.values(), "single", "method"]])
+    )
 
 
 def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = True) -> pd.DataFrame:
@@ -174,10 +177,51 @@ def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = Tru
 
 def pool_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:
     """As `paired_seconds`, but for each run of a pool: the questions that were decoded together, in one repeat."""
-    runs = [
-        paired_seconds(turn_means(run), reference).sum() for _, run in generations.groupby(["pool", "repeat"])
-    ]
-    return pd.DataFrame(runs, columns=["reference", "method"])
+    runs = {
+        key: paired_seconds(turn_means(run), reference).sum()
+        for key, run in generations.groupby(["pool", "repeat"])
+    }
+    columns = ["reference", "method"]
+    return (
+        pd.DataFrame.from_dict(runs, orient="index", columns=columns)
+        if runs
+        else pd.DataFrame(columns=columns)
+    )
+
+
+def relative(
+    first: list[pd.DataFrame], second: list[pd.DataFrame], pools: bool = False
+) -> tuple[Speedup, int]:
+    """Mean of a number over the runs `second` / its mean over the runs `first`, and on how many questions.
+
+    Each run as `parts` gives it; only the questions (pools: runs of pools) that are in all of them count.
+    """
+    shared = set.intersection(*(set(run.index) for run in (*first, *second)))
+    kept = [[run.loc[run.index.isin(shared)].sort_index() for run in runs] for runs in (first, second)]
+    columns = [[(run["above"].to_numpy(), run["below"].to_numpy()) for run in runs] for runs in kept]
+    return ratio_of_means(*columns, pools=pools), len(shared)
+
+
+def parts(records: list[dict], what: str, batched: bool) -> pd.DataFrame:
+    """Two columns, `above` and `below`, whose sums' ratio is the number `what` of a run; by question_id, or in a run of
+    batches by (pool, repeat).
+
+    speedup: seconds of plain decoding as this run measured it / of the method. throughput: the same against plain
+    decoding one by one. mbsu: weights that plain decoding would have read / that were read, in passes of the target.
+    """
+    if what == "mbsu":
+        rounds = steps_frame(records).query("arm == 'method'")
+        read = (rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["rows"]
+        by = [rounds["pool"], rounds["repeat"]] if batched else rounds["question_id"]
+        return pd.DataFrame({"above": rounds["emitted"], "below": read}).groupby(by).sum()
+    generations = generations_frame(records)
+    single = what == "throughput" and (generations["arm"] == "single").any()
+    reference = "single" if single else ARMS["engine"]
+    if batched:
+        seconds = pool_seconds(generations, reference)
+    else:
+        seconds = paired_seconds(turn_means(generations), reference)
+    return seconds.rename(columns={"reference": "above", "method": "below"})
 
 
 def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,11 +37,7 @@ def speedup(reference_seconds: np.ndarray, method_seconds: np.ndarray) -> Speedu
     value = float(_ratio_of_sums(reference, method))
     if len(reference) < 2:
         return Speedup(value, None, None)
-    low, high = _interval(reference, method, "BCa")
-    if not np.isfinite([low, high]).all():
-        low, high = _interval(reference, method, "percentile")
-    # Questions of one same ratio give an interval of no width, which rounding may shift off its own point.
-    return Speedup(value, min(low, value), max(high, value))
+    return _bootstrapped(value, [reference, method], _ratio_of_sums)
 
 
 def pooled_speedup(reference_seconds: np.ndarray, method_seconds: np.ndarray) -> Speedup:
@@ -56,12 +53,35 @@ def pooled_speedup(reference_seconds: np.ndarray, method_seconds: np.ndarray) ->
     value = float(_ratio_of_sums(reference, method))
     if len(reference) < 2:
         return Speedup(value, None, None)
-    from scipy.stats import sem, t  # here, as in `_interval`
+    return _t_interval(value, np.log(reference / method))
 
-    logs = np.log(reference / method)
-    half = float(t.ppf(0.5 + CONFIDENCE / 2, len(logs) - 1) * sem(logs))
-    low, high = np.exp(logs.mean() - half), np.exp(logs.mean() + half)
-    return Speedup(value, min(float(low), value), max(float(high), value))
+
+Run = tuple[np.ndarray, np.ndarray]  # above and below the line of a ratio, [questions]
+
+
+def ratio_of_means(first: Sequence[Run], second: Sequence[Run], pools: bool = False) -> Speedup:
+    """Mean of the ratios of the runs `second` / mean of those of the runs `first`, with a 95 % interval.
+
+    Each run is the seconds of its own baseline and of the method, over the same questions in the same order: so that a
+    machine that was slower during one of them cancels out. A question is resampled with all its times together. pools:
+    the arrays are [runs of pools], with an interval as in `pooled_speedup`; only for one run against one.
+    """
+    arrays = [np.asarray(column, float) for run in (*first, *second) for column in run]
+    if len({array.shape for array in arrays}) != 1 or arrays[0].ndim != 1:
+        raise ValueError(f"expected arrays of one length, not {[array.shape for array in arrays]}")
+    if not all(array.sum() > 0 for array in arrays):
+        return Speedup(None, None, None)
+
+    def statistic(*columns: np.ndarray, axis: int = -1) -> np.ndarray:
+        ratios = [_ratio_of_sums(*run, axis) for run in zip(columns[::2], columns[1::2])]
+        return np.mean(ratios[len(first) :], axis=0) / np.mean(ratios[: len(first)], axis=0)
+
+    value = float(statistic(*arrays))
+    if len(arrays[0]) < 2:
+        return Speedup(value, None, None)
+    if pools:
+        return _t_interval(value, np.log(arrays[2] / arrays[3]) - np.log(arrays[0] / arrays[1]))
+    return _bootstrapped(value, arrays, statistic)
 
 
 def verdict(low: float | None, high: float | None) -> str | None:
@@ -77,15 +97,33 @@ def _ratio_of_sums(reference: np.ndarray, method: np.ndarray, axis: int = -1) ->
     return reference.sum(axis=axis) / method.sum(axis=axis)
 
 
-def _interval(reference: np.ndarray, method: np.ndarray, kind: str) -> tuple[float, float]:
+def _t_interval(value: float, logs: np.ndarray) -> Speedup:
+    """A ratio with the t-interval of the logarithms of the runs' own ratios."""
+    from scipy.stats import sem, t  # here, as in `_interval`
+
+    half = float(t.ppf(0.5 + CONFIDENCE / 2, len(logs) - 1) * sem(logs))
+    low, high = np.exp(logs.mean() - half), np.exp(logs.mean() + half)
+    return Speedup(value, min(float(low), value), max(float(high), value))
+
+
+def _bootstrapped(value: float, columns: Sequence[np.ndarray], statistic: Callable) -> Speedup:
+    """A ratio with its bootstrap interval: BCa, or percentiles where that is not defined."""
+    low, high = _interval(columns, statistic, "BCa")
+    if not np.isfinite([low, high]).all():
+        low, high = _interval(columns, statistic, "percentile")
+    # Questions of one same ratio give an interval of no width, which rounding may shift off its own point.
+    return Speedup(value, min(low, value), max(high, value))
+
+
+def _interval(columns: Sequence[np.ndarray], statistic: Callable, kind: str) -> tuple[float, float]:
     # Here, for it takes a second, and who only reads a summary needs none of it.
     from scipy.stats import DegenerateDataWarning, bootstrap
 
     with warnings.catch_warnings(), np.errstate(invalid="ignore"):  # the NaN that comes back says the same
         warnings.simplefilter("ignore", DegenerateDataWarning)
         interval = bootstrap(
-            (reference, method),
-            _ratio_of_sums,
+            tuple(columns),
+            statistic,
             paired=True,
             vectorized=True,
             method=kind,

@@ -1,27 +1,37 @@
-"""Tables of finished runs: `python -m specbench.report.tables [RUN_DIR ...]`, by default of all in runs/."""
+"""Tables of finished runs, for a terminal; `formats` makes Markdown, LaTeX and HTML of the same ones."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
-import pandas as pd
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specbench.errors import UserError, one_line_errors
-from specbench.measure import metrics, provenance, store
 from specbench.measure.statistics import verdict
+from specbench.questions import TASKS
+from specbench.report.runs import (
+    Run,
+    as_text,
+    differing_by_pair,
+    grids,
+    labels,
+    method_label,
+    varied_settings,
+)
 
-PIPED_WIDTH = 100
+PIPED_WIDTH = 110
 UNKNOWN = "–"  # not measured
-DIFFERENCES_SHOWN = 3
-NESTED = ("equivalence", "exit_shares", "overlap")
+NOTES_SHOWN = 10
+SHORT = {  # column heads
+    "mt_bench": "multi\nturn",
+    "translation": "transla-\ntion",
+    "summarization": "summa-\nrization",
+    "math_reasoning": "math",
+}
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
 
 
@@ -36,7 +46,7 @@ def run_table(summary: dict) -> Table:
         caption.append(f"\n{batch_line(summary)}")
     if summary["overall"]["overlap"]:
         caption.append(f"\n{overlap_line(summary['overall']['overlap'])}")
-    table = Table(title=_title(summary), caption=caption, **_STYLE)
+    table = Table(title=_title(summary), caption=caption, **STYLE)
     _add_columns(table, "task")
     tasks = sorted(summary["tasks"].items(), key=lambda item: not item[1]["equivalence"]["violation"])
     for name, numbers in tasks:
@@ -46,31 +56,60 @@ def run_table(summary: dict) -> Table:
     return table
 
 
+def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
+    """Spec-Bench's own form: a row per run, its speedup on each task, mean accepted tokens, overall. None without a
+    task: the runs of batch methods have no times by task."""
+    summaries = [summary for summary in summaries if not summary["drafter"]]
+    if not summaries:
+        return None
+    title = Text("speedups by task, as Spec-Bench lists them", style="bold")
+    table = Table(title=title, padding=0, **STYLE)
+    table.add_column("run", overflow="fold", min_width=12)
+    for task in TASKS:
+        table.add_column(SHORT.get(task, task), justify="right", no_wrap=True)
+    for name in ("tokens\na pass", "overall", "MBSU", "exact/\ntie/viol."):
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, summary in zip(labels(summaries), summaries):
+        numbers, tasks = summary["overall"], summary["tasks"]
+        speedups = [_speedup(tasks[task], narrow=True) if task in tasks else UNKNOWN for task in TASKS]
+        accepted, overall = _number(numbers["acceptance_length"], 2), _speedup(numbers, narrow=True)
+        table.add_row(
+            label,
+            *speedups,
+            accepted,
+            overall,
+            _number(numbers["mbsu"], 2),
+            _equivalence(numbers["equivalence"]),
+        )
+    return table
+
+
 def overview_table(summaries: Iterable[dict]) -> Table:
     """One row per run, over all its questions; of a method's parameters those that its runs differ in."""
     summaries = list(summaries)
-    table = Table(title=Text("all runs, over all their questions", style="bold"), **_STYLE)
+    table = Table(title=Text("all runs, over all their questions", style="bold"), **STYLE)
     _add_columns(table, "run")
-    for summary in summaries:
-        lines = [f"{method_label(summary)}, {summary['pair']}", *_settings(_varied(summary, summaries))]
-        table.add_row("\n".join(lines), *_cells(summary["overall"]))
+    for label, summary in zip(labels(summaries), summaries):
+        table.add_row(label, *_cells(summary["overall"]))
     return table
 
 
 def pairs_table(summaries: Iterable[dict]) -> Table | None:
     """Overall speedups, a row per method (and its settings), a column per pair, and the mean over the pairs.
 
-    None unless there are several pairs. A method that was run several times on a pair stands with its last run.
+    None unless a method was run on several pairs; the others are left out. A method that was run several times on a
+    pair stands with its last run.
     """
     summaries = list(summaries)
     cells: dict[tuple[str, str], dict[str, dict]] = {}
-    for summary in summaries:
-        row = (method_label(summary), ", ".join(_settings(_varied(summary, summaries))))
+    for summary, varied in zip(summaries, varied_settings(summaries)):
+        row = (method_label(summary), ", ".join(as_text(varied)))
         cells.setdefault(row, {})[summary["pair"]] = summary["overall"]
+    cells = {row: found for row, found in cells.items() if len(found) > 1}
     pairs = sorted({pair for found in cells.values() for pair in found})
-    if len(pairs) < 2:
+    if not pairs:
         return None
-    table = Table(title=Text("speedups by pair", style="bold"), **_STYLE)
+    table = Table(title=Text("speedups by pair", style="bold"), **STYLE)
     table.add_column("method", overflow="fold")
     for pair in pairs:
         table.add_column(pair, justify="right", no_wrap=True)
@@ -84,29 +123,17 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
 
 
 def grid_tables(summaries: Iterable[dict]) -> list[Table]:
-    """A heat map of overall speedups for each method and pair of whose settings just two were varied: rows and columns
-    are their values, the darkest cell is the fastest run. A setting that was run several times stands with its last."""
-    summaries = list(summaries)
-    grids: dict[tuple, list[tuple[dict, dict]]] = {}
-    for summary in summaries:
-        varied = _varied(summary, summaries)
-        if len(varied) == 2:
-            key = (method_label(summary), summary["pair"], *varied)
-            grids.setdefault(key, []).append((varied, summary["overall"]))
+    """A heat map for each grid of settings: the darkest cell is the fastest run."""
     tables = []
-    for (label, pair, down, across), runs in grids.items():
-        cells = {(varied[down], varied[across]): overall["speedup"] for varied, overall in runs}
-        rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
-        if len(rows) < 2 or len(columns) < 2:
-            continue
-        known = [value for value in cells.values() if value is not None]
-        title = Text(f"speedup of {label} on {pair}: {down} down, {across} across", style="bold")
-        table = Table(title=title, **_STYLE)
-        table.add_column(down)
-        for column in columns:
+    for grid in grids(summaries):
+        known = [value for value in grid.cells.values() if value is not None]
+        title = f"speedup of {grid.label} on {grid.pair}: {grid.down} down, {grid.across} across"
+        table = Table(title=Text(title, style="bold"), **STYLE)
+        table.add_column(grid.down)
+        for column in grid.columns:
             table.add_column(str(column), justify="right", no_wrap=True)
-        for row in rows:
-            shown = [_shaded(cells.get((row, column)), known) for column in columns]
+        for row in grid.rows:
+            shown = [_shaded(grid.cells.get((row, column)), known) for column in grid.columns]
             table.add_row(str(row), *shown)
         tables.append(table)
     return tables
@@ -127,7 +154,7 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
     batched = [summary for summary in summaries if summary["drafter"]]
     if not batched:
         return None
-    table = Table(title=Text("batches", style="bold"), **_STYLE)
+    table = Table(title=Text("batches", style="bold"), **STYLE)
     several = len({summary["pair"] for summary in batched}) > 1
     table.add_column("run", overflow="fold")
     for name in (
@@ -185,12 +212,6 @@ def gain(summary: dict) -> float | None:
     return rate / single if rate and single else None
 
 
-def method_label(summary: dict) -> str:
-    """The method, and what drafts for it where that is another choice."""
-    drafter = summary["drafter"]
-    return summary["method"] if drafter in (None, "none") else f"{summary['method']} + {drafter}"
-
-
 def baseline_line(baseline: dict) -> Text:
     """What the speedups are quoted against, how fast it is, and how close to what the memory allows."""
     engine, generate = baseline["tokens_per_second"], baseline["hf_generate_tokens_per_second"]
@@ -207,94 +228,31 @@ def baseline_line(baseline: dict) -> Text:
     return text
 
 
-def summary_frame(run_folders: Iterable[Path]) -> pd.DataFrame:
-    """One row per run and task, and one with task "overall": the numbers of summary.json, flat.
-
-    Folders without a summary are left out, and so are exit shares. Verdict counts stand under their names (exact,
-    tie, violation), numbers of the baseline under `baseline_<name>`, parameters of the method as one text in
-    `settings`.
-    """
-    rows = []
-    for run_dir in run_folders:
-        if not store.is_complete(run_dir):
-            continue
-        summary = read_summary(run_dir)
-        nested = ("overall", "tasks", "equivalence", "baseline", "settings", "task")
-        run = {"run": run_dir.name} | {k: v for k, v in summary.items() if k not in nested}
-        run["settings"] = ", ".join(_settings(summary["settings"]))
-        baseline = {f"baseline_{k}": v for k, v in summary["baseline"].items() if k != "equivalence"}
-        for task, numbers in [*summary["tasks"].items(), ("overall", summary["overall"])]:
-            flat = {k: v for k, v in numbers.items() if k not in NESTED} | numbers["equivalence"]
-            rows.append(run | {"task": task} | flat | baseline)
-    return pd.DataFrame(rows)
+def overview(summaries: Iterable[dict]) -> list[Table]:
+    """The tables that set several runs side by side."""
+    summaries = list(summaries)
+    tables = [spec_bench_table(summaries), overview_table(summaries), pairs_table(summaries)]
+    return [table for table in (*tables, *grid_tables(summaries), batches_table(summaries)) if table]
 
 
-def read_summary(run_dir: Path) -> dict:
-    """The summary of a finished run. Raises UserError for one that another version wrote."""
-    summary = store.read_json(run_dir / store.SUMMARY)
-    if summary["schema"] != metrics.SCHEMA:
-        raise UserError(
-            f"{run_dir / store.SUMMARY} has schema {summary['schema']}; this version reads {metrics.SCHEMA}"
-        )
-    return summary
-
-
-def finished_runs(paths: Iterable[Path]) -> list[Path]:
-    """The finished run folders among the paths; a path may also be a folder of run folders."""
-    found = []
-    for path in paths:
-        inside = (
-            [path] if store.is_complete(path) else sorted(p.parent for p in path.glob(f"*/{store.SUMMARY}"))
-        )
-        if not inside:
-            raise UserError(
-                f"no finished run in {path}: a run folder holds {store.SUMMARY} once it is complete"
-            )
-        found += inside
-    return found
-
-
-def not_comparable(run_folders: list[Path]) -> list[str]:
-    """One line for each run that should not be set beside the first, with the reasons."""
-    paths = [run_dir / store.PROVENANCE for run_dir in run_folders]
-    found = {path.parent: store.read_json(path) for path in paths if path.exists()}
-    lines = [
-        f"{path.parent.name} may not be comparable: it has no {path.name}"
-        for path in paths
-        if not path.exists()
-    ]
-    for run_dir in list(found)[1:]:
-        first = next(iter(found))
-        reasons = provenance.differences(found[first], found[run_dir])
-        if reasons:
-            more = len(reasons) - DIFFERENCES_SHOWN
-            shown = "; ".join(reasons[:DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-            lines.append(f"{run_dir.name} is not comparable with {first.name}: {shown}")
-    return lines
-
-
-def print_run(run_dir: Path) -> None:
+def print_run(run: Run) -> None:
     """Prints the table of one finished run."""
-    console().print(run_table(read_summary(run_dir)))
+    console().print(run_table(run.summary))
 
 
-def print_overview(run_folders: list[Path]) -> None:
+def print_overview(runs: list[Run]) -> None:
     """Prints what several finished runs have in common: a row each, speedups by pair, and what does not compare."""
-    summaries = [read_summary(run_dir) for run_dir in run_folders]
     out = console()
-    out.print(overview_table(summaries))
-    by_pair = pairs_table(summaries)
-    if by_pair:
-        out.print(by_pair)
-    for grid in grid_tables(summaries):
-        out.print(grid)
-    batches = batches_table(summaries)
-    if batches:
-        out.print(batches)
-    for pair in dict.fromkeys(summary["pair"] for summary in summaries):  # other models are no surprise
-        alike = [run for run, summary in zip(run_folders, summaries) if summary["pair"] == pair]
-        for line in not_comparable(alike):
-            out.print(Text(line, style="yellow"))
+    for table in overview(run.summary for run in runs):
+        out.print(table)
+    print_notes(differing_by_pair(runs))
+
+
+def print_notes(lines: list[str]) -> None:
+    """Prints what a reader should be warned of; of many lines the first."""
+    more = len(lines) - NOTES_SHOWN
+    for line in [*lines[:NOTES_SHOWN], *([f"and {more} more"] if more > 0 else [])]:
+        console().print(Text(line, style="yellow"))
 
 
 def console() -> Console:
@@ -302,24 +260,7 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
 
 
-@one_line_errors()
-def main() -> None:
-    """Prints the table of each run, runs with a violation first, and an overview of several."""
-    parser = argparse.ArgumentParser(prog="python -m specbench.report.tables", description=__doc__)
-    parser.add_argument(
-        "run_dir", nargs="*", type=Path, default=[Path("runs")], help="run folders, or folders of them"
-    )
-    summaries = {run_dir: read_summary(run_dir) for run_dir in finished_runs(parser.parse_args().run_dir)}
-    ordered = dict(sorted(summaries.items(), key=lambda item: not item[1]["equivalence"]["violation"]))
-    out = console()
-    for run_dir, summary in ordered.items():
-        out.print(run_table(summary))
-        out.print(Text(f"{run_dir}\n", style="dim"))
-    if len(ordered) > 1:
-        print_overview(list(summaries))
-
-
-_STYLE = {
+STYLE = {
     "box": box.SIMPLE_HEAD,
     "show_edge": False,
     "pad_edge": False,
@@ -349,14 +290,17 @@ def _cells(numbers: dict) -> list[str | Text]:
     ]
 
 
-def _speedup(numbers: dict) -> Text:
+def _speedup(numbers: dict, narrow: bool = False) -> Text:
     """The speedup and its interval; words in place of a number that could as well be 1."""
     low, high = numbers["speedup_low"], numbers["speedup_high"]
     said = verdict(low, high)
     if said is None:
         return Text(_number(numbers["speedup"], 2))
-    shown = said if said == "no difference" else f"{numbers['speedup']:.2f}"
     style = {"faster": "green", "slower": "red", "no difference": ""}[said]
+    if narrow:
+        shown = "no diff." if said == "no difference" else f"{numbers['speedup']:.2f}"
+        return Text(f"{shown}\n{low:.2f}–{high:.2f}", style=style)
+    shown = said if said == "no difference" else f"{numbers['speedup']:.2f}"
     return Text(f"{shown} [{low:.2f}, {high:.2f}]", style=style)
 
 
@@ -375,22 +319,6 @@ def _share(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.0%}" if value >= 0.1 or value == 0 else f"{value:.1%}"
 
 
-def _varied(summary: dict, summaries: Iterable[dict]) -> dict:
-    """The settings that were varied for the method of `summary`: in which two of its runs on one pair differ."""
-    first: dict[str, dict] = {}
-    varied = set()
-    for other in summaries:
-        if other["method"] == summary["method"]:
-            settings = other["settings"]
-            base = first.setdefault(other["pair"], settings)
-            varied |= {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)}
-    return {k: v for k, v in summary["settings"].items() if k in varied}
-
-
-def _settings(settings: dict) -> list[str]:
-    return [f"{name}={value}" for name, value in settings.items()]
-
-
 def _title(summary: dict) -> Text:
     text = Text()
     equivalence = summary["equivalence"]
@@ -399,7 +327,7 @@ def _title(summary: dict) -> Text:
         text.append(f"VIOLATION: {judged}\n", style="bold red")
     if summary["failed"]:
         text.append(f"FAILED: {summary['failed']} questions, left out of every number\n", style="bold red")
-    settings = f" ({', '.join(_settings(summary['settings']))})" if summary["settings"] else ""
+    settings = f" ({', '.join(as_text(summary['settings']))})" if summary["settings"] else ""
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
         f"batch {summary['batch_size']}, {summary['dtype']}, {summary['device']}"
@@ -407,7 +335,3 @@ def _title(summary: dict) -> Text:
     if summary["weights"] == "random":
         text.append("\nrandom weights: times and sizes are real, acceptance is not", style="yellow")
     return text
-
-
-if __name__ == "__main__":
-    main()

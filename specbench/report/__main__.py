@@ -1,0 +1,104 @@
+"""`python -m specbench.report [RUNS ...]`: tables and plots of finished runs.
+`python -m specbench.report compare A B ...`: runs side by side, and whether they may be compared.
+`python -m specbench.report claims [RUNS ...]`: the same as the first, and what the papers claim, checked."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from specbench.errors import one_line_errors
+from specbench.report import claims, compare, formats, page, plots, tables
+from specbench.report.runs import LeftOut, Run, differing_by_pair, finished_runs, summary_frame
+
+ALONE = 6  # so many runs are also shown one by one
+
+
+def report(runs: list[Run], left_out: list[LeftOut], out: Path, first: list[Table]) -> Path:
+    """Writes tables (Markdown, LaTeX, CSV), plots and the page into a folder; returns the page. first: tables before
+    those that every report has."""
+    side_by_side = [*first, *tables.overview(run.summary for run in runs)]
+    drawn = plots.figures(runs)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "tables.md").write_text("\n".join(map(formats.markdown, side_by_side)), encoding="utf-8")
+    (out / "tables.tex").write_text("\n".join(map(formats.latex, side_by_side)), encoding="utf-8")
+    summary_frame(runs).to_csv(out / "runs.csv", index=False)
+    plots.save(drawn, out / "plots")
+    whole = page.page(runs, left_out, side_by_side, drawn, differing_by_pair(runs), [])
+    (out / "index.html").write_text(whole, encoding="utf-8")
+    return out / "index.html"
+
+
+def print_report(runs: list[Run]) -> None:
+    """Prints the runs side by side, and one by one those with a violation or, if they are few, all."""
+    out = tables.console()
+    first = sorted(runs, key=lambda run: not run.summary["equivalence"]["violation"])
+    for run in first:
+        if len(runs) <= ALONE or run.summary["equivalence"]["violation"]:
+            out.print(tables.run_table(run.summary))
+            out.print(Text(f"{run.folder}\n", style="dim"))
+    if len(runs) > 1:
+        tables.print_overview(runs)
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["compare"]:
+        return compare_runs(arguments[1:])
+    if arguments[:1] == ["claims"]:
+        return write_report(arguments[1:], with_claims=True)
+    return write_report(arguments)
+
+
+def compare_runs(arguments: list[str]) -> int:
+    """Compares the runs of the command line with the first of them."""
+    parser = argparse.ArgumentParser(prog="python -m specbench.report compare", description=compare.__doc__)
+    parser.add_argument(
+        "runs", nargs="+", type=Path, help="run folders; the first is what the others are compared with"
+    )
+    runs, left_out = finished_runs(parser.parse_args(arguments).runs)
+    compare.print_comparison(runs)
+    print_left_out(left_out)
+    return 0
+
+
+def write_report(arguments: list[str], with_claims: bool = False) -> int:
+    """Prints and writes the report of the runs of the command line, on demand with the papers' claims; the exit code is
+    1 when a claim has no run that tells."""
+    parser = argparse.ArgumentParser(
+        prog="python -m specbench.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", nargs="*", type=Path, default=[Path("runs")], help="run folders, or folders of them"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where the report goes, by default into report/ beside the runs"
+    )
+    options = parser.parse_args(arguments)
+    runs, left_out = finished_runs(options.runs)
+    first = options.runs[0]
+    out = options.out or (first / "report" if first != runs[0].folder else first.parent / "report")
+    checked = claims.check_claims(runs) if with_claims else []
+    print_report(runs)
+    if checked:
+        tables.console().print(claims.claims_table(checked))
+    print_left_out(left_out)
+    print(report(runs, left_out, out, [claims.claims_table(checked)] if checked else []))
+    return int(any(one.verdict == "not measured" for one in checked))
+
+
+def print_left_out(left_out: list[LeftOut]) -> None:
+    """Names the runs that no number is taken from."""
+    tables.print_notes([f"left out: {item.folder.name}: {item.reason}" for item in left_out])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The papers' claims as checks on measured runs (`claims.yaml`): what was published, what came out here, a verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from rich.table import Table
+from rich.text import Text
+from safetensors import safe_open
+
+from specbench.measure import metrics
+from specbench.measure.statistics import Speedup
+from specbench.questions import packaged
+from specbench.report import tables
+from specbench.report.runs import Run, method_label
+
+FILE = Path(__file__).with_name("claims.yaml")
+MEDUSA_HEADS = 4  # of Medusa-1 as Liu et al. count it: each a square layer and a head of its own
+STYLES = {
+    "held": "green",
+    "failed": "red",
+    "not reached": "red",
+    "held by the point": "",
+    "not measured": "yellow",
+}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A claim, what was measured for it (None: no run for it), on what, and what it comes to."""
+
+    claim: Mapping
+    found: Speedup | None
+    remark: str
+    verdict: str
+
+
+def check_claims(runs: list[Run], claims: list[dict] | None = None) -> list[Checked]:
+    """Every claim against the runs. No number is typed in: what no run tells is "not measured"."""
+    return [check(claim, runs) for claim in (yaml.safe_load(FILE.read_text()) if claims is None else claims)]
+
+
+def check(claim: Mapping, runs: list[Run]) -> Checked:
+    """One claim against the runs."""
+    measured = MEASURES[claim["measure"]](claim, runs)
+    found, remark = measured or (None, "no run for it")
+    if found is None or found.value is None:
+        return Checked(claim, None, remark, "not measured")
+    return Checked(claim, found, remark, verdict(found, claim))
+
+
+def verdict(found: Speedup, claim: Mapping) -> str:
+    """held: also the worse end of the interval (or a number without one) meets the bound; held by the point: the number
+    does, that end does not; not reached: only the better end does; failed: nothing does."""
+    value, low, high = found.value, found.low, found.high
+    low, high = value if low is None else low, value if high is None else high
+    if "at_least" in claim:
+        worst, middle, best, bound = low, value, high, claim["at_least"]
+    else:
+        worst, middle, best, bound = -high, -value, -low, -claim["at_most"]
+    if middle >= bound:
+        return "held" if worst >= bound else "held by the point"
+    return "not reached" if best >= bound else "failed"
+
+
+def claims_table(checked: list[Checked]) -> Table:
+    """A row for each claim."""
+    table = Table(title=Text("the papers' claims, checked", style="bold"), **tables.STYLE)
+    for name in ("claim", "paper", "here", "verdict", "on"):
+        table.add_column(name, overflow="fold")
+    for one in checked:
+        bound = (
+            f"at least {one.claim['at_least']:g}"
+            if "at_least" in one.claim
+            else f"at most {one.claim['at_most']:g}"
+        )
+        table.add_row(
+            one.claim["name"],
+            f"{one.claim['paper']['figure']}\n{one.claim['paper']['source']}",
+            f"{_shown(one.found)}\nasked: {bound}",
+            Text(one.verdict, style=STYLES[one.verdict]),
+            one.remark,
+        )
+    return table
+
+
+# -- measures: (claim, runs) -> number with interval and a remark; None without a run
+
+
+def speedup(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+    """Overall speedup of a run."""
+    run = _last(claim["of"], runs)
+    return run and (_speedup(run.summary["overall"]), _asked(run))
+
+
+def best_task(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+    """The highest speedup on a task."""
+    run = _last(claim["of"], runs)
+    if run is None:
+        return None
+    task, numbers = max(run.summary["tasks"].items(), key=lambda item: item[1]["speedup"] or 0)
+    return _speedup(numbers), f"{task}, {numbers['speedup_questions']} questions"
+
+
+def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+    """A number of the summary, without an interval."""
+    run = _last(claim["of"], runs)
+    if run is None:
+        return None
+    value = run.summary["overall"]
+    for key in claim["what"].split("."):
+        value = None if value is None else value[key]
+    return Speedup(value, None, None), _asked(run)
+
+
+def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+    """A number of a run against the same of the strongest of others; with `over`, of their means over all values of a
+    key (each pair)."""
+    key, what = claim.get("over"), claim.get("what", "speedup")
+    values = sorted({run.summary[key] for run in runs if _matches(claim["of"], run)}) if key else [None]
+
+    def group(choice: Mapping) -> list[Run] | None:
+        found = [_last(choice | ({key: value} if key else {}), runs) for value in values]
+        return found if found and None not in found else None
+
+    ours, others = group(claim["of"]), [group(choice) for choice in claim["against"]]
+    if ours is None or None in others:
+        return None
+    pools = bool(ours[0].summary["drafter"])
+    frames = [metrics.parts(run.records, what, pools) for run in ours]
+    found = []
+    for other in others:
+        theirs = [metrics.parts(run.records, what, pools) for run in other]
+        found.append((*metrics.relative(theirs, frames, pools), other[0]))
+    weakest = min(found, key=lambda item: item[0].value or 0)
+    ratio, count, against = weakest
+    batch = f", batch {against.summary['batch_size']}" if pools else ""
+    unit = "runs of pools" if pools else "questions"
+    means = f", means over {len(values)} values of {key}" if key else ""
+    return ratio, f"against {method_label(against.summary)}{batch}; {count} {unit}{means}"
+
+
+def certified(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+    """Share of the answers that are exact or a rounding tie, over all runs that match."""
+    counts = [run.summary["equivalence"] for run in runs if _matches(claim["of"], run)]
+    answers = sum(count["answers"] for count in counts)
+    if not answers:
+        return None
+    exact, tie, wrong = (sum(c[name] or 0 for c in counts) for name in ("exact", "tie", "violation"))
+    remark = f"{len(counts)} runs: {exact} exact, {tie} ties, {wrong} violations"
+    return Speedup((exact + tie) / answers, None, None), remark
+
+
+def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+    """Parameters of a trained part / those of Medusa-1's heads on the same target, 4 (d^2 + d V); from file headers."""
+    run = _last(claim["of"], runs)
+    if run is None or run.provenance is None:
+        return None
+    pair = run.provenance["config"]["pair"]
+    folder, target = packaged(pair["parts"][claim["part"]]), packaged(pair["target"])
+    if not folder.is_dir() or not target.is_dir():
+        return None
+    shape = json.loads((target / "config.json").read_text())
+    width, vocabulary = shape["hidden_size"], shape["vocab_size"]
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "numpy") as file:
+            count += sum(_size(file.get_slice(name).get_shape()) for name in file.keys())
+    heads = MEDUSA_HEADS * (width**2 + width * vocabulary)
+    return Speedup(count / heads, None, None), f"{count:,} against {heads:,}"
+
+
+MEASURES: dict[str, Callable] = {
+    measure.__name__: measure for measure in (speedup, best_task, number, relative, certified, parameters)
+}
+
+
+# -- helpers
+
+
+def _matches(choice: Mapping, run: Run) -> bool:
+    return all(run.summary.get(key) == value for key, value in choice.items())
+
+
+def _last(choice: Mapping, runs: list[Run]) -> Run | None:
+    found = [run for run in runs if _matches(choice, run)]
+    return found[-1] if found else None
+
+
+def _speedup(numbers: Mapping) -> Speedup:
+    return Speedup(numbers["speedup"], numbers["speedup_low"], numbers["speedup_high"])
+
+
+def _asked(run: Run) -> str:
+    return f"{run.summary['overall']['questions']} questions"
+
+
+def _shown(found: Speedup | None) -> str:
+    if found is None:
+        return tables.UNKNOWN
+    value = f"{found.value:.3g}" if found.value < 0.1 else f"{found.value:.2f}"
+    return value if found.low is None else f"{value} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def _size(shape: list[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

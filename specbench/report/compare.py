@@ -1,0 +1,108 @@
+"""Runs side by side: first why they may not compare, then how much faster each is than the first, on the same
+questions."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from specbench.errors import UserError
+from specbench.measure import metrics
+from specbench.measure.statistics import Speedup, verdict
+from specbench.questions import TASKS
+from specbench.report import tables
+from specbench.report.runs import Run, labels, not_comparable
+
+
+def print_comparison(runs: list[Run]) -> None:
+    """Prints what hinders the comparison, the runs' own numbers, and the paired differences from the first run.
+
+    Raises UserError for less than two runs.
+    """
+    if len(runs) < 2:
+        raise UserError("a comparison needs two finished runs")
+    tables.print_notes([*not_comparable(runs), *differing_questions(runs)])
+    out = tables.console()
+    out.print(tables.overview_table(run.summary for run in runs))
+    out.print(difference_table(runs))
+
+
+def differing_questions(runs: list[Run]) -> list[str]:
+    """One line for each run that did not ask what the first asked: other questions, or other prompts."""
+    first, *others = runs
+    asked = _prompts(first)
+    lines = []
+    for run in others:
+        prompts = _prompts(run)
+        shared = asked.keys() & prompts.keys()
+        if len(shared) < max(len(asked), len(prompts)):
+            lines.append(
+                f"{run.name} answered {len(prompts)} turns, {first.name} {len(asked)}: "
+                f"only the {len(shared)} in both count"
+            )
+        differing = sum(asked[turn] != prompts[turn] for turn in shared)
+        if differing:
+            lines.append(
+                f"{run.name} had other prompts than {first.name} in {differing} of {len(shared)} turns"
+            )
+    return lines
+
+
+def difference_table(runs: list[Run]) -> Table:
+    """How many times as fast as the first run each other one is, each against plain decoding in its own run; a row per
+    task. Empty where one run decodes batches and the other does not."""
+    first, *others = runs
+    names = _names(runs)
+    table = Table(title=Text(f"times as fast as {names[0]}", style="bold"), **tables.STYLE)
+    table.add_column("task", no_wrap=True)
+    found = []
+    for name, run in zip(names[1:], others):
+        table.add_column(name, justify="right", overflow="fold")
+        found.append(relative(first, run))
+    asked = [task for task in (*TASKS, "overall") if any(task in of_run for of_run in found)]
+    for task in asked:
+        table.add_row(task, *(_difference(of_run.get(task)) for of_run in found))
+    return table
+
+
+def relative(first: Run, second: Run) -> dict[str, tuple[Speedup, int]]:
+    """How much faster the second run is than the first, by task and "overall", and on how many questions. Batches have
+    no times by task; {} where only one of them decodes batches."""
+    batched = [bool(run.summary["drafter"]) for run in (first, second)]
+    if batched[0] != batched[1]:
+        return {}
+    one, other = (metrics.parts(run.records, "speedup", batched[0]) for run in (first, second))
+    if batched[0]:
+        same = {r["question_id"] for r in first.records} == {r["question_id"] for r in second.records}
+        return {"overall": metrics.relative([one], [other], pools=True)} if same else {}
+    tasks: dict[str, list[int]] = {}
+    for record in first.records:
+        tasks.setdefault(record["task"], []).append(record["question_id"])
+    by_task = {task: metrics.relative([one[one.index.isin(ids)]], [other]) for task, ids in tasks.items()}
+    return by_task | {"overall": metrics.relative([one], [other])}
+
+
+def _names(runs: list[Run]) -> list[str]:
+    """Labels; the folder's name where two runs share one."""
+    names = labels(run.summary for run in runs)
+    return [label if names.count(label) == 1 else run.name for label, run in zip(names, runs)]
+
+
+def _prompts(run: Run) -> dict[tuple[int, int], str]:
+    return {
+        (record["question_id"], turn["turn"]): turn["prompt_sha256"]
+        for record in run.records
+        for turn in record["turns"]
+    }
+
+
+def _difference(found: tuple[Speedup, int] | None) -> Text:
+    if found is None or found[0].value is None:
+        return Text(tables.UNKNOWN)
+    ratio, questions = found
+    said = verdict(ratio.low, ratio.high)
+    if said is None:
+        return Text(f"{ratio.value:.2f}")
+    shown = said if said == "no difference" else f"{ratio.value:.2f}"
+    style = {"faster": "green", "slower": "red", "no difference": ""}[said]
+    return Text(f"{shown} [{ratio.low:.2f}, {ratio.high:.2f}], {questions} questions", style=style)

@@ -1,0 +1,107 @@
+"""The tables of a report in other forms than a terminal's. A rich table is the one form that tables are made in."""
+
+from __future__ import annotations
+
+import html as escape
+from dataclasses import dataclass
+
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The content of a table as text: `rows` of cells, and for each cell the style that it has in a terminal."""
+
+    title: str
+    caption: str
+    heads: list[str]
+    rows: list[list[str]]
+    styles: list[list[str]]
+
+
+def cells(table: Table) -> Cells:
+    """What a table says, each cell in one line."""
+    columns = [list(column.cells) for column in table.columns]
+    rows = [list(row) for row in zip(*columns)]
+    row_styles = [str(row.style or "") for row in table.rows]
+    return Cells(
+        " ".join(_lines(table.title)),
+        "; ".join(_lines(table.caption)),
+        [_head(column.header) for column in table.columns],
+        [[_plain(cell) for cell in row] for row in rows],
+        [
+            [" ".join(filter(None, (_style(cell), style))) for cell in row]
+            for row, style in zip(rows, row_styles)
+        ],
+    )
+
+
+def markdown(table: Table) -> str:
+    """A table of GitHub's Markdown behind its title; the first column is to the left, the others to the right."""
+    content = cells(table)
+    lines = [content.heads, ["---", *["---:"] * (len(content.heads) - 1)], *content.rows]
+    shown = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return (
+        "\n".join([f"**{content.title}**", "", *shown, *(["", content.caption] if content.caption else [])])
+        + "\n"
+    )
+
+
+def latex(table: Table) -> str:
+    """A LaTeX table with booktabs' rules."""
+    content = cells(table)
+    frame = pd.DataFrame(content.rows, columns=content.heads)
+    layout = "l" + "r" * (len(content.heads) - 1)
+    text = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis=1)
+    return text.to_latex(caption=_latex_text(content.title), column_format=layout, hrules=True)
+
+
+def html(table: Table) -> str:
+    """A table of a page. Cells that warn (a violation) or tell a verdict keep a class for their style."""
+    content = cells(table)
+    heads = "".join(f"<th>{escape.escape(head)}</th>" for head in content.heads)
+    rows = "".join(
+        "<tr>" + "".join(_cell(text, style) for text, style in zip(row, styles)) + "</tr>"
+        for row, styles in zip(content.rows, content.styles)
+    )
+    caption = f"<p>{escape.escape(content.caption)}</p>" if content.caption else ""
+    return (
+        f"<h3>{escape.escape(content.title)}</h3><table><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{rows}</tbody></table>{caption}"
+    )
+
+
+def _cell(text: str, style: str) -> str:
+    ground = style.partition(" on ")[2]
+    colour = f' style="background:{ground};color:{style.split()[0]}"' if ground else ""
+    words = [word for word in ("red", "green", "bold", "dim") if word in style.split()]
+    kind = f' class="{" ".join(words)}"' if words and not ground else ""
+    return f"<td{kind}{colour}>{escape.escape(text)}</td>"
+
+
+def _plain(text: object) -> str:
+    """What a title or cell says, in one line: what a cell has below its first line goes into brackets."""
+    first, *more = _lines(text)
+    return f"{first} ({', '.join(more)})" if more else first
+
+
+def _head(text: object) -> str:
+    """What a column's head says, with its words whole again."""
+    return "\n".join(_lines(text)).replace("-\n", "").replace("/\n", "/").replace("\n", " ")
+
+
+def _lines(text: object) -> list[str]:
+    plain = text.plain if isinstance(text, Text) else str(text or "")
+    return [line.strip() for line in plain.strip().split("\n")]
+
+
+def _style(cell: object) -> str:
+    return str(cell.style) if isinstance(cell, Text) else ""
+
+
+def _latex_text(text: str) -> str:
+    for sign in "&%$#_{}":
+        text = text.replace(sign, "\\" + sign)
+    return text

@@ -1,0 +1,310 @@
+"""Plots of finished runs. Every run keeps its colour, marker and hatch, so that a plot can be read without colours; the
+palette is Okabe and Ito's (2008), which the colour-blind can tell apart."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from specbench.questions import TASKS
+from specbench.report.runs import Run, grids, latest, method_label, read_run
+
+MOST = 10  # runs in a plot: more cannot be told apart
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
+MARKERS = "osD^vP*X<>"
+HATCHES = {"draft": "//", "verify": "", "lining up": "xx", "prefill": "..", "other": "\\\\"}
+PARTS = {
+    "draft": PALETTE[1],
+    "verify": PALETTE[5],
+    "lining up": PALETTE[3],
+    "prefill": PALETTE[4],
+    "other": "#DDDDDD",
+}
+ROUND_COSTS = (1, 1.25, 1.5, 2, 3)
+LOOK = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.axisbelow": True, "legend.frameon": False, "svg.fonttype": "path", "hatch.linewidth": 0.5}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A run in the plots: what it is called, and how it is drawn."""
+
+    label: str
+    summary: dict
+    colour: str
+    marker: str
+
+    @property
+    def overall(self) -> dict:
+        return self.summary["overall"]
+
+
+def figures(runs: Iterable[Run]) -> dict[str, Figure]:
+    """Every plot that the runs have data for, by its name. Of runs that share a label the last is shown, and of many
+    the fastest; which ones are left out stands in the title."""
+    found = latest(runs)
+    single, title = chosen([(label, run) for label, run in found if not run.summary["drafter"]])
+    plots: dict[str, Callable[[], Figure | None]] = {
+        "speedup_by_task": lambda: speedup_by_task(single),
+        "acceptance_and_speedup": lambda: acceptance_and_speedup(single),
+        "time": lambda: time_by_part(chosen(found)[0]),
+        "acceptance_by_position": lambda: acceptance_by_position(single),
+        "throughput": lambda: throughput(run.summary for _, run in found),
+        "mbsu_and_speedup": lambda: mbsu_and_speedup(single),
+    }
+    drawn: dict[str, Figure] = {}
+    with rc_context(LOOK):
+        for name, draw in plots.items():
+            figure = draw()
+            if figure is not None:
+                if title and name not in ("throughput", "time"):
+                    figure.suptitle(title, fontsize=8)
+                drawn[name] = figure
+        for place, figure in enumerate(heat_maps(run.summary for _, run in found)):
+            drawn[f"heat_map_{place + 1}"] = figure
+    return drawn
+
+
+def run_figures(folder: Path) -> dict[str, Figure]:
+    """The plots of one finished run."""
+    return figures([read_run(folder)])
+
+
+def save(drawn: dict[str, Figure], folder: Path) -> None:
+    """Writes each figure as PNG and SVG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in drawn.items():
+        figure.savefig(folder / f"{name}.png", dpi=150)
+        (folder / f"{name}.svg").write_bytes(svg(figure))
+
+
+def svg(figure: Figure) -> bytes:
+    """A figure as SVG; the same figure gives the same bytes."""
+    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "specbench"}):
+        out = io.BytesIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+        return out.getvalue()
+
+
+def chosen(named: list[tuple[str, Run]]) -> tuple[list[Shown], str]:
+    """The runs to draw, and a title where some are left out."""
+    fastest = sorted(named, key=lambda pair: -(pair[1].summary["overall"]["speedup"] or 0))[:MOST]
+    kept = {label for label, _ in fastest}
+    shown = [
+        Shown(label, run.summary, PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)])
+        for place, (label, run) in enumerate(pair for pair in named if pair[0] in kept)
+    ]
+    return shown, f"the {MOST} fastest of {len(named)} runs" if len(named) > MOST else ""
+
+
+# -- the plots
+
+
+def speedup_by_task(runs: list[Shown]) -> Figure | None:
+    """A point for each run on each task, with its 95 % interval."""
+    tasks = [task for task in TASKS if any(task in run.summary["tasks"] for run in runs)]
+    rows = [*tasks, "overall"]
+    if not runs:
+        return None
+    axes = _axes(8, 1.2 + 0.12 * len(rows) * max(4, len(runs)))
+    for place, run in enumerate(runs):
+        blocks = [run.summary["tasks"].get(task) for task in tasks] + [run.overall]
+        at = [row + 0.8 * ((place + 0.5) / len(runs) - 0.5) for row in range(len(rows))]
+        _points(axes, run, [(block, y) for block, y in zip(blocks, at) if block], across=True)
+    axes.axvline(1, color="black", linewidth=1)
+    for row in range(1, len(rows)):
+        axes.axhline(row - 0.5, color="black", linewidth=0.5, alpha=0.3)
+    axes.set(xlabel="speedup (95 % interval)", yticks=range(len(rows)), yticklabels=rows)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    _legend(axes)
+    return axes.figure
+
+
+def acceptance_and_speedup(runs: list[Shown]) -> Figure | None:
+    """Acceptance length against speedup. On a line all rounds cost the same: speedup = acceptance length / cost."""
+    runs = [run for run in runs if run.overall["acceptance_length"] and run.overall["speedup"]]
+    if not runs:
+        return None
+    axes = _axes(6.5, 4.5)
+    for run in runs:
+        _points(axes, run, [(run.overall, run.overall["acceptance_length"])])
+    right = 1.15 * max(run.overall["acceptance_length"] for run in runs)
+    top = 1.15 * max(run.overall["speedup_high"] or run.overall["speedup"] for run in runs)
+    _rays(axes, right, top, {f"{cost:g}": 1 / cost for cost in ROUND_COSTS})
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set(
+        xlim=(min(0.9, right), right), ylim=(0, top), xlabel="acceptance length (tokens per target pass)"
+    )
+    axes.set_ylabel("speedup (95 % interval)")
+    axes.set_title("grey lines: what a round costs, in plain decoding steps", fontsize=8, loc="left")
+    _legend(axes)
+    return axes.figure
+
+
+def mbsu_and_speedup(runs: list[Shown]) -> Figure | None:
+    """What reading weights alone would allow against what was measured."""
+    runs = [run for run in runs if run.overall["mbsu"] and run.overall["speedup"]]
+    if not runs:
+        return None
+    axes = _axes(5.5, 4.5)
+    for run in runs:
+        _points(axes, run, [(run.overall, run.overall["mbsu"])])
+    ends = [run.overall[key] for run in runs for key in ("mbsu", "speedup", "speedup_low", "speedup_high")]
+    low, high = 0.9 * min(filter(None, ends)), 1.1 * max(filter(None, ends))
+    axes.plot([low, high], [low, high], color="grey", linestyle="--", linewidth=1)
+    axes.set(xlim=(low, high), ylim=(low, high), xlabel="memory-bound speedup (MBSU)")
+    axes.set_ylabel("speedup (95 % interval)")
+    said = "below the line: passes cost more than reading their weights; above it: less"
+    axes.set_title(said, fontsize=8, loc="left")
+    _legend(axes)
+    return axes.figure
+
+
+def time_by_part(runs: list[Shown]) -> Figure | None:
+    """Where the time of a token goes; the bar of the baseline is a line across."""
+    runs = [run for run in runs if run.overall["tokens"] and run.overall["seconds"]]
+    if not runs:
+        return None
+    axes = _axes(7, 1.4 + 0.35 * len(runs))
+    left = np.zeros(len(runs))
+    for part, colour in PARTS.items():
+        widths = np.array([_milliseconds(run.overall)[part] for run in runs])
+        if widths.any():
+            axes.barh(range(len(runs)), widths, left=left, color=colour, hatch=HATCHES[part], label=part,
+                      edgecolor="black", linewidth=0.5, height=0.6)  # fmt: skip
+            left += widths
+    for place, run in enumerate(runs):
+        rates = (
+            run.summary["baseline"][key] for key in ("tokens_per_second", "hf_generate_tokens_per_second")
+        )
+        rate = max(filter(None, rates), default=None)
+        if rate:
+            axes.plot([1e3 / rate] * 2, [place - 0.4, place + 0.4], color="black", linewidth=2,
+                      label=None if place else "baseline")  # fmt: skip
+    axes.set(
+        yticks=range(len(runs)), yticklabels=[run.label for run in runs], xlabel="milliseconds per token"
+    )
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    _legend(axes)
+    return axes.figure
+
+
+def acceptance_by_position(runs: list[Shown]) -> Figure | None:
+    """How often a draft token is accepted where all before it were, by its position in the draft."""
+    key = "acceptance_by_position_conditional"
+    runs = [run for run in runs if any(rate is not None for rate in run.overall[key])]
+    if not runs:
+        return None
+    axes = _axes(6.5, 4)
+    for run in runs:
+        rates = [math.nan if rate is None else rate for rate in run.overall[key]]
+        axes.plot(range(1, len(rates) + 1), rates, color=run.colour, marker=run.marker, label=run.label)
+    axes.set(ylim=(0, 1.02), xlabel="position in the draft", ylabel="accepted, if all before it were")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _legend(axes)
+    return axes.figure
+
+
+def throughput(summaries: Iterable[dict]) -> Figure | None:
+    """Tokens per second over the batch size. None without a batch of more than one row."""
+    lines: dict[str, dict[int, float]] = {}
+    batched = [s for s in summaries if s["drafter"] and s["overall"]["tokens_per_second"]]
+    several = len({summary["pair"] for summary in batched}) > 1
+    for summary in batched:
+        name = method_label(summary) + (f", {summary['pair']}" if several else "")
+        lines.setdefault(name, {})[summary["batch_size"]] = summary["overall"]["tokens_per_second"]
+    sizes = sorted({size for line in lines.values() for size in line})
+    if not sizes or sizes[-1] == 1:
+        return None
+    axes = _axes(6.5, 4)
+    for place, (name, line) in enumerate(lines.items()):
+        known = sorted(line)
+        axes.plot(known, [line[size] for size in known], label=name, color=PALETTE[place % len(PALETTE)],
+                  marker=MARKERS[place % len(MARKERS)])  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set(xticks=sizes, xticklabels=sizes, xlabel="rows in a batch", ylabel="tokens per second")
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+    return axes.figure
+
+
+def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
+    """Overall speedups for each method and pair of whose settings just two were varied."""
+    drawn = []
+    for grid in grids(summaries):
+        rows, columns, cells = grid.rows, grid.columns, grid.cells
+        values = np.array([[cells.get((r, c)) or math.nan for c in columns] for r in rows], dtype=float)
+        axes = _axes(2.5 + 0.7 * len(columns), 1.5 + 0.5 * len(rows))
+        image = axes.imshow(values, cmap="cividis", aspect="auto")
+        middle = (np.nanmin(values) + np.nanmax(values)) / 2
+        for (i, j), value in np.ndenumerate(values):
+            said = "–" if math.isnan(value) else f"{value:.2f}"
+            axes.text(j, i, said, ha="center", va="center", color="white" if value < middle else "black")
+        axes.set(xticks=range(len(columns)), xticklabels=columns, yticks=range(len(rows)), yticklabels=rows)
+        axes.set(xlabel=grid.across, ylabel=grid.down)
+        axes.set_title(f"speedup of {grid.label} on {grid.pair}", fontsize=9)
+        axes.grid(visible=False)
+        axes.figure.colorbar(image, ax=axes)
+        drawn.append(axes.figure)
+    return drawn
+
+
+# -- what they share
+
+
+def _axes(width: float, height: float) -> Axes:
+    """Axes of a new figure of so many inches; not pyplot's, which keeps every figure."""
+    return Figure(figsize=(width, height), layout="constrained").add_subplot()
+
+
+def _points(axes: Axes, run: Shown, blocks: list[tuple[dict, float]], across: bool = False) -> None:
+    """The speedups of some numbers of a run with their intervals: upwards at x, or (across) rightwards at y."""
+    blocks = [(numbers, at) for numbers, at in blocks if numbers["speedup"] is not None]
+    values, at = [numbers["speedup"] for numbers, _ in blocks], [place for _, place in blocks]
+    ends = [(n["speedup_low"] or n["speedup"], n["speedup_high"] or n["speedup"]) for n, _ in blocks]
+    errors = [
+        [v - low for v, (low, _) in zip(values, ends)],
+        [high - v for v, (_, high) in zip(values, ends)],
+    ]
+    style = {"fmt": run.marker, "color": run.colour, "label": run.label, "capsize": 2, "markersize": 5}
+    if across:
+        axes.errorbar(values, at, xerr=errors, **style)
+    else:
+        axes.errorbar(at, values, yerr=errors, **style)
+
+
+def _rays(axes: Axes, right: float, top: float, slopes: dict[str, float]) -> None:
+    """Lines through the origin, each named where it leaves the plot."""
+    for name, slope in slopes.items():
+        axes.plot([0, right], [0, slope * right], color="grey", linewidth=0.7, linestyle="--", zorder=0)
+        x, y = (right, slope * right) if slope * right < top else (top / slope, top)
+        axes.annotate(name, (x, y), fontsize=9, color="black", ha="right", va="top")
+
+
+def _legend(axes: Axes) -> None:
+    handles, names = axes.get_legend_handles_labels()
+    if names:
+        axes.legend(handles, names, fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
+
+
+def _milliseconds(overall: dict) -> dict[str, float]:
+    """Milliseconds per token by part; what is in no part is other."""
+    names = {
+        "draft": "draft_seconds",
+        "verify": "verify_seconds",
+        "lining up": "align_seconds",
+        "prefill": "prefill_seconds",
+    }
+    parts = {part: overall[key] or 0.0 for part, key in names.items()}
+    parts["other"] = max(0.0, overall["seconds"] - sum(parts.values()))
+    return {part: 1e3 * seconds / overall["tokens"] for part, seconds in parts.items()}
