@@ -177,9 +177,13 @@ def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = Tru
 
 def pool_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:
     """As `paired_seconds`, but for each run of a pool: the questions that were decoded together, in one repeat."""
+    once = generations[generations["arm"] == "single"]  # timed once for all repeats of a pool
+    repeated = generations[generations["arm"] != "single"]
     runs = {
-        key: paired_seconds(turn_means(run), reference).sum()
-        for key, run in generations.groupby(["pool", "repeat"])
+        (pool, repeat): paired_seconds(
+            turn_means(pd.concat([run, once[once["pool"] == pool]])), reference
+        ).sum()
+        for (pool, repeat), run in repeated.groupby(["pool", "repeat"])
     }
     columns = ["reference", "method"]
     return (
@@ -207,13 +211,15 @@ def parts(records: list[dict], what: str, batched: bool) -> pd.DataFrame:
     batches by (pool, repeat).
 
     speedup: seconds of plain decoding as this run measured it / of the method. throughput: the same against plain
-    decoding one by one. mbsu: weights that plain decoding would have read / that were read, in passes of the target.
+    decoding one by one. mbsu: bytes of weights that plain decoding would have read / that were read.
     """
     if what == "mbsu":
-        rounds = steps_frame(records).query("arm == 'method'")
+        steps = steps_frame(records)
+        rounds = steps[steps["arm"] == "method"]
+        whole_pass = steps.loc[steps["arm"] == ARMS["engine"], "target_bytes"].max()
         read = (rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["rows"]
         by = [rounds["pool"], rounds["repeat"]] if batched else rounds["question_id"]
-        return pd.DataFrame({"above": rounds["emitted"], "below": read}).groupby(by).sum()
+        return pd.DataFrame({"above": rounds["emitted"] * whole_pass, "below": read}).groupby(by).sum()
     generations = generations_frame(records)
     single = what == "throughput" and (generations["arm"] == "single").any()
     reference = "single" if single else ARMS["engine"]

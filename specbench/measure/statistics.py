@@ -69,7 +69,9 @@ def ratio_of_means(first: Sequence[Run], second: Sequence[Run], pools: bool = Fa
     arrays = [np.asarray(column, float) for run in (*first, *second) for column in run]
     if len({array.shape for array in arrays}) != 1 or arrays[0].ndim != 1:
         raise ValueError(f"expected arrays of one length, not {[array.shape for array in arrays]}")
-    if not all(array.sum() > 0 for array in arrays):
+    if pools and len(arrays) != 4:
+        raise ValueError("runs of pools have an interval only for one run against one")
+    if not all(array.sum() > 0 and (not pools or array.min() > 0) for array in arrays):
         return Speedup(None, None, None)
 
     def statistic(*columns: np.ndarray, axis: int = -1) -> np.ndarray:
