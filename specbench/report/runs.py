@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,46 @@ from specbench.errors import UserError
 from specbench.measure import metrics, provenance, store
 
 NESTED = ("equivalence", "exit_shares", "overlap")
-KEYS = ("method", "settings", "pair", "batch_size", "overall", "tasks", "equivalence", "baseline")
+# What reports read of a summary: a run that lacks any of it is damaged, or was written by another version.
+COUNTS = dict.fromkeys(("answers", "exact", "tie", "violation"))
+NUMBERS = dict.fromkeys(
+    (
+        *("questions", "tokens", "seconds", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
+        *("speedup_questions", "spec_bench_speedup", "acceptance_length", "acceptance_rate", "mbsu"),
+        *("acceptance_by_position_conditional", "exit_shares", "overlap", "prefill_seconds", "draft_seconds"),
+        *("verify_seconds", "align_seconds", "occupancy", "alignment_share", "group_rate"),
+    )
+) | {"equivalence": COUNTS}
+BASELINE = dict.fromkeys(
+    (
+        *("tokens_per_second", "hf_generate_tokens_per_second", "single_tokens_per_second"),
+        *("quoted_against", "bandwidth_fraction"),
+    )
+) | {"equivalence": COUNTS}
+SUMMARY = dict.fromkeys(
+    (
+        *("failed", "method", "drafter", "pair", "data", "task", "temperature", "batch_size", "protocol"),
+        *("dtype", "device", "weights", "peak_memory_bytes"),
+    )
+) | {"settings": {}, "overall": NUMBERS, "tasks": {}, "equivalence": COUNTS, "baseline": BASELINE}
+PROVENANCE = dict.fromkeys(
+    ("time", "command", "config", "versions", "load_average", "threads", "source_sha256", "git", "questions")
+) | {"machine": dict.fromkeys(("cpu", "cores", "usable_cores", "gpus"))}
+LACKING_SHOWN = 3
+NAMED = 3
+# What else than method and settings runs can differ in, and how a label says it.
+DIFFERING = {
+    "pair": "{}",
+    "batch_size": "batch {}",
+    "data": "{}",
+    "task": "{}",
+    "temperature": "T={:g}",
+    "dtype": "{}",
+    "device": "{}",
+    "protocol": "protocol {}",
+    "weights": "{} weights",
+    "experiment": "{}",
+}
 
 
 @dataclass(frozen=True)
@@ -32,9 +71,10 @@ class Run:
     def provenance(self) -> dict | None:
         """What provenance.json holds; None where it is missing or damaged."""
         try:
-            return store.read_json(self.folder / store.PROVENANCE)
+            found = store.read_json(self.folder / store.PROVENANCE)
         except (OSError, ValueError):
             return None
+        return None if any(_lacking(found, PROVENANCE)) else found
 
     @cached_property
     def records(self) -> list[dict]:
@@ -51,14 +91,15 @@ class LeftOut:
 
 
 def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[LeftOut]]:
-    """The finished runs among the paths, and those that are left out. A path may also be a folder of run folders.
+    """The finished runs among the paths, and those that are left out. A path may also be a folder of run folders. A run
+    that is named twice is read once.
 
     Raises UserError for a path that is not there.
     """
     runs, left_out = [], []
-    for folder in _run_folders(paths):
+    for folder in {folder.resolve(): folder for path in paths for folder in _run_folders(path)}.values():
         try:
-            runs.append(read_run(folder))
+            runs.append(Run(folder, _summary(folder)))
         except UserError as error:
             left_out.append(LeftOut(folder, str(error)))
     return runs, left_out
@@ -79,7 +120,22 @@ def finished_runs(paths: Iterable[Path]) -> tuple[list[Run], list[LeftOut]]:
 
 def read_run(folder: Path) -> Run:
     """A finished run. Raises UserError for one that is unfinished, damaged, or written by another version."""
+    try:
+        return Run(folder, _summary(folder))
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, finished or not."""
+    return any((folder / name).exists() for name in (store.SUMMARY, store.CODE, store.RECORDS))
+
+
+def _summary(folder: Path) -> dict:
+    """The content of summary.json. Raises UserError, without the folder's name, as `read_run` says."""
     path = folder / store.SUMMARY
+    if not is_run(folder):
+        raise UserError("there is no run in it")
     try:
         summary = store.read_json(path)
     except FileNotFoundError:
@@ -90,24 +146,34 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"damaged: {path.name} is no summary")
     if summary["schema"] != metrics.SCHEMA:
         raise UserError(f"{path.name} has schema {summary['schema']}; this version reads {metrics.SCHEMA}")
-    lacking = [key for key in KEYS if summary.get(key) is None]
+    tasks = summary.get("tasks")
+    shape = SUMMARY | ({"tasks": dict.fromkeys(tasks, NUMBERS)} if isinstance(tasks, dict) else {})
+    lacking = list(_lacking(summary, shape))
     if lacking:
-        raise UserError(f"damaged: {path.name} lacks {', '.join(lacking)}")
-    return Run(folder, summary)
+        more = f" and {len(lacking) - LACKING_SHOWN} more" if len(lacking) > LACKING_SHOWN else ""
+        raise UserError(f"damaged: {path.name} lacks {', '.join(lacking[:LACKING_SHOWN])}{more}")
+    return summary
 
 
-def _run_folders(paths: Iterable[Path]) -> Iterator[Path]:
-    for path in paths:
-        if not path.is_dir():
-            raise UserError(f"there is no folder {path}")
-        if _is_run(path):
-            yield path
-        else:
-            yield from (folder for folder in sorted(path.iterdir()) if folder.is_dir() and _is_run(folder))
+def _lacking(value: object, shape: Mapping, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the keys of `shape` that nested dictionaries lack; a key whose value in `shape` is not None must
+    hold a dictionary with those keys."""
+    if not isinstance(value, dict):
+        yield prefix.removesuffix(".") or "everything"
+        return
+    for key, inside in shape.items():
+        if key not in value:
+            yield prefix + key
+        elif inside is not None:
+            yield from _lacking(value[key], inside, f"{prefix}{key}.")
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / store.SUMMARY).exists() or (folder / store.CODE).exists()
+def _run_folders(path: Path) -> list[Path]:
+    """The run folders that a path names: itself, or those in it; itself too where there is none, to be left out."""
+    if not path.is_dir():
+        raise UserError(f"there is no folder {path}")
+    inside = [] if is_run(path) else sorted(filter(is_run, path.iterdir()))
+    return inside or [path]
 
 
 # -- names
@@ -130,28 +196,39 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
     first: dict[tuple[str, str], dict] = {}
     varied: dict[str, set] = {}
     for summary in summaries:
-        settings, method = summary["settings"], summary["method"]
+        settings, method = summary["settings"], method_label(summary)
         base = first.setdefault((method, summary["pair"]), settings)
         differing = {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)}
         varied.setdefault(method, set()).update(differing)
-    return [{k: v for k, v in s["settings"].items() if k in varied[s["method"]]} for s in summaries]
+    return [{k: v for k, v in s["settings"].items() if k in varied[method_label(s)]} for s in summaries]
 
 
-def labels(summaries: Iterable[Mapping]) -> list[str]:
-    """A short name for each: the method, the settings that were varied, and what else the runs differ in."""
+def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[str]:
+    """A short name for each: the method, the settings that were varied, and what else the runs differ in, but for the
+    keys `without`."""
     summaries = list(summaries)
-    names = []
-    several = {
-        key: len({s[key] for s in summaries}) > 1 for key in ("pair", "batch_size", "data", "temperature")
-    }
-    for summary, varied in zip(summaries, varied_settings(summaries)):
-        parts = [method_label(summary), *as_text(varied)]
-        parts += [summary["pair"]] if several["pair"] else []
-        parts += [f"batch {summary['batch_size']}"] if several["batch_size"] and summary["drafter"] else []
-        parts += [summary["data"]] if several["data"] else []
-        parts += [f"T={summary['temperature']:g}"] if several["temperature"] else []
-        names.append(", ".join(parts))
-    return names
+    rest = _differing(summaries, without)
+    return [
+        ", ".join([method_label(summary), *as_text(varied), *more])
+        for summary, varied, more in zip(summaries, varied_settings(summaries), rest)
+    ]
+
+
+def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[str]]:
+    """What the runs differ in beside method and settings, as labels say it; the size of a batch only of batches."""
+    several = [
+        key
+        for key in DIFFERING
+        if key not in without and len({summary.get(key) for summary in summaries}) > 1
+    ]
+    return [
+        [
+            DIFFERING[key].format(summary[key])
+            for key in several
+            if summary.get(key) is not None and (key != "batch_size" or summary["drafter"])
+        ]
+        for summary in summaries
+    ]
 
 
 def latest(runs: Iterable[Run]) -> list[tuple[str, Run]]:
@@ -180,14 +257,20 @@ class Grid:
 
 
 def grids(summaries: Iterable[Mapping]) -> list[Grid]:
-    """A grid for each method and pair of whose settings just two were varied, and each of these more than once. A cell
-    that was run several times stands with its last run."""
+    """A grid for each method and pair of whose settings just two were varied, and each of these more than once.
+
+    Runs that differ in anything else are not of one grid. A cell that was run several times stands with its last run.
+    """
     summaries = list(summaries)
     cells: dict[tuple, dict[tuple, float | None]] = {}
-    for summary, varied in zip(summaries, varied_settings(summaries)):
+    rest = _differing(summaries, ("pair",))
+    for summary, varied, more in zip(summaries, varied_settings(summaries), rest):
         if len(varied) == 2:
-            key = (method_label(summary), summary["pair"], *varied)
-            cells.setdefault(key, {})[tuple(varied.values())] = summary["overall"]["speedup"]
+            key = (", ".join([method_label(summary), *more]), summary["pair"], *varied)
+            place = tuple(
+                str(value) if isinstance(value, list | dict) else value for value in varied.values()
+            )
+            cells.setdefault(key, {})[place] = summary["overall"]["speedup"]
     found = [Grid(*key, of_key) for key, of_key in cells.items()]
     return [grid for grid in found if len(grid.rows) > 1 and len(grid.columns) > 1]
 
@@ -229,8 +312,8 @@ def not_comparable(runs: Iterable[Run]) -> list[str]:
             found.setdefault("; ".join(reasons), []).append(run.name)
     name = "the others" if first is None else first.name
     return [
-        f"not comparable with {name}: {names[0]}"
-        + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        f"not comparable with {name}: {', '.join(names[:NAMED])}"
+        + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
         + f" ({reasons})"
         for reasons, names in found.items()
     ]
