@@ -9,6 +9,13 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
+WRONG = "bold red"  # the style of a cell that warns
+LATEX = str.maketrans(
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}"}
+)
+
 
 @dataclass(frozen=True)
 class Cells:
@@ -41,7 +48,11 @@ def cells(table: Table) -> Cells:
 def markdown(table: Table) -> str:
     """A table of GitHub's Markdown behind its title; the first column is to the left, the others to the right."""
     content = cells(table)
-    lines = [content.heads, ["---", *["---:"] * (len(content.heads) - 1)], *content.rows]
+    rows = [
+        [f"**{cell}**" if WRONG in style else cell for cell, style in zip(row, styles)]
+        for row, styles in zip(content.rows, content.styles)
+    ]
+    lines = [content.heads, ["---", *["---:"] * (len(content.heads) - 1)], *rows]
     shown = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
     return (
         "\n".join([f"**{content.title}**", "", *shown, *(["", content.caption] if content.caption else [])])
@@ -50,12 +61,20 @@ def markdown(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """A LaTeX table with booktabs' rules."""
+    """A LaTeX table with booktabs' rules; a cell that warns is bold. What stands below it is the end of its caption."""
     content = cells(table)
-    frame = pd.DataFrame(content.rows, columns=content.heads)
+    rows = [
+        [
+            rf"\textbf{{{_latex_text(cell)}}}" if WRONG in style else _latex_text(cell)
+            for cell, style in zip(*both)
+        ]
+        for both in zip(content.rows, content.styles)
+    ]
     layout = "l" + "r" * (len(content.heads) - 1)
-    text = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis=1)
-    return text.to_latex(caption=_latex_text(content.title), column_format=layout, hrules=True)
+    frame = pd.DataFrame(rows, columns=range(len(content.heads)))  # heads may be alike
+    text = frame.style.hide(axis="index").format_index(lambda i: _latex_text(content.heads[i]), axis=1)
+    caption = _latex_text("; ".join(filter(None, (content.title, content.caption))))
+    return text.to_latex(caption=caption, column_format=layout, hrules=True)
 
 
 def html(table: Table) -> str:
@@ -94,7 +113,7 @@ def _head(text: object) -> str:
 
 def _lines(text: object) -> list[str]:
     plain = text.plain if isinstance(text, Text) else str(text or "")
-    return [line.strip() for line in plain.strip().split("\n")]
+    return [line.strip() for line in plain.strip().splitlines()] or [""]
 
 
 def _style(cell: object) -> str:
@@ -102,6 +121,4 @@ def _style(cell: object) -> str:
 
 
 def _latex_text(text: str) -> str:
-    for sign in "&%$#_{}":
-        text = text.replace(sign, "\\" + sign)
-    return text
+    return text.translate(LATEX)
