@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from specbench.questions import TASKS
-from specbench.report.runs import Run, grids, latest, method_label, read_run
+from specbench.report.runs import Run, grids, labels, latest, read_run
 
 MOST = 10  # runs in a plot: more cannot be told apart
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
@@ -51,25 +51,27 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
     """Every plot that the runs have data for, by its name. Of runs that share a label the last is shown, and of many
     the fastest; which ones are left out stands in the title."""
     found = latest(runs)
-    single, title = chosen([(label, run) for label, run in found if not run.summary["drafter"]])
-    plots: dict[str, Callable[[], Figure | None]] = {
-        "speedup_by_task": lambda: speedup_by_task(single),
-        "acceptance_and_speedup": lambda: acceptance_and_speedup(single),
-        "time": lambda: time_by_part(chosen(found)[0]),
-        "acceptance_by_position": lambda: acceptance_by_position(single),
-        "throughput": lambda: throughput(run.summary for _, run in found),
-        "mbsu_and_speedup": lambda: mbsu_and_speedup(single),
-    }
-    drawn: dict[str, Figure] = {}
+    single, cut_single = chosen([(label, run) for label, run in found if not run.summary["drafter"]])
+    shown, cut = chosen(found)
+    summaries = [run.summary for _, run in found]
     with rc_context(LOOK):
-        for name, draw in plots.items():
-            figure = draw()
-            if figure is not None:
-                if title and name not in ("throughput", "time"):
-                    figure.suptitle(title, fontsize=8)
-                drawn[name] = figure
-        for place, figure in enumerate(heat_maps(run.summary for _, run in found)):
-            drawn[f"heat_map_{place + 1}"] = figure
+        plots = {
+            "speedup_by_task": (speedup_by_task(single), cut_single),
+            "acceptance_and_speedup": (acceptance_and_speedup(single), cut_single),
+            "time": (time_by_part(shown), cut),
+            "acceptance_by_position": (acceptance_by_position(single), cut_single),
+            "throughput": (throughput(summaries), ""),
+            "mbsu_and_speedup": (mbsu_and_speedup(single), cut_single),
+        }
+        plots |= {f"heat_map_{i}": (figure, "") for i, figure in enumerate(heat_maps(summaries), start=1)}
+        drawn = {name: figure for name, (figure, _) in plots.items() if figure is not None}
+        for name, figure in drawn.items():
+            if plots[name][1]:
+                figure.suptitle(plots[name][1], fontsize=8)
+            figure.draw_without_rendering()
+            figure.set_layout_engine(
+                "none"
+            )  # laid out once, and not again for each form that it is written in
     return drawn
 
 
@@ -78,12 +80,14 @@ def run_figures(folder: Path) -> dict[str, Figure]:
     return figures([read_run(folder)])
 
 
-def save(drawn: dict[str, Figure], folder: Path) -> None:
-    """Writes each figure as PNG and SVG."""
+def save(drawn: dict[str, Figure], folder: Path) -> dict[str, bytes]:
+    """Writes each figure as PNG and SVG; returns the SVGs."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in drawn.items():
-        figure.savefig(folder / f"{name}.png", dpi=150)
-        (folder / f"{name}.svg").write_bytes(svg(figure))
+    images = {name: svg(figure) for name, figure in drawn.items()}
+    for name, image in images.items():
+        drawn[name].savefig(folder / f"{name}.png", dpi=150)
+        (folder / f"{name}.svg").write_bytes(image)
+    return images
 
 
 def svg(figure: Figure) -> bytes:
@@ -110,6 +114,7 @@ def chosen(named: list[tuple[str, Run]]) -> tuple[list[Shown], str]:
 
 def speedup_by_task(runs: list[Shown]) -> Figure | None:
     """A point for each run on each task, with its 95 % interval."""
+    runs = [run for run in runs if run.overall["speedup"] is not None]
     tasks = [task for task in TASKS if any(task in run.summary["tasks"] for run in runs)]
     rows = [*tasks, "overall"]
     if not runs:
@@ -182,14 +187,12 @@ def time_by_part(runs: list[Shown]) -> Figure | None:
             axes.barh(range(len(runs)), widths, left=left, color=colour, hatch=HATCHES[part], label=part,
                       edgecolor="black", linewidth=0.5, height=0.6)  # fmt: skip
             left += widths
-    for place, run in enumerate(runs):
-        rates = (
-            run.summary["baseline"][key] for key in ("tokens_per_second", "hf_generate_tokens_per_second")
-        )
-        rate = max(filter(None, rates), default=None)
-        if rate:
-            axes.plot([1e3 / rate] * 2, [place - 0.4, place + 0.4], color="black", linewidth=2,
-                      label=None if place else "baseline")  # fmt: skip
+    keys = ("tokens_per_second", "hf_generate_tokens_per_second")
+    rates = [max(filter(None, (run.summary["baseline"][key] for key in keys)), default=None) for run in runs]
+    known = [(1e3 / rate, place) for place, rate in enumerate(rates) if rate]
+    for i, (at, place) in enumerate(known):
+        axes.plot([at, at], [place - 0.4, place + 0.4], color="black", linewidth=2,
+                  label=None if i else "baseline")  # fmt: skip
     axes.set(
         yticks=range(len(runs)), yticklabels=[run.label for run in runs], xlabel="milliseconds per token"
     )
@@ -216,18 +219,20 @@ def acceptance_by_position(runs: list[Shown]) -> Figure | None:
 
 
 def throughput(summaries: Iterable[dict]) -> Figure | None:
-    """Tokens per second over the batch size. None without a batch of more than one row."""
+    """Tokens per second over the batch size, of many methods the fastest. None without a batch of more than one row."""
     lines: dict[str, dict[int, float]] = {}
     batched = [s for s in summaries if s["drafter"] and s["overall"]["tokens_per_second"]]
-    several = len({summary["pair"] for summary in batched}) > 1
-    for summary in batched:
-        name = method_label(summary) + (f", {summary['pair']}" if several else "")
+    for name, summary in zip(labels(batched, without=("batch_size",)), batched):
         lines.setdefault(name, {})[summary["batch_size"]] = summary["overall"]["tokens_per_second"]
-    sizes = sorted({size for line in lines.values() for size in line})
+    fastest = sorted(lines, key=lambda name: -max(lines[name].values()))[:MOST]
+    shown = {name: line for name, line in lines.items() if name in fastest}
+    sizes = sorted({size for line in shown.values() for size in line})
     if not sizes or sizes[-1] == 1:
         return None
     axes = _axes(6.5, 4)
-    for place, (name, line) in enumerate(lines.items()):
+    if len(lines) > MOST:
+        axes.set_title(f"the {MOST} fastest of {len(lines)} lines", fontsize=8)
+    for place, (name, line) in enumerate(shown.items()):
         known = sorted(line)
         axes.plot(known, [line[size] for size in known], label=name, color=PALETTE[place % len(PALETTE)],
                   marker=MARKERS[place % len(MARKERS)])  # fmt: skip
@@ -239,9 +244,13 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
 
 
 def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
-    """Overall speedups for each method and pair of whose settings just two were varied."""
+    """Overall speedups for each method and pair of whose settings just two were varied; of many the largest, as its
+    title says: all of them are among the tables."""
     drawn = []
-    for grid in grids(summaries):
+    found = [grid for grid in grids(summaries) if any(grid.cells.values())]
+    largest = sorted(found, key=lambda grid: -len(grid.cells))[:MOST]
+    cut = f" ({MOST} of {len(found)} are drawn)" if len(found) > MOST else ""
+    for grid in largest:
         rows, columns, cells = grid.rows, grid.columns, grid.cells
         values = np.array([[cells.get((r, c)) or math.nan for c in columns] for r in rows], dtype=float)
         axes = _axes(2.5 + 0.7 * len(columns), 1.5 + 0.5 * len(rows))
@@ -249,10 +258,10 @@ def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
         middle = (np.nanmin(values) + np.nanmax(values)) / 2
         for (i, j), value in np.ndenumerate(values):
             said = "–" if math.isnan(value) else f"{value:.2f}"
-            axes.text(j, i, said, ha="center", va="center", color="white" if value < middle else "black")
+            axes.text(j, i, said, ha="center", va="center", color="white" if value <= middle else "black")
         axes.set(xticks=range(len(columns)), xticklabels=columns, yticks=range(len(rows)), yticklabels=rows)
         axes.set(xlabel=grid.across, ylabel=grid.down)
-        axes.set_title(f"speedup of {grid.label} on {grid.pair}", fontsize=9)
+        axes.set_title(f"speedup of {grid.label} on {grid.pair}{cut}", fontsize=9)
         axes.grid(visible=False)
         axes.figure.colorbar(image, ax=axes)
         drawn.append(axes.figure)
