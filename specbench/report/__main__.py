@@ -13,7 +13,7 @@ from rich.text import Text
 
 from specbench.errors import one_line_errors
 from specbench.report import claims, compare, formats, page, plots, tables
-from specbench.report.runs import LeftOut, Run, differing_by_pair, finished_runs, summary_frame
+from specbench.report.runs import LeftOut, Run, differing_by_pair, finished_runs, is_run, summary_frame
 
 ALONE = 6  # so many runs are also shown one by one
 
@@ -27,18 +27,18 @@ def report(runs: list[Run], left_out: list[LeftOut], out: Path, first: list[Tabl
     (out / "tables.md").write_text("\n".join(map(formats.markdown, side_by_side)), encoding="utf-8")
     (out / "tables.tex").write_text("\n".join(map(formats.latex, side_by_side)), encoding="utf-8")
     summary_frame(runs).to_csv(out / "runs.csv", index=False)
-    plots.save(drawn, out / "plots")
-    whole = page.page(runs, left_out, side_by_side, drawn, differing_by_pair(runs), [])
+    images = plots.save(drawn, out / "plots")
+    notes = [*tables.cautions(runs), *differing_by_pair(runs)]
+    whole = page.page(runs, left_out, side_by_side, images, notes, [])
     (out / "index.html").write_text(whole, encoding="utf-8")
     return out / "index.html"
 
 
 def print_report(runs: list[Run]) -> None:
-    """Prints the runs side by side, and one by one those with a violation or, if they are few, all."""
+    """Prints the runs side by side, and one by one those that something is wrong with or, if they are few, all."""
     out = tables.console()
-    first = sorted(runs, key=lambda run: not run.summary["equivalence"]["violation"])
-    for run in first:
-        if len(runs) <= ALONE or run.summary["equivalence"]["violation"]:
+    for run in sorted(runs, key=lambda run: not tables.faults(run.summary)):
+        if len(runs) <= ALONE or tables.faults(run.summary):
             out.print(tables.run_table(run.summary))
             out.print(Text(f"{run.folder}\n", style="dim"))
     if len(runs) > 1:
@@ -63,8 +63,8 @@ def compare_runs(arguments: list[str]) -> int:
         "runs", nargs="+", type=Path, help="run folders; the first is what the others are compared with"
     )
     runs, left_out = finished_runs(parser.parse_args(arguments).runs)
-    compare.print_comparison(runs)
     print_left_out(left_out)
+    compare.print_comparison(runs)
     return 0
 
 
@@ -85,7 +85,7 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
     options = parser.parse_args(arguments)
     runs, left_out = finished_runs(options.runs)
     first = options.runs[0]
-    out = options.out or (first / "report" if first != runs[0].folder else first.parent / "report")
+    out = options.out or (first.parent if is_run(first) else first) / "report"
     checked = claims.check_claims(runs) if with_claims else []
     print_report(runs)
     if checked:
@@ -96,8 +96,9 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
 
 
 def print_left_out(left_out: list[LeftOut]) -> None:
-    """Names the runs that no number is taken from."""
-    tables.print_notes([f"left out: {item.folder.name}: {item.reason}" for item in left_out])
+    """Names the runs that no number is taken from, every one."""
+    for item in left_out:
+        tables.print_notes([f"left out: {item.folder.name}: {item.reason}"])
 
 
 if __name__ == "__main__":

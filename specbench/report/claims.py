@@ -100,7 +100,7 @@ def speedup(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
 def best_task(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     """The highest speedup on a task."""
     run = _last(claim["of"], runs)
-    if run is None:
+    if run is None or not run.summary["tasks"]:
         return None
     task, numbers = max(run.summary["tasks"].items(), key=lambda item: item[1]["speedup"] or 0)
     return _speedup(numbers), f"{task}, {numbers['speedup_questions']} questions"
@@ -119,7 +119,7 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
 
 def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     """A number of a run against the same of the strongest of others; with `over`, of their means over all values of a
-    key (each pair)."""
+    key (each pair), of which there must be several."""
     key, what = claim.get("over"), claim.get("what", "speedup")
     values = sorted({run.summary[key] for run in runs if _matches(claim["of"], run)}) if key else [None]
 
@@ -128,7 +128,7 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
         return found if found and None not in found else None
 
     ours, others = group(claim["of"]), [group(choice) for choice in claim["against"]]
-    if ours is None or None in others:
+    if ours is None or None in others or (key and len(values) < 2):
         return None
     pools = bool(ours[0].summary["drafter"])
     frames = [metrics.parts(run.records, what, pools) for run in ours]

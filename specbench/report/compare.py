@@ -21,7 +21,7 @@ def print_comparison(runs: list[Run]) -> None:
     """
     if len(runs) < 2:
         raise UserError("a comparison needs two finished runs")
-    tables.print_notes([*not_comparable(runs), *differing_questions(runs)])
+    tables.print_notes([*not_comparable(runs), *differing_questions(runs), *without_difference(runs)])
     out = tables.console()
     out.print(tables.overview_table(run.summary for run in runs))
     out.print(difference_table(runs))
@@ -48,9 +48,23 @@ def differing_questions(runs: list[Run]) -> list[str]:
     return lines
 
 
+def without_difference(runs: list[Run]) -> list[str]:
+    """One line for each run that has no number against the first, for it was measured in another way."""
+    first, *others = runs
+    lines = []
+    for run in others:
+        one, other = bool(first.summary["drafter"]), bool(run.summary["drafter"])
+        if one != other:
+            lines.append(f"no difference for {run.name}: one of it and {first.name} decodes batches")
+        elif one and _pools(first) != _pools(run):
+            lines.append(f"no difference for {run.name}: its pools are not those of {first.name}")
+    return lines
+
+
 def difference_table(runs: list[Run]) -> Table:
-    """How many times as fast as the first run each other one is, each against plain decoding in its own run; a row per
-    task. Empty where one run decodes batches and the other does not."""
+    """How many times as fast as the first run each other one is, each against plain decoding in its own run (batches:
+    against plain decoding one by one, whatever their size); a row per task. Empty where `without_difference` tells why.
+    """
     first, *others = runs
     names = _names(runs)
     table = Table(title=Text(f"times as fast as {names[0]}", style="bold"), **tables.STYLE)
@@ -59,22 +73,23 @@ def difference_table(runs: list[Run]) -> Table:
     for name, run in zip(names[1:], others):
         table.add_column(name, justify="right", overflow="fold")
         found.append(relative(first, run))
+    unit = "runs of pools" if first.summary["drafter"] else "questions"
     asked = [task for task in (*TASKS, "overall") if any(task in of_run for of_run in found)]
     for task in asked:
-        table.add_row(task, *(_difference(of_run.get(task)) for of_run in found))
+        table.add_row(task, *(_difference(of_run.get(task), unit) for of_run in found))
     return table
 
 
 def relative(first: Run, second: Run) -> dict[str, tuple[Speedup, int]]:
-    """How much faster the second run is than the first, by task and "overall", and on how many questions. Batches have
-    no times by task; {} where only one of them decodes batches."""
+    """How much faster the second run is than the first, by task and "overall", and on how many questions (batches: runs
+    of pools). Batches have no times by task; {} where only one decodes batches, or their pools differ."""
     batched = [bool(run.summary["drafter"]) for run in (first, second)]
-    if batched[0] != batched[1]:
+    if batched[0] != batched[1] or (batched[0] and _pools(first) != _pools(second)):
         return {}
-    one, other = (metrics.parts(run.records, "speedup", batched[0]) for run in (first, second))
+    what = "throughput" if batched[0] else "speedup"
+    one, other = (metrics.parts(run.records, what, batched[0]) for run in (first, second))
     if batched[0]:
-        same = {r["question_id"] for r in first.records} == {r["question_id"] for r in second.records}
-        return {"overall": metrics.relative([one], [other], pools=True)} if same else {}
+        return {"overall": metrics.relative([one], [other], pools=True)}
     tasks: dict[str, list[int]] = {}
     for record in first.records:
         tasks.setdefault(record["task"], []).append(record["question_id"])
@@ -88,6 +103,10 @@ def _names(runs: list[Run]) -> list[str]:
     return [label if names.count(label) == 1 else run.name for label, run in zip(names, runs)]
 
 
+def _pools(run: Run) -> dict[int, int]:
+    return {record["question_id"]: record["pool"] for record in run.records}
+
+
 def _prompts(run: Run) -> dict[tuple[int, int], str]:
     return {
         (record["question_id"], turn["turn"]): turn["prompt_sha256"]
@@ -96,13 +115,13 @@ def _prompts(run: Run) -> dict[tuple[int, int], str]:
     }
 
 
-def _difference(found: tuple[Speedup, int] | None) -> Text:
+def _difference(found: tuple[Speedup, int] | None, unit: str) -> Text:
     if found is None or found[0].value is None:
         return Text(tables.UNKNOWN)
-    ratio, questions = found
+    ratio, count = found
     said = verdict(ratio.low, ratio.high)
     if said is None:
-        return Text(f"{ratio.value:.2f}")
+        return Text(f"{ratio.value:.2f}, {count} {unit}")
     shown = said if said == "no difference" else f"{ratio.value:.2f}"
     style = {"faster": "green", "slower": "red", "no difference": ""}[said]
-    return Text(f"{shown} [{ratio.low:.2f}, {ratio.high:.2f}], {questions} questions", style=style)
+    return Text(f"{shown} [{ratio.low:.2f}, {ratio.high:.2f}], {count} {unit}", style=style)

@@ -13,17 +13,9 @@ from rich.text import Text
 
 from specbench.measure.statistics import verdict
 from specbench.questions import TASKS
-from specbench.report.runs import (
-    Run,
-    as_text,
-    differing_by_pair,
-    grids,
-    labels,
-    method_label,
-    varied_settings,
-)
+from specbench.report.runs import NAMED, Run, as_text, differing_by_pair, grids, labels, method_label
 
-PIPED_WIDTH = 110
+PIPED_WIDTH = 112
 UNKNOWN = "–"  # not measured
 NOTES_SHOWN = 10
 SHORT = {  # column heads
@@ -32,6 +24,7 @@ SHORT = {  # column heads
     "summarization": "summa-\nrization",
     "math_reasoning": "math",
 }
+RANDOM = "random weights: times and sizes are real, acceptance is not"
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
 
 
@@ -57,17 +50,18 @@ def run_table(summary: dict) -> Table:
 
 
 def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
-    """Spec-Bench's own form: a row per run, its speedup on each task, mean accepted tokens, overall. None without a
-    task: the runs of batch methods have no times by task."""
+    """Spec-Bench's own form: a row per run, its speedup on each task, mean accepted tokens, overall; and beside ours,
+    which are ratios of summed seconds, the overall speedup as its speed.py defines it. None without a task: the runs of
+    batch methods have no times by task."""
     summaries = [summary for summary in summaries if not summary["drafter"]]
     if not summaries:
         return None
-    title = Text("speedups by task, as Spec-Bench lists them", style="bold")
-    table = Table(title=title, padding=0, **STYLE)
+    title = "speedups by task, in Spec-Bench's form; its def.: overall as Spec-Bench itself defines it"
+    table = Table(title=Text(title, style="bold"), padding=0, **STYLE)
     table.add_column("run", overflow="fold", min_width=12)
     for task in TASKS:
         table.add_column(SHORT.get(task, task), justify="right", no_wrap=True)
-    for name in ("tokens\na pass", "overall", "MBSU", "exact/\ntie/viol."):
+    for name in ("tokens\na pass", "overall", "its\ndef.", "MBSU", "exact/\ntie/viol."):
         table.add_column(name, justify="right", no_wrap=True)
     for label, summary in zip(labels(summaries), summaries):
         numbers, tasks = summary["overall"], summary["tasks"]
@@ -78,6 +72,7 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
             *speedups,
             accepted,
             overall,
+            _number(numbers["spec_bench_speedup"], 2),
             _number(numbers["mbsu"], 2),
             _equivalence(numbers["equivalence"]),
         )
@@ -98,14 +93,13 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     """Overall speedups, a row per method (and its settings), a column per pair, and the mean over the pairs.
 
     None unless a method was run on several pairs; the others are left out. A method that was run several times on a
-    pair stands with its last run.
+    pair stands with its last run; runs that differ in more than the pair (the size of a batch) have rows of their own.
     """
     summaries = list(summaries)
-    cells: dict[tuple[str, str], dict[str, dict]] = {}
-    for summary, varied in zip(summaries, varied_settings(summaries)):
-        row = (method_label(summary), ", ".join(as_text(varied)))
-        cells.setdefault(row, {})[summary["pair"]] = summary["overall"]
-    cells = {row: found for row, found in cells.items() if len(found) > 1}
+    cells: dict[str, dict[str, dict]] = {}
+    for label, summary in zip(labels(summaries, without=("pair",)), summaries):
+        cells.setdefault(label, {})[summary["pair"]] = summary["overall"]
+    cells = {label: found for label, found in cells.items() if len(found) > 1}
     pairs = sorted({pair for found in cells.values() for pair in found})
     if not pairs:
         return None
@@ -114,11 +108,11 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     for pair in pairs:
         table.add_column(pair, justify="right", no_wrap=True)
     table.add_column("mean", justify="right", no_wrap=True)
-    for (method, settings), found in cells.items():
+    for label, found in cells.items():
         values = [found[pair]["speedup"] if pair in found else None for pair in pairs]
         mean = None if None in values else sum(values) / len(values)
         shown = [_speedup(found[pair]) if pair in found else Text(UNKNOWN) for pair in pairs]
-        table.add_row("\n".join(filter(None, (method, settings))), *shown, _number(mean, 3))
+        table.add_row(label, *shown, _number(mean, 3))
     return table
 
 
@@ -155,17 +149,16 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
     if not batched:
         return None
     table = Table(title=Text("batches", style="bold"), **STYLE)
-    several = len({summary["pair"] for summary in batched}) > 1
     table.add_column("run", overflow="fold")
     for name in (
         *("rows", "tokens\nper s", "times one\nby one", "times plain\nbatches"),
         *("places\nin use", "lining\nup", "of one\nlength", "peak\nGB"),
     ):
         table.add_column(name, justify="right", no_wrap=True)
-    for summary in batched:
+    for label, summary in zip(labels(batched, without=("batch_size",)), batched):
         overall, memory = summary["overall"], summary["peak_memory_bytes"]
         table.add_row(
-            method_label(summary) + (f", {summary['pair']}" if several else ""),
+            label,
             str(summary["batch_size"]),
             _number(overall["tokens_per_second"], 1),
             _number(gain(summary), 2),
@@ -222,10 +215,34 @@ def baseline_line(baseline: dict) -> Text:
     if baseline["bandwidth_fraction"] is not None:
         text.append(f", at {baseline['bandwidth_fraction']:.0%} of the memory-bandwidth ceiling")
     if baseline["equivalence"]["violation"]:
-        text.append(
-            f"\nVIOLATION: the two differ in {baseline['equivalence']['violation']} answers", style="bold red"
-        )
+        text.append(f"\n{_baseline_fault(baseline)}", style="bold red")
     return text
+
+
+def faults(summary: dict, with_baseline: bool = True) -> list[str]:
+    """What is wrong with a run, a line each; of its baseline too, unless that is told elsewhere."""
+    lines, counts, baseline = [], summary["equivalence"], summary["baseline"]
+    if counts["violation"]:
+        lines.append(
+            f"VIOLATION: {counts['violation']} of {counts['answers']} answers are not the target's own"
+        )
+    if summary["failed"]:
+        lines.append(f"FAILED: {summary['failed']} questions, left out of every number")
+    if with_baseline and baseline["equivalence"]["violation"]:
+        lines.append(_baseline_fault(baseline))
+    return lines
+
+
+def cautions(runs: Iterable[Run]) -> list[str]:
+    """What a reader of several runs would else see only in the tables of each."""
+    random = [run.name for run in runs if run.summary["weights"] == "random"]
+    more = f" and {len(random) - NAMED} more" if len(random) > NAMED else ""
+    return [f"{RANDOM}: {', '.join(random[:NAMED])}{more}"] if random else []
+
+
+def _baseline_fault(baseline: dict) -> str:
+    differing = baseline["equivalence"]["violation"]
+    return f"VIOLATION: our loop and transformers generate differ in {differing} answers"
 
 
 def overview(summaries: Iterable[dict]) -> list[Table]:
@@ -241,11 +258,11 @@ def print_run(run: Run) -> None:
 
 
 def print_overview(runs: list[Run]) -> None:
-    """Prints what several finished runs have in common: a row each, speedups by pair, and what does not compare."""
+    """Prints several finished runs side by side: a row each, speedups by pair, and what does not compare."""
     out = console()
     for table in overview(run.summary for run in runs):
         out.print(table)
-    print_notes(differing_by_pair(runs))
+    print_notes([*cautions(runs), *differing_by_pair(runs)])
 
 
 def print_notes(lines: list[str]) -> None:
@@ -256,7 +273,7 @@ def print_notes(lines: list[str]) -> None:
 
 
 def console() -> Console:
-    """Standard output: as wide as the terminal, and 100 columns when it goes elsewhere."""
+    """Standard output: as wide as the terminal, and PIPED_WIDTH columns when it goes elsewhere."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
 
 
@@ -321,17 +338,13 @@ def _share(value: float | None) -> str:
 
 def _title(summary: dict) -> Text:
     text = Text()
-    equivalence = summary["equivalence"]
-    if equivalence["violation"]:
-        judged = f"{equivalence['violation']} of {equivalence['answers']} answers are not the target's own"
-        text.append(f"VIOLATION: {judged}\n", style="bold red")
-    if summary["failed"]:
-        text.append(f"FAILED: {summary['failed']} questions, left out of every number\n", style="bold red")
+    for line in faults(summary, with_baseline=False):
+        text.append(f"{line}\n", style="bold red")
     settings = f" ({', '.join(as_text(summary['settings']))})" if summary["settings"] else ""
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
         f"batch {summary['batch_size']}, {summary['dtype']}, {summary['device']}"
     )
     if summary["weights"] == "random":
-        text.append("\nrandom weights: times and sizes are real, acceptance is not", style="yellow")
+        text.append(f"\n{RANDOM}", style="yellow")
     return text
