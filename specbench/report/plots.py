@@ -30,7 +30,8 @@ PARTS = {
 }
 ROUND_COSTS = (1, 1.25, 1.5, 2, 3)
 LOOK = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.axisbelow": True, "legend.frameon": False, "svg.fonttype": "path", "hatch.linewidth": 0.5}  # fmt: skip
+        "axes.axisbelow": True, "legend.frameon": False, "svg.fonttype": "path", "hatch.linewidth": 0.5,
+        "text.parse_math": False}  # fmt: skip
 
 
 @dataclass(frozen=True)

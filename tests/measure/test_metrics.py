@@ -1,5 +1,6 @@
 import json
 import math
+import random
 import subprocess
 import sys
 
@@ -8,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.measure import metrics
+from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS, generations_frame, steps_frame
+from specbench.measure.statistics import Speedup
+from specbench.questions import TASKS
 from tests.measure.synthetic import (
     BESIDE,
     CONFIG,
@@ -393,3 +396,158 @@ def test_a_batch_run_by_hand():
     alone = metrics.summary([answered(1)], FACTS, CONFIG)
     assert alone["drafter"] is None and alone["overall"]["occupancy"] is None
     assert alone["baseline"]["single_tokens_per_second"] is None
+
+
+# -- Spec-Bench's own definitions
+
+
+def spec_bench(folder, tasks: dict) -> dict[str, tuple[float, float]]:
+    """(speedup, mean accepted tokens) by task and "overall" as Spec-Bench's speed.py defines them, from answer files.
+
+    A question's speed is its new tokens / its wall time over all turns, a task's the mean over its questions, the
+    speedup the ratio of the method's and the baseline's; accepted tokens are the mean over all rounds. Two things are
+    otherwise on purpose. The baseline's tokens are its `new_tokens`: speed.py counts them from the text, tokenised
+    again, less one, so that ends of answers are lost in one arm alone. And repeats are further measurements of a
+    question, here more turns; speed.py reads choices[0] of several files, and averages what comes out of each.
+    """
+
+    def answers(name: str) -> list[dict]:
+        return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").split("\n") if line]
+
+    def speeds(name: str, categories: tuple[str, ...]) -> list[float]:
+        return [
+            sum(sum(choice["new_tokens"]) for choice in answer["choices"])
+            / sum(sum(choice["wall_time"]) for choice in answer["choices"])
+            for answer in answers(name)
+            if answer["category"] in categories
+        ]
+
+    found = {}
+    for task, categories in (
+        tasks | {"overall": tuple(c for of_task in tasks.values() for c in of_task)}
+    ).items():
+        method, plain = speeds("answers.jsonl", categories), speeds("answers_baseline.jsonl", categories)
+        rounds = [
+            count
+            for answer in answers("answers.jsonl")
+            if answer["category"] in categories
+            for choice in answer["choices"]
+            for count in choice["accept_lengths"]
+        ]
+        if method:
+            ratio = (sum(method) / len(method)) / (sum(plain) / len(plain))
+            found[task] = ratio, sum(rounds) / len(rounds)
+    return found
+
+
+def spec_bench_records(repeats: int) -> list[dict]:
+    """Questions of four tasks, one of them of two turns; answers of other lengths in the arms, a failed question."""
+    draw = np.random.default_rng(repeats)
+
+    def arm(rounds: int, most: int, drafted: int) -> list[dict]:
+        accepted = draw.integers(0, most + 1, rounds).tolist()  # greedy decoding says the same in each repeat
+        return [
+            generation(accepted, float(draw.uniform(0.3, 4)), 0.1, drafted=drafted) for _ in range(repeats)
+        ]
+
+    def asked(number: int) -> list[dict]:
+        return [
+            turn(
+                i,
+                TIE,
+                baseline=arm(int(draw.integers(4, 30)), 0, 0),
+                method=arm(int(draw.integers(2, 9)), 5, 5),
+            )
+            for i in range(number)
+        ]
+
+    kinds = [
+        ("mt_bench", "writing"),
+        ("mt_bench", "coding"),
+        ("qa", "qa"),
+        ("rag", "rag"),
+        ("translation",) * 2,
+    ]
+    records = [
+        record(10 * place + i, task, category, asked(2 if task == "mt_bench" else 1))
+        for place, (task, category) in enumerate(kinds)
+        for i in range(4)
+    ]
+    records[6] = record(records[6]["question_id"], "mt_bench", "coding", error="no memory")
+    return random.Random(0).sample(records, len(records))
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_spec_benchs_own_numbers_follow_from_its_answer_files(tmp_path, repeats):
+    run_dir = store.find_or_create(CONFIG | {"runs_root": str(tmp_path), "repeats": repeats})
+    store.write_json(run_dir / store.FACTS, FACTS)
+    with store.open_journal(run_dir) as journal:
+        journal.append(*spec_bench_records(repeats))
+        store.finalise(run_dir)
+    ours, theirs = store.read_json(run_dir / store.SUMMARY), spec_bench(run_dir, TASKS)
+    assert set(theirs) == {"mt_bench", "translation", "qa", "rag", "overall"}
+    for task, (ratio, accepted) in theirs.items():
+        numbers = ours["overall"] if task == "overall" else ours["tasks"][task]
+        assert numbers["spec_bench_speedup"] == pytest.approx(ratio, rel=1e-9, abs=0)
+        assert numbers["acceptance_length"] == pytest.approx(accepted, rel=1e-9, abs=0)
+    spread = [ratio for ratio, _ in theirs.values()]
+    assert max(spread) - min(spread) > 0.05  # not all alike
+    assert ours["overall"]["spec_bench_speedup"] != pytest.approx(ours["overall"]["speedup"], rel=1e-3)
+    with_answers = [json.loads(line) for line in (run_dir / "answers.jsonl").open(encoding="utf-8")]
+    assert len(with_answers) == 19 and all(len(answer["choices"]) == repeats for answer in with_answers)
+
+
+# -- parts of a run, for comparisons of several
+
+
+def varied(count: int = 12) -> list[dict]:
+    draw = np.random.default_rng(0)
+    return [
+        answered(i, "qa", draw.integers(0, 6, 4).tolist(), float(draw.uniform(1, 3)), 1 + i % 2)
+        for i in range(count)
+    ]
+
+
+def test_parts_make_the_numbers_of_a_run():
+    records = varied()
+    numbers = overall(records)
+    for what, key in (("speedup", "speedup"), ("mbsu", "mbsu")):
+        found = metrics.parts(records, what, False)
+        assert found.index.tolist() == list(range(12))
+        assert found["above"].sum() / found["below"].sum() == pytest.approx(numbers[key])
+
+
+def test_parts_of_batches_are_runs_of_pools():
+    """Decoding one by one is timed once for all repeats of a pool: 9 s in every one."""
+    records = batched_run([[(2.0, 1.0), (8.0, 2.0)], [(3.0, 1.5), (4.0, 4.0)]])
+    speedups = metrics.parts(records, "speedup", True)
+    assert speedups.index.tolist() == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert speedups.to_numpy().tolist() == [[2.0, 1.0], [8.0, 2.0], [3.0, 1.5], [4.0, 4.0]]
+    throughput = metrics.parts(records, "throughput", True)
+    assert throughput.index.tolist() == speedups.index.tolist()
+    assert throughput.to_numpy().tolist() == [[9.0, 1.0], [9.0, 2.0], [9.0, 1.5], [9.0, 4.0]]
+    read = metrics.parts(records, "mbsu", True)
+    numbers = metrics.numbers(records, FACTS | {"batched": True}, "baseline", 4)
+    assert read["above"].sum() / read["below"].sum() == pytest.approx(numbers["mbsu"])
+    alone = [r | {"turns": [t | {"arms": {k: v for k, v in t["arms"].items() if k != "single"}} for t in r["turns"]]}
+             for r in records]  # fmt: skip
+    of_one = metrics.parts(alone, "throughput", True)  # batches of one row: plain decoding is one by one
+    assert of_one.to_numpy().tolist() == speedups.to_numpy().tolist()
+
+
+def test_relative_counts_the_questions_that_are_in_all_runs():
+    records = varied()
+    first, second = (metrics.parts(scaled(records, factor), "speedup", False) for factor in (1.0, 1.3))
+    found, count = metrics.relative([first], [second])
+    assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1)) and count == 12
+    faster = second.assign(below=second["below"] / 1.25)
+    found, count = metrics.relative([first.iloc[2:]], [faster.iloc[::-1].iloc[2:]])
+    assert (found.value, found.low, found.high) == pytest.approx((1.25, 1.25, 1.25)) and count == 8
+    found, count = metrics.relative([first, first], [faster, second])
+    r = first["above"].sum() / first["below"].sum()
+    assert found.value == pytest.approx((1.25 * r + r) / 2 / r)
+    assert metrics.relative([first.iloc[:2]], [second.iloc[2:]]) == (Speedup(None, None, None), 0)
+    nothing = metrics.parts([], "speedup", False)
+    assert metrics.relative([first], [nothing]) == (Speedup(None, None, None), 0)
+    for what, batched in [("throughput", True), ("mbsu", False), ("mbsu", True)]:
+        assert metrics.parts([], what, batched).empty

@@ -1,100 +1,30 @@
-import copy
 import io
 import re
 import subprocess
 import sys
 
-import pytest
 from rich.console import Console
 
-from specbench.errors import UserError
-from specbench.measure import metrics, store
-from specbench.report import tables
-
-NUMBERS = {
-    "questions": 80,
-    "tokens": 20000,
-    "seconds": 100.0,
-    "tokens_per_second": 1200.0,
-    "speedup": 1.52,
-    "speedup_low": 1.47,
-    "speedup_high": 1.58,
-    "decode_speedup": 1.6,
-    "spec_bench_speedup": 1.5,
-    "acceptance_length": 3.21,
-    "acceptance_rate": 0.61,
-    "exit_shares": None,
-    "overlap": None,
-    "mbsu": 1.9,
-    "draft_seconds": 30.0,
-    "verify_seconds": 60.0,
-    "other_seconds": 5.0,
-    "occupancy": None,
-    "alignment_share": None,
-    "group_rate": None,
-    "equivalence": {"answers": 80, "exact": 79, "tie": 1, "violation": 0, "first_divergence_median": 12.0},
-}
-UNCLEAR = NUMBERS | {"speedup": 1.01, "speedup_low": 0.97, "speedup_high": 1.05}
-WRONG = NUMBERS | {
-    "equivalence": {"answers": 80, "exact": 77, "tie": 0, "violation": 3, "first_divergence_median": 4.0}
-}
-BASELINE = {
-    "tokens_per_second": 41.2,
-    "hf_generate_tokens_per_second": 36.0,
-    "single_tokens_per_second": None,
-    "quoted_against": "engine",
-    "bandwidth_fraction": 0.71,
-    "equivalence": {"answers": 80, "exact": 80, "tie": 0, "violation": 0, "first_divergence_median": None},
-}
-SUMMARY = {
-    "schema": metrics.SCHEMA,
-    "status": "complete",
-    "failed": 0,
-    "method": "kangaroo",
-    "drafter": None,
-    "settings": {"max_draft_tokens": 6, "exit_layer": 2, "confidence_threshold": 0.6},
-    "pair": "tiny",
-    "data": "spec_bench",
-    "task": "all",
-    "temperature": 0.0,
-    "batch_size": 1,
-    "dtype": "float32",
-    "device": "cpu",
-    "weights": "pretrained",
-    "peak_memory_bytes": None,
-    "overall": NUMBERS | {"questions": 160},
-    "tasks": {"math_reasoning": NUMBERS, "qa": UNCLEAR},
-    "equivalence": NUMBERS["equivalence"],
-    "baseline": BASELINE,
-}
-
-
-def nothing(summary=SUMMARY) -> dict:
-    """The same summary with null for every number of its tasks."""
-    summary = copy.deepcopy(summary)
-    judged = dict.fromkeys(NUMBERS["equivalence"]) | {"answers": 0}
-    empty = dict.fromkeys(NUMBERS) | {"questions": 0, "equivalence": judged}
-    baseline = dict.fromkeys(BASELINE) | {"quoted_against": "engine", "equivalence": judged}
-    return summary | {"overall": empty, "tasks": {"qa": empty}, "equivalence": judged, "baseline": baseline}
+from specbench.measure import store
+from specbench.report import formats, tables
+from tests.report.samples import (
+    BASELINE,
+    NUMBERS,
+    SUMMARY,
+    WRONG,
+    batched,
+    changed,
+    faster,
+    nothing,
+    runs_of,
+    wrong,
+)
 
 
 def shown(renderable, width=100, color=False) -> str:
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=color).print(renderable)
     return out.getvalue()
-
-
-def wrong() -> dict:
-    tasks = {"math_reasoning": NUMBERS, "rag": WRONG}
-    return SUMMARY | {"tasks": tasks, "overall": WRONG, "equivalence": WRONG["equivalence"]}
-
-
-def write_run(folder, name, summary):
-    run_dir = folder / name
-    run_dir.mkdir(parents=True)
-    store.write_json(run_dir / store.SUMMARY, summary)
-    store.write_json(run_dir / store.PROVENANCE, {"versions": {"torch": "2.13"}})
-    return run_dir
 
 
 def test_a_row_per_task_and_one_for_all():
@@ -139,21 +69,6 @@ def test_it_fits_100_columns_and_cuts_nothing():
         assert "…" not in text
 
 
-def batched(method="exspec", drafter="sps", batch_size=8, **numbers) -> dict:
-    overall = NUMBERS | {"occupancy": 0.94, "alignment_share": 0.031, "group_rate": 0.0} | numbers
-    baseline = BASELINE | {"single_tokens_per_second": 300.0}
-    settings = {"window": 32, "drafter.max_draft_tokens": 5}
-    return SUMMARY | {
-        "method": method,
-        "drafter": drafter,
-        "batch_size": batch_size,
-        "settings": settings,
-        "overall": overall,
-        "baseline": baseline,
-        "peak_memory_bytes": 1_230_000_000,
-    }
-
-
 def test_a_batch_tells_how_it_was_used():
     text = " ".join(shown(tables.run_table(batched())).split())
     assert "exspec + sps (window=32, drafter.max_draft_tokens=5) on tiny" in text
@@ -178,6 +93,22 @@ def test_batches_side_by_side():
     assert cells.split() in rows
     assert any(row[0] == "ar_batch" and row[-1] == "1.23" for row in rows)
     assert tables.batches_table([SUMMARY]) is None
+
+
+def test_grids_of_other_batch_sizes_are_not_mixed():
+    def run(window, budget, batch_size, speedup):
+        return faster(
+            speedup,
+            method="ragged",
+            drafter="sps",
+            batch_size=batch_size,
+            settings={"window": window, "budget": budget},
+        )
+
+    runs = [run(w, b, size, size + w / 100) for size in (4, 8) for w in (16, 32) for b in ([1], [2])]
+    small, large = tables.grid_tables(runs)  # lists are settings like others
+    assert "batch 4" in small.title.plain and "batch 8" in large.title.plain
+    assert "4.16" in shown(small) and "8." not in shown(small) and "8.32" in shown(large)
 
 
 def test_two_settings_that_were_varied_make_a_heat_map():
@@ -231,7 +162,8 @@ def test_the_baseline_is_told():
     other = tables.baseline_line(BASELINE | {"quoted_against": "hf_generate"}).plain
     assert "against transformers generate" in other
     disagreeing = BASELINE | {"equivalence": BASELINE["equivalence"] | {"violation": 2}}
-    assert "VIOLATION: the two differ in 2 answers" in tables.baseline_line(disagreeing).plain
+    said = tables.baseline_line(disagreeing).plain
+    assert "VIOLATION: our loop and transformers generate differ in 2 answers" in said
 
 
 def test_a_violation_is_said_first_and_in_red():
@@ -272,8 +204,7 @@ def test_an_overview_names_what_varies():
 
 
 def on(pair: str, method: str, speedup: float, **settings) -> dict:
-    overall = NUMBERS | {"speedup": speedup, "speedup_low": speedup - 0.1, "speedup_high": speedup + 0.1}
-    return SUMMARY | {"pair": pair, "method": method, "settings": settings, "overall": overall}
+    return faster(speedup, pair=pair, method=method, settings=settings)
 
 
 def test_speedups_by_pair_and_their_mean():
@@ -284,81 +215,86 @@ def test_speedups_by_pair_and_their_mean():
         on("tiny", "sps", 1.4, size=3),
         on("tiny_shallow", "sps", 1.0, size=2),
     ]
-    rows = [line.split() for line in shown(tables.pairs_table(runs)).splitlines()]
-    assert "s2d 1.60 [1.50, 1.70] 1.30 [1.20, 1.40] 1.450".split() in rows
-    assert "sps 1.50 [1.40, 1.60] no difference [0.90, 1.10] 1.250".split() in rows
-    assert "sps 1.40 [1.30, 1.50] – –".split() in rows
     text = shown(tables.pairs_table(runs))
-    assert "size=2" in text and "size=3" in text and "draft=" not in text
+    rows = [line.split() for line in text.splitlines()]
+    assert "s2d 1.60 [1.50, 1.70] 1.30 [1.20, 1.40] 1.450".split() in rows
+    assert "sps, size=2 1.50 [1.40, 1.60] no difference [0.90, 1.10] 1.250".split() in rows
+    assert "size=3" not in text and "draft=" not in text  # on one pair alone; not varied on a pair
     assert tables.pairs_table(runs[2:4]) is None
 
 
-def test_the_overview_of_a_sweep(tmp_path, capsys):
-    runs = [on("tiny", "s2d", 1.6), on("tiny_shallow", "s2d", 1.3)]
-    tables.print_overview([write_run(tmp_path, str(i), run) for i, run in enumerate(runs)])
+def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_pair():
+    def run(pair, batch_size, speedup):
+        return faster(speedup, pair=pair, method="ragged", drafter="sps", batch_size=batch_size, settings={})
+
+    runs = [run("tiny", 8, 1.5), run("tiny", 16, 2.0), run("tiny_shallow", 8, 1.3)]
+    rows = [line.split() for line in shown(tables.pairs_table(runs)).splitlines()]
+    assert "ragged + sps, batch 8 1.50 [1.40, 1.60] 1.30 [1.20, 1.40] 1.400".split() in rows
+    assert not any("2.00" in row for row in rows)
+
+
+def test_the_overview_of_a_sweep(capsys):
+    runs = runs_of(a=on("tiny", "s2d", 1.6), b=on("tiny_shallow", "s2d", 1.3))
+    tables.print_overview(runs)
     text = capsys.readouterr().out
     assert "all runs" in text and "speedups by pair" in text
 
 
-def test_a_frame_has_a_row_per_run_and_task(tmp_path):
-    runs = [write_run(tmp_path, "a", SUMMARY), write_run(tmp_path, "b", wrong())]
-    (tmp_path / "c").mkdir()  # not finished
-    frame = tables.summary_frame([*runs, tmp_path / "c"])
-    assert frame[["run", "task"]].values.tolist() == [
-        *(["a", "math_reasoning"], ["a", "qa"], ["a", "overall"]),
-        *(["b", "math_reasoning"], ["b", "rag"], ["b", "overall"]),
-    ]
-    assert frame["violation"].tolist() == [0, 0, 0, 0, 3, 3]
-    assert frame["baseline_quoted_against"].unique().tolist() == ["engine"]
-    assert frame["settings"][0] == "max_draft_tokens=6, exit_layer=2, confidence_threshold=0.6"
-    assert frame["speedup"][1] == 1.01
-    assert tables.summary_frame([]).empty
+def test_spec_benchs_own_form():
+    runs = [SUMMARY, faster(1.8, method="pld", overall__spec_bench_speedup=1.44), batched()]
+    rows = [line.split() for line in shown(tables.spec_bench_table(runs), 112).splitlines()]
+    kangaroo = next(row for row in rows if row[0] == "kangaroo")
+    # three tasks that were not asked, qa, math, rag, tokens a pass, overall, its definition, MBSU, answers
+    assert kangaroo[1:] == [*"–––", "no", "diff.", "1.52", "–", "3.21", "1.52", "1.55", "1.90", "79/1/0"]
+    assert next(row for row in rows if row[0] == "pld")[-4:] == ["1.80", "1.44", "1.90", "79/1/0"]
+    assert not any("exspec" in row for row in rows) and tables.spec_bench_table([batched()]) is None
+    assert ["0.97–1.05", "1.47–1.58", "1.47–1.58"] in rows
 
 
-def test_runs_of_another_schema_are_refused(tmp_path):
-    run_dir = write_run(tmp_path, "a", SUMMARY | {"schema": 99})
-    with pytest.raises(UserError, match="schema 99"):
-        tables.read_summary(run_dir)
+def test_as_wide_as_it_is_piped_no_table_cuts_a_count():
+    many = {"answers": 560, "exact": 550, "tie": 7, "violation": 13, "first_divergence_median": None}
+    block = WRONG | {"equivalence": many}
+    tasks = dict.fromkeys(("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"), block)
+    run = SUMMARY | {
+        "tasks": tasks,
+        "overall": block,
+        "equivalence": many,
+        "method": "a_method_of_some_length",
+    }
+    for table in tables.overview([run, run | {"pair": "a-pair-of-models"}, batched()]):
+        text = shown(table, tables.PIPED_WIDTH)
+        assert "…" not in text
+        if table.title.plain not in ("batches", "speedups by pair"):
+            assert text.count(" 550/7/13") == 2
 
 
-def test_runs_that_differ_in_more_than_the_method_say_so(tmp_path):
-    runs = [write_run(tmp_path, name, SUMMARY) for name in "abc"]
-    assert tables.not_comparable(runs) == []
-    store.write_json(runs[1] / store.PROVENANCE, {"versions": {"torch": "2.0"}})
-    (runs[2] / store.PROVENANCE).unlink()
-    lines = tables.not_comparable(runs)
-    assert "b is not comparable with a: versions.torch 2.13 against 2.0" in lines
-    assert any(line.startswith("c may not be comparable") for line in lines) and len(lines) == 2
+def test_batches_of_other_settings_have_names_of_their_own():
+    one, other = batched(), changed(batched(), settings__window=64)
+    names = [row[0] for row in formats.cells(tables.batches_table([one, other])).rows]
+    assert names == ["exspec + sps, window=32", "exspec + sps, window=64"]
 
 
-def report(*arguments, cwd) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "specbench.report.tables", *arguments]
-    environment = {"PYTHONPATH": str(store.ROOT), "PATH": ""}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+def test_what_is_wrong_with_a_run():
+    assert tables.faults(SUMMARY) == []
+    assert tables.faults(wrong()) == ["VIOLATION: 3 of 80 answers are not the target's own"]
+    assert tables.faults(changed(SUMMARY, failed=2)) == ["FAILED: 2 questions, left out of every number"]
+    disagreeing = changed(SUMMARY, baseline__equivalence__violation=4)
+    assert tables.faults(disagreeing) == ["VIOLATION: our loop and transformers generate differ in 4 answers"]
+    assert tables.faults(nothing()) == []
 
 
-def test_the_command_prints_all_of_runs_when_piped(tmp_path):
-    write_run(tmp_path / "runs", "1_good", SUMMARY)
-    write_run(tmp_path / "runs", "2_bad", wrong())
-    (tmp_path / "runs" / "3_unfinished").mkdir()
-    done = report(cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("VIOLATION")  # the run with the violation comes first
-    assert (
-        done.stdout.index("runs/2_bad") < done.stdout.index("runs/1_good")
-        and "3_unfinished" not in done.stdout
-    )
-    assert max(len(line) for line in done.stdout.splitlines()) <= 100 and "\x1b" not in done.stdout
-    assert "all runs" in done.stdout
+def test_an_overview_tells_of_random_weights(capsys):
+    random = SUMMARY | {"weights": "random"}
+    tables.print_overview(runs_of(a=random, b=SUMMARY))
+    assert "random weights: times and sizes are real, acceptance is not: a" in capsys.readouterr().out
+    assert tables.cautions(runs_of(a=SUMMARY)) == []
+    assert tables.cautions(runs_of(**dict.fromkeys("abcde", random)))[0].endswith("a, b, c and 2 more")
 
 
-def test_the_command_says_when_there_is_nothing(tmp_path):
-    done = report("nowhere", cwd=tmp_path)
-    assert done.returncode == 2 and done.stdout == ""
-    assert (
-        done.stderr
-        == "error: no finished run in nowhere: a run folder holds summary.json once it is complete\n"
-    )
+def test_of_many_notes_the_first_are_printed(capsys):
+    tables.print_notes([f"note {i}" for i in range(13)])
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[:-1] == [*(f"note {i}" for i in range(10)), "and 3 more"]
 
 
 def test_importing_the_tables_loads_no_torch():

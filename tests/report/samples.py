@@ -1,0 +1,169 @@
+"""Summaries and run folders made by hand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from specbench.measure import metrics, store
+from specbench.report.runs import Run, read_run
+
+NUMBERS = {
+    "questions": 80,
+    "tokens": 20000,
+    "seconds": 100.0,
+    "tokens_per_second": 1200.0,
+    "speedup": 1.52,
+    "speedup_low": 1.47,
+    "speedup_high": 1.58,
+    "speedup_questions": 80,
+    "decode_speedup": 1.6,
+    "spec_bench_speedup": 1.55,
+    "acceptance_length": 3.21,
+    "acceptance_rate": 0.61,
+    "acceptance_by_position": [0.8, 0.6],
+    "acceptance_by_position_conditional": [0.8, 0.75],
+    "exit_shares": None,
+    "overlap": None,
+    "mbsu": 1.9,
+    "bandwidth_fraction": 0.9,
+    "prefill_seconds": 4.0,
+    "draft_seconds": 30.0,
+    "verify_seconds": 60.0,
+    "other_seconds": 5.0,
+    "align_seconds": None,
+    "occupancy": None,
+    "alignment_share": None,
+    "group_rate": None,
+    "equivalence": {"answers": 80, "exact": 79, "tie": 1, "violation": 0, "first_divergence_median": 12.0},
+}
+UNCLEAR = NUMBERS | {"speedup": 1.01, "speedup_low": 0.97, "speedup_high": 1.05}
+WRONG = NUMBERS | {
+    "equivalence": {"answers": 80, "exact": 77, "tie": 0, "violation": 3, "first_divergence_median": 4.0}
+}
+BASELINE = {
+    "tokens_per_second": 41.2,
+    "hf_generate_tokens_per_second": 36.0,
+    "single_tokens_per_second": None,
+    "quoted_against": "engine",
+    "bandwidth_fraction": 0.71,
+    "equivalence": {"answers": 80, "exact": 80, "tie": 0, "violation": 0, "first_divergence_median": None},
+}
+SUMMARY = {
+    "schema": metrics.SCHEMA,
+    "status": "complete",
+    "failed": 0,
+    "method": "kangaroo",
+    "drafter": None,
+    "settings": {"max_draft_tokens": 6, "exit_layer": 2, "confidence_threshold": 0.6},
+    "pair": "tiny",
+    "data": "spec_bench",
+    "task": "all",
+    "temperature": 0.0,
+    "batch_size": 1,
+    "repeats": 1,
+    "experiment": None,
+    "protocol": "paired",
+    "dtype": "float32",
+    "device": "cpu",
+    "weights": "pretrained",
+    "peak_memory_bytes": None,
+    "overall": NUMBERS | {"questions": 160},
+    "tasks": {"math_reasoning": NUMBERS, "qa": UNCLEAR},
+    "equivalence": NUMBERS["equivalence"],
+    "baseline": BASELINE,
+}
+PROVENANCE = {
+    "time": "2026-01-02T03:04:05+0000",
+    "command": ["python", "-m", "specbench.bench", "method=kangaroo"],
+    "config": {
+        "method": {"name": "kangaroo"},
+        "pair": {"target": "models/target", "dtype": "float32", "parts": {}},
+        "batch_size": 1,
+    },
+    "versions": {"python": "3.11.7", "torch": "2.13"},
+    "machine": {"os": "Linux", "cpu": "EPYC", "cores": 4, "usable_cores": 2, "memory_gib": 24, "gpus": []},
+    "load_average": [0.1, 0.2, 0.3],
+    "threads": {"torch": 2, "interop": 2, "cuda": None},
+    "environment": {},
+    "source_sha256": "a" * 64,
+    "git": {"commit": "c" * 40, "diff_sha256": "d" * 64, "diff": ""},
+    "questions": {"path": "questions.jsonl", "sha256": "e" * 64},
+    "weights": {"target": {"source": "models/target", "files": {"model.safetensors": "f" * 64}}},
+}
+
+
+def changed(value: dict, **changes) -> dict:
+    """A copy with other values; a name's two underscores lead into nested dictionaries: overall__speedup=2."""
+    value = copy.deepcopy(value)
+    for name, change in changes.items():
+        *path, last = name.split("__")
+        inner = value
+        for key in path:
+            inner = inner[key]
+        inner[last] = change
+    return value
+
+
+def faster(speedup: float | None, **changes) -> dict:
+    """A summary with another overall speedup, and an interval of a tenth to each side."""
+    ends = (None, None) if speedup is None else (speedup - 0.1, speedup + 0.1)
+    overall = dict(zip(("speedup", "speedup_low", "speedup_high"), (speedup, *ends)))
+    return changed(SUMMARY | {"overall": SUMMARY["overall"] | overall}, **changes)
+
+
+def wrong() -> dict:
+    """Three answers of rag are not the target's own."""
+    tasks = {"math_reasoning": NUMBERS, "rag": WRONG}
+    return SUMMARY | {"tasks": tasks, "overall": WRONG, "equivalence": WRONG["equivalence"]}
+
+
+def nothing(summary: dict = SUMMARY) -> dict:
+    """The same summary with null for every number of its tasks."""
+    judged = dict.fromkeys(NUMBERS["equivalence"]) | {"answers": 0}
+    positions = {key: [] for key in NUMBERS if key.startswith("acceptance_by")}
+    empty = (
+        dict.fromkeys(NUMBERS) | {"questions": 0, "speedup_questions": 0, "equivalence": judged} | positions
+    )
+    baseline = dict.fromkeys(BASELINE) | {"quoted_against": "engine", "equivalence": judged}
+    return summary | {"overall": empty, "tasks": {"qa": empty}, "equivalence": judged, "baseline": baseline}
+
+
+def batched(method: str = "exspec", drafter: str = "sps", batch_size: int = 8, **numbers) -> dict:
+    """A run of a batch method."""
+    overall = NUMBERS | {"occupancy": 0.94, "alignment_share": 0.031, "group_rate": 0.0} | numbers
+    return SUMMARY | {
+        "method": method,
+        "drafter": drafter,
+        "batch_size": batch_size,
+        "settings": {"window": 32, "drafter.max_draft_tokens": 5},
+        "overall": overall,
+        "baseline": BASELINE | {"single_tokens_per_second": 300.0},
+        "peak_memory_bytes": 1_230_000_000,
+    }
+
+
+def write_run(
+    folder: Path, name: str, summary: dict = SUMMARY, provenance: dict | None = PROVENANCE, records: list = ()
+) -> Path:
+    """A finished run folder."""
+    run_dir = folder / name
+    run_dir.mkdir(parents=True)
+    store.write_json(run_dir / store.CODE, {"source_sha256": "a" * 64})
+    if provenance is not None:
+        store.write_json(run_dir / store.PROVENANCE, provenance)
+    if records:
+        with store.open_journal(run_dir) as journal:
+            journal.append(*records)
+    store.write_json(run_dir / store.SUMMARY, summary)
+    return run_dir
+
+
+def run_of(folder: Path, name: str, *arguments, **options) -> Run:
+    """As `write_run`, read again."""
+    return read_run(write_run(folder, name, *arguments, **options))
+
+
+def runs_of(**summaries: dict) -> list[Run]:
+    """Runs without a folder, for what reads summaries alone."""
+    return [Run(Path("runs") / name, summary) for name, summary in summaries.items()]

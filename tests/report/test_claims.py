@@ -1,0 +1,306 @@
+import json
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+
+from specbench.bench import CONF
+from specbench.measure import metrics
+from specbench.measure.statistics import Speedup
+from specbench.report import claims, formats
+from tests.measure.synthetic import answered, columns, generation, record, turn
+from tests.report.samples import (
+    NUMBERS,
+    PROVENANCE,
+    SUMMARY,
+    batched,
+    changed,
+    faster,
+    nothing,
+    run_of,
+    runs_of,
+    wrong,
+)
+
+KNOWN = yaml.safe_load(claims.FILE.read_text())
+
+
+def found(claim: dict, runs: list) -> claims.Checked:
+    return claims.check(
+        {"name": "a claim", "paper": {"figure": "2 times", "source": "Table 1"}} | claim, runs
+    )
+
+
+# -- the verdict
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "at_least", "at_most"),
+    [
+        (1.5, 1.4, 1.6, "held by the point", "held by the point"),
+        (1.5, 1.5, 1.6, "held", "held by the point"),
+        (1.5, 1.4, 1.5, "held by the point", "held"),
+        (1.6, 1.5001, 1.7, "held", "failed"),
+        (1.6, 1.5, 1.7, "held", "not reached"),
+        (1.6, 1.49, 1.7, "held by the point", "not reached"),
+        (1.4, 1.3, 1.49, "failed", "held"),
+        (1.4, 1.3, 1.5, "not reached", "held"),
+        (1.4, 1.3, 1.51, "not reached", "held by the point"),
+        (1.5, None, None, "held", "held"),
+        (1.4999, None, None, "failed", "held"),
+        (1.5001, None, None, "held", "failed"),
+    ],
+)
+def test_verdicts_at_their_borders(value, low, high, at_least, at_most):
+    measured = Speedup(value, low, high)
+    assert claims.verdict(measured, {"at_least": 1.5}) == at_least
+    assert claims.verdict(measured, {"at_most": 1.5}) == at_most
+    assert {at_least, at_most} <= set(claims.STYLES)
+
+
+# -- measures
+
+
+def test_the_speedup_of_the_last_run_that_matches():
+    claim = {"measure": "speedup", "of": {"experiment": "e", "method": "kangaroo"}, "at_least": 1.5}
+    runs = runs_of(a=faster(3.0, experiment="e"), b=faster(1.7, experiment="e"), c=faster(9.0))
+    checked = found(claim, runs)
+    assert checked.found == Speedup(1.7, pytest.approx(1.6), pytest.approx(1.8))
+    assert (checked.verdict, checked.remark) == ("held", "160 questions")
+    assert found(claim, runs[:1]).found.value == 3.0 and found(claim, runs[2:]).verdict == "not measured"
+
+
+def test_the_fastest_task():
+    claim = {"measure": "best_task", "of": {}, "at_least": 1.5}
+    null = NUMBERS | {"speedup": None}
+    checked = found(claim, runs_of(a=changed(SUMMARY, tasks__rag=null)))
+    assert (checked.found, checked.verdict) == (Speedup(1.52, 1.47, 1.58), "held by the point")
+    assert checked.remark == "math_reasoning, 80 questions"
+    assert found(claim, runs_of(a=nothing())).verdict == "not measured"
+    assert found(claim, runs_of(a=SUMMARY | {"tasks": {}})).verdict == "not measured"
+
+
+def test_a_number_of_the_summary():
+    claim = {"measure": "number", "what": "overlap.hidden_share", "of": {}, "at_least": 0.7}
+    hidden = changed(SUMMARY, overall__overlap={"hidden_share": 0.8})
+    assert found(claim, runs_of(a=hidden)).found == Speedup(0.8, None, None)
+    assert found(claim, runs_of(a=hidden)).verdict == "held"
+    assert found(claim, runs_of(a=SUMMARY)).verdict == "not measured"  # nothing ran beside the target
+    share = {"measure": "number", "what": "alignment_share", "of": {}, "at_most": 0.05}
+    assert found(share, runs_of(a=batched(alignment_share=0.04))).verdict == "held"
+    assert found(share, runs_of(a=batched(alignment_share=0.06))).verdict == "failed"
+
+
+def test_the_share_of_certified_answers():
+    claim = {"measure": "certified", "of": {"method": "kangaroo"}, "at_least": 1.0}
+    checked = found(claim, runs_of(a=SUMMARY, b=faster(1.0)))
+    assert checked.found.value == 1.0 and checked.verdict == "held"
+    assert checked.remark == "2 runs: 158 exact, 2 ties, 0 violations"
+    checked = found(claim, runs_of(a=SUMMARY, b=wrong(), c=nothing(), d=wrong() | {"method": "pld"}))
+    assert checked.found.value == 157 / 160 and checked.verdict == "failed"
+    assert checked.remark == "3 runs: 156 exact, 1 ties, 3 violations"
+    assert found(claim, runs_of(a=nothing())).verdict == "not measured"  # sampling: no answer was judged
+
+
+def journal(speedup: float, seed: int = 0, read: int = 100) -> list[dict]:
+    """30 questions; read: bytes of weights that a draft token reads."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for question in range(30):
+        plain = 1 + question % 5
+        rounds = columns([{"accepted": 3, "draft_bytes": 5 * read}] * 5)
+        method = generation([3] * 5, plain / speedup * draw.normal(1, 0.02), 0.01) | {"steps": rounds}
+        found.append(
+            record(
+                question, turns=[turn(baseline=generation([0] * 20, plain, 0.01, drafted=0), method=method)]
+            )
+        )
+    return found
+
+
+AGAINST = {
+    "measure": "relative",
+    "of": {"method": "ours"},
+    "against": [{"method": "weak"}, {"method": "strong"}],
+    "at_least": 1.1,
+}
+
+
+def test_against_the_strongest_of_others(tmp_path):
+    ours, weak, strong = (
+        run_of(tmp_path, name, SUMMARY | {"method": name}, records=journal(speedup, seed))
+        for seed, (name, speedup) in enumerate({"ours": 1.8, "weak": 1.2, "strong": 1.5}.items())
+    )
+    checked = found(AGAINST, [strong, ours, weak])
+    assert checked.found.low < 1.2 < checked.found.high and checked.verdict == "held"
+    assert checked.remark == "against strong; 30 questions"
+    assert found(AGAINST | {"at_least": 1.19}, [ours, weak, strong]).verdict != "failed"
+    assert found(AGAINST | {"at_least": 1.4}, [ours, weak, strong]).verdict == "failed"
+    for lacking in ([ours, weak], [ours, strong], [weak, strong], []):
+        checked = found(AGAINST, lacking)
+        assert (checked.verdict, checked.found, checked.remark) == ("not measured", None, "no run for it")
+
+
+def test_a_run_without_its_records_is_not_measured(tmp_path):
+    runs = [run_of(tmp_path, name, SUMMARY | {"method": name}) for name in ("ours", "weak", "strong")]
+    assert found(AGAINST, runs).verdict == "not measured"
+
+
+def test_means_over_pairs(tmp_path):
+    """Ours is 1.8 and 1.2 times as fast as plain decoding, the other 1.5 and 1.0: 3.0 / 2.5."""
+    claim = {
+        "measure": "relative",
+        "of": {"method": "ours"},
+        "against": [{"method": "other"}],
+        "over": "pair",
+    }
+    claim |= {"at_least": 1.0}
+    given = {("ours", "deep"): 1.8, ("ours", "flat"): 1.2, ("other", "deep"): 1.5, ("other", "flat"): 1.0}
+    runs = [
+        run_of(
+            tmp_path, f"{method}_{pair}", SUMMARY | {"method": method, "pair": pair}, records=journal(s, i)
+        )
+        for i, ((method, pair), s) in enumerate(given.items())
+    ]
+    checked = found(claim, runs)
+    assert checked.found.low < 1.2 < checked.found.high and checked.verdict == "held"
+    assert checked.remark == "against other; 30 questions, means over 2 values of pair"
+    assert found(claim, runs[:3]).verdict == "not measured"  # the other was not run on each pair
+    assert found(claim, [runs[0], runs[2]]).verdict == "not measured"  # one pair is not several
+
+
+def test_mbsu_against_another(tmp_path):
+    """Per round 4 tokens; drafting reads 5 x 100 and 5 x 20 bytes beside the target's 1000."""
+    claim = AGAINST | {"what": "mbsu", "against": [{"method": "full"}], "at_least": 1.3}
+    runs = [
+        run_of(tmp_path, name, SUMMARY | {"method": name}, records=journal(1.5, read=read))
+        for name, read in {"ours": 20, "full": 100}.items()
+    ]
+    assert found(claim, runs).found.value == pytest.approx(1500 / 1100)
+
+
+def pools(seconds: list[float], single: float) -> list[dict]:
+    """A journal of one pool; seconds of each repeat, and of decoding one by one."""
+    method = [generation([3] * 5, s, 0.01) for s in seconds]
+    plain = [generation([0] * 20, 2 * s, 0.01, drafted=0) for s in seconds]
+    one = generation([0] * 20, single, 0.01, drafted=0)
+    return [record(i, pool=0, turns=[turn(baseline=plain, method=method, single=one)]) for i in range(4)]
+
+
+def test_throughput_of_batches(tmp_path):
+    claim = {
+        "measure": "relative",
+        "what": "throughput",
+        "of": {"batch_size": 8},
+        "against": [{"batch_size": 1}],
+    }
+    claim |= {"at_least": 3.0}
+    small = run_of(tmp_path, "small", batched(batch_size=1), records=pools([4.0, 4.2, 3.8], 8.0))
+    large = run_of(tmp_path, "large", batched(batch_size=8), records=pools([1.3, 1.2, 1.25], 10.0))
+    checked = found(claim, [small, large])
+    assert checked.found.value == pytest.approx(
+        (10 / 1.25) / (8 / 4.0)
+    )  # the machine was slower for the second
+    assert 3 < checked.found.low < 4 < checked.found.high < 5 and checked.verdict == "held"
+    assert checked.remark == "against exspec + sps, batch 1; 3 runs of pools"
+
+
+def test_parameters_of_a_part(tmp_path):
+    target, part = tmp_path / "target", tmp_path / "part"
+    target.mkdir()
+    part.mkdir()
+    (target / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 100}))
+    save_file({"a": np.zeros((10, 10), np.float32), "b": np.zeros(20, np.float32)}, part / "a.safetensors")
+    save_file({"c": np.zeros((2, 3, 4), np.float32)}, part / "b.safetensors")
+    pair = {"target": str(target), "parts": {"kangaroo": str(part)}}
+    claim = {"measure": "parameters", "of": {}, "part": "kangaroo", "at_most": 0.05}
+    run = run_of(tmp_path, "a", provenance=changed(PROVENANCE, config__pair=pair))
+    checked = found(claim, [run])
+    assert checked.found.value == 144 / (4 * (8 * 8 + 8 * 100)) and checked.verdict == "held"
+    assert checked.remark == "144 against 3,456"
+    gone = changed(PROVENANCE, config__pair=pair | {"parts": {"kangaroo": str(tmp_path / "nowhere")}})
+    assert found(claim, [run_of(tmp_path, "b", provenance=gone)]).verdict == "not measured"
+    assert found(claim, [run_of(tmp_path, "c", provenance=None)]).verdict == "not measured"
+
+
+# -- the papers' claims
+
+
+def test_every_claim_names_what_there_is():
+    experiments = {path.stem for path in (CONF / "experiment").iterdir()}
+    methods = {path.stem for path in (CONF / "method").iterdir()}
+    batch_keys = set(
+        metrics.numbers([], {"target_pass_bytes": 1, "bandwidth_bytes_per_second": None}, "baseline")
+    )
+    for claim in KNOWN:
+        assert set(claim) <= {*("name", "paper", "measure", "of", "against", "over", "what", "part")} | {
+            *("at_least", "at_most")
+        }
+        assert claim["measure"] in claims.MEASURES, claim["name"]
+        assert ("at_least" in claim) != ("at_most" in claim)
+        assert set(claim["paper"]) == {"figure", "source"}
+        for choice in [claim["of"], *claim.get("against", [])]:
+            assert set(choice) <= {"experiment", "method", "batch_size", "pair"}
+            assert choice.get("experiment") in {None, *experiments}, claim["name"]
+            assert choice.get("method") in {None, *methods}, claim["name"]
+        assert ("against" in claim) == (claim["measure"] == "relative")
+        if claim["measure"] == "number":
+            assert claim["what"].split(".")[0] in batch_keys
+        if claim["measure"] == "relative":
+            assert claim.get("what", "speedup") in ("speedup", "throughput", "mbsu")
+    assert len({claim["name"] for claim in KNOWN}) == len(KNOWN)
+
+
+def test_every_claim_is_one_that_its_experiment_measures():
+    """The methods, pairs and sizes that a claim chooses are those that its experiment sweeps."""
+    for claim in KNOWN:
+        for choice in [claim["of"], *claim.get("against", [])]:
+            if "experiment" in choice:
+                preset = yaml.safe_load((CONF / "experiment" / f"{choice['experiment']}.yaml").read_text())
+                swept = preset["hydra"]["sweeper"]["params"]
+                for key in choice.keys() - {"experiment"}:
+                    assert str(choice[key]) in str(swept[key]).split(","), claim["name"]
+
+
+def test_without_runs_no_claim_is_measured():
+    for runs in ([], runs_of(a=SUMMARY | {"experiment": "another", "equivalence": nothing()["equivalence"]})):
+        checked = claims.check_claims(runs)
+        assert len(checked) == len(KNOWN) and {one.verdict for one in checked} == {"not measured"}
+        table = formats.cells(claims.claims_table(checked))
+        assert len(table.rows) == len(KNOWN)
+        assert all(row[2].startswith("–") and row[3] == "not measured" for row in table.rows)
+
+
+def test_no_figure_is_typed_in():
+    """Other runs, another table: what stands under "here" comes from the runs alone."""
+
+    def here(speedup: float) -> list[str]:
+        run = faster(speedup, experiment="kangaroo", tasks__qa__speedup=speedup + 1)
+        checked = claims.check_claims(runs_of(a=run))
+        return [row[2] for row in formats.cells(claims.claims_table(checked)).rows]
+
+    one, other = here(1.4), here(1.9)
+    assert one[:2] == ["2.40 [0.97, 1.05] (asked: at least 1.68)", "1.40 [1.30, 1.50] (asked: at least 1.5)"]
+    assert other[1] == "1.90 [1.80, 2.00] (asked: at least 1.5)" and one[0] != other[0]
+    assert one[2:] == other[2:]
+
+
+def test_the_table_says_what_was_claimed_and_on_what():
+    checked = claims.check_claims(runs_of(a=faster(1.4, experiment="kangaroo")), KNOWN[:2])
+    row = formats.cells(claims.claims_table(checked)).rows[1]
+    assert row[0] == "Kangaroo, all tasks" and row[1].startswith("1.50 times (Liu et al. 2024, Table 1")
+    assert row[3:] == ["not reached", "160 questions"]
+
+
+def test_small_shares_are_shown_with_three_digits():
+    assert claims._shown(Speedup(0.01234, None, None)) == "0.0123"
+
+
+def test_a_run_that_answered_a_single_question_has_no_interval(tmp_path):
+    runs = [
+        run_of(tmp_path, name, SUMMARY | {"method": name}, records=[answered(1, slow=slow)])
+        for name, slow in {"ours": 2.0, "weak": 1.5, "strong": 1.5}.items()
+    ]
+    checked = found(AGAINST, runs)
+    assert checked.found == Speedup(pytest.approx(4 / 3), None, None)

@@ -1,0 +1,286 @@
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from specbench.errors import UserError
+from specbench.measure import metrics, store
+from specbench.report import runs
+from specbench.report.runs import Run, finished_runs, labels, read_run, read_runs
+from tests.measure.synthetic import CONFIG, FACTS, answered, record
+from tests.report.samples import (
+    PROVENANCE,
+    SUMMARY,
+    batched,
+    changed,
+    faster,
+    nothing,
+    run_of,
+    runs_of,
+    write_run,
+    wrong,
+)
+
+
+def summary_text(summary: dict) -> str:
+    return json.dumps(summary)
+
+
+def without(summary: dict, *path: str) -> dict:
+    """A copy that lacks a key."""
+    *above, last = path
+    inner = summary = json.loads(json.dumps(summary))
+    for key in above:
+        inner = inner[key]
+    del inner[last]
+    return summary
+
+
+# What may lie in a run folder instead of a summary, and what the reader is told.
+DAMAGED = {
+    "cut": (summary_text(SUMMARY)[:-40], "damaged: summary.json cannot be read"),
+    "empty": ("", "damaged: summary.json cannot be read"),
+    "not_text": (b"\xff\xfe\x00", "damaged: summary.json cannot be read"),
+    "a_list": ("[1, 2]", "damaged: summary.json is no summary"),
+    "no_schema": (summary_text(without(SUMMARY, "schema")), "damaged: summary.json is no summary"),
+    "newer": (
+        summary_text(SUMMARY | {"schema": 99}),
+        f"summary.json has schema 99; this version reads {metrics.SCHEMA}",
+    ),
+    "no_method": (summary_text(without(SUMMARY, "method")), "damaged: summary.json lacks method"),
+    "no_weights": (summary_text(without(SUMMARY, "weights")), "damaged: summary.json lacks weights"),
+    "no_tokens": (
+        summary_text(without(SUMMARY, "overall", "tokens")),
+        "damaged: summary.json lacks overall.tokens",
+    ),
+    "half_a_task": (
+        summary_text(without(SUMMARY, "tasks", "qa", "equivalence", "tie")),
+        "damaged: summary.json lacks tasks.qa.equivalence.tie",
+    ),
+    "no_baseline": (
+        summary_text(without(SUMMARY, "baseline", "quoted_against")),
+        "damaged: summary.json lacks baseline.quoted_against",
+    ),
+    "other_kind": (
+        summary_text(SUMMARY | {"overall": None, "tasks": []}),
+        "damaged: summary.json lacks overall, tasks",
+    ),
+    "nothing_in_it": (
+        summary_text({"schema": metrics.SCHEMA}),
+        "damaged: summary.json lacks failed, method, drafter and",
+    ),
+    "unfinished": (None, "unfinished: the command that began it goes on with it"),
+}
+
+
+def damage(folder: Path, name: str) -> Path:
+    run_dir = write_run(folder, name)
+    path, content = run_dir / store.SUMMARY, DAMAGED[name][0]
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return run_dir
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_or_unfinished_run_is_left_out_and_named(tmp_path, name):
+    write_run(tmp_path, "good")
+    damaged = damage(tmp_path, name)
+    found, left_out = read_runs([tmp_path])
+    assert [run.name for run in found] == ["good"]
+    (item,) = left_out
+    assert item.folder == damaged and item.reason.startswith(DAMAGED[name][1]) and "\n" not in item.reason
+    with pytest.raises(UserError, match=name):  # alone it is named, too
+        read_run(damaged)
+
+
+def test_no_number_is_taken_from_what_is_left_out(tmp_path):
+    for name in DAMAGED:
+        damage(tmp_path, name)
+    write_run(tmp_path, "good", faster(1.3))
+    found, left_out = read_runs([tmp_path])
+    assert {item.folder.name for item in left_out} == set(DAMAGED)
+    assert runs.summary_frame(found)["run"].unique().tolist() == ["good"]
+
+
+def test_what_the_runner_writes_is_whole(tmp_path):
+    """The keys that reports ask for are those of the summaries that are written, with and without answers."""
+    failed = [answered(1), answered(2, "rag"), record(3, error="no memory")]
+    for name, records in {"some": failed, "none": []}.items():
+        for batch in (False, True):
+            facts = FACTS | {"batched": batch}
+            summary = store.finite(metrics.summary(records, facts, CONFIG | {"batch_size": 2}))
+            assert run_of(tmp_path, f"{name}_{batch}", summary).summary == summary
+
+
+def test_other_folders_are_no_runs(tmp_path):
+    write_run(tmp_path, "run")
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "index.html").write_text("")
+    (tmp_path / "README.md").write_text("")
+    found, left_out = read_runs([tmp_path])
+    assert [run.name for run in found] == ["run"] and left_out == []
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / store.RECORDS).write_text("")
+    assert [item.folder.name for item in read_runs([tmp_path])[1]] == ["begun"]
+
+
+def test_paths_are_runs_or_folders_of_runs_each_read_once(tmp_path, monkeypatch):
+    first, second = write_run(tmp_path / "one", "b"), write_run(tmp_path / "one", "a")
+    third = write_run(tmp_path / "other", "c")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    found, left_out = read_runs([third, tmp_path / "one", first, empty])
+    assert [run.folder for run in found] == [third, second, first]
+    assert [(item.folder, item.reason) for item in left_out] == [(empty, "there is no run in it")]
+    monkeypatch.chdir(tmp_path)
+    assert len(read_runs([Path("one"), tmp_path / "one" / "a"])[0]) == 2
+
+
+def test_without_a_finished_run_the_reader_is_told_why(tmp_path):
+    damage(tmp_path, "cut")
+    with pytest.raises(UserError, match=r"no finished run in .*cut: damaged: summary.json cannot be read"):
+        finished_runs([tmp_path])
+    with pytest.raises(UserError, match="there is no folder"):
+        finished_runs([tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", json.dumps(PROVENANCE | {"machine": None})])
+def test_provenance_that_cannot_be_read_is_none(tmp_path, content):
+    run_dir = write_run(tmp_path, "a", provenance=None)
+    if content is not None:
+        (run_dir / store.PROVENANCE).write_text(content)
+    assert read_run(run_dir).provenance is None
+
+
+# -- names
+
+
+def test_labels_name_what_runs_differ_in():
+    sweep = [changed(SUMMARY, settings__exit_layer=layer) for layer in (2, 3)]
+    assert labels([*sweep, faster(1.5, method="pld", settings={"ngram": 3})]) == [
+        "kangaroo, exit_layer=2",
+        "kangaroo, exit_layer=3",
+        "pld",
+    ]
+    assert labels([SUMMARY, batched()]) == ["kangaroo", "exspec + sps, batch 8"]
+    sizes = [batched("ar_batch", "none", size) for size in (1, 4)]
+    assert labels(sizes) == ["ar_batch, batch 1", "ar_batch, batch 4"]
+    assert labels(sizes, without=("batch_size",)) == ["ar_batch", "ar_batch"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("pair", "big", "kangaroo, big"),
+        ("data", "tiny", "kangaroo, tiny"),
+        ("task", "qa", "kangaroo, qa"),
+        ("temperature", 0.7, "kangaroo, T=0.7"),
+        ("dtype", "bfloat16", "kangaroo, bfloat16"),
+        ("device", "cuda", "kangaroo, cuda"),
+        ("protocol", "spec_bench", "kangaroo, protocol spec_bench"),
+        ("weights", "random", "kangaroo, random weights"),
+        ("experiment", "mirror_sd", "kangaroo, mirror_sd"),
+    ],
+)
+def test_runs_of_another_kind_do_not_share_a_label(key, value, said):
+    first, second = labels([SUMMARY, SUMMARY | {key: value}])
+    assert second == said and first != second
+
+
+def test_settings_are_varied_where_two_runs_of_a_method_on_a_pair_differ():
+    one, other = faster(1.0, settings={"a": 1, "b": 1}), faster(1.0, settings={"a": 2, "b": 1})
+    elsewhere = faster(1.0, settings={"a": 1, "b": 9}, pair="big")
+    assert runs.varied_settings([one, other, elsewhere]) == [{"a": 1}, {"a": 2}, {"a": 1}]
+    drafters = [
+        batched("ragged", "sps"),
+        batched("ragged", "kangaroo") | {"settings": {"drafter.exit_layer": 2}},
+    ]
+    assert runs.varied_settings(drafters) == [{}, {}]  # another drafter is another method
+
+
+def test_of_runs_that_share_a_label_the_last_counts():
+    found = runs.latest(runs_of(a=faster(1.2), b=faster(1.4, method="pld"), c=faster(1.6)))
+    assert [(label, run.name) for label, run in found] == [("kangaroo", "c"), ("pld", "b")]
+
+
+def test_a_grid_holds_the_last_run_of_each_cell():
+    def run(a, b, speedup, **more):
+        return faster(speedup, settings={"a": a, "b": b, "c": 0}, **more)
+
+    summaries = [run(1, 1, 1.1), run(1, 2, None), run(2, 1, 1.3), run(1, 1, 1.4), run(2, 1, 9.0, pair="big")]
+    (grid,) = runs.grids(summaries)
+    assert (grid.down, grid.across, grid.rows, grid.columns) == ("a", "b", [1, 2], [1, 2])
+    assert grid.cells == {(1, 1): 1.4, (1, 2): None, (2, 1): 1.3}
+    assert runs.grids([run(1, 1, 1.0), run(1, 2, 1.0)]) == []
+
+
+def test_settings_that_are_lists_make_a_grid():
+    summaries = [faster(1.0, settings={"thresholds": t, "n": n}) for t in ([0.5], [0.6, 0.7]) for n in (1, 2)]
+    assert runs.grids(summaries)[0].rows == ["[0.5]", "[0.6, 0.7]"]
+
+
+# -- all together
+
+
+def test_a_frame_has_a_row_per_run_and_task():
+    frame = runs.summary_frame(runs_of(a=SUMMARY, b=wrong()))
+    assert frame[["run", "task"]].values.tolist() == [
+        *(["a", "math_reasoning"], ["a", "qa"], ["a", "overall"]),
+        *(["b", "math_reasoning"], ["b", "rag"], ["b", "overall"]),
+    ]
+    assert frame["violation"].tolist() == [0, 0, 0, 0, 3, 3]
+    assert frame["baseline_quoted_against"].unique().tolist() == ["engine"]
+    assert frame["settings"][0] == "max_draft_tokens=6, exit_layer=2, confidence_threshold=0.6"
+    assert frame["speedup"][1] == 1.01
+    assert runs.summary_frame([]).empty
+
+
+def test_a_frame_reads_back_from_csv_as_it_was(tmp_path):
+    third = faster(1 / 3, overall__tokens_per_second=1e5 / 7, overall__tokens=2**53 - 1)
+    frame = runs.summary_frame(runs_of(a=third, b=batched(), c=nothing()))
+    frame.to_csv(tmp_path / "runs.csv", index=False)
+    back = pd.read_csv(tmp_path / "runs.csv", float_precision="round_trip")
+    assert back.columns.tolist() == frame.columns.tolist() and len(back) == len(frame)
+    numeric = [name for name in back if pd.api.types.is_numeric_dtype(back[name])]
+    assert {"speedup", "speedup_low", "tokens", "tokens_per_second", "mbsu", "violation"} <= set(numeric)
+    for name in numeric:
+        expected = pd.to_numeric(frame[name])
+        assert (back[name].eq(expected) | (back[name].isna() & expected.isna())).all(), name
+    assert back["speedup"][2] == 1 / 3
+
+
+def test_runs_that_differ_in_more_than_the_method_say_so(tmp_path):
+    torch = changed(PROVENANCE, versions__torch="2.0")
+    given = {"a": PROVENANCE, "b": torch, "c": None, "d": torch, "e": torch, "f": torch, "g": PROVENANCE}
+    found = [run_of(tmp_path, name, provenance=known) for name, known in given.items()]
+    assert runs.not_comparable([found[0], found[-1]]) == [] == runs.not_comparable([])
+    assert runs.not_comparable(found) == [
+        "not comparable with a: b, d, e and 1 more (versions.torch 2.13 against 2.0)",
+        "not comparable with a: c (there is no provenance.json that can be read)",
+    ]
+    assert "there is no provenance.json" in runs.not_comparable([found[2]])[0]
+
+
+def test_other_pairs_and_batch_sizes_are_no_surprise(tmp_path):
+    other = changed(PROVENANCE, config__pair__target="models/other")
+    found = [
+        run_of(tmp_path, "a"),
+        run_of(tmp_path, "b", SUMMARY | {"pair": "big"}, other),
+        run_of(tmp_path, "c", batched(batch_size=8), changed(PROVENANCE, config__batch_size=8)),
+    ]
+    assert runs.differing_by_pair(found) == [] and len(runs.not_comparable(found)) == 2
+    same_pair = run_of(tmp_path, "d", provenance=other)
+    assert "config.pair.target" in runs.differing_by_pair([*found, same_pair])[0]
+
+
+def test_a_run_reads_its_records_only_when_asked(tmp_path):
+    run_dir = write_run(tmp_path, "a", records=[answered(1), answered(2)])
+    run = read_run(run_dir)
+    (run_dir / store.RECORDS).write_bytes(b"{broken\n" + (run_dir / store.RECORDS).read_bytes())
+    assert run.summary == SUMMARY
+    with pytest.raises(UserError, match=r"records\.jsonl, line 1"):
+        _ = run.records
+    assert Run(tmp_path / "no_records", SUMMARY).records == []
