@@ -50,12 +50,13 @@ def check(claim: Mapping, runs: list[Run]) -> Checked:
     found, remark = measured or (None, "no run for it")
     if found is None or found.value is None:
         return Checked(claim, None, remark, "not measured")
-    return Checked(claim, found, remark, verdict(found, claim))
+    return Checked(claim, found, remark, verdict(found, claim, claim["measure"] in COUNTED))
 
 
-def verdict(found: Speedup, claim: Mapping) -> str:
-    """held: also the worse end of the interval (or a number without one) meets the bound; held by the point: the number
-    does, that end does not; not reached: only the better end does; failed: nothing does."""
+def verdict(found: Speedup, claim: Mapping, counted: bool = False) -> str:
+    """held: also the worse end of the interval (or a number that was counted) meets the bound; held by the point: the
+    number does, but that end does not, or there is none; not reached: only the better end does; failed: nothing does.
+    """
     value, low, high = found.value, found.low, found.high
     low, high = value if low is None else low, value if high is None else high
     if "at_least" in claim:
@@ -63,7 +64,8 @@ def verdict(found: Speedup, claim: Mapping) -> str:
     else:
         worst, middle, best, bound = -high, -value, -low, -claim["at_most"]
     if middle >= bound:
-        return "held" if worst >= bound else "held by the point"
+        sure = worst >= bound and (counted or found.low is not None)
+        return "held" if sure else "held by the point"
     return "not reached" if best >= bound else "failed"
 
 
@@ -174,6 +176,7 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     return Speedup(count / heads, None, None), f"{count:,} against {heads:,}"
 
 
+COUNTED = ("certified", "parameters")  # measures that have no interval because they need none
 MEASURES: dict[str, Callable] = {
     measure.__name__: measure for measure in (speedup, best_task, number, relative, certified, parameters)
 }

@@ -47,9 +47,9 @@ def found(claim: dict, runs: list) -> claims.Checked:
         (1.4, 1.3, 1.49, "failed", "held"),
         (1.4, 1.3, 1.5, "not reached", "held"),
         (1.4, 1.3, 1.51, "not reached", "held by the point"),
-        (1.5, None, None, "held", "held"),
-        (1.4999, None, None, "failed", "held"),
-        (1.5001, None, None, "held", "failed"),
+        (1.5, None, None, "held by the point", "held by the point"),  # one run of a pool, a share of time
+        (1.4999, None, None, "failed", "held by the point"),
+        (1.5001, None, None, "held by the point", "failed"),
     ],
 )
 def test_verdicts_at_their_borders(value, low, high, at_least, at_most):
@@ -57,6 +57,14 @@ def test_verdicts_at_their_borders(value, low, high, at_least, at_most):
     assert claims.verdict(measured, {"at_least": 1.5}) == at_least
     assert claims.verdict(measured, {"at_most": 1.5}) == at_most
     assert {at_least, at_most} <= set(claims.STYLES)
+
+
+@pytest.mark.parametrize(("value", "at_least", "at_most"), [(1.5, "held", "held"), (1.4, "failed", "held")])
+def test_what_was_counted_needs_no_interval(value, at_least, at_most):
+    measured = Speedup(value, None, None)
+    assert claims.verdict(measured, {"at_least": 1.5}, counted=True) == at_least
+    assert claims.verdict(measured, {"at_most": 1.5}, counted=True) == at_most
+    assert set(claims.COUNTED) <= set(claims.MEASURES)
 
 
 # -- measures
@@ -85,10 +93,10 @@ def test_a_number_of_the_summary():
     claim = {"measure": "number", "what": "overlap.hidden_share", "of": {}, "at_least": 0.7}
     hidden = changed(SUMMARY, overall__overlap={"hidden_share": 0.8})
     assert found(claim, runs_of(a=hidden)).found == Speedup(0.8, None, None)
-    assert found(claim, runs_of(a=hidden)).verdict == "held"
+    assert found(claim, runs_of(a=hidden)).verdict == "held by the point"
     assert found(claim, runs_of(a=SUMMARY)).verdict == "not measured"  # nothing ran beside the target
     share = {"measure": "number", "what": "alignment_share", "of": {}, "at_most": 0.05}
-    assert found(share, runs_of(a=batched(alignment_share=0.04))).verdict == "held"
+    assert found(share, runs_of(a=batched(alignment_share=0.04))).verdict == "held by the point"
     assert found(share, runs_of(a=batched(alignment_share=0.06))).verdict == "failed"
 
 
