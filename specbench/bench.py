@@ -50,6 +50,7 @@ WORDS = {
     "pair.dtype": ("float32", "bfloat16", "float16"),
     "pair.init": ("pretrained", "random"),
 }
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers and accelerate
 
 
 # -- one job
@@ -107,6 +108,11 @@ def check_values(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if value not in known:
             raise UserError(f"unknown {key} '{value}': {near(value, known)}")
+    spread = cfg.pair.device_map
+    if spread not in (None, *DEVICE_MAPS):
+        raise UserError(f"unknown pair.device_map '{spread}': {near(spread, DEVICE_MAPS)}")
+    if spread is not None and cfg.pair.init == "random":
+        raise UserError("pair.device_map spreads weights that are loaded: set pair.init=pretrained")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(cfg.pair.device)):
         raise UserError(f"pair.device must be auto, cpu or cuda:0, not {cfg.pair.device!r}")
 
@@ -152,6 +158,10 @@ def check_method(cfg: DictConfig) -> Needs:
     if batched and cfg.pool < cfg.batch_size:
         raise UserError(
             f"pool={cfg.pool} questions cannot fill batch_size={cfg.batch_size} rows: set pool higher"
+        )
+    if batched and cfg.pair.device_map is not None:
+        raise UserError(
+            f"method {cfg.method.name} needs the whole target on one device: set pair.device_map=null"
         )
     if batched and not needs.batching:
         raise UserError(f"drafter {name} cannot batch")

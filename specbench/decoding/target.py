@@ -94,6 +94,7 @@ class Target:
         self.dtype = model.dtype
         self.hidden_size = self.config.hidden_size
         self.vocab_size = vocab_size or self.lm_head.weight.shape[0]
+        self._devices = [device_of(layer) for layer in self.layers]
         self._cut_head = self.vocab_size < self.lm_head.weight.shape[0]
         self._windows = [_window(self.config, i) for i in range(len(self.layers))]
         self._window_kinds = frozenset(self._windows)
@@ -119,17 +120,17 @@ class Target:
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for `capacity` positions of every layer."""
-        return KVCache(*self._cache_shape(), capacity, self.device, self.dtype)
+        return KVCache(self._devices, *self._cache_shape(), capacity, self.dtype)
 
     def new_rows(self, rows: int, capacity: int) -> RowCache:
-        """An empty cache for `rows` sequences of up to `capacity` positions."""
-        return RowCache(*self._cache_shape(), rows, capacity, self.device, self.dtype)
+        """An empty cache for `rows` sequences of up to `capacity` positions. All layers must be on one device."""
+        return RowCache(len(self.layers), *self._cache_shape(), rows, capacity, self.device, self.dtype)
 
-    def _cache_shape(self) -> tuple[int, int, int]:
-        """Layers, heads of keys and values, width of a head."""
+    def _cache_shape(self) -> tuple[int, int]:
+        """Heads of keys and values, width of a head."""
         heads = self.config.num_attention_heads
         kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
-        return len(self.layers), kv_heads, getattr(self.config, "head_dim", None) or self.hidden_size // heads
+        return kv_heads, getattr(self.config, "head_dim", None) or self.hidden_size // heads
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [1, n] -> hidden states [1, n, d]."""
@@ -173,7 +174,12 @@ class Target:
         return self._through(hidden, cache, lo, hi, masks, rope)
 
     def _through(self, hidden, cache, lo: int, hi: int | None, masks: dict, rope: dict) -> torch.Tensor:
-        for layer, window in zip(self.layers[lo:hi], self._windows[lo:hi]):
+        here = hidden.device
+        for layer, window, device in zip(self.layers[lo:hi], self._windows[lo:hi], self._devices[lo:hi]):
+            if device != here:  # of a target that is spread over several
+                hidden, here = hidden.to(device), device
+                masks = {w: None if mask is None else mask.to(device) for w, mask in masks.items()}
+                rope = {name: tuple(part.to(device) for part in both) for name, both in rope.items()}
             hidden = layer(
                 hidden,
                 attention_mask=masks[window],
@@ -189,7 +195,8 @@ class Target:
 
     def unembed(self, normed: torch.Tensor) -> torch.Tensor:
         """The head without the final norm, for drafters that bring a norm of their own."""
-        logits = linear(normed, head_weight(self.lm_head.weight), self.lm_head.bias)
+        weight = head_weight(self.lm_head.weight)
+        logits = linear(normed.to(weight.device), weight, self.lm_head.bias).to(self.device)
         return logits[..., : self.vocab_size] if self._cut_head else logits
 
     # -- passes ------------------------------------------------------------------------------------------------
@@ -369,6 +376,13 @@ def head_weight(weight: torch.Tensor) -> torch.Tensor:
         if copy is not weight:
             _HEADS[weight] = (weight._version, copy)
     return copy
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Where a module runs: where accelerate's hook says, if it has one, or else where its weights are."""
+    hook = getattr(module, "_hf_hook", None)
+    where = getattr(hook, "execution_device", None)
+    return next(module.parameters()).device if where is None else torch.device(where)
 
 
 def weight_bytes(module: torch.nn.Module) -> int:

@@ -36,6 +36,17 @@ def test_check_refuses_shifted_positions(arch, monkeypatch):
         Target(random_pair(arch).target).check()
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_layers_spread_over_devices(arch, monkeypatch):
+    """Two names of one device stand for two devices: what moves from one to the other is the same."""
+    model = random_pair(arch).target
+    places = {id(layer): f"cpu{':0' * (i > 0)}" for i, layer in enumerate(Target(model).layers)}
+    monkeypatch.setattr("specbench.decoding.target.device_of", lambda layer: torch.device(places[id(layer)]))
+    target = Target(model)
+    assert len(target.new_cache(8).parts) == 2
+    target.check()
+
+
 def test_check_refuses_a_model_that_does_more_than_its_parts():
     model = random_model("llama", 0)
     model.register_forward_hook(
