@@ -265,6 +265,8 @@ class _Source:
                     raise UserError(
                         f"the weights of '{self.name}' lack {len(missing)} tensors, such as {missing[0]}"
                     )
+        if any(parameter.is_meta for parameter in model.parameters()):  # left on the disk by accelerate
+            raise UserError(f"'{self.name}' does not fit into the memory of the devices of this machine")
         return model.eval().requires_grad_(False)
 
 
