@@ -29,6 +29,7 @@ from specbench.processes import end_with_parent
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.report import tables
 from specbench.report.runs import read_run
+from specbench.tracking import check as check_tracker
 from specbench.tracking import track
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def check(cfg: DictConfig) -> None:
     if missing:
         raise UserError(f"there is no value for {', '.join(sorted(missing))}")
     check_values(cfg)
+    check_tracker(cfg.tracker)
     needs = check_method(cfg)
     check_folders(cfg, needs)
     load_questions(cfg.data, cfg.task)

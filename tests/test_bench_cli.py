@@ -81,6 +81,7 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["decoding.temperature=hot"], "decoding.temperature must be"),
         (["protocol=pared"], "unknown protocol 'pared': did you mean paired?"),
         (["pair.dtype=fp16"], "unknown pair.dtype 'fp16': "),
+        (["tracker=wandb", "tracker.mode=of"], "unknown tracker.mode 'of': "),
         (["pair.init=zero"], "unknown pair.init 'zero'"),
         (["pair.device=gpu"], "pair.device must be auto, cpu or cuda:0"),
         (["pair.device_map=balance"], "unknown pair.device_map 'balance': did you mean balanced"),
