@@ -123,6 +123,19 @@ def test_logits_can_be_cut_to_the_ids_that_count():
     assert Target(model, vocab_size=50).head(hidden).shape == (1, 2, 50)
 
 
+def test_driven_layers_share_weights_and_hooks_with_the_model():
+    model = random_model("llama", 0)
+    theirs = model.model.layers[0].mlp.up_proj
+    target = Target(model)
+    ours = target.layers[0].mlp.up_proj
+    assert ours.weight is theirs.weight and {"weight", "bias"} <= vars(ours).keys()
+    assert not {"weight", "bias"} & vars(theirs).keys(), "the model itself stays as it is"
+    seen = []
+    theirs.register_forward_hook(lambda *_: seen.append(1))
+    target.run_layers(target.embed(torch.tensor([[1, 2]])), target.new_cache(2))
+    assert seen == [1]
+
+
 def test_weights_are_laid_out_by_columns_and_stay_what_they_are():
     model = random_model("llama", 0, tie_word_embeddings=True)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
