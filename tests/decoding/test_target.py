@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specbench.decoding.draft import Draft, Resume
-from specbench.decoding.target import Target
+from specbench.decoding.target import Target, by_columns
 from specbench.errors import UserError
 from tests.decoding.helpers import random_pair
 from tests.models import ARCHITECTURES, random_model
@@ -148,3 +148,11 @@ def test_weights_are_laid_out_by_columns_and_stay_what_they_are():
     with torch.no_grad():
         model.lm_head.weight.mul_(2)  # a weight that is trained on must not leave a stale copy behind
     assert torch.allclose(target.unembed(hidden), model.lm_head(hidden), atol=1e-5)
+
+
+def test_columns_do_not_begin_a_whole_number_of_pages_apart():
+    weight = torch.randn(2048, 24)
+    laid = by_columns(weight)
+    assert torch.equal(laid, weight) and laid.stride(0) == 1 and laid.stride(1) * 4 % 4096
+    assert by_columns(laid) is laid
+    assert by_columns(torch.randn(24, 2048)).stride() == (1, 24)
