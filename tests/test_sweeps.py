@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -52,14 +51,6 @@ def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_pat
     assert count == "1 of 3 jobs failed:" and last == f"runs/{second.name}"
     assert failed.startswith(f"  pair.draft={narrow}: ") and "the vocabularies differ" in failed
     assert "Traceback" not in err
-
-    shutil.rmtree(narrow)
-    shutil.copytree(good, narrow)
-    code, out, _ = run_main(monkeypatch, capfd, *command)
-    assert code == 0 and out.count("already measured: ") == 2
-    assert states(tmp_path) == [OK, OK, OK] and len(runs(tmp_path)) == 3
-    assert all(store.is_complete(run_dir) for run_dir in runs(tmp_path))
-    assert len(list((tmp_path / "runs" / sweeps.SWEEPS).iterdir())) == 1
 
 
 # -- which sweep goes on
@@ -116,19 +107,33 @@ def test_a_label_tells_a_job_from_the_others():
 # -- within one process
 
 
-def test_all_jobs_are_checked_before_the_first_is_measured(monkeypatch, capfd, tmp_path):
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Three jobs, one of which cannot work, and the states of all whenever one of the others is measured."""
     (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": ["?"]}\n')
-    files = ["data.path=q.jsonl", "data.warmup=q.jsonl", "pair.target=.", "pair.tokenizer=null"]
-    asked = []
-
-    def measured(run_dir):
-        asked.append(states(tmp_path))
-        return 0
-
+    seen: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "measure", measured)
-    code, _, err = run_main(monkeypatch, capfd, "-m", "method=ar", "repeats=1,2,0", "tracker=wandb", *files)
+    monkeypatch.setattr(bench, "measure", lambda run_dir: seen.append(states(tmp_path)) or 0)
+    return seen
+
+
+COMMAND = ["-m", "method=ar", "repeats=1,2,0", "tracker=wandb", "pair.target=.", "pair.tokenizer=null"]
+COMMAND += ["data.path=q.jsonl", "data.warmup=q.jsonl"]
+
+
+def test_all_jobs_are_checked_before_the_first_is_measured(monkeypatch, capfd, tmp_path, measured):
+    code, _, err = run_main(monkeypatch, capfd, *COMMAND)
     assert code == 2 and err.count("error:") == 1
-    assert asked == [[RUNNING, WAITING, FAILED], [OK, RUNNING, FAILED]]
+    assert measured == [[RUNNING, WAITING, FAILED], [OK, RUNNING, FAILED]]
     (sweep,) = (tmp_path / "runs" / sweeps.SWEEPS).iterdir()
     assert {store.read_config(run_dir)["tracker"]["group"] for run_dir in runs(tmp_path)} == {sweep.name}
+
+
+def test_ctrl_c_ends_a_sweep_in_one_line(monkeypatch, capfd, tmp_path, measured):
+    def stopped(run_dir):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure", stopped)
+    code, out, err = run_main(monkeypatch, capfd, *COMMAND[:2])
+    assert code == 130 and out == "" and err == "\nstopped; the same command goes on from here\n"
+    assert states(tmp_path) == [RUNNING]
