@@ -1,7 +1,7 @@
 # Everything from nothing: the first target that needs Python makes .venv and installs into it, once.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help bench test benchmarks tiny report claims lint clean
+.PHONY: help bench test benchmarks tiny report claims wandb-compare lint clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -18,7 +18,7 @@ DEEP = pair=tiny pair.target=$(TINY)/weights/target pair.tokenizer=$(TINY)/weigh
 SHALLOW = pair=tiny_shallow pair.target=$(TINY)/weights/target_shallow pair.tokenizer=$(TINY)/weights/tokenizer
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 bench: $(STAMP) ## Measure a method: METHOD=kangaroo [DRAFTER=sps PAIR=tiny DATA=tiny TASK=all ARGS="key=value ..."]
 	@$(PY) -m specbench.bench method=$(METHOD) $(if $(DRAFTER),drafter=$(DRAFTER)) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) \
@@ -59,6 +59,9 @@ claims: $(STAMP) ## Check what the papers claim on the embedded family (half an 
 	@$(CLAIM) experiment=batch_scaling method=exspec,ragged batch_size=1,8 data.limit=8 repeats=1 $(ARGS)
 	@$(CLAIM) experiment=batch_scaling method=eqspec batch_size=8 data.limit=8 repeats=1 $(ARGS)
 	@$(PY) -m specbench.report claims runs/claims
+
+wandb-compare: $(STAMP) ## Tables over a group of runs on Weights & Biases: GROUP=name [ARGS="--project name --entity name"]
+	@$(PY) -m specbench.tracking compare "$(GROUP)" $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

@@ -1,8 +1,9 @@
 """Entry point: `python -m specbench.bench key=value ...`, with `-m` for a sweep.
 
 Hydra composes the configuration, all that needs no weights is checked, and each job is measured in a process
-of its own. Exit code: 0 measured; 1 a run or some of its questions failed; 2 the command asks for what is not
-there or cannot work; 130 or 143 stopped by Ctrl-C or SIGTERM.
+of its own; `hydra/launcher=` says on which machine those of a sweep are. Exit code: 0 measured; 1 a run or some of
+its questions failed; 2 the command asks for what is not there or cannot work; 130 or 143 stopped by Ctrl-C or
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +28,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specbench.errors import UserError, near, one_line_errors
 from specbench.measure import metrics, store
-from specbench.processes import end_with_parent
+from specbench.processes import end_with_parent, heeding_sigterm
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.report import tables
 from specbench.report.runs import read_run
+from specbench.sweeps import OK, RUNNING, WAITING, Job, Place, open_sweep, print_failures
+from specbench.tracking import check as check_tracker
 from specbench.tracking import track
 
 if TYPE_CHECKING:
@@ -50,30 +55,120 @@ WORDS = {
     "pair.dtype": ("float32", "bfloat16", "float16"),
     "pair.init": ("pretrained", "random"),
 }
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers and accelerate
 
 
-# -- one job
+# -- jobs
 
 
-def run_one(cfg: DictConfig, finished: list[Path] | None = None) -> int:
-    """Checks and measures one job, prints its table and the path of its run folder; returns the exit code.
+def run(jobs: list[Job], place: Place, logs: Path, changed: Callable[[], None] = lambda: None) -> None:
+    """Checks all jobs, then measures them at a place; what became of each stands in it, and one that fails leaves the
+    others alone.
 
-    finished: gets the run folder if it is complete.
+    logs: a folder for them. changed: called whenever something happened to a job.
     """
-    check(cfg)
-    run_dir = store.find_or_create(cfg)
-    code = measure(run_dir)
+    for job in jobs:
+        with blamed(job):
+            check(job.cfg)
+            look_back(job)
+    changed()
+    by_folder: dict[Path, Job] = {}
+
+    def folders() -> Iterator[Path]:
+        for job in jobs:
+            if job.state != WAITING:
+                continue
+            with blamed(job):
+                job.run_dir = store.find_or_create(job.cfg, by_folder)
+                job.state = RUNNING
+            changed()
+            if job.state == RUNNING:
+                by_folder[job.run_dir] = job
+                yield job.run_dir
+
+    with closing(place(folders(), logs)) as measured:  # at once when this process is stopped, too
+        for run_dir, code, reason in measured:
+            end(by_folder[run_dir], code, reason)
+            changed()
+
+
+@contextmanager
+def blamed(job: Job) -> Iterator[None]:
+    """A UserError becomes one line, and the failure of this job alone."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        job.ended(2, str(error))
+
+
+def look_back(job: Job) -> None:
+    """Leaves a job as it is that an earlier process of the sweep has measured; any other waits to be."""
+    if job.run_dir is None or not store.is_measured(job.run_dir, job.cfg):
+        job.state = WAITING
+    elif job.state == OK:
+        print(f"already measured: {job.run_dir}", flush=True)
+        job.ended(0)
+    else:  # on another machine, when the process that had asked for it was gone
+        end(job, 0)
+
+
+def end(job: Job, code: int, reason: str | None = None) -> None:
+    """Prints a job's table and the path of its run folder, and tracks it."""
+    job.ended(code, reason)
     if code == 2:  # the runner has said in one line what the user can put right
-        return code
-    if store.is_complete(run_dir):
-        tables.print_run(read_run(run_dir))
-        track(run_dir, cfg.tracker)
-        if finished is not None:
-            finished.append(run_dir)
+        return
+    if store.is_complete(job.run_dir):
+        tables.print_run(read_run(job.run_dir))
+        track(job.run_dir, job.cfg.tracker)
     if code != 0:
-        print(f"error: some of the run failed (exit code {code}); see {run_dir}", file=sys.stderr)
-    print(run_dir, flush=True)
-    return code
+        print(f"error: {job.reason}; see {job.run_dir}", file=sys.stderr)
+    print(job.run_dir, flush=True)
+
+
+def here(run_dirs: Iterable[Path], _logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+    """Measures one run folder after the other on this machine: a device that is timed is not shared."""
+    for run_dir in run_dirs:
+        yield run_dir, measure(run_dir), None
+
+
+class Command:
+    """What Hydra calls: with the configuration of a single run, or, through a launcher, with all jobs of a sweep."""
+
+    def __init__(self):
+        self.jobs: list[Job] = []
+
+    def __call__(self, cfg: DictConfig) -> None:
+        self.jobs.append(Job([], cfg))
+        run(self.jobs[-1:], here, Path(cfg.runs_root))
+
+    def sweep(self, jobs: list[Job], place: Place) -> None:
+        """Measures all jobs of a sweep, going on with one that was not finished."""
+        self.jobs += jobs
+        with open_sweep(jobs) as sweep:
+            for job in jobs:
+                if "group" in job.cfg.tracker and job.cfg.tracker.group is None:
+                    job.cfg.tracker.group = sweep.folder.name
+            run(jobs, place, sweep.folder, sweep.save)
+
+    def __getstate__(self):
+        raise UserError(
+            "this launcher would lose what becomes of the jobs: choose another, hydra/launcher=local"
+        )
+
+    def report(self) -> int:
+        """Prints what several jobs have in common and which failed; returns the highest exit code."""
+        finished = [job.run_dir for job in self.jobs if job.run_dir and store.is_complete(job.run_dir)]
+        if len(finished) > 1:
+            tables.print_overview([read_run(run_dir) for run_dir in finished])
+        if len(self.jobs) > 1:
+            print_failures(self.jobs)
+            if finished:
+                print(finished[-1])  # the last line is a run folder, of a sweep the last one
+        return max((job.code or 0 for job in self.jobs), default=0)
+
+
+# -- what can be known without weights
 
 
 def check(cfg: DictConfig) -> None:
@@ -86,6 +181,7 @@ def check(cfg: DictConfig) -> None:
     if missing:
         raise UserError(f"there is no value for {', '.join(sorted(missing))}")
     check_values(cfg)
+    check_tracker(cfg.tracker)
     needs = check_method(cfg)
     check_folders(cfg, needs)
     load_questions(cfg.data, cfg.task)
@@ -107,6 +203,11 @@ def check_values(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if value not in known:
             raise UserError(f"unknown {key} '{value}': {near(value, known)}")
+    spread = cfg.pair.device_map
+    if spread not in (None, *DEVICE_MAPS):
+        raise UserError(f"unknown pair.device_map '{spread}': {near(spread, DEVICE_MAPS)}")
+    if spread is not None and cfg.pair.init == "random":
+        raise UserError("pair.device_map spreads weights that are loaded: set pair.init=pretrained")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(cfg.pair.device)):
         raise UserError(f"pair.device must be auto, cpu or cuda:0, not {cfg.pair.device!r}")
 
@@ -153,6 +254,10 @@ def check_method(cfg: DictConfig) -> Needs:
         raise UserError(
             f"pool={cfg.pool} questions cannot fill batch_size={cfg.batch_size} rows: set pool higher"
         )
+    if batched and cfg.pair.device_map is not None:
+        raise UserError(
+            f"method {cfg.method.name} needs the whole target on one device: set pair.device_map=null"
+        )
     if batched and not needs.batching:
         raise UserError(f"drafter {name} cannot batch")
     if cfg.batch_size > 1 and not batched:
@@ -190,22 +295,30 @@ def check_folders(cfg: DictConfig, needs: Needs) -> None:
         raise UserError(f"there is no folder '{cfg.vocab.map}' with a vocabulary map")
 
 
-def measure(run_dir: Path) -> int:
-    """Measures a run folder in a child process that does not outlive this one; returns its exit code."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+# -- measuring
+
+
+def measure(run_dir: Path, logged: bool = False) -> int:
+    """Measures a run folder in a child process that does not outlive this one; returns its exit code.
+
+    logged: what the child says goes to `log.txt` in the run folder, instead of to where this process writes.
+    """
     command = [sys.executable, "-m", "specbench.measure.runner", str(run_dir)]
-    child = subprocess.Popen(command, preexec_fn=end_with_parent)
-    try:
-        code = child.wait()
-    finally:
-        if child.poll() is None:
-            child.terminate()
-            try:
-                child.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-        signal.signal(signal.SIGTERM, previous)
+    (run_dir / store.FAILURE).unlink(missing_ok=True)
+    with heeding_sigterm(), open(run_dir / "log.txt", "ab") if logged else nullcontext() as log:
+        child = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=end_with_parent)
+        try:
+            code = child.wait()
+        finally:
+            if child.poll() is None:
+                child.terminate()
+                try:
+                    child.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait()
+    if code < 0:
+        store.note_failure(run_dir, f"killed by {signal.Signals(-code).name}")
     return code if code >= 0 else 1
 
 
@@ -230,7 +343,8 @@ def unknown_key(key: str, overrides: list[str]) -> str:
     pairs = [override.split("=", 1) for override in overrides if "=" in override]
     choices = [f"{group}={value.split(',')[0]}" for group, value in pairs if (CONF / group).is_dir()]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        node = OmegaConf.to_container(compose("bench", overrides=choices))
+        hydra_too = key.startswith("hydra.")
+        node = OmegaConf.to_container(compose("bench", choices, return_hydra_config=hydra_too))
     for part in key.split("."):
         known = node if isinstance(node, dict) else {}
         if part not in known:
@@ -247,32 +361,20 @@ def main() -> int:
     """Runs every job of the command line; returns the exit code, for a sweep the highest of its jobs."""
     if not CONF.is_dir():
         raise UserError(f"no folder {CONF}: install with `pip install -e .` from a checkout")
-    codes = [0]
-    finished: list[Path] = []
-
-    def job(cfg: DictConfig) -> None:
-        try:
-            codes.append(run_one(cfg, finished))
-        except UserError as error:  # the other jobs of a sweep go on
-            print(f"error: {error}", file=sys.stderr)
-            codes.append(2)
-
+    command = Command()
     # The parser wants all key=value arguments in a row; `-m` may stand anywhere.
     sys.argv[1:] = overrides = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
     try:
         with tempfile.TemporaryDirectory() as scratch:
             os.environ["SPECBENCH_SCRATCH"] = scratch
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="bench")(job)()
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="bench")(command)()
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, overrides)) from error
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130
-    if len(finished) > 1:
-        tables.print_overview([read_run(run_dir) for run_dir in finished])
-        print(finished[-1])  # the last line is a run folder, of a sweep the last one
-    return max(codes)
+    return command.report()
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
         check_covered(tokenizer, draft_config, cfg.draft)
         context_length = min(context_length, draft_config.max_position_embeddings)
 
-    target_model = target.model(dtype, device, seed)
+    target_model = target.model(dtype, device, seed, cfg.device_map)
     return Pair(
         name=cfg.name,
         target=target_model,
@@ -237,7 +237,9 @@ class _Source:
         with _one_line(self):
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.cfg.trust_remote_code)
 
-    def model(self, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
+    def model(
+        self, dtype: torch.dtype, device: torch.device, seed: int, device_map: str | None = None
+    ) -> PreTrainedModel:
         options = {
             "dtype": dtype,
             "attn_implementation": "sdpa",
@@ -252,7 +254,7 @@ class _Source:
                 model, info = AutoModelForCausalLM.from_pretrained(
                     self.path,
                     revision=self.revision or "main",
-                    device_map={"": device},
+                    device_map=device_map or {"": device},
                     weights_only=True,
                     output_loading_info=True,
                     **options,
@@ -263,6 +265,8 @@ class _Source:
                     raise UserError(
                         f"the weights of '{self.name}' lack {len(missing)} tensors, such as {missing[0]}"
                     )
+        if any(parameter.is_meta for parameter in model.parameters()):  # left on the disk by accelerate
+            raise UserError(f"'{self.name}' does not fit into the memory of the devices of this machine")
         return model.eval().requires_grad_(False)
 
 

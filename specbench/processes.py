@@ -1,10 +1,12 @@
-"""Processes that do not outlive the one that started them."""
+"""Processes that do not outlive the one that started them, and leave in good order when they are asked to."""
 
 from __future__ import annotations
 
 import ctypes
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _LIBC = ctypes.CDLL(None)  # at once: between fork and exec is no time to load anything
 
@@ -15,3 +17,13 @@ def end_with_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+@contextmanager
+def heeding_sigterm() -> Iterator[None]:
+    """SIGTERM leaves this process as an exception does, so that what it has started can be ended; exit code 143."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,59 +1,249 @@
-"""Weights & Biases: a view of a finished run folder, which stays the truth. A tracker never costs a measurement."""
+"""Weights & Biases: a view of finished run folders, which stay the truth. A tracker never costs a measurement.
+
+`python -m specbench.tracking log RUN_DIR ...` logs finished runs, again or for the first time.
+`python -m specbench.tracking compare GROUP` gets the run folders of a group back, and prints their tables.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pandas as pd
+import yaml
+
+from specbench.errors import UserError, near, one_line_errors, reason
 from specbench.measure import store
+from specbench.processes import end_with_parent
+from specbench.report import tables
+from specbench.report.runs import finished_runs, read_runs, summary_frame
+
+if TYPE_CHECKING:
+    import wandb
+
+DEFAULTS = store.ROOT / "conf" / "tracker" / "wandb.yaml"
+MODES = ("online", "offline")
+CACHE = Path("runs") / "wandb"  # where `compare` puts the run folders that it gets
+OFFLINE_SECONDS = 120  # that logging may take without the service
+API_SECONDS = 20  # to wait for an answer of the service
 
 
-def track(run_dir: Path, tracker: Mapping) -> None:
-    """Logs a complete run folder as `conf/tracker/` says: config, summary scalars, a row per task, the folder itself.
+# -- logging
 
-    What goes wrong with the service is reported in one line and changes nothing else.
-    """
+
+def check(tracker: Mapping) -> None:
+    """Raises UserError for a setting of `conf/tracker/` that cannot work."""
     if tracker["name"] == "none":
         return
+    if tracker["mode"] not in MODES:
+        raise UserError(f"unknown tracker.mode '{tracker['mode']}': {near(tracker['mode'], MODES)}")
+    if type(tracker["timeout"]) not in (int, float) or not 1 <= tracker["timeout"] < float("inf"):
+        raise UserError(f"tracker.timeout must be seconds, at least 1, not {tracker['timeout']!r}")
+
+
+def track(run_dir: Path, tracker: Mapping) -> bool:
+    """Logs a complete run folder as `conf/tracker/` says; returns whether it is logged, on the service or offline.
+
+    Whatever goes wrong with the service is told in one line and changes nothing else.
+    """
+    if tracker["name"] == "none":
+        return True
+    later = f"to log it later: python -m specbench.tracking log {shlex.quote(str(run_dir))}"
     try:
-        _log_to_wandb(run_dir, tracker)
+        print(_log(run_dir, dict(tracker)), flush=True)
+        return True
+    except KeyboardInterrupt:
+        print(f"\nstopped, not logged; {later}", file=sys.stderr)
+        raise
     except Exception as error:  # noqa: BLE001 - a service's failure must not fail a run that is measured and on disk
-        print(f"warning: {run_dir} is not tracked: {error}", file=sys.stderr)
+        print(f"warning: not logged ({error}); {later}", file=sys.stderr)
+        return False
 
 
-def scalars(value: Mapping, prefix: str = "") -> dict[str, float]:
-    """The numbers of nested dictionaries by their path: {"overall": {"speedup": 2}} -> {"overall/speedup": 2}."""
-    flat = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            flat |= scalars(item, f"{prefix}{key}/")
-        elif isinstance(item, int | float):
-            flat[prefix + key] = item
-    return flat
+def _log(run_dir: Path, tracker: dict) -> str:
+    """Logs a run, offline if it cannot be done online; returns what to tell the user."""
+    check(tracker)
+    failed = ""
+    if tracker["mode"] == "online":
+        try:
+            return f"logged: {_attempt(run_dir, tracker, tracker['timeout'])}"
+        except ChildProcessError as error:
+            failed = f" ({error})"
+    folder = _attempt(run_dir, tracker | {"mode": "offline"}, OFFLINE_SECONDS)
+    return f"logged offline{failed}; to upload it: wandb sync {shlex.quote(folder)}"
 
 
-def _log_to_wandb(run_dir: Path, tracker: Mapping) -> None:
-    import wandb  # here, for it takes a second that a run without it need not spend
+def _attempt(run_dir: Path, tracker: dict, limit: float) -> str:
+    """Runs `report/wandb_run.py` in a process of its own, which has no terminal to ask; returns the line that it said.
 
-    summary, config = store.read_json(run_dir / store.SUMMARY), store.read_config(run_dir)
-    run = wandb.init(
-        project=tracker["project"],
-        mode=tracker["mode"],
-        group=tracker["group"],
-        job_type=summary["method"],
-        name=run_dir.name,
-        config=config,
-        dir=str(run_dir),
-        reinit="finish_previous",
+    Raises ChildProcessError, with the reason, when it failed or took more than `limit` seconds. All files of the
+    service's client lie in `wandb/` of the run folder; what else it wrote is in the .log there.
+    """
+    home = run_dir.resolve() / "wandb"
+    home.mkdir(exist_ok=True)
+    own = {"WANDB_SILENT": "true", "WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home)}
+    # No service process that others use: a run that was given up would go on there.
+    inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    command = [
+        sys.executable,
+        "-m",
+        "specbench.report.wandb_run",
+        str(run_dir.resolve()),
+        json.dumps(tracker),
+    ]
+    # Files, not pipes: the client has a service process of its own, which holds them too and may end later.
+    with tempfile.TemporaryFile("w+") as said, open(home / f"{tracker['mode']}.log", "w") as log:
+        child = subprocess.Popen(
+            command,
+            env=inherited | own,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=log,
+            preexec_fn=end_with_parent,
+        )
+        try:
+            code = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise ChildProcessError(f"no end within {limit} s") from None
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        said.seek(0)
+        line = said.readline().strip()
+    if code != 0:
+        raise ChildProcessError(line or f"exit code {code}, see {log.name}")
+    return line
+
+
+def tracker_of(run_dir: Path, **given: str | None) -> dict:
+    """The tracker's settings that a run folder was made with, or else the defaults, under those `given`."""
+    own = store.read_config(run_dir)["tracker"]
+    settings = yaml.safe_load(DEFAULTS.read_text()) | (own if own["name"] == "wandb" else {})
+    return settings | {key: value for key, value in given.items() if value is not None}
+
+
+# -- getting a group back
+
+
+def group_frame(
+    group: str, project: str = "specbench", entity: str | None = None, into: Path = CACHE
+) -> pd.DataFrame:
+    """`report.runs.summary_frame` of the runs of a group; see `pull`."""
+    return summary_frame(read_runs(pull(group, project, entity, into))[0])
+
+
+def pull(group: str, project: str = "specbench", entity: str | None = None, into: Path = CACHE) -> list[Path]:
+    """Gets the run folders of a group from the service into `into`/<group>/, and returns them, sorted by name.
+
+    A folder that is there already is not fetched again; a run without one is told of and left out. entity: None is the
+    user's own. Raises UserError when there is no such group, no login, or no network.
+    """
+    if not group:
+        raise UserError("a group has a name: make wandb-compare GROUP=name")
+    found = _run_folders(group, project, entity)
+    names = [name for name, _, _ in found]
+    folders = []
+    for name, number, artifact in found:
+        folder = into / _file_name(group) / _file_name(name if names.count(name) == 1 else f"{name}_{number}")
+        if artifact is not None and not store.is_complete(folder):
+            _download(artifact, folder)
+        if store.is_complete(folder):
+            folders.append(folder)
+        else:
+            print(f"warning: run {name} of group {group} has no run folder, left out", file=sys.stderr)
+    if not folders:
+        raise UserError(f"no run folder in group '{group}' of project '{project}'")
+    return sorted(folders)
+
+
+def _run_folders(
+    group: str, project: str, entity: str | None
+) -> list[tuple[str, str, wandb.Artifact | None]]:
+    """Name, id and run folder of each run of a group, as the service has them."""
+    with _service_errors():
+        import wandb  # here, for it takes a second that others need not spend
+
+        from specbench.report.wandb_run import ARTIFACT
+
+        path = f"{entity}/{project}" if entity else project
+        found = []
+        for run in wandb.Api(timeout=API_SECONDS).runs(path, {"group": group}):
+            folders = [artifact for artifact in run.logged_artifacts() if artifact.type == ARTIFACT]
+            found.append((run.name, run.id, folders[-1] if folders else None))
+        return found
+
+
+def _download(artifact: wandb.Artifact, folder: Path) -> None:
+    """Makes a run folder of an artifact, at once: a folder with a summary is a whole one. Nothing of another thing."""
+    part = folder.with_name(f".{folder.name}")
+    with _service_errors():
+        artifact.download(root=str(part), skip_cache=True)
+    if store.is_complete(part):
+        part.rename(folder)
+
+
+@contextmanager
+def _service_errors() -> Iterator[None]:
+    """Around what asks the service: its client raises errors of several libraries, each becomes a UserError."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        raise UserError(f"Weights & Biases: {reason(error)}") from error
+
+
+def _file_name(name: str) -> str:
+    """A name of the service's as one of a folder: no separators, not hidden."""
+    return re.sub(r"[^\w.-]+", "-", name).lstrip(".") or "-"
+
+
+# -- the command
+
+
+@one_line_errors()
+def main() -> int:
+    """The commands `log` and `compare`; returns the exit code, 1 if a run was not logged."""
+    parser = argparse.ArgumentParser(
+        prog="python -m specbench.tracking",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.summary.update(scalars(summary))
-    columns = [key for key, item in summary["overall"].items() if isinstance(item, int | float)]
-    rows = [[task, *(block.get(key) for key in columns)] for task, block in summary["tasks"].items()]
-    run.log({"tasks": wandb.Table(columns=["task", *columns], data=rows)})
-    artifact = wandb.Artifact(run_dir.name.replace(":", "-"), type="run")
-    for file in sorted(run_dir.iterdir()):
-        if file.is_file() and not file.name.startswith("."):
-            artifact.add_file(str(file))
-    run.log_artifact(artifact)
-    run.finish()
+    commands = parser.add_subparsers(dest="command", required=True)
+    log = commands.add_parser("log", help="log finished runs; twice is no harm")
+    log.add_argument("run_dir", nargs="+", type=Path, help="run folders, or folders of them")
+    log.add_argument("--group", help="by default the one that the run was made with")
+    log.add_argument("--mode", choices=MODES)
+    compare = commands.add_parser("compare", help="tables of the runs of a group")
+    compare.add_argument("group")
+    log.add_argument("--project")
+    compare.add_argument("--project", default="specbench")
+    for command in (log, compare):
+        command.add_argument("--entity", help="by default the user's own")
+    given = vars(parser.parse_args())
+    if given.pop("command") == "log":
+        folders = [run.folder for run in finished_runs(given.pop("run_dir"))[0]]
+        try:
+            logged = [track(run_dir, tracker_of(run_dir, **given)) for run_dir in folders]
+        except KeyboardInterrupt:
+            return 130
+        return 0 if all(logged) else 1
+    os.environ["WANDB_SILENT"] = "true"  # it prints nothing, and asks nothing
+    runs, left_out = finished_runs(pull(**given))
+    tables.print_overview(runs)
+    tables.print_notes([f"left out: {item.folder.name}: {item.reason}" for item in left_out])
+    print(runs[0].folder.parent)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -16,26 +14,14 @@ from hydra import compose, initialize_config_dir
 
 from specbench import bench
 from specbench.errors import UserError
+from specbench.measure import store
+from tests.commands import TIMEOUT, cli, run_main, small_pair_and_questions, wait_for
 from tests.models import save_pair
-
-TIMEOUT = 120
 
 
 def composed(*overrides: str):
     with initialize_config_dir(str(bench.CONF), version_base="1.3"):
         return compose("bench", overrides=list(overrides))
-
-
-def run_main(monkeypatch, capfd, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-    for name in ("HYDRA_FULL_ERROR", "SPECBENCH_SCRATCH"):  # set by main
-        monkeypatch.setenv(name, "")
-    try:
-        code = bench.main()
-    except SystemExit as leave:
-        code = leave.code
-    return code, *capfd.readouterr()
 
 
 # -- names
@@ -81,8 +67,12 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["decoding.temperature=hot"], "decoding.temperature must be"),
         (["protocol=pared"], "unknown protocol 'pared': did you mean paired?"),
         (["pair.dtype=fp16"], "unknown pair.dtype 'fp16': "),
+        (["tracker=wandb", "tracker.mode=of"], "unknown tracker.mode 'of': "),
         (["pair.init=zero"], "unknown pair.init 'zero'"),
         (["pair.device=gpu"], "pair.device must be auto, cpu or cuda:0"),
+        (["pair.device_map=balance"], "unknown pair.device_map 'balance': did you mean balanced"),
+        (["pair.device_map=auto", "pair.init=random"], "set pair.init=pretrained"),
+        (["pair.device_map=auto", "method=ragged"], "needs the whole target on one device"),
         (["+method.gamma=3"], "method kangaroo has no parameter 'gamma'"),
         (["method=pld", "vocab=trim"], "method pld has no head to trim: set vocab=full"),
         (["vocab=trim", "vocab.map=null"], "pair tiny has no vocabulary map: make one with `python -m methods.vocab_"),
@@ -144,13 +134,6 @@ def endless_child(tmp_path):
     return [sys.executable, "-c", code], pid_file
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -184,6 +167,7 @@ def test_exit_code_of_the_child(monkeypatch, tmp_path):
         fake_python.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(fake_python))
         assert bench.measure(tmp_path) == int(name)
+        assert store.why_failed(tmp_path) == {"3": None, "1": "killed by SIGKILL"}[name]
 
 
 def test_sweep_goes_on_after_a_failure(monkeypatch, capfd, tmp_path):
@@ -202,7 +186,9 @@ def test_sweep_goes_on_after_a_failure(monkeypatch, capfd, tmp_path):
     code, out, err = run_main(monkeypatch, capfd, "-m", "method=ar,pld", "repeats=0,1,2", *files)
     assert code == 2 and len(asked) == 4
     assert err.count("repeats must be") == 2 and err.count("error:") == 3
-    assert out.splitlines() == [str(run_dir) for run_dir in asked]
+    lines = out.splitlines()
+    assert lines[:4] == [str(run_dir) for run_dir in asked]
+    assert lines[4] == "3 of 6 jobs failed:" and len(lines) == 8
     assert [path.name for path in tmp_path.iterdir() if path.name != "q.jsonl"] == ["runs"]
     assert not list(tmp_path.rglob("multirun.yaml"))
 
@@ -210,25 +196,10 @@ def test_sweep_goes_on_after_a_failure(monkeypatch, capfd, tmp_path):
 # -- end to end
 
 
-def cli(cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command, env = (
-        [sys.executable, "-m", "specbench.bench", *arguments],
-        {**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT)
-
-
 @pytest.fixture
 def place(tmp_path):
     """A folder with a small saved pair and three questions, and the arguments that name them."""
-    pair = save_pair(tmp_path / "pair")
-    lines = [{"question_id": i, "category": "qa", "turns": [f"What is {i}?"]} for i in (1, 2, 3)]
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = [
-        f"pair.target={pair.target}", f"pair.draft={pair.draft}", "pair.tokenizer=null", "pair.device=cpu",
-        "pair.parts.kangaroo=null", "data.path=q.jsonl", "data.warmup=q.jsonl", "decoding.max_new_tokens=12",
-    ]  # fmt: skip
-    return tmp_path, arguments
+    return tmp_path, small_pair_and_questions(tmp_path)
 
 
 def test_measures_and_names_the_folder(place):

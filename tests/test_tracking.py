@@ -1,27 +1,275 @@
-"""W&B as a view: what is logged offline can be read back, and its failure costs nothing."""
+"""W&B as a view: what is logged can be read back, a group comes back as it was, and no failure costs anything."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import json
-import struct
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from specbench.measure import store
-from specbench.tracking import scalars, track
+from specbench import tracking
+from specbench.errors import UserError
+from specbench.measure import metrics, store
+from specbench.report.runs import read_runs, summary_frame
+from specbench.report.wandb_run import run_id, scalars
+from tests.measure.synthetic import CONFIG, FACTS, TIE, answered, record
+from tests.wandb_server import KEY, serving
 
 NONE = {"name": "none"}
-OFFLINE = {"name": "wandb", "project": "specbench", "mode": "offline", "group": None}
+TRACKER = {
+    "name": "wandb",
+    "entity": None,
+    "project": "specbench",
+    "mode": "online",
+    "group": "g",
+    "timeout": 60,
+}
+OFFLINE = TRACKER | {"mode": "offline"}
+NOWHERE = "http://127.0.0.1:9"
+TIMEOUT = 120
+
+
+def finished_run(root: Path, *records: dict, **config) -> Path:
+    """A complete run folder of these records."""
+    run_dir = store.find_or_create(CONFIG | {"runs_root": str(root), "tracker": TRACKER} | config)
+    store.write_json(run_dir / store.FACTS, FACTS)
+    with store.open_journal(run_dir) as journal:
+        journal.append(*records)
+    store.finalise(run_dir)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Path]:
+    """Two run folders; of the first a question failed."""
+    root = tmp_path_factory.mktemp("runs")
+    first = [
+        answered(1, "qa", (2, 3)),
+        answered(2, "rag", (0, 5, 1), slow=1.5),
+        record(3, error="it did not fit"),
+    ]
+    first[1]["turns"][0]["equivalence"] = TIE
+    second = [answered(1, "qa", (1, 1)), answered(2, "rag", (4,), slow=0.5)]
+    return [finished_run(root, *first), finished_run(root, *second, seed=1)]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    """Of a user who has no login; what is sent to nobody stays unsent."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    return kept | {"HOME": str(tmp_path_factory.mktemp("home")), "WANDB_ERROR_REPORTING": "false"}
+
+
+@contextmanager
+def as_user(environment: dict[str, str]) -> Iterator[None]:
+    """This process as one of that user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HOME", "WANDB_API_KEY", "WANDB_BASE_URL"):
+            patch.setenv(name, environment[name])
+        yield
 
 
 @pytest.fixture
-def run_dir(tmp_path):
-    folder = tmp_path / "2026-01-01_000000_sps_tiny_all_00000000"
-    folder.mkdir()
-    block = {"questions": 2, "speedup": 1.5, "mbsu": None}
-    store.write_json(folder / store.SUMMARY, {"method": "sps", "overall": block, "tasks": {"qa": block}})
-    (folder / store.CONFIG).write_text("method: {name: sps}\n")
-    return folder
+def run_dir(tmp_path) -> Path:
+    return finished_run(tmp_path, answered(1), answered(2))
+
+
+def command(*arguments: object, **options) -> subprocess.CompletedProcess:
+    """`python -m specbench.tracking`, from the folder of this checkout."""
+    words = [sys.executable, "-m", "specbench.tracking", *map(str, arguments)]
+    usual = {
+        "cwd": store.ROOT,
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
+    return subprocess.run(words, text=True, timeout=TIMEOUT, **usual | options)
+
+
+# -- the log, read by the client's own reader
+
+
+@pytest.fixture(scope="module")
+def offline(runs, environment) -> tuple[str, Path]:
+    """What `log` says of the first run, when nobody is logged in but a terminal is there to ask; the log's folder."""
+    keyboard, terminal = pty.openpty()
+    try:
+        done = command("log", runs[0], env=environment, stdin=terminal, stderr=terminal)
+    finally:
+        os.close(keyboard)
+        os.close(terminal)
+    assert done.returncode == 0
+    (folder,) = runs[0].glob("wandb/offline-run-*")
+    return done.stdout, folder
+
+
+@pytest.fixture(scope="module")
+def logged(offline, environment) -> list[dict]:
+    """The records of the log."""
+    reader = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", offline[1]]
+    done = subprocess.run(
+        reader, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=True
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def values(logged: list[dict], kind: str) -> dict:
+    """What the records of one kind set, the later over the earlier."""
+    found = {}
+    for line in logged:
+        if line["type"] == kind:
+            found |= line[kind]["item" if kind == "history" else "update"]
+    return found
+
+
+def logged_table(offline, logged, name: str) -> pd.DataFrame:
+    content = json.loads((offline[1] / "files" / values(logged, "history")[f"{name}.path"]).read_text())
+    return pd.DataFrame(content["data"], columns=content["columns"], dtype=object)
+
+
+def test_without_login_a_run_is_logged_offline_and_nobody_is_asked(offline):
+    said, folder = offline
+    assert said.startswith("logged offline (UsageError: No API key configured.")
+    assert said.endswith(f"to upload it: wandb sync {folder}\n") and said.count("\n") == 1
+
+
+def test_a_log_holds_the_configuration_and_the_summary(runs, logged):
+    (run,) = [line["run"] for line in logged if line["type"] == "run"]
+    assert run["run_id"] == run_id(runs[0]) and run["display_name"] == runs[0].name
+    assert (run["run_group"], run["job_type"], run["project"]) == ("g", "sps", "specbench")
+    assert run["config"]["update"] | store.read_config(runs[0]) == run["config"]["update"]
+    summary, expected = values(logged, "summary"), scalars(store.read_json(runs[0] / store.SUMMARY))
+    assert expected["overall/speedup"] > 1 and expected["failed"] == 1
+    assert {key: summary[key] for key in expected} == pytest.approx(expected)
+
+
+def test_a_log_holds_the_tables(runs, offline, logged):
+    tasks = logged_table(offline, logged, "tasks").set_index("task")
+    summary = store.read_json(runs[0] / store.SUMMARY)
+    assert list(tasks.index) == ["qa", "rag", "overall"]
+    for task, numbers in [*summary["tasks"].items(), ("overall", summary["overall"])]:
+        for name in ("questions", "tokens_per_second", "speedup", "acceptance_length", "mbsu"):
+            assert tasks.loc[task, name] == pytest.approx(numbers[name])
+        assert tasks.loc[task, "tie"] == numbers["equivalence"]["tie"]
+    questions = logged_table(offline, logged, "questions")
+    expected = metrics.by_question(store.read_records(runs[0]), "baseline", batched=False)
+    pd.testing.assert_frame_equal(questions.astype(metrics.QUESTION_COLUMNS), expected)
+    assert list(questions["verdict"]) == ["exact", "tie", None]
+    assert list(questions["error"]) == [None, None, "it did not fit"]
+
+
+def test_a_log_holds_the_plots(offline):
+    _, folder = offline
+    drawn = {path.name.rsplit("_", 2)[0] for path in folder.rglob("media/images/plots/*.png")}
+    assert {"speedup_by_task", "time", "acceptance_by_position", "mbsu_and_speedup"} <= drawn
+
+
+def test_a_log_holds_the_histograms_and_acceptance_by_position(runs, offline, logged):
+    history = values(logged, "history")
+    assert history["accepted_per_round.values"] == [1, 1, 1, 1, 0, 1]
+    assert history["emitted_per_round.values"] == [0, 1, 1, 1, 1, 0, 1]
+    assert history["emitted_per_round.bins"] == list(range(8))
+    lines = logged_table(offline, logged, "acceptance_by_position_table")
+    overall = store.read_json(runs[0] / store.SUMMARY)["overall"]
+    for name, key in (("unconditional", ""), ("conditional", "_conditional")):
+        line = lines[lines["lineKey"] == name]
+        assert list(line["step"]) == [1, 2, 3, 4, 5]
+        assert list(line["lineVal"]) == pytest.approx(overall[f"acceptance_by_position{key}"])
+
+
+def digests(run_dir: Path) -> dict[str, str]:
+    """MD5 of the files of a run folder, as a manifest of an artifact has them."""
+    files = [path for path in run_dir.iterdir() if path.is_file() and path.name != ".lock"]
+    return {path.name: base64.b64encode(hashlib.md5(path.read_bytes()).digest()).decode() for path in files}
+
+
+def test_a_log_holds_the_run_folder(runs, logged):
+    (artifact,) = [line["artifact"] for line in logged if line.get("artifact", {}).get("type") == "run"]
+    contents = artifact["manifest"]["contents"]
+    assert {entry["path"]: entry["digest"] for entry in contents} == digests(runs[0])
+    assert all(Path(entry["local_path"]).parent == runs[0] for entry in contents)  # nothing was copied
+
+
+# -- the service
+
+
+@pytest.fixture(scope="module")
+def service(runs, offline, environment):
+    """A service that got the log of the first run by `wandb sync`, and the second run at once, twice.
+
+    Gives the service, the environment of its user, and what the user was told.
+    """
+    with serving() as there:
+        user = environment | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": there.url}
+        sync = [Path(sys.executable).with_name("wandb"), "sync", offline[1]]
+        subprocess.run(sync, cwd=runs[0], env=user, capture_output=True, timeout=TIMEOUT, check=True)
+        with as_user(user), redirect_stdout(io.StringIO()) as told:
+            assert [tracking.track(runs[1], TRACKER) for _ in range(2)] == [True, True]
+        yield there, user, told.getvalue()
+
+
+def test_the_service_gets_every_run_once(service, runs):
+    there, _, told = service
+    assert told == 2 * f"logged: {there.url}/me/specbench/runs/{run_id(runs[1])}\n"
+    assert list(there.runs) == [run_id(run_dir) for run_dir in runs]
+    for run_dir in runs:
+        run = there.runs[run_id(run_dir)]
+        assert (run["displayName"], run["groupName"], run["jobType"]) == (run_dir.name, "g", "sps")
+        assert json.loads(run["config"])["seed"]["value"] == store.read_config(run_dir)["seed"]
+        summary = json.loads(there.files[f"{run_id(run_dir)}/wandb-summary.json"])
+        speedup = store.read_json(run_dir / store.SUMMARY)["overall"]["speedup"]
+        assert summary["overall/speedup"] == pytest.approx(speedup)
+        assert "accepted_per_round" in there.history[run_id(run_dir)][0]
+
+
+def test_a_group_comes_back_as_it_was(service, runs, tmp_path):
+    there, user, _ = service
+    there.UpsertBucket({"name": "x", "displayName": "still running", "groupName": "g", "config": "{}"})
+    done = command("compare", "g", env=user | {"PYTHONPATH": str(store.ROOT)}, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "warning: run still running of group g has no run folder, left out\n" in done.stderr
+    assert done.stdout.splitlines()[-1] == "runs/wandb/g" and "\nsps " in done.stdout
+    found = [tmp_path / "runs" / "wandb" / "g" / run_dir.name for run_dir in runs]
+    for mine, theirs in zip(runs, found):
+        assert digests(mine) == digests(theirs)
+    with as_user(user):
+        frame = tracking.group_frame("g", into=tmp_path / "runs" / "wandb")
+        pd.testing.assert_frame_equal(frame, summary_frame(read_runs(sorted(runs))[0]))
+        with pytest.raises(UserError, match="no run folder in group 'h' of project 'specbench'"):
+            tracking.pull("h")
+        with pytest.raises(UserError, match="Could not find project other"):
+            tracking.pull("g", "other")
+
+
+def test_comparing_needs_a_name():
+    with pytest.raises(UserError, match="a group has a name"):
+        tracking.pull("")
+
+
+def test_comparing_needs_login_and_network(monkeypatch, environment, tmp_path):
+    done = command("compare", "g", env=environment)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: Weights & Biases: UsageError: No API key configured.")
+    monkeypatch.setattr(tracking, "API_SECONDS", 1)
+    with as_user(environment | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": NOWHERE}):
+        with pytest.raises(UserError, match=f"Failed to verify credentials with {NOWHERE}"):
+            tracking.pull("g", into=tmp_path)
+
+
+# -- what goes wrong
 
 
 def test_scalars_are_numbers_by_path():
@@ -30,44 +278,84 @@ def test_scalars_are_numbers_by_path():
 
 def test_nothing_is_written_without_a_tracker(run_dir):
     before = sorted(run_dir.iterdir())
-    track(run_dir, NONE)
+    assert tracking.track(run_dir, NONE)
     assert sorted(run_dir.iterdir()) == before
 
 
-def logged(log: bytes):
-    """The protobuf records of a .wandb file: LevelDB's log format behind a header of 7 bytes."""
-    from wandb.proto import wandb_internal_pb2
-
-    assert log[:4] == b":W&B"
-    at, parts = 7, []
-    while at + 7 <= len(log):
-        left = 32768 - at % 32768
-        if left < 7:  # the rest of a block is padding
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", log[at : at + 7])
-        parts.append(log[at + 7 : at + 7 + length])
-        at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(b"".join(parts))
-            parts = []
-            yield record
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"mode": "onlin"}, "unknown tracker.mode 'onlin': did you mean online or offline?"),
+        ({"timeout": 0}, "tracker.timeout must be seconds, at least 1, not 0"),
+        ({"timeout": "long"}, "tracker.timeout must be"),
+    ],
+)
+def test_a_setting_that_cannot_work(wrong, message):
+    with pytest.raises(UserError) as caught:
+        tracking.check(TRACKER | wrong)
+    assert message in str(caught.value)
 
 
-def test_an_offline_run_holds_the_summary(run_dir):
-    track(run_dir, OFFLINE)
-    (log,) = run_dir.glob("wandb/offline-run-*/*.wandb")
-    values = {
-        item.key or "/".join(item.nested_key): json.loads(item.value_json)
-        for record in logged(log.read_bytes())
-        for item in record.summary.update
-    }
-    assert values["overall/speedup"] == 1.5 and values["tasks/qa/questions"] == 2
-    assert "overall/mbsu" not in values
+def test_a_run_names_itself(runs, tmp_path):
+    assert run_id(runs[0]) != run_id(runs[1])
+    copy = tmp_path / runs[0].name
+    copy.mkdir()
+    (copy / store.RECORDS).write_bytes((runs[0] / store.RECORDS).read_bytes())
+    assert run_id(copy) == run_id(runs[0])
+    (copy / store.RECORDS).write_bytes((runs[1] / store.RECORDS).read_bytes())
+    assert run_id(copy) != run_id(runs[0])
 
 
-def test_a_failing_tracker_is_one_line(run_dir, capsys):
-    track(run_dir, OFFLINE | {"mode": "no such mode"})
+def test_a_failing_tracker_is_one_line(run_dir, capsys, monkeypatch):
+    (run_dir / store.STEPS).write_bytes(b"not a table")
+    before = digests(run_dir)
+    assert not tracking.track(run_dir, OFFLINE)
     error = capsys.readouterr().err
-    assert "is not tracked" in error and "Traceback" not in error
+    assert error.startswith("warning: not logged (ArrowInvalid: ") and error.count("\n") == 1
+    assert error.endswith(f"to log it later: python -m specbench.tracking log {run_dir}\n")
+    assert "Traceback" in (run_dir / "wandb" / "offline.log").read_text()
+    assert digests(run_dir) == before
+
+
+def test_a_process_that_dies_is_one_line(run_dir, capsys, monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert not tracking.track(run_dir, OFFLINE)
+    assert "warning: not logged (exit code -9, see " in capsys.readouterr().err
+
+
+def test_a_service_that_never_answers(run_dir, capsys, environment):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with as_user(environment | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}):
+            assert tracking.track(run_dir, TRACKER | {"timeout": 2})
+    assert capsys.readouterr().out.startswith("logged offline (no end within 2 s); to upload it: wandb sync ")
+
+
+def test_ctrl_c_leaves_a_hint(run_dir, environment):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        words = [sys.executable, "-m", "specbench.tracking", "log", str(run_dir)]
+        user = environment | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a test in the background ignores it
+        child = subprocess.Popen(
+            words, cwd=store.ROOT, env=user, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+        )
+        silent.settimeout(TIMEOUT)
+        with silent.accept()[0]:  # it has asked, and waits
+            child.send_signal(signal.SIGINT)
+            _, error = child.communicate(timeout=TIMEOUT)
+    assert child.returncode == 130
+    assert f"stopped, not logged; to log it later: python -m specbench.tracking log {run_dir}" in error
+
+
+def test_secrets_stay_here(tmp_path):
+    from specbench.report.wandb_run import artifact
+
+    run_dir = finished_run(tmp_path, answered(1), tracker=OFFLINE | {"api_key": "open sesame"})
+    (entry,) = [e for e in artifact(run_dir).manifest.entries.values() if e.path == store.CONFIG]
+    sent = Path(entry.local_path).read_text()
+    assert "open sesame" not in sent and "api_key: '***'" in sent
+    assert "open sesame" in (run_dir / store.CONFIG).read_text()

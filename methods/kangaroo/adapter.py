@@ -55,7 +55,8 @@ class Adapter(nn.Module):
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for the one attention layer."""
-        return KVCache(*self._cache_shape(), capacity, self.norm.weight.device, self.norm.weight.dtype)
+        layers, *shape = self._cache_shape()
+        return KVCache([self.norm.weight.device] * layers, *shape, capacity, self.norm.weight.dtype)
 
     def new_rows(self, rows: int, capacity: int) -> RowCache:
         """The same for `rows` sequences."""

@@ -8,6 +8,7 @@ tree path is one gather over all layers. The stock `DynamicCache` copies the who
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -15,35 +16,32 @@ FAR = 2**62  # the position of a column that holds nothing: behind every token
 
 
 class KVCache:
-    """Keys and values of `layers` attention layers for one sequence.
+    """Keys and values of attention layers for one sequence.
 
-    data: [layers, 2, 1, kv_heads, capacity, head_dim]; `lengths[i]` positions of layer i are valid. Layers may hold
-    different lengths while a drafter has run only the first of them.
+    `lengths[i]` positions of layer i are valid. Layers may hold different lengths while a drafter has run only the
+    first of them. devices: where each layer is; those that follow one another on one device share a tensor of `parts`,
+    [layers, 2, 1, kv_heads, capacity, head_dim].
     """
 
     is_compileable = False  # read by transformers' mask code when a whole model is called with this cache
 
     def __init__(
-        self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, devices: list[torch.device], kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype
     ):
-        self._hold(torch.zeros(layers, 2, 1, kv_heads, capacity, head_dim, device=device, dtype=dtype))
+        shape = (2, 1, kv_heads, capacity, head_dim)
+        runs = ((device, len(list(run))) for device, run in groupby(devices))
+        self._hold([torch.zeros(layers, *shape, device=device, dtype=dtype) for device, layers in runs])
 
     @classmethod
     def over(cls, data: torch.Tensor) -> KVCache:
-        """An empty cache that lives in `data`, of the shape of `KVCache.data` with any strides."""
+        """An empty cache that lives in `data`, of the shape of a tensor of `KVCache` with any strides."""
         cache = cls.__new__(cls)
-        cache._hold(data)
+        cache._hold([data])
         return cache
 
-    def _hold(self, data: torch.Tensor) -> None:
-        self.data = data
-        self.lengths = [0] * data.shape[0]
+    def _hold(self, parts: list[torch.Tensor]) -> None:
+        self.parts = parts
+        self.lengths = [0] * sum(part.shape[0] for part in parts)
         self._reserved = (0, 0, 0, 0)  # first layer, last + 1, positions before the pass and in it
         self._whole: tuple[torch.Tensor, ...] = ()  # keys and values of one reserved layer after the other
         self._new: tuple[torch.Tensor, ...] = ()  # their part that the pass fills
@@ -51,7 +49,7 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """Positions that fit."""
-        return self.data.shape[4]
+        return self.parts[0].shape[4]
 
     def reserve(self, lo: int, hi: int, n: int) -> None:
         """Prepares a pass that appends `n` positions to each of the layers [lo, hi), which hold equally many.
@@ -59,9 +57,12 @@ class KVCache:
         The views of all layers are made at once: made in every layer anew they cost more than the copy of a row.
         """
         start = self.lengths[lo]
-        flat = self.data[lo:hi].flatten(0, 1)
-        self._whole = flat.narrow(3, 0, start + n).unbind(0)
-        self._new = flat.narrow(3, start, n).unbind(0)
+        self._whole, self._new, first = (), (), 0
+        for part in self.parts:
+            flat = part[max(lo - first, 0) : max(hi - first, 0)].flatten(0, 1)
+            self._whole += flat.narrow(3, 0, start + n).unbind(0)
+            self._new += flat.narrow(3, start, n).unbind(0)
+            first += part.shape[0]
         self._reserved = (lo, hi, start, n)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
@@ -90,7 +91,8 @@ class KVCache:
         path: [n] increasing indices, the accepted path through a tree that was appended at `start`.
         """
         n = path.shape[0]
-        self.data.narrow(4, start, n).copy_(self.data.index_select(4, path + start))
+        for part in self.parts:
+            part.narrow(4, start, n).copy_(part.index_select(4, (path + start).to(part.device)))
         self.lengths = [start + n] * len(self.lengths)
 
 

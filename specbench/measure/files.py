@@ -1,10 +1,16 @@
-"""Files that appear complete or not at all, and their checksums."""
+"""Files that appear complete or not at all, their checksums, and folders that one process has to itself."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from specbench.errors import UserError
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -24,3 +30,28 @@ def file_sha256(path: Path) -> str:
     """Hex digest of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def new_folder(root: Path, label: str) -> Path:
+    """Makes `root/<date>_<time>_<label>`, which was not there before; such names sort by time."""
+    while True:
+        folder = root / f"{time.strftime('%Y-%m-%d_%H%M%S')}_{label}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # made within this very second
+            time.sleep(0.1)
+
+
+@contextmanager
+def held(folder: Path, doing: str) -> Iterator[None]:
+    """Holds a folder for this process alone; a killed process frees it.
+
+    Raises UserError when another process holds it. doing: what a holder does with it, such as "measured".
+    """
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{folder} is being {doing} by another process: let it end first") from error
+        yield

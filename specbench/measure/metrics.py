@@ -19,6 +19,18 @@ SCHEMA = 3
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
 NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats")
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
+QUESTION_COLUMNS = {
+    "question_id": "int64",
+    "task": "str",
+    "tokens": "float64",
+    "baseline_seconds": "float64",
+    "method_seconds": "float64",
+    "speedup": "float64",
+    "acceptance_length": "float64",
+    "acceptance_rate": "float64",
+    "verdict": "object",
+    "error": "object",
+}
 BATCHING = ("occupancy", "alignment_share", "group_rate", "align_seconds")
 
 
@@ -112,6 +124,43 @@ def numbers(
         "overlap": overlap(rounds),
         "equivalence": equivalence(records),
     }
+
+
+def by_question(records: list[dict], reference: str, batched: bool) -> pd.DataFrame:
+    """One row per question, in the order of their ids: QUESTION_COLUMNS; one that failed has its `error`, no numbers.
+
+    tokens: of the method, summed over the turns, mean of the repeats. baseline_seconds (of the arm `reference`),
+    method_seconds: those that a speedup compares (see `paired_seconds`); their sums over all questions give the
+    overall one. batched: a round belongs to all its rows, so that a question has no time of its own. verdict: the
+    worst of its turns.
+    """
+    generations, steps = generations_frame(records), steps_frame(records)
+    turns = turn_means(generations)
+    tokens = turns["tokens", "method"].groupby("question_id").sum(min_count=1)
+    seconds = paired_seconds(turns, reference)
+    rounds = dict(list(steps[steps["arm"] == "method"].groupby("question_id")))
+    rows = []
+    for record in sorted(records, key=lambda record: record["question_id"]):
+        number = record["question_id"]
+        timed = number in seconds.index and not batched
+        baseline, method = seconds.loc[number] if timed else (None, None)
+        own = rounds.get(number, steps.iloc[:0])
+        verdicts = [turn["equivalence"]["verdict"] for turn in record["turns"]]
+        rows.append(
+            (
+                number,
+                record["task"],
+                tokens.get(number),
+                baseline,
+                method,
+                _ratio(baseline, method) if timed else None,
+                acceptance_length(own),
+                acceptance_rate(own),
+                max(filter(None, verdicts), key=VERDICTS.index, default=None),
+                record["error"],
+            )
+        )
+    return pd.DataFrame(rows, columns=list(QUESTION_COLUMNS), dtype=object).astype(QUESTION_COLUMNS)
 
 
 def baseline_numbers(records: list[dict], facts: dict) -> dict:

@@ -343,7 +343,12 @@ def main() -> int:
     """The command line: one argument, the run folder."""
     if len(sys.argv) != 2:
         raise UserError("usage: python -m specbench.measure.runner RUN_DIR")
-    return run(Path(sys.argv[1]))
+    run_dir = Path(sys.argv[1])
+    try:
+        return run(run_dir)
+    except Exception as error:
+        store.note_failure(run_dir, str(error) if isinstance(error, UserError) else reason(error))
+        raise
 
 
 if __name__ == "__main__":

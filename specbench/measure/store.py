@@ -7,7 +7,6 @@ Truth is `records.jsonl`, one line per finished question; all that `finalise` wr
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -15,7 +14,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,12 +25,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from specbench.errors import UserError
 from specbench.measure import metrics
-from specbench.measure.files import write_atomic
+from specbench.measure.files import held, new_folder, write_atomic
 from specbench.measure.frames import steps_frame
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"
 RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
+FAILURE = "failure.json"  # why the last attempt ended early
 ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
 NOT_MEASURING = ("specbench/report", "specbench/tiny")  # code that may change while a run is interrupted
 NOT_MEASURED = ("run_dir", "runs_root", "tracker")  # configuration that does not change what is measured
@@ -40,10 +40,11 @@ NOT_MEASURED = ("run_dir", "runs_root", "tracker")  # configuration that does no
 # -- finding and making a folder
 
 
-def find_or_create(config: Mapping) -> Path:
+def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
     """The folder to measure `config` in: its `run_dir`, or else the newest that can go on, or a new one.
 
-    A folder can go on while it has no summary, and was made for the same configuration by the same code.
+    A folder can go on while it has no summary, and was made for the same configuration by the same code;
+    `taken` are folders that other jobs have, whatever their state.
     Raises UserError when `run_dir` is a folder that cannot go on, or that holds other things.
     """
     config = _plain(config)
@@ -52,9 +53,36 @@ def find_or_create(config: Mapping) -> Path:
         return _given_folder(Path(config["run_dir"]), config, code)
     root = Path(config["runs_root"])
     for run_dir in sorted(root.glob(f"*_{config_hash(config)}"), reverse=True):  # names begin with the date
-        if not is_complete(run_dir) and _difference(run_dir, config, code) is None:
+        free = run_dir not in taken and not is_complete(run_dir)
+        if free and _difference(run_dir, config, code) is None:
             return run_dir
-    return _start(_new_folder(root, config), config, code)
+    return _start(new_folder(root, _label(config)), config, code)
+
+
+def is_measured(run_dir: Path, config: Mapping) -> bool:
+    """Whether a folder holds all of `config`, measured by this very code, and none of its questions failed."""
+    if not is_complete(run_dir) or read_json(run_dir / SUMMARY)["status"] != "complete":
+        return False
+    return _difference(run_dir, _plain(config), {"source_sha256": source_sha256()}) is None
+
+
+def note_failure(run_dir: Path, why: str) -> None:
+    """Leaves a note of what ended an attempt, for whoever asked for the run."""
+    if run_dir.is_dir():
+        write_json(run_dir / FAILURE, {"reason": " ".join(why.split())})
+
+
+def why_failed(run_dir: Path) -> str | None:
+    """One line: what ended the last attempt at a run, or which questions failed; None if neither is known."""
+    if (run_dir / FAILURE).exists():
+        return read_json(run_dir / FAILURE)["reason"]
+    records = read_records(run_dir)
+    failed = [record for record in records if record["error"] is not None]
+    if not failed:
+        return None
+    first = failed[0]
+    share = f"{len(failed)} of {len(records)} questions failed"
+    return f"{share}, the first, {first['question_id']}, with {first['error']}"
 
 
 def config_hash(config: Mapping) -> str:
@@ -93,16 +121,9 @@ def _canonical(config: dict) -> str:
     return json.dumps({k: v for k, v in config.items() if k not in NOT_MEASURED}, sort_keys=True)
 
 
-def _new_folder(root: Path, config: dict) -> Path:
+def _label(config: dict) -> str:
     parts = [config[group]["name"] for group in ("method", "pair", "task")]
-    label = "_".join(re.sub(r"[^\w.-]+", "-", str(part)) for part in parts)
-    while True:
-        run_dir = root / f"{time.strftime('%Y-%m-%d_%H%M%S')}_{label}_{config_hash(config)}"
-        try:
-            run_dir.mkdir(parents=True)
-            return run_dir
-        except FileExistsError:  # made within this very second
-            time.sleep(0.1)
+    return "_".join([*(re.sub(r"[^\w.-]+", "-", str(part)) for part in parts), config_hash(config)])
 
 
 def _start(run_dir: Path, config: dict, code: dict) -> Path:
@@ -162,11 +183,7 @@ def open_journal(run_dir: Path) -> Iterator[Journal]:
 
     Raises UserError when another process holds it, or when the journal is damaged elsewhere than at its end.
     """
-    with open(run_dir / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{run_dir} is being measured by another process: let it end first") from error
+    with held(run_dir, "measured"):
         records, whole = _read(run_dir / RECORDS)
         if not whole:
             lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)

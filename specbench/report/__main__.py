@@ -13,6 +13,7 @@ from rich.text import Text
 
 from specbench.errors import one_line_errors
 from specbench.report import claims, compare, formats, page, plots, tables
+from specbench.report.beside import published_tables
 from specbench.report.runs import LeftOut, Run, differing_by_pair, finished_runs, is_run, summary_frame
 
 ALONE = 6  # so many runs are also shown one by one
@@ -24,12 +25,14 @@ def report(runs: list[Run], left_out: list[LeftOut], out: Path, first: list[Tabl
     side_by_side = [*first, *tables.overview(run.summary for run in runs)]
     drawn = plots.figures(runs)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "tables.md").write_text("\n".join(map(formats.markdown, side_by_side)), encoding="utf-8")
-    (out / "tables.tex").write_text("\n".join(map(formats.latex, side_by_side)), encoding="utf-8")
+    published = published_tables(dict.fromkeys(run.summary["method"] for run in runs))
+    every = [*side_by_side, *published]
+    (out / "tables.md").write_text("\n".join(map(formats.markdown, every)), encoding="utf-8")
+    (out / "tables.tex").write_text("\n".join(map(formats.latex, every)), encoding="utf-8")
     summary_frame(runs).to_csv(out / "runs.csv", index=False)
     images = plots.save(drawn, out / "plots")
     notes = [*tables.cautions(runs), *differing_by_pair(runs)]
-    whole = page.page(runs, left_out, side_by_side, images, notes, [])
+    whole = page.page(runs, left_out, side_by_side, images, notes, published)
     (out / "index.html").write_text(whole, encoding="utf-8")
     return out / "index.html"
 

@@ -19,13 +19,15 @@ LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Cells:
-    """The content of a table as text: `rows` of cells, and for each cell the style that it has in a terminal."""
+    """The content of a table as text: `rows` of cells, for each cell the style that it has in a terminal, and for each
+    column whether it stands to the right."""
 
     title: str
     caption: str
     heads: list[str]
     rows: list[list[str]]
     styles: list[list[str]]
+    right: list[bool]
 
 
 def cells(table: Table) -> Cells:
@@ -33,26 +35,28 @@ def cells(table: Table) -> Cells:
     columns = [list(column.cells) for column in table.columns]
     rows = [list(row) for row in zip(*columns)]
     row_styles = [str(row.style or "") for row in table.rows]
+    styles = [
+        [" ".join(filter(None, (_style(cell), style))) for cell in row]
+        for row, style in zip(rows, row_styles)
+    ]
     return Cells(
-        " ".join(_lines(table.title)),
-        "; ".join(_lines(table.caption)),
-        [_head(column.header) for column in table.columns],
-        [[_plain(cell) for cell in row] for row in rows],
-        [
-            [" ".join(filter(None, (_style(cell), style))) for cell in row]
-            for row, style in zip(rows, row_styles)
-        ],
+        title=" ".join(_lines(table.title)),
+        caption="; ".join(_lines(table.caption)),
+        heads=[_head(column.header) for column in table.columns],
+        rows=[[_plain(cell) for cell in row] for row in rows],
+        styles=styles,
+        right=[column.justify == "right" for column in table.columns],
     )
 
 
 def markdown(table: Table) -> str:
-    """A table of GitHub's Markdown behind its title; the first column is to the left, the others to the right."""
+    """A table of GitHub's Markdown behind its title."""
     content = cells(table)
     rows = [
         [f"**{cell}**" if WRONG in style else cell for cell, style in zip(row, styles)]
         for row, styles in zip(content.rows, content.styles)
     ]
-    lines = [content.heads, ["---", *["---:"] * (len(content.heads) - 1)], *rows]
+    lines = [content.heads, ["---:" if right else "---" for right in content.right], *rows]
     shown = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
     return (
         "\n".join([f"**{content.title}**", "", *shown, *(["", content.caption] if content.caption else [])])
@@ -70,7 +74,7 @@ def latex(table: Table) -> str:
         ]
         for both in zip(content.rows, content.styles)
     ]
-    layout = "l" + "r" * (len(content.heads) - 1)
+    layout = "".join("r" if right else "l" for right in content.right)
     frame = pd.DataFrame(rows, columns=range(len(content.heads)))  # heads may be alike
     text = frame.style.hide(axis="index").format_index(lambda i: _latex_text(content.heads[i]), axis=1)
     caption = _latex_text("; ".join(filter(None, (content.title, content.caption))))
@@ -80,9 +84,12 @@ def latex(table: Table) -> str:
 def html(table: Table) -> str:
     """A table of a page. Cells that warn (a violation) or tell a verdict keep a class for their style."""
     content = cells(table)
-    heads = "".join(f"<th>{escape.escape(head)}</th>" for head in content.heads)
+    sides = ["" if right else "left" for right in content.right]
+    heads = "".join(
+        f'<th class="{side}">{escape.escape(head)}</th>' for head, side in zip(content.heads, sides)
+    )
     rows = "".join(
-        "<tr>" + "".join(_cell(text, style) for text, style in zip(row, styles)) + "</tr>"
+        "<tr>" + "".join(map(_cell, row, styles, sides)) + "</tr>"
         for row, styles in zip(content.rows, content.styles)
     )
     caption = f"<p>{escape.escape(content.caption)}</p>" if content.caption else ""
@@ -92,11 +99,12 @@ def html(table: Table) -> str:
     )
 
 
-def _cell(text: str, style: str) -> str:
+def _cell(text: str, style: str, side: str) -> str:
     ground = style.partition(" on ")[2]
     colour = f' style="background:{ground};color:{style.split()[0]}"' if ground else ""
-    words = [word for word in ("red", "green", "bold", "dim") if word in style.split()]
-    kind = f' class="{" ".join(words)}"' if words and not ground else ""
+    words = [word for word in ("red", "green", "bold", "dim") if word in style.split() and not ground]
+    words += [side] if side else []
+    kind = f' class="{" ".join(words)}"' if words else ""
     return f"<td{kind}{colour}>{escape.escape(text)}</td>"
 
 

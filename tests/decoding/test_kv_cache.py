@@ -9,6 +9,11 @@ from hypothesis import strategies as st
 from specbench.decoding.kv_cache import KVCache
 
 LAYERS, CAPACITY = 2, 32
+CPU = torch.device("cpu")
+SPREAD = [
+    CPU,
+    torch.device("cpu:0"),
+]  # the same place under two names, as far as a cache can know two devices
 
 operations = st.lists(
     st.one_of(
@@ -20,10 +25,11 @@ operations = st.lists(
 )
 
 
-@given(operations)
+@given(operations, st.sampled_from([[CPU] * LAYERS, SPREAD]))
 @settings(max_examples=200)
-def test_cache_behaves_like_a_list(ops):
-    cache = KVCache(LAYERS, 2, 3, CAPACITY, torch.device("cpu"), torch.float32)
+def test_cache_behaves_like_a_list(ops, devices):
+    cache = KVCache(devices, 2, 3, CAPACITY, torch.float32)
+    assert len(cache.parts) == len(set(devices))
     rows: list[float] = []
     stamp = 0.0
     for op, number in ops:
@@ -45,25 +51,26 @@ def test_cache_behaves_like_a_list(ops):
             cache.keep(start, torch.tensor(path, dtype=torch.int64))
             rows = rows[:start] + [rows[start + i] for i in path]
         assert cache.lengths == [len(rows)] * LAYERS
-        assert cache.data[:, 0, 0, 0, : len(rows), 0].tolist() == [
+        assert torch.cat(cache.parts)[:, 0, 0, 0, : len(rows), 0].tolist() == [
             [r + i for r in rows] for i in range(LAYERS)
         ]
 
 
 def test_rolling_back_moves_no_data_and_layers_may_differ():
-    cache = KVCache(3, 1, 1, 8, torch.device("cpu"), torch.float32)
+    cache = KVCache([CPU] * 3, 1, 1, 8, torch.float32)
     row = torch.ones(1, 1, 4, 1)
     cache.update(row, row, 0)
     cache.update(row[:, :, :2], row[:, :, :2], 1)
-    before = cache.data.data_ptr(), cache.data.clone()
+    (data,) = cache.parts
+    before = data.data_ptr(), data.clone()
     cache.truncate(3)
     assert cache.lengths == [3, 2, 0]
-    assert cache.data.data_ptr() == before[0] and torch.equal(cache.data, before[1])
+    assert cache.parts[0].data_ptr() == before[0] and torch.equal(data, before[1])
 
 
 def test_a_pass_after_a_roll_back_that_ends_where_the_last_one_ended():
     """Two positions, one taken back, one new: the views of the first pass do not fit the second."""
-    cache = KVCache(1, 2, 4, 16, torch.device("cpu"), torch.float32)
+    cache = KVCache([CPU], 2, 4, 16, torch.float32)
     first, last = torch.randn(1, 2, 2, 4), torch.randn(1, 2, 1, 4)
     cache.update(first, first, 0)
     cache.truncate(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specbench.decoding.draft import Draft, Resume
-from specbench.decoding.target import Target
+from specbench.decoding.target import Target, by_columns
 from specbench.errors import UserError
 from tests.decoding.helpers import random_pair
 from tests.models import ARCHITECTURES, random_model
@@ -34,6 +34,17 @@ def test_check_refuses_shifted_positions(arch, monkeypatch):
         monkeypatch.setattr(Target, name, shifted)
     with pytest.raises(UserError, match="cannot be driven layer by layer"):
         Target(random_pair(arch).target).check()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_layers_spread_over_devices(arch, monkeypatch):
+    """Two names of one device stand for two devices: what moves from one to the other is the same."""
+    model = random_pair(arch).target
+    places = {id(layer): f"cpu{':0' * (i > 0)}" for i, layer in enumerate(Target(model).layers)}
+    monkeypatch.setattr("specbench.decoding.target.device_of", lambda layer: torch.device(places[id(layer)]))
+    target = Target(model)
+    assert len(target.new_cache(8).parts) == 2
+    target.check()
 
 
 def test_check_refuses_a_model_that_does_more_than_its_parts():
@@ -112,6 +123,19 @@ def test_logits_can_be_cut_to_the_ids_that_count():
     assert Target(model, vocab_size=50).head(hidden).shape == (1, 2, 50)
 
 
+def test_driven_layers_share_weights_and_hooks_with_the_model():
+    model = random_model("llama", 0)
+    theirs = model.model.layers[0].mlp.up_proj
+    target = Target(model)
+    ours = target.layers[0].mlp.up_proj
+    assert ours.weight is theirs.weight and {"weight", "bias"} <= vars(ours).keys()
+    assert not {"weight", "bias"} & vars(theirs).keys(), "the model itself stays as it is"
+    seen = []
+    theirs.register_forward_hook(lambda *_: seen.append(1))
+    target.run_layers(target.embed(torch.tensor([[1, 2]])), target.new_cache(2))
+    assert seen == [1]
+
+
 def test_weights_are_laid_out_by_columns_and_stay_what_they_are():
     model = random_model("llama", 0, tie_word_embeddings=True)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -124,3 +148,11 @@ def test_weights_are_laid_out_by_columns_and_stay_what_they_are():
     with torch.no_grad():
         model.lm_head.weight.mul_(2)  # a weight that is trained on must not leave a stale copy behind
     assert torch.allclose(target.unembed(hidden), model.lm_head(hidden), atol=1e-5)
+
+
+def test_columns_do_not_begin_a_whole_number_of_pages_apart():
+    weight = torch.randn(2048, 24)
+    laid = by_columns(weight)
+    assert torch.equal(laid, weight) and laid.stride(0) == 1 and laid.stride(1) * 4 % 4096
+    assert by_columns(laid) is laid
+    assert by_columns(torch.randn(24, 2048)).stride() == (1, 24)

@@ -129,6 +129,36 @@ def test_numbers_of_one_question_by_hand():
     assert baseline["bandwidth_fraction"] == pytest.approx(4.4 * 1000 / 1e6)
 
 
+def test_questions_by_hand():
+    """One exact question of two turns, two repeats each; one that failed; one whose second turn is a violation."""
+    method = [generation([2, 5], seconds=1.0), generation([2, 5], seconds=2.0)]  # 10 tokens
+    plain = [generation([0] * 9, seconds=4.0, drafted=0)] * 2
+    two = [turn(i, baseline=plain, method=method) for i in range(2)]
+    ties = [turn(0, TIE, baseline=plain, method=method), turn(1, VIOLATION, baseline=plain, method=method)]
+    records = [record(7, "rag", turns=two), record(3, error="no room"), record(5, turns=ties)]
+    found = metrics.by_question(records, "baseline", batched=False)
+    assert list(found["question_id"]) == [3, 5, 7] and list(found["task"]) == ["qa", "qa", "rag"]
+    assert list(found["verdict"]) == [None, "violation", "exact"]
+    assert list(found["error"]) == ["no room", None, None]
+    numbers = found.loc[2, "tokens":"acceptance_rate"]
+    assert list(numbers) == pytest.approx([20, 8.0, 3.0, 8 / 3, 9 / 2, 7 / 10])
+    assert found.loc[0, "tokens":"acceptance_rate"].isna().all()
+    batched = metrics.by_question(records, "baseline", batched=True)
+    assert batched[["baseline_seconds", "method_seconds", "speedup"]].isna().all(axis=None)
+    assert batched.loc[2, "acceptance_length"] == 4.5
+    empty = metrics.by_question([], "baseline", batched=False)
+    assert list(empty) == list(found) and empty.empty
+    assert metrics.by_question([record(1, error="no room")], "baseline", False)["tokens"].isna().all()
+
+
+@settings(deadline=None, max_examples=10)
+@given(questions())
+def test_questions_add_up_to_the_whole(records):
+    found, whole = metrics.by_question(records, "baseline", batched=False), overall(records)
+    assert found["baseline_seconds"].sum() / found["method_seconds"].sum() == pytest.approx(whole["speedup"])
+    assert found["tokens"].sum() == whole["tokens"] and len(found) == whole["questions"]
+
+
 def test_the_summary_has_the_keys_that_others_read():
     found = metrics.summary([answered(1), answered(2, "rag")], FACTS, CONFIG)
     assert {

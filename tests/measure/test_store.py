@@ -98,6 +98,32 @@ def test_a_finished_folder_is_left_and_the_newest_unfinished_is_found(config, ru
     assert store.find_or_create(config) == second
 
 
+def test_a_folder_that_another_job_has_is_not_found(config, run_dir):
+    assert store.find_or_create(config, taken=[run_dir]) != run_dir
+
+
+def test_measured_is_what_this_code_completed_without_failures(config, run_dir, monkeypatch):
+    assert not store.is_measured(run_dir, config)
+    append(run_dir, answered(1))
+    store.finalise(run_dir)
+    assert store.is_measured(run_dir, config)
+    assert not store.is_measured(run_dir, config | {"seed": 7})
+    failed = store.find_or_create(config)
+    store.write_json(failed / store.FACTS, FACTS)
+    append(failed, answered(1), record(2, error="out of memory"))
+    store.finalise(failed)
+    assert not store.is_measured(failed, config)
+    assert store.why_failed(failed) == "1 of 2 questions failed, the first, 2, with out of memory"
+    monkeypatch.setattr(store, "source_sha256", lambda: "other")
+    assert not store.is_measured(run_dir, config)
+
+
+def test_what_ended_an_attempt_is_one_line(run_dir):
+    assert store.why_failed(run_dir) is None
+    store.note_failure(run_dir, "two\n  lines")
+    assert store.why_failed(run_dir) == "two lines"
+
+
 def test_a_given_folder_is_used(config, tmp_path):
     given = config | {"run_dir": str(tmp_path / "mine")}
     run_dir = store.find_or_create(given)

@@ -1,0 +1,210 @@
+"""Hydra launchers: where the jobs of a sweep are measured, `hydra/launcher=NAME` with conf/hydra/launcher/NAME.yaml.
+
+A job is a run folder, and what another machine does for it is `python -m specbench.measure.runner RUN_DIR`. Composing,
+checking, printing and remembering stay in the process of the command, so that nothing is lost with a job that is
+killed. All machines see the same files.
+
+Why not Hydra's own launchers for submitit (1.2.0) and Ray (1.2.2): they wait for one job after the other and give up at
+the first that was killed; the one starts all local jobs at once, and the other cannot be installed beside what is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from specbench.errors import UserError, reason
+
+POLL_SECONDS = 1
+
+
+class SweepLauncher(Launcher):
+    """Composes the jobs of a sweep and hands them over together, to be measured where `place` does that."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.command, self.config = task_function, config
+        self.loader = hydra_context.config_loader
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from specbench.sweeps import Job  # late: every program that uses Hydra looks at its plugins
+
+        jobs = [Job(list(overrides), self._compose(list(overrides))) for overrides in job_overrides]
+        self.command.sweep(jobs, self.place)
+        return [
+            JobReturn(job.overrides, job.cfg, status=JobStatus.COMPLETED, _return_value=job.code)
+            for job in jobs
+        ]
+
+    def _compose(self, overrides: list[str]) -> DictConfig:
+        cfg = self.loader.load_sweep_config(self.config, overrides)
+        with read_write(cfg), open_dict(cfg):
+            del cfg["hydra"]
+        return cfg
+
+    @abstractmethod
+    def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+        """As `specbench.sweeps.Place`."""
+
+
+class Local(SweepLauncher):
+    """On this machine, one after the other."""
+
+    def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+        from specbench.bench import here
+
+        return here(run_dirs, logs)
+
+
+class Submitit(SweepLauncher):
+    """Through submitit, with the parameters of Hydra's own launcher for it."""
+
+    cluster: str
+    at_once: int | None  # jobs that are submitted together, the next when these are done; None: all
+    common = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name")
+
+    def __init__(self, **parameters):
+        plain = OmegaConf.to_container(OmegaConf.create(parameters))
+        self.parameters = {k if k in self.common else f"{self.cluster}_{k}": v for k, v in plain.items()}
+
+    def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+        from specbench.bench import measure
+        from specbench.processes import heeding_sigterm
+
+        submitit = _package("submitit", "slurm")
+        try:
+            executor = submitit.AutoExecutor(logs / "submitit" / "%j", cluster=self.cluster)
+            executor.update_parameters(**self.parameters)
+        except (
+            AssertionError,
+            NameError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # no Slurm, an unknown parameter
+            raise UserError(f"hydra/launcher=submitit_{self.cluster}: {error}") from error
+        left = iter(run_dirs)
+        with heeding_sigterm():
+            while group := list(islice(left, self.at_once)):
+                submitted = executor.map_array(partial(measure, logged=True), group)
+                print(f"{len(group)} jobs submitted; logs are in {logs}", file=sys.stderr)
+                of_job = dict(zip(submitted, group))
+                try:
+                    for job in submitit.helpers.as_completed(submitted, poll_frequency=POLL_SECONDS):
+                        yield of_job.pop(job), *_outcome(job)
+                finally:
+                    for job in of_job:
+                        job.cancel()
+
+
+class SubmititSlurm(Submitit):
+    """Under Slurm, as one array."""
+
+    cluster, at_once = "slurm", None
+
+
+class SubmititLocal(Submitit):
+    """On this machine in Slurm's manner."""
+
+    cluster, at_once = "local", 1
+
+
+def _outcome(job) -> tuple[int, str | None]:
+    """Exit code of a submitit job that is done, and what became of it if it was lost."""
+    try:
+        return job.result(), None
+    except Exception as error:  # noqa: BLE001 - whatever it died of, it is this job's reason
+        return 1, f"the job was lost ({type(error).__name__}, {job.state}); see {job.paths.folder}"
+
+
+class Ray(SweepLauncher):
+    """On the nodes of a Ray cluster. A job has all processors and GPUs of its node, so that no two share one.
+
+    address: as of ray.init; None: $RAY_ADDRESS, or the cluster that this machine belongs to.
+    """
+
+    def __init__(self, address: str | None):
+        self.address = address
+
+    def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+        from specbench.processes import heeding_sigterm
+
+        ray = _package("ray", "ray")
+        self._connect(ray)
+        task = ray.remote(max_retries=0)(measure_on_node)
+        here = (os.getcwd(), os.environ.get("OMP_NUM_THREADS"))
+        left, running, lost = iter(run_dirs), {}, set()
+        with heeding_sigterm():
+            try:
+                while True:
+                    busy = {node for _, node in running.values()}
+                    idle = [node for node in _nodes(ray) if node["NodeID"] not in busy | lost]
+                    for node, run_dir in zip(idle, left):
+                        reference = task.options(**_whole(ray, node)).remote(run_dir, *here)
+                        running[reference] = run_dir, node["NodeID"]
+                    if not running:
+                        break
+                    done, _ = ray.wait(list(running), timeout=POLL_SECONDS)
+                    for reference in done:
+                        run_dir, node = running.pop(reference)
+                        try:
+                            yield run_dir, ray.get(reference), None
+                        except ray.exceptions.RayError as error:
+                            lost.add(node)
+                            yield run_dir, 1, f"the job was lost: {reason(error)}"
+            finally:
+                for reference in running:
+                    ray.cancel(reference, force=True)
+                ray.shutdown()
+        for run_dir in left:
+            yield run_dir, 1, "no node of the Ray cluster is left"
+
+    def _connect(self, ray: ModuleType) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
+        try:
+            ray.init(self.address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, ValueError) as error:
+            raise UserError(f"hydra.launcher.address={self.address}: {reason(error)}") from error
+
+
+def _nodes(ray: ModuleType) -> list[dict]:
+    """The nodes of the cluster that are there and take tasks."""
+    return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+
+
+def _whole(ray: ModuleType, node: dict) -> dict:
+    """Options of a task that has a node to itself."""
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    has = node["Resources"]
+    return {"num_cpus": has["CPU"], "num_gpus": has.get("GPU", 0), "scheduling_strategy": strategy}
+
+
+def measure_on_node(run_dir: Path, folder: str, threads: str | None) -> int:
+    """What a Ray worker does for a job: measures in the folder and with the threads of the command, where Ray would
+    choose others. threads: $OMP_NUM_THREADS."""
+    from specbench.bench import measure
+
+    os.chdir(folder)
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = threads
+    return measure(run_dir, logged=True)
+
+
+def _package(name: str, extra: str) -> ModuleType:
+    """Raises UserError when an optional package is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        how = f"pip install -c constraints.txt -e '.[{extra}]'"
+        raise UserError(f"this launcher needs {name}, which is not installed: {how}") from error

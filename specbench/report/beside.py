@@ -1,0 +1,69 @@
+"""What the papers say of the methods that were run, as tables of their own: beside measured rows, never among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
+
+from specbench.questions import TASKS
+from specbench.report.published import NUMBERS, OVERALL, Published, beside
+from specbench.report.tables import SHORT, STYLE, UNKNOWN
+
+# What the figures of one row of a table have in common.
+ROW = ("method", "paper", "target", "draft", "hardware", "setting", "against", "hand")
+
+
+def published_tables(methods: Iterable[str]) -> list[Table]:
+    """Published figures of the methods: on Spec-Bench's tasks in Spec-Bench's form, then all others."""
+    rows = beside(methods)
+    by_task = [row for row in rows if row.data == "spec_bench" and row.task and row.speedup is not None]
+    others = [row for row in rows if row not in by_task]
+    return [make(found) for make, found in ((_by_task, by_task), (_others, others)) if found]
+
+
+def _by_task(rows: list[Published]) -> Table:
+    """A row per method, paper and setting; a column per task. In a cell: speedup, and acceptance length if given."""
+    found: dict[tuple, dict[str, Published]] = {}
+    for row in rows:
+        found.setdefault(tuple(getattr(row, key) for key in ROW), {})[row.task] = row
+    table = Table(
+        title=Text("published speedups on Spec-Bench (and acceptance lengths)", style="bold"), **STYLE
+    )
+    table.add_column("method")
+    for task in (*TASKS, OVERALL):
+        table.add_column(SHORT.get(task, task), justify="right")
+    for name in ("models", "measured on", "source"):
+        table.add_column(name)
+    for of_row in found.values():
+        one = next(iter(of_row.values()))
+        table.add_row(one.method, *(_cell(of_row.get(task)) for task in (*TASKS, OVERALL)), *_origin(one))
+    return table
+
+
+def _others(rows: list[Published]) -> Table:
+    """A row per figure."""
+    table = Table(title=Text("other published figures", style="bold"), **STYLE)
+    for name in ("method", "figures", "questions", "models", "measured on", "source"):
+        table.add_column(name)
+    for row in rows:
+        given = {name: getattr(row, name) for name in NUMBERS}
+        shown = [f"{name.replace('_', ' ')} {value:g}" for name, value in given.items() if value is not None]
+        figures = ", ".join(shown) + (f" against {row.against}" if row.against else "")
+        noted = f"{figures} ({row.note})" if row.note else figures
+        asked = ", ".join(filter(None, (row.data, row.task)))
+        table.add_row(row.method, noted, asked or UNKNOWN, *_origin(row))
+    return table
+
+
+def _cell(row: Published | None) -> str:
+    if row is None:
+        return UNKNOWN
+    return f"{row.speedup:g}" + (f"\n{row.acceptance_length:g}" if row.acceptance_length is not None else "")
+
+
+def _origin(row: Published) -> tuple[str, str, str]:
+    models = " + ".join(filter(None, (row.target, row.draft))) or UNKNOWN
+    measured_on = ", ".join(filter(None, (row.hardware, row.setting))) or "not stated"
+    return models, measured_on, f"{row.paper} (at {row.hand} hand)"

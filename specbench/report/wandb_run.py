@@ -1,0 +1,172 @@
+"""A run folder as a run of Weights & Biases: `python -m specbench.report.wandb_run RUN_DIR TRACKER_AS_JSON`.
+
+`specbench.tracking` starts this as a process of its own: the service's client may hang, crash or end its process.
+Prints one line: where the run is on the service or, offline, its folder; and when it fails, why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import PIL.Image
+import wandb
+import yaml
+from matplotlib.figure import Figure
+
+from specbench.errors import reason
+from specbench.measure import metrics, provenance, store
+from specbench.report import plots
+from specbench.report.runs import Run, read_run, summary_frame
+
+REACH_SECONDS = 30  # to wait for the service to answer at all
+ARTIFACT = "run"  # the artifacts of this type are run folders
+
+
+def log_run(run_dir: Path, tracker: Mapping) -> str:
+    """Logs a complete run folder as `tracker` says (the keys of conf/tracker/wandb.yaml): config, summary, tables,
+    histograms, and the folder as artifact. Returns the run's address or, offline, the folder of its log.
+
+    Logged again, it is the same run. Raises what the client raises.
+    """
+    summary = read_run(run_dir).summary
+    online = tracker["mode"] == "online"
+    run = wandb.init(
+        entity=tracker["entity"],
+        project=tracker["project"],
+        mode=tracker["mode"],
+        group=tracker["group"],
+        job_type=summary["method"],
+        id=run_id(run_dir),
+        resume="allow" if online else None,  # offline nobody knows whether there is such a run
+        name=run_dir.name,
+        config=provenance.without_secrets(store.read_config(run_dir)),
+        dir=str(run_dir),
+        settings=wandb.Settings(
+            init_timeout=REACH_SECONDS,
+            console="off",
+            # What machine it is stands in provenance.json. It need not be the one that logs.
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
+            disable_git=True,
+            save_code=False,
+        ),
+    )
+    run.summary.update(scalars(summary))
+    run.log(contents(run_dir, summary))
+    logged = run.log_artifact(artifact(run_dir))
+    if online:
+        logged.wait()  # raises when the upload failed, which finish() only prints
+    run.finish()
+    return run.url if online else str(Path(run.dir).parent)
+
+
+def run_id(run_dir: Path) -> str:
+    """16 hex digits that name a run: of the folder's name and its records, as a name alone may come twice."""
+    return hashlib.sha256(run_dir.name.encode() + (run_dir / store.RECORDS).read_bytes()).hexdigest()[:16]
+
+
+def scalars(value: Mapping, prefix: str = "") -> dict[str, float]:
+    """The numbers of nested dictionaries by their path: {"overall": {"speedup": 2}} -> {"overall/speedup": 2}."""
+    flat = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            flat |= scalars(item, f"{prefix}{key}/")
+        elif isinstance(item, int | float):
+            flat[prefix + key] = item
+    return flat
+
+
+def contents(run_dir: Path, summary: dict) -> dict[str, object]:
+    """What is logged beside summary and config, by its name on the service."""
+    reference = metrics.ARMS[summary["baseline"]["quoted_against"]]
+    records = store.read_records(run_dir)
+    questions = metrics.by_question(records, reference, batched=summary["drafter"] is not None)
+    steps = pd.read_parquet(run_dir / store.STEPS)
+    rounds = steps[steps["arm"] == "method"]
+    found = {"tasks": table(by_task(run_dir, summary)), "questions": table(questions)}
+    if len(rounds):
+        found |= {f"{name}_per_round": histogram(rounds[name]) for name in ("emitted", "accepted")}
+    if summary["overall"]["acceptance_by_position"]:
+        found["acceptance_by_position"] = acceptance_lines(summary["overall"])
+    drawn = plots.figures([Run(run_dir, summary)])
+    return found | {f"plots/{name}": picture(figure) for name, figure in drawn.items()}
+
+
+def picture(figure: Figure) -> wandb.Image:
+    """A plot as it is; the service's own way with a figure is to draw it anew."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=100)
+    return wandb.Image(PIL.Image.open(out))
+
+
+def by_task(run_dir: Path, summary: dict) -> pd.DataFrame:
+    """The rows of `runs.summary_frame`; of its columns the metrics that were measured."""
+    frame = summary_frame([read_run(run_dir)])
+    known = summary["overall"] | summary["overall"]["equivalence"]
+    return frame[["task", *(n for n in frame if n in known and pd.api.types.is_numeric_dtype(frame[n]))]]
+
+
+def table(frame: pd.DataFrame) -> wandb.Table:
+    """A data frame; what was not measured is empty."""
+    rows = frame.astype(object).where(frame.notna(), None)
+    return wandb.Table(columns=list(frame), data=rows.to_numpy().tolist())
+
+
+def histogram(counts: pd.Series) -> wandb.Histogram:
+    """How often each whole number from 0 up came; its bin is [n, n + 1)."""
+    return wandb.Histogram(np_histogram=(np.bincount(counts), np.arange(counts.max() + 2)))
+
+
+def acceptance_lines(numbers: dict) -> wandb.plot.CustomChart:
+    """Acceptance at each draft position from 1 on, two lines: see `metrics.acceptance_by_position`."""
+    lines = {"unconditional": "acceptance_by_position", "conditional": "acceptance_by_position_conditional"}
+    points = {
+        name: [(i, share) for i, share in enumerate(numbers[key], start=1) if share is not None]
+        for name, key in lines.items()
+    }
+    return wandb.plot.line_series(
+        xs=[[position for position, _ in line] for line in points.values()],
+        ys=[[share for _, share in line] for line in points.values()],
+        keys=list(points),
+        title="acceptance by draft position",
+        xname="draft position",
+    )
+
+
+def artifact(run_dir: Path) -> wandb.Artifact:
+    """The run folder; its files are not copied, and secrets in the configuration are blanked."""
+    found = wandb.Artifact(re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name), type=ARTIFACT)
+    config = store.read_config(run_dir)
+    shown = provenance.without_secrets(config)
+    for file in sorted(run_dir.iterdir()):
+        if not file.is_file() or file.name.startswith("."):
+            continue
+        if file.name == store.CONFIG and shown != config:
+            with found.new_file(file.name) as blanked:
+                yaml.safe_dump(shown, blanked, sort_keys=False, allow_unicode=True)
+        else:
+            found.add_file(str(file), policy="immutable", skip_cache=True)
+    return found
+
+
+def main() -> int:
+    """Two arguments, the run folder and the tracker's settings; returns 1 when nothing, or not all, was logged."""
+    try:
+        print(log_run(Path(sys.argv[1]), json.loads(sys.argv[2])), flush=True)
+        return 0
+    except Exception as error:  # noqa: BLE001 - whatever the client raises is told to the process that asked
+        print(reason(error), flush=True)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

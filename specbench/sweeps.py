@@ -1,0 +1,138 @@
+"""A sweep: its jobs, what became of each, and the folder that remembers it, <runs_root>/sweeps/<date>_<time>_<hash>/.
+
+`sweep.json` is written anew whenever something happens to a job. So a sweep that was killed, or in which jobs failed,
+goes on when it is given again: what is measured stays, the rest is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich.text import Text
+
+from specbench.measure import store
+from specbench.measure.files import held, new_folder
+from specbench.report import tables
+
+SWEEPS, SWEEP = "sweeps", "sweep.json"
+WAITING, RUNNING, OK, FAILED = "waiting", "running", "ok", "failed"
+
+# Measures run folders on some machine or other, each in a process of its own. Takes the folders, which are made as it
+# asks for them, and a folder for logs; yields each run folder as it is done, with its exit code and, where the folder
+# itself cannot tell, why it failed.
+Place = Callable[[Iterable[Path], Path], Iterator[tuple[Path, int, str | None]]]
+
+
+@dataclass
+class Job:
+    """One configuration to measure, and what became of it."""
+
+    overrides: list[str]  # of the command line, as Hydra gives them to this job
+    cfg: DictConfig
+    state: str = WAITING
+    run_dir: Path | None = None
+    code: int | None = None  # exit code, once it ended
+    reason: str | None = None  # why it failed, in one line
+
+    def ended(self, code: int, reason: str | None = None) -> None:
+        """Notes how the job ended; a failure without a reason is looked up in its run folder."""
+        if code != 0 and reason is None:
+            reason = store.why_failed(self.run_dir) or f"exit code {code}"
+        self.state = FAILED if code else OK
+        self.code, self.reason = code, reason
+
+
+@dataclass
+class Sweep:
+    """All jobs of one command, and the folder that remembers them."""
+
+    folder: Path
+    source_sha256: str
+    jobs: list[Job]
+
+    def save(self) -> None:
+        """Writes what is known by now."""
+        runs = self.folder.parents[1]
+        store.write_json(
+            self.folder / SWEEP,
+            {
+                "source_sha256": self.source_sha256,
+                "jobs": [
+                    {
+                        "overrides": job.overrides,
+                        "state": job.state,
+                        "run_dir": _relative(job.run_dir, runs),
+                        "code": job.code,
+                        "reason": job.reason,
+                    }
+                    for job in self.jobs
+                ],
+            },
+        )
+
+    def load(self) -> None:
+        """Gives the jobs back what an earlier process knew of them."""
+        for job, known in zip(self.jobs, store.read_json(self.folder / SWEEP)["jobs"]):
+            job.state = known["state"]
+            if known["run_dir"] is not None:
+                job.run_dir = self.folder.parents[1] / known["run_dir"]
+
+
+@contextmanager
+def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
+    """Holds the sweep of these jobs for this process: the last one if it can go on, or a new one.
+
+    It can go on while a job of it is not measured, and the code is what it was. Raises UserError when another process
+    holds it.
+    """
+    asked, code = [job.overrides for job in jobs], store.source_sha256()
+    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:8]
+    root = Path(jobs[0].cfg.runs_root) / SWEEPS
+    last = max(root.glob(f"*_{digest}"), default=None)  # names begin with the date
+    goes_on = last is not None and _can_go_on(last, asked, code)
+    folder = last if goes_on else new_folder(root, digest)
+    with held(folder, "run"):
+        sweep = Sweep(folder, code, jobs)
+        if goes_on:
+            sweep.load()
+        sweep.save()
+        yield sweep
+
+
+def print_failures(jobs: list[Job]) -> None:
+    """Prints each job that failed, by the overrides that not all jobs share, and why it did."""
+    failed = [job for job in jobs if job.state != OK]
+    if not failed:
+        return
+    out = tables.console()
+    out.print(Text(f"{len(failed)} of {len(jobs)} jobs failed:", style="bold red"))
+    for job in failed:
+        where = f" ({job.run_dir})" if job.run_dir else ""
+        out.print(Text(f"  {label(job, jobs)}: {job.reason}{where}", style="red"), soft_wrap=True)
+
+
+def label(job: Job, jobs: list[Job]) -> str:
+    """What tells a job from the others: the overrides that not all of them have."""
+    own = [o for o in job.overrides if not all(o in other.overrides for other in jobs)]
+    return " ".join(own or job.overrides)
+
+
+def _can_go_on(folder: Path, asked: list[list[str]], code: str) -> bool:
+    if not (folder / SWEEP).exists():  # killed before it was written
+        return False
+    known = store.read_json(folder / SWEEP)
+    same = known["source_sha256"] == code and [job["overrides"] for job in known["jobs"]] == asked
+    return same and any(job["state"] != OK for job in known["jobs"])
+
+
+def _relative(run_dir: Path | None, runs: Path) -> str | None:
+    """A run folder as seen from where runs are; any other place stands as it is."""
+    if run_dir is None:
+        return None
+    return str(run_dir.relative_to(runs) if run_dir.is_relative_to(runs) else run_dir.absolute())

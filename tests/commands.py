@@ -1,0 +1,67 @@
+"""The command line as a user runs it, and something small for it to measure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from specbench import bench
+from tests.models import save_pair
+
+TIMEOUT = 120  # s
+
+
+def start(cwd: Path, *arguments: str, **env: str) -> subprocess.Popen:
+    """The command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "specbench.bench", *arguments],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def cli(cwd: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    """The same, once it has ended."""
+    process = start(cwd, *arguments, **env)
+    try:
+        out, err = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run_main(monkeypatch, capfd, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    for name in ("HYDRA_FULL_ERROR", "SPECBENCH_SCRATCH"):  # set by main
+        monkeypatch.setenv(name, "")
+    try:
+        code = bench.main()
+    except SystemExit as leave:
+        code = leave.code
+    return code, *capfd.readouterr()
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def small_pair_and_questions(folder: Path) -> list[str]:
+    """Saves a small pair and three questions; returns the arguments that name them."""
+    pair = save_pair(folder / "pair")
+    lines = [{"question_id": i, "category": "qa", "turns": [f"What is {i}?"]} for i in (1, 2, 3)]
+    (folder / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return [
+        f"pair.target={pair.target}", f"pair.draft={pair.draft}", "pair.tokenizer=null", "pair.device=cpu",
+        "pair.parts.kangaroo=null", "data.path=q.jsonl", "data.warmup=q.jsonl", "decoding.max_new_tokens=12",
+    ]  # fmt: skip

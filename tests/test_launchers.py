@@ -1,0 +1,151 @@
+"""The jobs of a sweep give the same answers wherever they run, and a job that is lost costs no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_dir
+
+from hydra_plugins import specbench_launchers
+from specbench import bench
+from specbench.errors import UserError
+from specbench.measure import runner, store
+from tests.commands import cli, run_main, small_pair_and_questions
+
+JOBS = ("ar", "pld")
+
+
+def tokens(runs: Path) -> dict[str, list]:
+    """By method, the token ids of every answer of every arm."""
+    return {
+        store.read_config(run_dir)["method"]["name"]: [
+            (record["question_id"], arm, generation["tokens"])
+            for record in store.read_records(run_dir)
+            for turn in record["turns"]
+            for arm, generations in sorted(turn["arms"].items())
+            for generation in generations
+        ]
+        for run_dir in runs.iterdir()
+        if store.is_complete(run_dir)
+    }
+
+
+@pytest.fixture
+def swept_here(tmp_path, monkeypatch):
+    """The arguments of a sweep in an empty folder, and what it answers when nothing launches it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = small_pair_and_questions(tmp_path)
+    with initialize_config_dir(str(bench.CONF), version_base="1.3"):
+        for method in JOBS:
+            cfg = compose("bench", [f"method={method}", "runs_root=here", *arguments])
+            assert runner.run(store.find_or_create(cfg)) == 0
+    return ["-m", f"method={','.join(JOBS)}", *arguments], tokens(tmp_path / "here")
+
+
+@pytest.mark.parametrize("path", sorted((bench.CONF / "hydra/launcher").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_launcher_takes_its_settings(path):
+    with initialize_config_dir(str(bench.CONF), version_base="1.3"):
+        cfg = compose("bench", [f"hydra/launcher={path.stem}"], return_hydra_config=True).hydra.launcher
+    settings = {key: value for key, value in cfg.items() if key != "_target_"}
+    assert isinstance(hydra.utils.get_class(cfg._target_)(**settings), specbench_launchers.SweepLauncher)
+
+
+def test_a_package_that_is_missing_is_one_line(monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, _, err = run_main(monkeypatch, capfd, "-m", "method=ar", "hydra/launcher=ray")
+    assert code == 2 and err.startswith("error: this launcher needs ray, which is not installed: pip install")
+
+
+def test_launchers_that_take_jobs_away_are_refused():
+    with pytest.raises(UserError, match="choose another"):
+        pickle.dumps(bench.Command())
+
+
+# -- submitit
+
+
+def test_submitit_gives_the_same_answers(monkeypatch, capfd, tmp_path, swept_here):
+    pytest.importorskip("submitit")
+    arguments, answers = swept_here
+    code, out, err = run_main(monkeypatch, capfd, *arguments, "hydra/launcher=submitit_local")
+    assert code == 0, err
+    assert "all runs" in out and tokens(tmp_path / "runs") == answers
+
+
+def test_submitit_names_a_job_that_was_lost(monkeypatch, capfd, tmp_path):
+    pytest.importorskip("submitit")
+    monkeypatch.chdir(tmp_path)
+    lost = [
+        "hydra/launcher=submitit_local",
+        "+hydra.launcher.setup=[exit]",
+    ]  # of the shell that is to start it
+    code, out, _ = run_main(monkeypatch, capfd, "-m", "method=ar,pld", *lost)
+    assert code == 1 and out.count("the job was lost (UncompletedJobError, FINISHED)") == 2
+
+
+# -- Ray
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The address of a cluster of two nodes on this machine."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    with tempfile.TemporaryDirectory(prefix="ray") as scratch:
+        head = {"num_cpus": 2, "include_dashboard": False, "temp_dir": scratch}
+        nodes = Cluster(initialize_head=True, head_node_args=head)
+        nodes.add_node(num_cpus=3)
+        yield nodes.address
+        nodes.shutdown()
+
+
+def test_ray_gives_the_same_answers(tmp_path, swept_here, cluster):
+    arguments, answers = swept_here
+    done = cli(tmp_path, *arguments, "hydra/launcher=ray", f"hydra.launcher.address={cluster}")
+    assert done.returncode == 0, done.stderr
+    assert "all runs" in done.stdout and tokens(tmp_path / "runs") == answers
+
+
+def test_ray_gives_a_job_a_whole_node_and_leaves_one_that_lost_a_job(monkeypatch, tmp_path, cluster):
+    def on_node(run_dir: Path, folder: str, threads: str | None) -> int:
+        import ray
+
+        begin = time.time()
+        time.sleep(0.3)
+        node = ray.get_runtime_context().get_node_id()
+        (run_dir / "when.json").write_text(json.dumps([node, begin, time.time()]))
+        if run_dir.name == "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return int(run_dir.name)
+
+    monkeypatch.setattr(specbench_launchers, "measure_on_node", on_node)
+    run_dirs = [tmp_path / str(i) for i in range(7)]
+    for run_dir in run_dirs:
+        run_dir.mkdir()
+    ended = list(specbench_launchers.Ray(cluster).place(iter(run_dirs), tmp_path))
+    assert {run_dir: code for run_dir, code, _ in ended} == {
+        d: 1 if d.name == "2" else int(d.name) for d in run_dirs
+    }
+    (reason,) = [why for _, _, why in ended if why is not None]
+    assert reason.startswith("the job was lost: WorkerCrashedError")
+
+    found = [json.loads((run_dir / "when.json").read_text()) for run_dir in run_dirs]
+    lost_node = found[2][0]
+    assert len({node for node, _, _ in found}) == 2
+    assert not any(node == lost_node and begin > found[2][2] for node, begin, _ in found)
+    for node in {node for node, _, _ in found}:
+        spans = sorted(when for name, *when in found if name == node)
+        assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:]))

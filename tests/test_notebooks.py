@@ -1,0 +1,51 @@
+"""The notebooks run from top to bottom on real run folders, and are in git without outputs."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from specbench.measure import metrics, store
+from tests.measure.synthetic import CONFIG, FACTS, answered
+
+NOTEBOOKS = sorted((store.ROOT / "notebooks").glob("*.ipynb"))
+
+
+def run_folder(root, method, slow):
+    folder = root / f"2026-01-01_00000{slow}_{method}"
+    folder.mkdir(parents=True)
+    accepted = [(2, 3, 5, 0), (1, 4, 5), (5, 5, 2, 1, 0)]
+    records = [
+        answered(i, task, accepted[i % 3], slow=slow) for i, task in enumerate(["qa", "rag"] * 4, start=1)
+    ]
+    config = CONFIG | {"method": CONFIG["method"] | {"name": method}}
+    store.write_json(folder / store.CODE, {})
+    store.write_json(folder / store.SUMMARY, store.finite(metrics.summary(records, FACTS, config)))
+    (folder / store.RECORDS).write_text("".join(store.json.dumps(record) + "\n" for record in records))
+    store._write_steps(folder / store.STEPS, records)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_on_finished_runs(path, tmp_path, monkeypatch):
+    for method, slow in (("sps", 2), ("kangaroo", 3)):
+        run_folder(tmp_path / "runs", method, slow)
+    monkeypatch.setenv("SPECBENCH_RUNS", str(tmp_path / "runs"))
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute(cwd=str(store.ROOT / "notebooks"))
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("image/svg+xml" in output.get("data", {}) for output in outputs)
+    text = "".join(output.get("data", {}).get("text/html", "") for output in outputs)
+    assert (
+        "kangaroo" in text if path.stem == "compare_methods" else "3.00" in text
+    )  # the faster run's speedup
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_has_no_outputs_in_git(path):
+    code = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert code and all(not cell.outputs and cell.execution_count is None for cell in code)
+
+
+def test_both_are_there():
+    assert [path.stem for path in NOTEBOOKS] == ["anatomy_of_a_speedup", "compare_methods"]

@@ -1,0 +1,139 @@
+"""Sweeps: what is measured is not measured again, what failed is named, and nothing is lost with a process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from specbench import bench, sweeps
+from specbench.errors import UserError
+from specbench.measure import store
+from specbench.sweeps import FAILED, OK, RUNNING, WAITING, Job, open_sweep
+from tests.commands import TIMEOUT, run_main, small_pair_and_questions, start, wait_for
+from tests.models import save_pair
+
+
+def states(cwd: Path) -> list[str]:
+    """The states of the jobs of the newest sweep; none as long as there is no sweep."""
+    files = sorted(cwd.glob(f"runs/sweeps/*/{sweeps.SWEEP}"))
+    return [job["state"] for job in json.loads(files[-1].read_text())["jobs"]] if files else []
+
+
+def runs(cwd: Path) -> list[Path]:
+    return sorted(path for path in (cwd / "runs").iterdir() if path.name != sweeps.SWEEPS)
+
+
+def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_path):
+    # Two jobs are the same, and the draft model of the third one has another vocabulary.
+    arguments = small_pair_and_questions(tmp_path)
+    narrow = save_pair(tmp_path / "narrow", vocab_size=258).draft
+    good = next(a.partition("=")[2] for a in arguments if a.startswith("pair.draft="))
+    command = ["-m", "method=sps", *arguments, f"pair.draft={good},{good},{narrow}"]
+
+    process = start(tmp_path, *command)
+    wait_for(lambda: states(tmp_path) == [OK, RUNNING, WAITING] or process.poll() is not None)
+    process.kill()
+    process.communicate(timeout=TIMEOUT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert states(tmp_path) == [OK, RUNNING, WAITING]
+    first, second = runs(tmp_path)
+
+    code, out, err = run_main(monkeypatch, capfd, *command)
+    assert code == 2, err
+    assert runs(tmp_path)[:2] == [first, second] and len(runs(tmp_path)) == 3
+    assert states(tmp_path) == [OK, OK, FAILED]
+    assert f"already measured: runs/{first.name}\n" in out and "all runs" in out
+    *_, count, failed, last = out.splitlines()
+    assert count == "1 of 3 jobs failed:" and last == f"runs/{second.name}"
+    assert failed.startswith(f"  pair.draft={narrow}: ") and "the vocabularies differ" in failed
+    assert "Traceback" not in err
+
+
+# -- which sweep goes on
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    """Makes the jobs of a sweep anew, as a process does that is given the same command."""
+
+    def make(*names: str) -> list[Job]:
+        cfg = OmegaConf.create({"runs_root": str(tmp_path / "runs")})
+        return [Job([f"method={name}"], cfg) for name in names]
+
+    return make
+
+
+def swept(jobs: list[Job], *codes: int) -> Path:
+    """Ends some jobs of their sweep; returns its folder."""
+    with open_sweep(jobs) as sweep:
+        for job, code in zip(jobs, codes):
+            job.ended(code, "so it was" if code else None)
+        sweep.save()
+    return sweep.folder
+
+
+def test_a_sweep_goes_on_until_all_is_measured(jobs):
+    folder = swept(jobs("ar", "pld"), 0)
+    assert swept(jobs("ar", "pld"), 0, 1) == folder
+    again = jobs("ar", "pld")
+    with open_sweep(again) as sweep:
+        assert sweep.folder == folder and [job.state for job in again] == [OK, FAILED]
+    assert swept(jobs("ar", "pld"), 0, 0) == folder
+    assert swept(jobs("ar", "pld")) != folder
+
+
+def test_other_jobs_or_other_code_are_another_sweep(jobs, monkeypatch):
+    folders = {swept(jobs("ar", "pld")), swept(jobs("pld", "ar")), swept(jobs("ar"))}
+    monkeypatch.setattr(store, "source_sha256", lambda: "other")
+    assert len(folders | {swept(jobs("ar"))}) == 4
+
+
+def test_one_process_at_a_time(jobs):
+    with open_sweep(jobs("ar")):
+        with pytest.raises(UserError, match="is being run by another process"):
+            swept(jobs("ar"))
+
+
+def test_a_label_tells_a_job_from_the_others():
+    jobs = [Job(["pair=tiny", f"method={name}"], OmegaConf.create()) for name in ("ar", "pld")]
+    assert [sweeps.label(job, jobs) for job in jobs] == ["method=ar", "method=pld"]
+    assert sweeps.label(jobs[0], jobs[:1]) == "pair=tiny method=ar"
+
+
+# -- within one process
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Three jobs, one of which cannot work, and the states of all whenever one of the others is measured."""
+    (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": ["?"]}\n')
+    seen: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "measure", lambda run_dir: seen.append(states(tmp_path)) or 0)
+    return seen
+
+
+COMMAND = ["-m", "method=ar", "repeats=1,2,0", "tracker=wandb", "pair.target=.", "pair.tokenizer=null"]
+COMMAND += ["data.path=q.jsonl", "data.warmup=q.jsonl"]
+
+
+def test_all_jobs_are_checked_before_the_first_is_measured(monkeypatch, capfd, tmp_path, measured):
+    code, _, err = run_main(monkeypatch, capfd, *COMMAND)
+    assert code == 2 and err.count("error:") == 1
+    assert measured == [[RUNNING, WAITING, FAILED], [OK, RUNNING, FAILED]]
+    (sweep,) = (tmp_path / "runs" / sweeps.SWEEPS).iterdir()
+    assert {store.read_config(run_dir)["tracker"]["group"] for run_dir in runs(tmp_path)} == {sweep.name}
+
+
+def test_ctrl_c_ends_a_sweep_in_one_line(monkeypatch, capfd, tmp_path, measured):
+    def stopped(run_dir):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure", stopped)
+    code, out, err = run_main(monkeypatch, capfd, *COMMAND[:2])
+    assert code == 130 and out == "" and err == "\nstopped; the same command goes on from here\n"
+    assert states(tmp_path) == [RUNNING]
