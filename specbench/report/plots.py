@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from specbench.questions import TASKS
-from specbench.report.runs import Run, grids, labels, latest, read_run
+from specbench.report.runs import Run, grids, labels, latest
 
 MOST = 10  # runs in a plot: more cannot be told apart
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
@@ -74,11 +74,6 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
                 "none"
             )  # laid out once, and not again for each form that it is written in
     return drawn
-
-
-def run_figures(folder: Path) -> dict[str, Figure]:
-    """The plots of one finished run."""
-    return figures([read_run(folder)])
 
 
 def save(drawn: dict[str, Figure], folder: Path) -> dict[str, bytes]:

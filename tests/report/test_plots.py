@@ -18,7 +18,6 @@ from tests.report.samples import (
     faster,
     nothing,
     runs_of,
-    write_run,
 )
 
 QA_ALONE = faster(
@@ -291,7 +290,3 @@ def test_what_is_saved_is_what_is_returned(tmp_path):
     for name, image in images.items():
         assert (tmp_path / f"{name}.svg").read_bytes() == image and image.startswith(b"<?xml")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_plots_of_one_run_folder(tmp_path):
-    assert "speedup_by_task" in plots.run_figures(write_run(tmp_path, "a"))
