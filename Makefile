@@ -1,7 +1,7 @@
 # Everything from nothing: the first target that needs Python makes .venv and installs into it, once.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help bench test benchmarks tiny report claims wandb-compare lint clean
+.PHONY: help bench tune test benchmarks tiny report claims wandb-compare lint clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -23,6 +23,9 @@ help: ## List the targets
 bench: $(STAMP) ## Measure a method: METHOD=kangaroo [DRAFTER=sps PAIR=tiny DATA=tiny TASK=all ARGS="key=value ..."]
 	@$(PY) -m specbench.bench method=$(METHOD) $(if $(DRAFTER),drafter=$(DRAFTER)) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) \
 		$(if $(TASK),task=$(TASK)) $(ARGS)
+
+tune: $(STAMP) ## Find a method's draft length and thresholds for a pair, here: METHOD=kangaroo [PAIR=tiny ARGS="trials=20 ..."]
+	@$(PY) -m specbench.tune method=$(METHOD) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) $(if $(TASK),task=$(TASK)) $(ARGS)
 
 test: $(STAMP) ## Run the tests [ARGS="-k name"]
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)

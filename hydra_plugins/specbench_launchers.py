@@ -10,7 +10,6 @@ the first that was killed; the one starts all local jobs at once, and the other 
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from abc import abstractmethod
@@ -25,7 +24,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from specbench.errors import UserError, reason
+from specbench.errors import UserError, optional, reason
 
 POLL_SECONDS = 1
 
@@ -34,6 +33,8 @@ class SweepLauncher(Launcher):
     """Composes the jobs of a sweep and hands them over together, to be measured where `place` does that."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        if not hasattr(task_function, "sweep"):
+            raise UserError("this program has no sweeps: leave out -m, or choose hydra/launcher=basic")
         self.command, self.config = task_function, config
         self.loader = hydra_context.config_loader
 
@@ -82,7 +83,7 @@ class Submitit(SweepLauncher):
         from specbench.bench import measure
         from specbench.processes import heeding_sigterm
 
-        submitit = _package("submitit", "slurm")
+        submitit = optional("submitit", "slurm")
         try:
             executor = submitit.AutoExecutor(logs / "submitit" / "%j", cluster=self.cluster)
             executor.update_parameters(**self.parameters)
@@ -139,7 +140,7 @@ class Ray(SweepLauncher):
     def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
         from specbench.processes import heeding_sigterm
 
-        ray = _package("ray", "ray")
+        ray = optional("ray", "ray")
         self._connect(ray)
         task = ray.remote(max_retries=0)(measure_on_node)
         here = (os.getcwd(), os.environ.get("OMP_NUM_THREADS"))
@@ -199,12 +200,3 @@ def measure_on_node(run_dir: Path, folder: str, threads: str | None) -> int:
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = threads
     return measure(run_dir, logged=True)
-
-
-def _package(name: str, extra: str) -> ModuleType:
-    """Raises UserError when an optional package is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        how = f"pip install -c constraints.txt -e '.[{extra}]'"
-        raise UserError(f"this launcher needs {name}, which is not installed: {how}") from error

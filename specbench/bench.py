@@ -325,7 +325,7 @@ def measure(run_dir: Path, logged: bool = False) -> int:
 # -- names that are not there
 
 
-def explain(error: HydraException | OmegaConfBaseException, overrides: list[str]) -> str:
+def explain(error: HydraException | OmegaConfBaseException, config_name: str, overrides: list[str]) -> str:
     """One line for what Hydra says in many."""
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
@@ -334,17 +334,17 @@ def explain(error: HydraException | OmegaConfBaseException, overrides: list[str]
     if isinstance(error, ConfigCompositionException):
         key = re.match(r"Could not override '([\w.]+)'", str(error))
         if key:
-            return unknown_key(key[1], overrides)
+            return unknown_key(key[1], config_name, overrides)
     return f"{error} {error.__cause__ or ''}"
 
 
-def unknown_key(key: str, overrides: list[str]) -> str:
+def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
     """One line about a key that is not in the configuration which the overrides' group choices give."""
     pairs = [override.split("=", 1) for override in overrides if "=" in override]
     choices = [f"{group}={value.split(',')[0]}" for group, value in pairs if (CONF / group).is_dir()]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         hydra_too = key.startswith("hydra.")
-        node = OmegaConf.to_container(compose("bench", choices, return_hydra_config=hydra_too))
+        node = OmegaConf.to_container(compose(config_name, choices, return_hydra_config=hydra_too))
     for part in key.split("."):
         known = node if isinstance(node, dict) else {}
         if part not in known:
@@ -359,22 +359,27 @@ def unknown_key(key: str, overrides: list[str]) -> str:
 @one_line_errors()
 def main() -> int:
     """Runs every job of the command line; returns the exit code, for a sweep the highest of its jobs."""
+    command = Command()
+    return with_hydra("bench", command) or command.report()
+
+
+def with_hydra(config_name: str, task: Callable[[DictConfig], None]) -> int:
+    """Gives `task` what Hydra composes from the command line; returns 0, or 130 when Ctrl-C has stopped it."""
     if not CONF.is_dir():
         raise UserError(f"no folder {CONF}: install with `pip install -e .` from a checkout")
-    command = Command()
     # The parser wants all key=value arguments in a row; `-m` may stand anywhere.
     sys.argv[1:] = overrides = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
     try:
         with tempfile.TemporaryDirectory() as scratch:
             os.environ["SPECBENCH_SCRATCH"] = scratch
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="bench")(command)()
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)()
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, overrides)) from error
+        raise UserError(explain(error, config_name, overrides)) from error
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130
-    return command.report()
+    return 0
 
 
 if __name__ == "__main__":

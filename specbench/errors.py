@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 
 class UserError(Exception):
@@ -39,6 +41,15 @@ def at_least(least: int, **named: int) -> None:
     for name, value in named.items():
         if value < least:
             raise UserError(f"{name} must be at least {least}, not {value}")
+
+
+def optional(package: str, extra: str) -> ModuleType:
+    """A package that not every installation has; raises UserError where it lacks."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        how = f"pip install -c constraints.txt -e '.[{extra}]'"
+        raise UserError(f"{package} is not installed: {how}") from error
 
 
 @contextmanager

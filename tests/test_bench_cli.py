@@ -188,7 +188,7 @@ def test_sweep_goes_on_after_a_failure(monkeypatch, capfd, tmp_path):
     assert err.count("repeats must be") == 2 and err.count("error:") == 3
     lines = out.splitlines()
     assert lines[:4] == [str(run_dir) for run_dir in asked]
-    assert lines[4] == "3 of 6 jobs failed:" and len(lines) == 8
+    assert lines[4] == "3 of 6 jobs failed; the same command runs them again:" and len(lines) == 8
     assert [path.name for path in tmp_path.iterdir() if path.name != "q.jsonl"] == ["runs"]
     assert not list(tmp_path.rglob("multirun.yaml"))
 

@@ -30,7 +30,9 @@ def composed(*overrides: str):
 
 
 def test_no_other_groups():
-    assert sorted(path.name for path in CONF.iterdir() if path.is_dir()) == sorted([*GROUPS, "hydra"])
+    assert sorted(path.name for path in CONF.iterdir() if path.is_dir()) == sorted(
+        [*GROUPS, "hydra", "search"]
+    )
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)

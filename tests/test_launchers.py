@@ -64,7 +64,7 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch, capfd, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = run_main(monkeypatch, capfd, "-m", "method=ar", "hydra/launcher=ray")
-    assert code == 2 and err.startswith("error: this launcher needs ray, which is not installed: pip install")
+    assert code == 2 and err.startswith("error: ray is not installed: pip install")
 
 
 def test_launchers_that_take_jobs_away_are_refused():

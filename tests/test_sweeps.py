@@ -48,7 +48,7 @@ def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_pat
     assert states(tmp_path) == [OK, OK, FAILED]
     assert f"already measured: runs/{first.name}\n" in out and "all runs" in out
     *_, count, failed, last = out.splitlines()
-    assert count == "1 of 3 jobs failed:" and last == f"runs/{second.name}"
+    assert count == "1 of 3 jobs failed; the same command runs them again:" and last == f"runs/{second.name}"
     assert failed.startswith(f"  pair.draft={narrow}: ") and "the vocabularies differ" in failed
     assert "Traceback" not in err
 

@@ -1,0 +1,210 @@
+"""Finds a method's settings for a pair and this machine: `python -m specbench.tune method=... [trials=20] [key=value]`.
+
+Optuna chooses within the bounds of `conf/search/METHOD.yaml`. A trial is a run like any other, its score the speedup
+over all questions; it asks the warm-up questions, because a setting that was chosen on the test questions would flatter
+itself there. A study belongs to one configuration, code and machine: <runs_root>/tune/<method>_<pair>_<hash>/. It goes
+on when it was killed, or when more trials are asked for. Exit code: 1 if a trial failed, else as of specbench.bench.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+from rich.text import Text
+
+from specbench.bench import check, here, run, with_hydra
+from specbench.errors import UserError, one_line_errors, optional
+from specbench.measure import provenance, store
+from specbench.measure.files import held
+from specbench.questions import WARMUP
+from specbench.report import tables
+from specbench.sweeps import Job
+
+OWN = ("search", "trials")  # keys that a run does not have
+RUN, REASON = "run_dir", "reason"  # what Optuna keeps of a trial beside settings and score
+
+
+class Tuner:
+    """What Hydra calls with the configuration. failed: how many trials of the study did."""
+
+    failed = 0
+
+    @one_line_errors()  # here already: Hydra would say more
+    def __call__(self, cfg: DictConfig) -> None:
+        optuna = optional("optuna", "tune")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        overrides = list(HydraConfig.get().overrides.task)
+        space = {key: distribution(optuna, key, bounds) for key, bounds in searched(cfg.search)}
+        base = trial_config(overrides)
+        folder = study_folder(base, str(space))
+        with held(folder, "tuned"):
+            study = open_study(optuna, folder, own_settings(base, space))
+            while (number := len(ended(study))) < cfg.trials:
+                # Not the same seed for a study that goes on: it would draw the same settings again.
+                study.sampler = optuna.samplers.TPESampler(seed=cfg.seed + len(study.trials))
+                trial = study.ask(space)
+                job = Job(as_overrides(trial.params), trial_config([*overrides, *as_overrides(trial.params)]))
+                job.cfg.runs_root = str(folder)
+                print(f"trial {number + 1} of {cfg.trials}: {' '.join(job.overrides)}", flush=True)
+                run([job], here, folder)
+                speedup, reason = score(job)
+                trial.set_user_attr(RUN, job.run_dir and job.run_dir.name)
+                trial.set_user_attr(REASON, reason)
+                study.tell(trial, speedup, optuna.trial.TrialState.FAIL if speedup is None else None)
+            self.failed = report(study, folder, [o for o in overrides if not is_own(o)])
+
+
+# -- a trial
+
+
+def trial_config(overrides: list[str]) -> DictConfig:
+    """The configuration of a run that asks the warm-up questions."""
+    cfg = compose("tune", overrides)
+    with open_dict(cfg):
+        for key in OWN:
+            del cfg[key]
+    cfg.data.path, cfg.data.sha256 = cfg.data.warmup or WARMUP, None
+    cfg.data.name = f"{cfg.data.name}_warmup"
+    return cfg
+
+
+def as_overrides(params: dict) -> list[str]:
+    """Settings as a command line takes them."""
+    shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in params.items()}
+    return [f"{key}={'null' if value is None else value}" for key, value in shown.items()]
+
+
+def score(job: Job) -> tuple[float | None, str | None]:
+    """The speedup of a trial, or why it has none: answers that are violations are no merit of a setting."""
+    if job.code != 0:
+        return None, job.reason
+    overall = tables.read_summary(job.run_dir)["overall"]
+    violations = overall["equivalence"]["violation"]
+    if violations:
+        return None, f"{violations} answers are violations"
+    return overall["speedup"], None if overall["speedup"] is not None else "no speedup could be measured"
+
+
+# -- what is searched
+
+
+def searched(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, list | dict]]:
+    """The keys to vary, each with its bounds: a list of choices, or {low, high} and a step."""
+    for key, item in node.items():
+        if isinstance(item, DictConfig) and "low" not in item:
+            yield from searched(item, f"{prefix}{key}.")
+        else:
+            yield prefix + key, OmegaConf.to_container(item) if OmegaConf.is_config(item) else item
+
+
+def distribution(optuna, key: str, bounds: list | dict):
+    """What Optuna chooses a value from; whole numbers stay whole. Raises UserError for bounds that are none."""
+    kinds = optuna.distributions
+    try:
+        if isinstance(bounds, list):
+            return kinds.CategoricalDistribution(bounds)
+        whole = all(type(value) is int for value in bounds.values())
+        return (kinds.IntDistribution if whole else kinds.FloatDistribution)(**bounds)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"search.{key} takes choices, or low, high and step, not {bounds}") from error
+
+
+def own_settings(base: DictConfig, space: dict) -> dict:
+    """The values that a configuration has by itself, where the search may choose them."""
+    own = {}
+    for key, among in space.items():
+        value = OmegaConf.select(base, key)
+        value = value.name if isinstance(value, DictConfig) else value  # a group: the name of its choice
+        if hasattr(among, "choices"):
+            allowed = value in among.choices
+        else:
+            allowed = type(value) in (int, float) and among.low <= value <= among.high
+        if allowed:
+            own[key] = value
+    return own
+
+
+def is_own(override: str) -> bool:
+    """Whether an argument is for the search, and not for a run."""
+    return override.lstrip("+").partition("=")[0].partition(".")[0] in OWN
+
+
+# -- the study
+
+
+def study_folder(base: DictConfig, space: str) -> Path:
+    """The folder of the one study that such trials belong to. Raises UserError for what cannot work."""
+    checked = OmegaConf.create(OmegaConf.to_container(base))
+    check(checked)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    same = [store.config_hash(checked), space, store.source_sha256(), provenance.machine(), threads]
+    digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]
+    folder = Path(base.runs_root) / "tune" / f"{base.method.name}_{base.pair.name}_{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def open_study(optuna, folder: Path, first: dict):
+    """Optuna's study. A new one begins with the settings `first`, another one with a trial that was interrupted."""
+    study = optuna.create_study(
+        storage=f"sqlite:///{folder / 'study.db'}",
+        study_name="tune",
+        direction="maximize",
+        load_if_exists=True,
+    )
+    states = optuna.trial.TrialState
+    if not study.trials:
+        study.enqueue_trial(first)
+    for trial in study.get_trials(states=[states.RUNNING]):
+        study.tell(trial.number, state=states.PRUNED)
+        study.enqueue_trial(trial.params)
+    return study
+
+
+def ended(study) -> list:
+    """The trials that count: those that have a score, the best first, then those that failed."""
+    done = [trial for trial in study.trials if trial.state.name in ("COMPLETE", "FAIL")]
+    return sorted(done, key=lambda trial: float("inf") if trial.value is None else -trial.value)
+
+
+def report(study, folder: Path, overrides: list[str]) -> int:
+    """Prints all trials, the best first, and the command that measures the best one; returns how many failed."""
+    trials = ended(study)
+    scored = [trial for trial in trials if trial.value is not None]
+    out = tables.console()
+    if scored:
+        out.print(
+            tables.overview_table(tables.read_summary(folder / trial.user_attrs[RUN]) for trial in scored)
+        )
+    for trial in trials[len(scored) :]:
+        where = f" ({folder / trial.user_attrs[RUN]})" if trial.user_attrs[RUN] else ""
+        line = f"failed: {' '.join(as_overrides(trial.params))}: {trial.user_attrs[REASON]}{where}"
+        out.print(Text(line, style="red"), soft_wrap=True)
+    if not scored:
+        raise UserError(f"none of the {len(trials)} trials succeeded")
+    own = [place for place, trial in enumerate(scored, start=1) if trial.number == 0]
+    place = f"the settings it began with came {own[0]} of {len(scored)}; " if own else ""
+    print(f"{place}chance flatters the best, so measure it on the test questions:")
+    best = ["python", "-m", "specbench.bench", *overrides, *as_overrides(scored[0].params)]
+    print(shlex.join(best), flush=True)
+    return len(trials) - len(scored)
+
+
+@one_line_errors()
+def main() -> int:
+    """Runs the study of the command line until it has as many trials as asked for; returns the exit code."""
+    tuner = Tuner()
+    return with_hydra("tune", tuner) or min(tuner.failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The tuner: it never asks a test question, counts failures, and goes on with what it was at."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from specbench import bench, tune
+from specbench.errors import UserError
+from specbench.measure import runner, store
+from tests.commands import small_pair_and_questions
+
+optuna = pytest.importorskip("optuna")
+
+SEARCHES = sorted((bench.CONF / "search").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
+def test_every_search_varies_what_its_method_has(path):
+    with initialize_config_dir(str(bench.CONF), version_base="1.3"):
+        cfg = compose("tune", [f"method={path.stem}"])
+        space = {key: tune.distribution(optuna, key, bounds) for key, bounds in tune.searched(cfg.search)}
+        assert space and tune.own_settings(tune.trial_config([f"method={path.stem}"]), space)
+        for end in (0, -1):
+            ends = {
+                key: among.choices[end] if hasattr(among, "choices") else (among.low, among.high)[end]
+                for key, among in space.items()
+            }
+            bench.check_method(compose("bench", [f"method={path.stem}", *tune.as_overrides(ends)]))
+
+
+def test_bounds():
+    whole = tune.distribution(optuna, "k", {"low": 1, "high": 5})
+    steps = tune.distribution(optuna, "k", {"low": 0.0, "high": 1, "step": 0.25})
+    assert isinstance(whole, optuna.distributions.IntDistribution)
+    assert isinstance(steps, optuna.distributions.FloatDistribution) and steps.step == 0.25
+    for wrong in ({"low": 1}, {"low": 2, "high": 1}, 7, []):
+        with pytest.raises(UserError, match="search.k takes choices, or low, high and step"):
+            tune.distribution(optuna, "k", wrong)
+
+
+def test_settings_as_a_command_takes_them():
+    assert tune.as_overrides({"a": 0.05 * 11, "b": None, "c": "[0.3,0.6]"}) == [
+        "a=0.55",
+        "b=null",
+        "c=[0.3,0.6]",
+    ]
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch, capfd):
+    """Runs the tuner on a small pair, measuring within this process, and stops it at a trial if asked to."""
+    monkeypatch.chdir(tmp_path)
+    arguments = small_pair_and_questions(tmp_path)
+    question = {"question_id": 9, "category": "qa", "turns": ["Not a test question?"]}
+    (tmp_path / "warmup.jsonl").write_text(json.dumps(question) + "\n")
+
+    def tuner(*more: str, stop_at: int | None = None) -> tuple[int, str, str]:
+        runs = []
+
+        def measured(run_dir):
+            runs.append(run_dir)
+            if len(runs) == stop_at:
+                raise KeyboardInterrupt
+            try:
+                return runner.run(run_dir)
+            except UserError as error:
+                store.note_failure(run_dir, str(error))
+                return 2
+
+        monkeypatch.setattr(bench, "measure", measured)
+        monkeypatch.setattr(
+            sys, "argv", ["tune", "method=sps", *arguments, "data.warmup=warmup.jsonl", "repeats=1", *more]
+        )
+        for name in ("HYDRA_FULL_ERROR", "SPECBENCH_SCRATCH"):  # set by main
+            monkeypatch.setenv(name, "")
+        capfd.readouterr()
+        try:
+            code = tune.main()
+        except SystemExit as leave:
+            code = leave.code
+        return code, *capfd.readouterr()
+
+    return tuner
+
+
+def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
+    code, out, err = tuned("trials=3", stop_at=2)
+    assert code == 130 and err.endswith("stopped; the same command goes on from here\n")
+    stopped = [line for line in out.splitlines() if line.startswith("trial ")][-1]
+    assert (
+        "trial 1 of 3: method.max_draft_tokens=5 method.confidence_threshold=0\n" in out
+    )  # its own settings
+
+    code, out, err = tuned("trials=3")
+    assert code == 0, err
+    trials = [line for line in out.splitlines() if line.startswith("trial ")]
+    assert len(trials) == 2 and trials[0] == stopped
+    (folder,) = (tmp_path / "runs" / "tune").iterdir()
+    run_dirs = [path for path in folder.iterdir() if path.is_dir()]
+    assert len(run_dirs) == 3
+    for run_dir in run_dirs:
+        assert [record["question_id"] for record in store.read_records(run_dir)] == [9]
+        assert store.read_json(run_dir / store.SUMMARY)["data"] == "tiny_warmup"
+
+    code, again, _ = tuned("trials=3")
+    assert code == 0 and "trial " not in again
+    best = max(run_dirs, key=lambda run_dir: store.read_json(run_dir / store.SUMMARY)["overall"]["speedup"])
+    method = store.read_config(best)["method"]
+    command = shlex.split(again.splitlines()[-1])
+    assert command[:4] == ["python", "-m", "specbench.bench", "method=sps"] and "trials=3" not in command
+    assert command[-2:] == [f"method.{k}={method[k]:g}" for k in ("max_draft_tokens", "confidence_threshold")]
+    with initialize_config_dir(str(bench.CONF), version_base="1.3"):
+        assert compose("bench", command[3:]).data.path == "q.jsonl"
+
+
+def test_trials_that_fail_are_counted_and_named(tuned):
+    none = ["search.method.max_draft_tokens.low=0", "search.method.max_draft_tokens.high=0"]
+    code, out, err = tuned("trials=2", *none)
+    assert code == 2 and out.count("failed: method.max_draft_tokens=0") == 2
+    assert out.count("max_draft_tokens must be at least 1, not 0") == 2
+    assert err.endswith("error: none of the 2 trials succeeded\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["method=ar"], "unknown search 'ar': known: kangaroo, "),
+        (["-m", "method=sps"], "this program has no sweeps"),
+        (["search.method.max_draft_tokens=7"], "search.method.max_draft_tokens takes choices"),
+        (["trails=3"], "unknown key 'trails': did you mean trials or task?"),
+        (["data.warmup=nothing.jsonl"], "nothing.jsonl"),
+    ],
+)
+def test_errors_are_one_line(tuned, arguments, message):
+    code, out, err = tuned(*arguments)
+    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert message in err
