@@ -27,6 +27,7 @@ from specbench.measure import provenance, store
 from specbench.measure.files import held
 from specbench.questions import WARMUP
 from specbench.report import tables
+from specbench.report.runs import read_run
 from specbench.sweeps import Job
 
 OWN = ("search", "trials")  # keys that a run does not have
@@ -87,7 +88,7 @@ def score(job: Job) -> tuple[float | None, str | None]:
     """The speedup of a trial, or why it has none: answers that are violations are no merit of a setting."""
     if job.code != 0:
         return None, job.reason
-    overall = tables.read_summary(job.run_dir)["overall"]
+    overall = read_run(job.run_dir).summary["overall"]
     violations = overall["equivalence"]["violation"]
     if violations:
         return None, f"{violations} answers are violations"
@@ -182,9 +183,7 @@ def report(study, folder: Path, overrides: list[str]) -> int:
     scored = [trial for trial in trials if trial.value is not None]
     out = tables.console()
     if scored:
-        out.print(
-            tables.overview_table(tables.read_summary(folder / trial.user_attrs[RUN]) for trial in scored)
-        )
+        out.print(tables.overview_table(read_run(folder / trial.user_attrs[RUN]).summary for trial in scored))
     for trial in trials[len(scored) :]:
         where = f" ({folder / trial.user_attrs[RUN]})" if trial.user_attrs[RUN] else ""
         line = f"failed: {' '.join(as_overrides(trial.params))}: {trial.user_attrs[REASON]}{where}"

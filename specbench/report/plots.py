@@ -18,6 +18,7 @@ from specbench.questions import TASKS
 from specbench.report.runs import Run, grids, labels, latest
 
 MOST = 10  # runs in a plot: more cannot be told apart
+HEAT_MAPS = 6
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 MARKERS = "osD^vP*X<>"
 HATCHES = {"draft": "//", "verify": "", "lining up": "xx", "prefill": "..", "other": "\\\\"}
@@ -244,8 +245,8 @@ def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
     title says: all of them are among the tables."""
     drawn = []
     found = [grid for grid in grids(summaries) if any(grid.cells.values())]
-    largest = sorted(found, key=lambda grid: -len(grid.cells))[:MOST]
-    cut = f" ({MOST} of {len(found)} are drawn)" if len(found) > MOST else ""
+    largest = sorted(found, key=lambda grid: -len(grid.cells))[:HEAT_MAPS]
+    cut = f" ({HEAT_MAPS} of {len(found)} are drawn)" if len(found) > HEAT_MAPS else ""
     for grid in largest:
         rows, columns, cells = grid.rows, grid.columns, grid.cells
         values = np.array([[cells.get((r, c)) or math.nan for c in columns] for r in rows], dtype=float)

@@ -18,6 +18,7 @@ from specbench.report.runs import NAMED, Run, as_text, differing_by_pair, grids,
 PIPED_WIDTH = 112
 UNKNOWN = "–"  # not measured
 NOTES_SHOWN = 10
+ROWS_SHOWN = 200  # a longer table is for a file
 SHORT = {  # column heads
     "mt_bench": "multi\nturn",
     "translation": "transla-\ntion",
@@ -258,10 +259,14 @@ def print_run(run: Run) -> None:
 
 
 def print_overview(runs: list[Run]) -> None:
-    """Prints several finished runs side by side: a row each, speedups by pair, and what does not compare."""
+    """Prints several finished runs side by side: a row each, speedups by pair, and what does not compare. A table of
+    very many rows is only named: a report has it in its files."""
     out = console()
     for table in overview(run.summary for run in runs):
-        out.print(table)
+        if table.row_count <= ROWS_SHOWN:
+            out.print(table)
+        else:
+            print_notes([f"{table.title}: {table.row_count} rows, which python -m specbench.report writes"])
     print_notes([*cautions(runs), *differing_by_pair(runs)])
 
 

@@ -158,7 +158,8 @@ def keep_stale_rows(monkeypatch, bench):
 
     def sloppy(self, length):
         if 0 < length < max(self.lengths):
-            self.data[..., length - 1, :] = self.data[..., length, :]  # of a token that was rejected
+            for part in self.parts:
+                part[..., length - 1, :] = part[..., length, :]  # of a token that was rejected
         real(self, length)
 
     monkeypatch.setattr(KVCache, "truncate", sloppy)

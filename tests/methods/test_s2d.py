@@ -36,7 +36,7 @@ def assert_like_a_full_pass(drafter: SortedDraft, known: torch.Tensor) -> None:
         for layer in range(start, end):
             held = cache.lengths[layer]
             assert held == cache.lengths[start] <= len(known)
-            whole, lazy = fresh.data[layer, ..., :held, :], cache.data[layer, ..., :held, :]
+            whole, lazy = fresh.parts[0][layer, ..., :held, :], cache.parts[0][layer, ..., :held, :]
             torch.testing.assert_close(lazy, whole, atol=1e-4, rtol=1e-4)
         if left is not None:
             waiting = slice(cache.lengths[end], cache.lengths[start])

@@ -254,7 +254,7 @@ def test_of_many_runs_the_fastest_are_drawn_and_every_title_says_so():
 
 
 def test_of_many_heat_maps_the_largest_are_drawn_and_their_titles_say_so(monkeypatch):
-    monkeypatch.setattr(plots, "MOST", 1)
+    monkeypatch.setattr(plots, "HEAT_MAPS", 1)
     small = [faster(1.1, settings={"a": a, "b": b}, pair="small") for a in (1, 2) for b in (1, 2)]
     (figure,) = plots.heat_maps([*small, *GRID.values()])
     assert figure.axes[0].get_title() == "speedup of sps on tiny (1 of 2 are drawn)"

@@ -240,6 +240,14 @@ def test_the_overview_of_a_sweep(capsys):
     assert "all runs" in text and "speedups by pair" in text
 
 
+def test_a_table_of_very_many_rows_is_only_named(capsys, monkeypatch):
+    monkeypatch.setattr(tables, "ROWS_SHOWN", 2)
+    tables.print_overview(runs_of(a=SUMMARY, b=on("tiny", "s2d", 1.6), c=batched()))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "all runs, over all their questions: 3 rows, which python -m specbench.report writes" in text
+    assert "speedups by task" in text and "79/1/0" in text and "1.60" in text  # the shorter ones
+
+
 def test_spec_benchs_own_form():
     runs = [SUMMARY, faster(1.8, method="pld", overall__spec_bench_speedup=1.44), batched()]
     rows = [line.split() for line in shown(tables.spec_bench_table(runs), 112).splitlines()]
