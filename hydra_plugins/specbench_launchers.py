@@ -5,7 +5,7 @@ checking, printing and remembering stay in the process of the command, so that n
 killed. All machines see the same files.
 
 Why not Hydra's own launchers for submitit (1.2.0) and Ray (1.2.2): they wait for one job after the other and give up at
-the first that was killed; the one starts all local jobs at once, and the other cannot be installed beside what is used.
+the first that was killed; the one starts all local jobs at once, for the other pip found no versions that fit.
 """
 
 from __future__ import annotations

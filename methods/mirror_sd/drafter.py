@@ -83,11 +83,11 @@ class MirrorSD(Drafter):
                 raise UserError(f"unknown method.{key} '{value}': {near(value, CHOICES[key])}")
         target = Target(pair.target)
         layers = len(target.layers)
-        self.exit_layer = layers // 2 if exit_layer is None else exit_layer
-        if not 0 <= self.exit_layer <= layers:
+        self.launch_layer = layers // 2 if exit_layer is None else exit_layer
+        if not 0 <= self.launch_layer <= layers:
             raise UserError(f"method.exit_layer must lie between 0 and the target's {layers} layers")
         if candidates in ("draft", "none"):
-            self.exit_layer = 0 if candidates == "draft" else None
+            self.launch_layer = 0 if candidates == "draft" else None
         self.max_draft_tokens = max_draft_tokens
         self.ratio = acceptance == "ratio"
         plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates)

@@ -103,15 +103,15 @@ class Drafter:
 
     taps: layers of the target whose input states the prefill must hand over. tree_nodes: the most nodes that a tree
     of this drafter holds beyond its longest path (0: chains only). max_draft_tokens: the longest draft, which a drafter
-    that can batch must know. exit_layer: for a drafter that works beside the target, the number of layers whose states
-    it is launched with, while the target goes on through the others; `draft` then collects what came of it.
+    that can batch must know. launch_layer: for a drafter that works beside the target, the number of layers whose
+    states it is launched with, while the target goes on through the others; `draft` then collects what came of it.
     """
 
     needs = Needs()
     taps: tuple[int, ...] = ()
     tree_nodes = 0
     max_draft_tokens = 0
-    exit_layer: int | None = None
+    launch_layer: int | None = None
 
     def begin(self, context: Context, prefill: Prefill, target: Target, cache) -> None:
         """A prompt was prefilled; its first new token is known and pending."""
@@ -121,7 +121,7 @@ class Drafter:
         return Draft(context.tokens[:0])
 
     def launch(self, context: Context, draft: Draft, states: torch.Tensor) -> None:
-        """The verification of `draft` has reached `exit_layer`; states: [1 + k, d] of the pending token and the draft
+        """The verification of `draft` has reached `launch_layer`; states: [1 + k, d] of the pending token and the draft
         tokens there. Work for the next draft can start now, beside the rest of the pass; this must not wait for it."""
 
     def commit(self, context: Context, accepted: int) -> None:

@@ -71,13 +71,13 @@ class Engine:
             drafted = clock.mark()
             exits = []
             at_exit = None
-            if asked and drafter.exit_layer is not None:
+            if asked and drafter.launch_layer is not None:
 
                 def at_exit(states: torch.Tensor, draft=draft, exits=exits) -> None:
                     exits.append(clock.mark())
                     drafter.launch(context, draft, states)
 
-            logits = target.verify(context.pending(), draft, cache, drafter.exit_layer, at_exit)
+            logits = target.verify(context.pending(), draft, cache, drafter.launch_layer, at_exit)
             verified = clock.mark()
             new, accepted = self._settle(accept(logits, draft, decoding, generator), draft, context, cache)
             if asked:

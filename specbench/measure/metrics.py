@@ -15,7 +15,7 @@ from specbench.measure.equivalence import VERDICTS
 from specbench.measure.frames import GENERATION_COLUMNS, generations_frame, steps_frame
 from specbench.measure.statistics import Speedup, pooled_speedup, ratio_of_means, speedup
 
-SCHEMA = 3
+SCHEMA = 4
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
 NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats")
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm

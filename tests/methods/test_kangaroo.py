@@ -94,6 +94,7 @@ def test_no_layer_sees_a_token_twice_in_a_round(folder):
     for hook in hooks:
         hook.remove()
     assert rows == [len(PROMPT) + sum(s.drafted + 1 for s in steps)] * len(rows)
+    assert all(step.exit_seconds is None for step in steps)  # it is no drafter that works beside the target
 
 
 def test_bytes_of_a_round(folder):
