@@ -10,7 +10,8 @@ PYTHONS := python3.13 python3.12 python3.11 python3
 NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
 
 METHOD ?= kangaroo
-CLAIM = $(PY) -m specbench.bench -m runs_root=runs/claims data.limit=3
+LIMIT ?= 2
+CLAIM = $(PY) -m specbench.bench -m runs_root=runs/claims data.limit=$(LIMIT)
 TINY := build/tiny
 ANSWERS := $(TINY)/answers/both.jsonl
 PART := OMP_NUM_THREADS=1 $(PY) -m
@@ -54,13 +55,13 @@ tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny
 report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="FOLDER ..."]
 	@$(PY) -m specbench.report $(RUNS) $(ARGS)
 
-claims: $(STAMP) ## Check what the papers claim on the embedded family (half an hour) [ARGS="key=value ..."]
-	@$(CLAIM) experiment=kangaroo $(ARGS)
+claims: $(STAMP) ## Check what the papers claim on the embedded family, in half an hour [LIMIT=2 questions per task, ARGS="key=value ..."]
+	@$(CLAIM) experiment=kangaroo method=kangaroo,pld $(ARGS)
 	@$(CLAIM) experiment=vocab_trim $(ARGS)
 	@$(CLAIM) experiment=s2d_multi_target $(ARGS)
 	@$(CLAIM) experiment=mirror_sd $(ARGS)
-	@$(CLAIM) experiment=batch_scaling method=exspec,ragged batch_size=1,8 data.limit=8 repeats=1 $(ARGS)
-	@$(CLAIM) experiment=batch_scaling method=eqspec batch_size=8 data.limit=8 repeats=1 $(ARGS)
+	@$(CLAIM) experiment=batch_scaling method=exspec,ragged batch_size=1,8 data.limit=6 repeats=1 $(ARGS)
+	@$(CLAIM) experiment=batch_scaling method=eqspec batch_size=8 data.limit=6 repeats=1 $(ARGS)
 	@$(PY) -m specbench.report claims runs/claims
 
 wandb-compare: $(STAMP) ## Tables over a group of runs on Weights & Biases: GROUP=name [ARGS="--project name --entity name"]
