@@ -55,7 +55,8 @@ WORDS = {
     "pair.dtype": ("float32", "bfloat16", "float16"),
     "pair.init": ("pretrained", "random"),
 }
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers and accelerate
+# Of transformers and accelerate.
+WORDS_OR_NULL = {"pair.device_map": ("auto", "balanced", "balanced_low_0", "sequential")}
 
 
 # -- jobs
@@ -199,14 +200,11 @@ def check_values(cfg: DictConfig) -> None:
     temperature = cfg.decoding.temperature
     if type(temperature) not in (int, float) or not 0 <= temperature < float("inf"):
         raise UserError(f"decoding.temperature must be a number of at least 0, not {temperature!r}")
-    for key, known in WORDS.items():
+    for key, known in (WORDS | WORDS_OR_NULL).items():
         value = OmegaConf.select(cfg, key)
-        if value not in known:
+        if value not in known and not (value is None and key in WORDS_OR_NULL):
             raise UserError(f"unknown {key} '{value}': {near(value, known)}")
-    spread = cfg.pair.device_map
-    if spread not in (None, *DEVICE_MAPS):
-        raise UserError(f"unknown pair.device_map '{spread}': {near(spread, DEVICE_MAPS)}")
-    if spread is not None and cfg.pair.init == "random":
+    if cfg.pair.device_map is not None and cfg.pair.init == "random":
         raise UserError("pair.device_map spreads weights that are loaded: set pair.init=pretrained")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(cfg.pair.device)):
         raise UserError(f"pair.device must be auto, cpu or cuda:0, not {cfg.pair.device!r}")

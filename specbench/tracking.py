@@ -240,7 +240,7 @@ def main() -> int:
     os.environ["WANDB_SILENT"] = "true"  # it prints nothing, and asks nothing
     runs, left_out = finished_runs(pull(**given))
     tables.print_overview(runs)
-    tables.print_notes([f"left out: {item.folder.name}: {item.reason}" for item in left_out])
+    tables.print_left_out(left_out)
     print(runs[0].folder.parent)
     return 0
 

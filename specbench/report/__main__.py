@@ -14,7 +14,7 @@ from rich.text import Text
 from specbench.errors import one_line_errors
 from specbench.report import claims, compare, formats, page, plots, tables
 from specbench.report.beside import published_tables
-from specbench.report.runs import LeftOut, Run, differing_by_pair, finished_runs, is_run, summary_frame
+from specbench.report.runs import LeftOut, Run, finished_runs, is_run, summary_frame
 
 ALONE = 6  # so many runs are also shown one by one
 
@@ -31,8 +31,7 @@ def report(runs: list[Run], left_out: list[LeftOut], out: Path, first: list[Tabl
     (out / "tables.tex").write_text("\n".join(map(formats.latex, every)), encoding="utf-8")
     summary_frame(runs).to_csv(out / "runs.csv", index=False)
     images = plots.save(drawn, out / "plots")
-    notes = [*tables.cautions(runs), *differing_by_pair(runs)]
-    whole = page.page(runs, left_out, side_by_side, images, notes, published)
+    whole = page.page(runs, left_out, side_by_side, images, tables.notes(runs), published)
     (out / "index.html").write_text(whole, encoding="utf-8")
     return out / "index.html"
 
@@ -66,7 +65,7 @@ def compare_runs(arguments: list[str]) -> int:
         "runs", nargs="+", type=Path, help="run folders; the first is what the others are compared with"
     )
     runs, left_out = finished_runs(parser.parse_args(arguments).runs)
-    print_left_out(left_out)
+    tables.print_left_out(left_out)
     compare.print_comparison(runs)
     return 0
 
@@ -90,18 +89,13 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
     first = options.runs[0]
     out = options.out or (first.parent if is_run(first) else first) / "report"
     checked = claims.check_claims(runs) if with_claims else []
+    first_tables = [claims.claims_table(checked)] if checked else []
     print_report(runs)
-    if checked:
-        tables.console().print(claims.claims_table(checked))
-    print_left_out(left_out)
-    print(report(runs, left_out, out, [claims.claims_table(checked)] if checked else []))
+    for table in first_tables:
+        tables.console().print(table)
+    tables.print_left_out(left_out)
+    print(report(runs, left_out, out, first_tables))
     return int(any(one.verdict == "not measured" for one in checked))
-
-
-def print_left_out(left_out: list[LeftOut]) -> None:
-    """Names the runs that no number is taken from, every one."""
-    for item in left_out:
-        tables.print_notes([f"left out: {item.folder.name}: {item.reason}"])
 
 
 if __name__ == "__main__":

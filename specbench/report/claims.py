@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,7 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     count = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "numpy") as file:
-            count += sum(_size(file.get_slice(name).get_shape()) for name in file.keys())
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
     heads = MEDUSA_HEADS * (width**2 + width * vocabulary)
     return Speedup(count / heads, None, None), f"{count:,} against {heads:,}"
 
@@ -207,10 +208,3 @@ def _shown(found: Speedup | None) -> str:
         return tables.UNKNOWN
     value = f"{found.value:.3g}" if found.value < 0.1 else f"{found.value:.2f}"
     return value if found.low is None else f"{value} [{found.low:.2f}, {found.high:.2f}]"
-
-
-def _size(shape: list[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

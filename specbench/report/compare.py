@@ -8,7 +8,7 @@ from rich.text import Text
 
 from specbench.errors import UserError
 from specbench.measure import metrics
-from specbench.measure.statistics import Speedup, verdict
+from specbench.measure.statistics import Speedup
 from specbench.questions import TASKS
 from specbench.report import tables
 from specbench.report.runs import Run, labels, not_comparable
@@ -119,9 +119,4 @@ def _difference(found: tuple[Speedup, int] | None, unit: str) -> Text:
     if found is None or found[0].value is None:
         return Text(tables.UNKNOWN)
     ratio, count = found
-    said = verdict(ratio.low, ratio.high)
-    if said is None:
-        return Text(f"{ratio.value:.2f}, {count} {unit}")
-    shown = said if said == "no difference" else f"{ratio.value:.2f}"
-    style = {"faster": "green", "slower": "red", "no difference": ""}[said]
-    return Text(f"{shown} [{ratio.low:.2f}, {ratio.high:.2f}], {count} {unit}", style=style)
+    return tables.ratio_text(ratio.value, ratio.low, ratio.high).append(f", {count} {unit}")

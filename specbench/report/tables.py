@@ -13,7 +13,7 @@ from rich.text import Text
 
 from specbench.measure.statistics import verdict
 from specbench.questions import TASKS
-from specbench.report.runs import NAMED, Run, as_text, differing_by_pair, grids, labels, method_label
+from specbench.report.runs import NAMED, LeftOut, Run, as_text, differing_by_pair, grids, labels, method_label
 
 PIPED_WIDTH = 112
 UNKNOWN = "–"  # not measured
@@ -234,6 +234,11 @@ def faults(summary: dict, with_baseline: bool = True) -> list[str]:
     return lines
 
 
+def notes(runs: list[Run]) -> list[str]:
+    """What a reader of several runs should be warned of."""
+    return [*cautions(runs), *differing_by_pair(runs)]
+
+
 def cautions(runs: Iterable[Run]) -> list[str]:
     """What a reader of several runs would else see only in the tables of each."""
     random = [run.name for run in runs if run.summary["weights"] == "random"]
@@ -267,7 +272,13 @@ def print_overview(runs: list[Run]) -> None:
             out.print(table)
         else:
             print_notes([f"{table.title}: {table.row_count} rows, which python -m specbench.report writes"])
-    print_notes([*cautions(runs), *differing_by_pair(runs)])
+    print_notes(notes(runs))
+
+
+def print_left_out(left_out: Iterable[LeftOut]) -> None:
+    """Names the runs that no number is taken from, every one."""
+    for item in left_out:
+        print_notes([f"left out: {item.folder.name}: {item.reason}"])
 
 
 def print_notes(lines: list[str]) -> None:
@@ -313,17 +324,20 @@ def _cells(numbers: dict) -> list[str | Text]:
 
 
 def _speedup(numbers: dict, narrow: bool = False) -> Text:
-    """The speedup and its interval; words in place of a number that could as well be 1."""
-    low, high = numbers["speedup_low"], numbers["speedup_high"]
+    """The speedup of a block of numbers as `ratio_text`."""
+    return ratio_text(numbers["speedup"], numbers["speedup_low"], numbers["speedup_high"], narrow)
+
+
+def ratio_text(value: float | None, low: float | None, high: float | None, narrow: bool = False) -> Text:
+    """A ratio and its interval; words in place of a number that could as well be 1. narrow: in two lines."""
     said = verdict(low, high)
     if said is None:
-        return Text(_number(numbers["speedup"], 2))
+        return Text(_number(value, 2))
+    alike = said == "no difference"
     style = {"faster": "green", "slower": "red", "no difference": ""}[said]
     if narrow:
-        shown = "no diff." if said == "no difference" else f"{numbers['speedup']:.2f}"
-        return Text(f"{shown}\n{low:.2f}–{high:.2f}", style=style)
-    shown = said if said == "no difference" else f"{numbers['speedup']:.2f}"
-    return Text(f"{shown} [{low:.2f}, {high:.2f}]", style=style)
+        return Text(f"{'no diff.' if alike else f'{value:.2f}'}\n{low:.2f}–{high:.2f}", style=style)
+    return Text(f"{said if alike else f'{value:.2f}'} [{low:.2f}, {high:.2f}]", style=style)
 
 
 def _equivalence(counts: dict) -> Text:

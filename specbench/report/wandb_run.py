@@ -36,7 +36,8 @@ def log_run(run_dir: Path, tracker: Mapping) -> str:
 
     Logged again, it is the same run. Raises what the client raises.
     """
-    summary = read_run(run_dir).summary
+    measured = read_run(run_dir)
+    summary = measured.summary
     online = tracker["mode"] == "online"
     run = wandb.init(
         entity=tracker["entity"],
@@ -61,7 +62,7 @@ def log_run(run_dir: Path, tracker: Mapping) -> str:
         ),
     )
     run.summary.update(scalars(summary))
-    run.log(contents(run_dir, summary))
+    run.log(contents(measured))
     logged = run.log_artifact(artifact(run_dir))
     if online:
         logged.wait()  # raises when the upload failed, which finish() only prints
@@ -85,19 +86,19 @@ def scalars(value: Mapping, prefix: str = "") -> dict[str, float]:
     return flat
 
 
-def contents(run_dir: Path, summary: dict) -> dict[str, object]:
+def contents(run: Run) -> dict[str, object]:
     """What is logged beside summary and config, by its name on the service."""
+    summary = run.summary
     reference = metrics.ARMS[summary["baseline"]["quoted_against"]]
-    records = store.read_records(run_dir)
-    questions = metrics.by_question(records, reference, batched=summary["drafter"] is not None)
-    steps = pd.read_parquet(run_dir / store.STEPS)
+    questions = metrics.by_question(run.records, reference, batched=summary["drafter"] is not None)
+    steps = pd.read_parquet(run.folder / store.STEPS)
     rounds = steps[steps["arm"] == "method"]
-    found = {"tasks": table(by_task(run_dir, summary)), "questions": table(questions)}
+    found = {"tasks": table(by_task(run)), "questions": table(questions)}
     if len(rounds):
         found |= {f"{name}_per_round": histogram(rounds[name]) for name in ("emitted", "accepted")}
     if summary["overall"]["acceptance_by_position"]:
         found["acceptance_by_position"] = acceptance_lines(summary["overall"])
-    drawn = plots.figures([Run(run_dir, summary)])
+    drawn = plots.figures([run])
     return found | {f"plots/{name}": picture(figure) for name, figure in drawn.items()}
 
 
@@ -108,10 +109,10 @@ def picture(figure: Figure) -> wandb.Image:
     return wandb.Image(PIL.Image.open(out))
 
 
-def by_task(run_dir: Path, summary: dict) -> pd.DataFrame:
+def by_task(run: Run) -> pd.DataFrame:
     """The rows of `runs.summary_frame`; of its columns the metrics that were measured."""
-    frame = summary_frame([read_run(run_dir)])
-    known = summary["overall"] | summary["overall"]["equivalence"]
+    frame = summary_frame([run])
+    known = run.summary["overall"] | run.summary["overall"]["equivalence"]
     return frame[["task", *(n for n in frame if n in known and pd.api.types.is_numeric_dtype(frame[n]))]]
 
 
