@@ -344,7 +344,8 @@ def test_ctrl_c_leaves_a_hint(run_dir, environment):
             words, cwd=store.ROOT, env=user, stderr=subprocess.PIPE, text=True, preexec_fn=heed
         )
         silent.settimeout(TIMEOUT)
-        with silent.accept()[0]:  # it has asked, and waits
+        with silent.accept()[0] as asked:
+            assert b"HTTP" in asked.recv(4096)  # now it waits for the answer
             child.send_signal(signal.SIGINT)
             _, error = child.communicate(timeout=TIMEOUT)
     assert child.returncode == 130

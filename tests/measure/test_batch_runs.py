@@ -87,7 +87,7 @@ def test_pools_are_of_equal_size_and_mixed():
 
 
 def test_what_is_left_of_a_run_goes_on_where_it_stopped(workplace, tmp_path):  # noqa: F811
-    run_dir = start(workplace, "ragged", tmp_path, "batch_size=2", "pool=4")
+    run_dir = start(workplace, "ragged", tmp_path, "batch_size=2", "pool=4", "repeats=1")
     assert runner.run(run_dir) == 0
     lines = (run_dir / store.RECORDS).read_text().splitlines(keepends=True)
     (run_dir / store.SUMMARY).unlink()
@@ -110,7 +110,9 @@ def test_a_question_that_does_not_fit_fails_alone(workplace, tmp_path, capsys): 
     long = json.loads(questions[4]) | {"turns": ["word " * 300]}
     path = tmp_path / "long.jsonl"
     path.write_text("\n".join([*questions[:4], json.dumps(long), *questions[5:]]) + "\n")
-    code, summary, records = measured(workplace, "ragged", tmp_path, f"data.path={path}", "batch_size=4")
+    code, summary, records = measured(
+        workplace, "ragged", tmp_path, f"data.path={path}", "batch_size=4", "repeats=1"
+    )
     assert code == 1 and summary["failed"] == 1 and summary["overall"]["questions"] == len(CATEGORIES) - 1
     assert [r["question_id"] for r in records if r["error"]] == [5]
     assert "question 5 failed: UserError: the prompt has" in capsys.readouterr().err
@@ -207,7 +209,9 @@ FAULTS = [
 def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, method, fault):  # noqa: F811
     fault(monkeypatch)
     # The draft model is the target itself, so that drafts are accepted whole; the certificate does not know.
-    settings = ["batch_size=4", "decoding.max_new_tokens=24", f"pair.draft={workplace}/target"]
+    settings = [
+        "batch_size=4", "repeats=1", "decoding.max_new_tokens=24", f"pair.draft={workplace}/target"
+    ]  # fmt: skip
     _, summary, _ = measured(workplace, method, tmp_path, *settings)
     assert summary["equivalence"]["violation"] > 0
     assert summary["baseline"]["equivalence"]["violation"] == 0 or fault in (

@@ -294,9 +294,8 @@ def test_killed_and_started_again(workplace, tmp_path):
     with open(run_dir / store.RECORDS, "a") as journal:
         journal.write('{"question_id": 3, "task": "tr')
 
-    again = subprocess.run(bench_command(workplace, runs), env=environment, capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.splitlines()[-1] == str(run_dir)
+    assert start(workplace, "sps", runs) == run_dir  # what the same command finds
+    assert runner.run(run_dir) == 0
     records = store.read_records(run_dir)
     assert [r["question_id"] for r in records] == list(range(1, len(CATEGORIES) + 1))
     assert records[: len(finished)] == finished
