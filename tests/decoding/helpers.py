@@ -102,7 +102,7 @@ def drafts(drafter: Drafter, pair, temperature: float) -> list[tuple[torch.Tenso
 
     drafter.draft = record
     prompt = [3, 9, 27, 11, 33, 29, 17]
-    Engine(Target(pair.target), drafter, frozenset()).generate(prompt, Decoding(40, temperature), seed=5)
+    Engine(Target(pair.target), drafter, frozenset()).generate(prompt, Decoding(28, temperature), seed=5)
     return seen
 
 

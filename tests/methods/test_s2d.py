@@ -68,7 +68,7 @@ def run_checked(kind: type[Checked]) -> set[int]:
     for length in (1, 2, 3, 5):
         for threshold in (0.1, 0.2, 0.4):
             drafter = kind(pair, thresholds=[threshold, threshold], max_draft_tokens=length)
-            Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(60))
+            Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(30))
             rejected |= drafter.rejected
     return rejected
 

@@ -233,19 +233,18 @@ def test_a_stopped_training_goes_on_only_as_it_began(workplace, tmp_path, monkey
 
 
 def test_two_processes_train_like_one_with_twice_the_batches(workplace, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    weights = []
-    for processes, accumulate in ((2, 1), (1, 2)):
-        more = (f"accumulate={accumulate}", "steps=6", "save_every=3", "batch_size=2", "learning_rate=1e-2")
-        out = tmp_path / str(processes)
-        arguments = training_overrides(workplace, out, *more)
-        launch = [*command, f"--nproc_per_node={processes}", "-m", "methods.kangaroo.train", *arguments]
-        done = subprocess.run(launch, capture_output=True, text=True, timeout=280, cwd=ROOT)
-        assert done.returncode == 0, done.stderr[-2000:]
-        weights.append(load_file(out / "model.safetensors"))
-        assert [row["step"] for row in log(out)] == [3, 6]
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][name], weight, msg=lambda m, name=name: f"{name}: {m}")
+    shared = ("steps=6", "save_every=3", "batch_size=2", "learning_rate=1e-2")
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    kangaroo_train.train(training_settings("train_kangaroo", workplace, alone, "accumulate=2", *shared))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    arguments = training_overrides(workplace, together, "accumulate=1", *shared)
+    command = [*launch, "-m", "methods.kangaroo.train", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [row["step"] for row in log(alone)] == [row["step"] for row in log(together)] == [3, 6]
+    expected = load_file(alone / "model.safetensors")
+    for name, weight in load_file(together / "model.safetensors").items():
+        torch.testing.assert_close(weight, expected[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_a_pair_without_text_asks_for_conversations(workplace, tmp_path):
