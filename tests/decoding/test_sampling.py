@@ -22,10 +22,11 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from tests.decoding.helpers import near_identity_adapter, random_pair, sorted_pair, trimmed
 
-VOCAB, ANSWERS, LENGTH = 5, 1500, 4
+VOCAB, ANSWERS, LENGTH = 5, 500, 4
 PROMPT = [1, 3, 4, 1, 3]
 KEPT = [0, 2, 3]  # what the trimmed heads know of the five tokens
-SHAPE = {"seed": 4, "vocab_size": VOCAB, "num_hidden_layers": 3}
+# Of the pairs of random models one on which wrong rules move the distribution most, so that few answers show it.
+SHAPE = {"seed": 108, "vocab_size": VOCAB, "num_hidden_layers": 3}
 
 
 @pytest.fixture(scope="module")
