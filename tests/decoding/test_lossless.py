@@ -194,28 +194,42 @@ def test_any_acceptance_pattern(arch, tree):
     assert {0, 1, 2, 3} <= accepted and max(accepted) >= 6
 
 
+@cache
+def free_answers() -> list[tuple[list[int], list[int]]]:
+    """(prompt, what transformers says where nothing stops it)."""
+    pair, rng = random_pair("llama"), random.Random(3)
+    prompts = [random_prompt(rng, pair.vocab_size) for _ in range(3)]
+    # A text that goes on repeats itself: prompt lookup can draft the stop token, too.
+    prompts[2] += generate_with_transformers(pair.target, prompts[2], 60, stop_ids=())
+    return [(prompt, generate_with_transformers(pair.target, prompt, 18, stop_ids=())) for prompt in prompts]
+
+
 @pytest.mark.parametrize("method", ["pld", "sps", "s2d", "kangaroo", "mirror", "oracle", "tree"])
 def test_stop_token_anywhere(method, adapters):
     """As first token, inside a draft, as bonus token, on the very cap: the answer ends with it and nothing follows."""
     pair = random_pair("llama")
-    target, rng = Target(pair.target), random.Random(3)
-    for _ in range(3):
-        prompt = random_prompt(rng, target.vocab_size)
-        free = generate_with_transformers(pair.target, prompt, 24, stop_ids=())
-        for stop in set(free):
+    target = Target(pair.target)
+    places = set()
+    for turn, (prompt, free) in enumerate(free_answers()):
+        drafter = {
+            "pld": lambda: PromptLookup(pair, 6),
+            "sps": lambda: SpeculativeSampling(pair, 6),
+            "s2d": lambda: SortedDraft(sorted_pair("llama"), thresholds=[0.2, 0.2]),
+            "kangaroo": lambda: Kangaroo(pair, adapters["llama"], 2, 6, 0.0),
+            "mirror": lambda: MirrorSD(pair, 6, kappa=1, placement="inline"),
+            "oracle": lambda p=prompt, f=free: Oracle(len(p), f, target.vocab_size, 0, 0.05, 8, False),
+            "tree": lambda p=prompt, f=free: Oracle(len(p), f, target.vocab_size, 0, 0.05, 8, True),
+        }[method]()
+        engine = Engine(target, drafter, frozenset())
+        for number, stop in enumerate(dict.fromkeys(free)):
             cut = free.index(stop) + 1
-            for cap in {cut, cut + 1, 24}:
-                drafter = {
-                    "pld": lambda: PromptLookup(pair, 6),
-                    "sps": lambda: SpeculativeSampling(pair, 6),
-                    "s2d": lambda: SortedDraft(sorted_pair("llama"), thresholds=[0.2, 0.2]),
-                    "kangaroo": lambda: Kangaroo(pair, adapters["llama"], 2, 6, 0.0),
-                    "mirror": lambda: MirrorSD(pair, 6, kappa=1, placement="inline"),
-                    "oracle": lambda p=prompt, f=free: Oracle(
-                        len(p), f, target.vocab_size, 0, 0.05, 8, False
-                    ),
-                    "tree": lambda p=prompt, f=free: Oracle(len(p), f, target.vocab_size, 0, 0.05, 8, True),
-                }[method]()
-                answer = Engine(target, drafter, frozenset([stop])).generate(prompt, Decoding(cap))
-                assert answer.tokens == free[:cut]
-                assert answer.finish == "stop"
+            cap = (cut, cut + 1, 24)[(turn + number) % 3]  # each place meets each cap on another prompt
+            engine.stop_ids = frozenset([stop])
+            answer = engine.generate(prompt, Decoding(cap))
+            assert answer.tokens == free[:cut]
+            assert answer.finish == "stop"
+            last = answer.steps[-1] if answer.steps else None
+            where = "first" if last is None else "bonus" if last.emitted > last.accepted else "draft"
+            places.add((where, cap == cut))
+    # A draft leaves the last place before the cap to the target alone.
+    assert places == {("first", True), ("first", False), ("draft", False), ("bonus", True), ("bonus", False)}
