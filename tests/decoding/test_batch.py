@@ -37,7 +37,7 @@ from tests.decoding.helpers import (
 from tests.models import ARCHITECTURES
 
 SIZES = (1, 3, 8, 16)
-REQUESTS = 14
+REQUESTS = 12
 
 
 def schedulers(batch_size: int) -> dict[str, Scheduler]:
@@ -73,7 +73,7 @@ def cases(arch: str) -> tuple[list[Request], list[list[int]]]:
     requests, answers = [], []
     for seed in range(REQUESTS):
         prompt = random_prompt(rng, pair.target.config.vocab_size)
-        cap, stops = rng.choice((1, 2, 3, 14, 22, 22)), rng.choice(((STOP,), (STOP, 3), ()))
+        cap, stops = rng.choice((1, 2, 3, 9, 15, 15)), rng.choice(((STOP,), (STOP, 3), ()))
         requests.append(Request(prompt, Decoding(cap), seed, frozenset(stops)))
         answers.append(generate_with_transformers(pair.target, prompt, cap, stops))
     return requests, answers
@@ -84,10 +84,14 @@ def cases(arch: str) -> tuple[list[Request], list[list[int]]]:
 def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
     requests, expected = cases(arch)
     target = Target(random_pair(arch).target)
+    turn = list(ARCHITECTURES).index(arch) + list(schedulers(1)).index(scheduler)
     for place, (name, drafter) in enumerate(drafters(arch, str(tmp_path)).items()):
-        # Every drafter meets every size on some architecture; the two that matter most meet two on each.
-        first = SIZES[(place + len(scheduler) + list(ARCHITECTURES).index(arch)) % 4]
-        for size in {first, 8} if name in ("sps", "kangaroo") else {first}:
+        # Every drafter meets every architecture, and every scheduler on half of them; the two that matter most all.
+        often = name in ("sps", "kangaroo")
+        if not often and (turn + place) % 2:
+            continue
+        first = SIZES[(place + turn // 2 + list(ARCHITECTURES).index(arch)) % 4]
+        for size in {first, 8} if often else {first}:
             engine = BatchEngine(target, drafter, schedulers(size)[scheduler], frozenset())
             answers = engine.generate(requests)
             assert [a.tokens for a in answers] == expected, (name, size)
