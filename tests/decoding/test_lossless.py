@@ -36,10 +36,10 @@ ENDS = (
     (2, (STOP,)),
     (3, (STOP,)),
     (24, (STOP,)),
-    (24, (STOP, 3)),
+    (16, (STOP, 3)),
+    (20, ()),
     (32, ()),
-    (32, ()),
-    (32, ()),
+    (20, ()),
 )
 LENGTHS, SOME_LENGTHS = range(1, 9), (1, 4, 7)
 ETAS = (0.0, 0.6, 1.01)
@@ -96,7 +96,7 @@ def test_prompt_lookup(arch):
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
 def test_draft_model(arch, threshold):
     accepted = []
-    for n in LENGTHS:
+    for n in LENGTHS if threshold == 0 else SOME_LENGTHS:
         steps = assert_lossless(arch, SpeculativeSampling(random_pair(arch), n, threshold), half=n)
         accepted += [s.accepted / s.drafted for s in steps if s.drafted]
     # The test is worth something only if rounds of every kind took place.
