@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from specbench import bench
+from specbench.measure import runner
 from tests.models import save_pair
 
 TIMEOUT = 120  # s
@@ -47,6 +48,19 @@ def run_main(monkeypatch, capfd, *arguments: str) -> tuple[int, str, str]:
     except SystemExit as leave:
         code = leave.code
     return code, *capfd.readouterr()
+
+
+def measure_here(monkeypatch) -> None:
+    """Has the jobs of `run_main` measured in this process: one of its own takes seconds to import what it needs."""
+
+    def measure(run_dir: Path, logged: bool = False) -> int:
+        monkeypatch.setattr(sys, "argv", ["runner", str(run_dir)])
+        try:
+            return runner.main()
+        except SystemExit as leave:
+            return leave.code
+
+    monkeypatch.setattr(bench, "measure", measure)
 
 
 def wait_for(condition) -> None:

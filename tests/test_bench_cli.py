@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from specbench import bench
 from specbench.errors import UserError
 from specbench.measure import store
-from tests.commands import TIMEOUT, cli, run_main, small_pair_and_questions, wait_for
+from tests.commands import TIMEOUT, cli, measure_here, run_main, small_pair_and_questions, wait_for
 from tests.models import save_pair
 
 
@@ -214,11 +214,15 @@ def test_measures_and_names_the_folder(place):
     assert {path.name for path in cwd.iterdir()} - before == {"runs"}
 
 
-def test_error_of_the_runner_is_one_line(place):
+def test_error_of_the_runner_is_one_line(monkeypatch, capfd, place):
     cwd, arguments = place
     narrow = save_pair(cwd / "narrow", vocab_size=258)
-    done = cli(cwd, "method=sps", *arguments, f"pair.draft={narrow.draft}", "run_dir=here")
-    assert done.returncode == 2 and done.stdout == ""
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and "the vocabularies differ" in errors[0] and "Traceback" not in done.stderr
+    monkeypatch.chdir(cwd)
+    measure_here(monkeypatch)
+    code, out, err = run_main(
+        monkeypatch, capfd, "method=sps", *arguments, f"pair.draft={narrow.draft}", "run_dir=here"
+    )
+    assert code == 2 and out == ""
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "the vocabularies differ" in errors[0] and "Traceback" not in err
     assert not (cwd / "here" / "summary.json").exists()

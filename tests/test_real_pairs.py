@@ -134,10 +134,10 @@ def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
     rates: dict[str, list[float]] = {method: [] for method in drafters}
     for messages in (CHAT[:1], CHAT):
         prompt = pair.prompt_ids(messages)
-        expected = generate_with_transformers(pair.target, prompt, 40, stop_ids=pair.stop_ids)
+        expected = generate_with_transformers(pair.target, prompt, 24, stop_ids=pair.stop_ids)
         for method, drafter in drafters.items():
             engine = Engine(target, drafter, pair.stop_ids, pair.context_length)
-            answer = engine.generate(prompt, Decoding(40))
+            answer = engine.generate(prompt, Decoding(24))
             assert answer.tokens == expected, method
             rates[method] += [step.accepted / step.drafted for step in answer.steps if step.drafted]
     for method in rates.keys() - {"ar", "pld"}:  # accepted drafts are what is easily got wrong

@@ -12,7 +12,7 @@ from specbench import bench, sweeps
 from specbench.errors import UserError
 from specbench.measure import store
 from specbench.sweeps import FAILED, OK, RUNNING, WAITING, Job, open_sweep
-from tests.commands import TIMEOUT, run_main, small_pair_and_questions, start, wait_for
+from tests.commands import TIMEOUT, measure_here, run_main, small_pair_and_questions, start, wait_for
 from tests.models import save_pair
 
 
@@ -42,6 +42,7 @@ def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_pat
     assert states(tmp_path) == [OK, RUNNING, WAITING]
     first, second = runs(tmp_path)
 
+    measure_here(monkeypatch)
     code, out, err = run_main(monkeypatch, capfd, *command)
     assert code == 2, err
     assert runs(tmp_path)[:2] == [first, second] and len(runs(tmp_path)) == 3

@@ -36,7 +36,7 @@ from specbench.measure.rounding import batch_noise, margin, shape_noise
 from specbench.pairs import Pair, load_pair
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
 
-WARM_UP_TOKENS = 64  # of each arm on each warm-up question; the rounding noise is measured on as many
+WARM_UP_TOKENS = 32  # of each arm on each warm-up question; the rounding noise is measured on as many
 # SINGLE, in a run with batches: plain decoding one by one, what every answer is held against and batching gains on.
 BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
 

@@ -275,12 +275,13 @@ def bench_command(workplace: Path, runs: Path) -> list[str]:
     return [sys.executable, "-m", "specbench.bench", *overrides(workplace, "sps", runs)]
 
 
-def test_killed_and_started_again(workplace, tmp_path):
+def test_killed_and_started_again(workplace, tmp_path, monkeypatch):
     """Kill -9 in the middle, half a line at the end of the journal: no question is lost or measured twice."""
     runs = tmp_path / "killed"
-    environment = os.environ | {"PYTHONPATH": str(CONF.parent)}
+    monkeypatch.setenv("PYTHONPATH", str(CONF.parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     process = subprocess.Popen(
-        bench_command(workplace, runs), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        bench_command(workplace, runs), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     while not (journals := list(runs.glob("*/records.jsonl"))) or journals[0].read_bytes().count(b"\n") < 2:
         assert process.poll() is None, "the run ended before it could be killed"
