@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from methods.heads import DraftHead
-from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_sums
+from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_products
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Nodes, Target
 
@@ -375,16 +375,16 @@ class Brancher:
         """The target's likely decisions about the path. own: the draft model's logits [1 + k, rows]; states: as in
         `expand`."""
         plan = self.plan
-        own = torch.log_softmax(own.float(), dim=-1)
+        own = torch.softmax(own.float(), dim=-1)
         limits = plan.kappa, plan.most, plan.roots_only
-        reaching = prefix_sums(own, self._rows)
+        reaching = prefix_products(own, self._rows)
         if plan.guesses == "draft" or states is None:
             found = likely_decisions(own, self._rows, reaching, *limits)
             return Branches(found.accepted, self.head.ids(found.tokens))
-        log_probs = torch.log_softmax(self.exit_head(states).float(), dim=-1)
+        probs = torch.softmax(self.exit_head(states).float(), dim=-1)
         if plan.guesses == "both":
-            log_probs = mixture(log_probs, own, self.head.kept)
-        return likely_decisions(log_probs, self._path, reaching, *limits)
+            probs = mixture(probs, own, self.head.kept)
+        return likely_decisions(probs, self._path, reaching, *limits)
 
     def _forget(self) -> None:
         self._branches, self._growth, self._index = None, None, {}

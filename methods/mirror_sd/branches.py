@@ -8,7 +8,6 @@ best.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,7 @@ class Branches:
 
 
 def likely_decisions(
-    log_probs: torch.Tensor,
+    probs: torch.Tensor,
     path: torch.Tensor,
     reaching: torch.Tensor,
     kappa: int,
@@ -37,37 +36,34 @@ def likely_decisions(
 ) -> Branches:
     """The `kappa` likeliest decisions for each number of accepted tokens.
 
-    log_probs: [1 + k, n] guesses of the target's token behind the pending token and each draft token; path: [k] columns
-    of the draft tokens, each of which is no candidate at its own place: accepting it would be another decision.
-    reaching: [1 + k] log-probability that the target gets as far as there. most: keep only so many of all, by the
+    probs: [1 + k, n] guesses of the target's token behind the pending token and each draft token, which are spoilt;
+    path: [k] columns of the draft tokens, each of which is no candidate at its own place: accepting it would be another
+    decision. reaching: [1 + k] probability that the target gets as far as there. most: keep only so many of all, by the
     product of both. roots_only: nothing is guessed for more than 0 accepted tokens (the narrow reading of the paper's
     eq. 7). The result's tokens are columns.
     """
-    k = path.shape[0]
-    log_probs = log_probs.clone()
-    log_probs[torch.arange(k, device=path.device), path] = float("-inf")
+    probs[torch.arange(path.shape[0], device=path.device), path] = -1.0
     if roots_only:
-        log_probs, reaching = log_probs[:1], reaching[:1]
-    kappa = min(kappa, log_probs.shape[-1] - 1)
-    scores, columns = log_probs.topk(kappa, dim=-1)
-    scores = scores + reaching.unsqueeze(1)
+        probs, reaching = probs[:1], reaching[:1]
+    kappa = min(kappa, probs.shape[-1] - 1)
+    scores, columns = probs.topk(kappa, dim=-1)
+    scores = scores * reaching.unsqueeze(1)
     n = scores.numel() if most is None else min(most, scores.numel())
     chosen = scores.flatten().topk(n).indices
     return Branches(chosen // kappa, columns.flatten()[chosen])
 
 
-def prefix_sums(log_probs: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-    """[1 + k] log-probability of the first 0 to k tokens of a path, [k] columns, under log_probs [1 + k, n]."""
-    own = log_probs[:-1].gather(1, path.unsqueeze(1)).squeeze(1)
-    return torch.cat([own.new_zeros(1), own.cumsum(0)])
+def prefix_products(probs: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+    """[1 + k] probability of the first 0 to k tokens of a path, [k] columns, under probs [1 + k, n]."""
+    own = probs[:-1].gather(1, path.unsqueeze(1)).squeeze(1)
+    return torch.cat([own.new_ones(1), own.cumprod(0)])
 
 
-def mixture(exit_log_probs: torch.Tensor, own: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """The mean of two distributions, as log-probabilities [n, vocab]: one over the vocabulary, and one over its tokens
-    `kept` (None: its first ones)."""
-    whole = torch.full_like(exit_log_probs, float("-inf"))
+def mixture(exit_probs: torch.Tensor, own: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """The mean [n, vocab] of two distributions, one over the vocabulary, which is overwritten, and one over its tokens
+    `kept` (None: its first ones). Not by logarithms, which would take several times as long over so many tokens."""
     if kept is None:
-        whole[:, : own.shape[1]] = own
+        exit_probs[:, : own.shape[1]] += own
     else:
-        whole[:, kept] = own
-    return torch.logaddexp(exit_log_probs, whole) - math.log(2)
+        exit_probs.index_add_(1, kept, own)
+    return exit_probs.mul_(0.5)

@@ -9,7 +9,8 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-WRONG = "bold red"  # the style of a cell that warns
+from specbench.report.tables import WRONG
+
 LATEX = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}

@@ -17,6 +17,7 @@ from specbench.report.runs import NAMED, LeftOut, Run, as_text, differing_by_pai
 
 PIPED_WIDTH = 112
 UNKNOWN = "–"  # not measured
+WRONG = "bold red"  # the style of what warns
 NOTES_SHOWN = 10
 ROWS_SHOWN = 200  # a longer table is for a file
 SHORT = {  # column heads
@@ -216,7 +217,7 @@ def baseline_line(baseline: dict) -> Text:
     if baseline["bandwidth_fraction"] is not None:
         text.append(f", at {baseline['bandwidth_fraction']:.0%} of the memory-bandwidth ceiling")
     if baseline["equivalence"]["violation"]:
-        text.append(f"\n{_baseline_fault(baseline)}", style="bold red")
+        text.append(f"\n{_baseline_fault(baseline)}", style=WRONG)
     return text
 
 
@@ -344,7 +345,7 @@ def _equivalence(counts: dict) -> Text:
     if not counts["answers"]:
         return Text(UNKNOWN)
     text = f"{counts['exact']}/{counts['tie']}/{counts['violation']}"
-    return Text(text, style="bold red" if counts["violation"] else "")
+    return Text(text, style=WRONG if counts["violation"] else "")
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -358,7 +359,7 @@ def _share(value: float | None) -> str:
 def _title(summary: dict) -> Text:
     text = Text()
     for line in faults(summary, with_baseline=False):
-        text.append(f"{line}\n", style="bold red")
+        text.append(f"{line}\n", style=WRONG)
     settings = f" ({', '.join(as_text(summary['settings']))})" if summary["settings"] else ""
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "

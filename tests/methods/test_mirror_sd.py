@@ -18,7 +18,7 @@ import torch
 from methods.heads import DraftHead
 from methods.mirror_sd import MirrorSD
 from methods.mirror_sd.brancher import Brancher, Plan
-from methods.mirror_sd.branches import likely_decisions, mixture, prefix_sums
+from methods.mirror_sd.branches import likely_decisions, mixture, prefix_products
 from methods.mirror_sd.streams import save_streams
 from methods.mirror_sd.wires import ProcessWire
 from methods.sps import SpeculativeSampling
@@ -205,8 +205,7 @@ def test_the_first_position_alone_misses_more():
 def test_likely_decisions_against_a_plain_loop():
     torch.manual_seed(1)
     path = torch.tensor([5, 0, 7])
-    log_probs, own = torch.randn(2, 4, 9).log_softmax(-1)
-    probs, reach = log_probs.exp(), own.exp()
+    probs, reach = torch.randn(2, 4, 9).softmax(-1)
     scored = []
     for accepted in range(4):
         reaching = 1.0
@@ -216,11 +215,11 @@ def test_likely_decisions_against_a_plain_loop():
         best = sorted(others, key=lambda t: -probs[accepted, t].item())[:2]
         scored += [(reaching * probs[accepted, t].item(), accepted, t) for t in best]
     expected = [(accepted, token) for _, accepted, token in sorted(scored, reverse=True)]
-    reaching = prefix_sums(own, path)
-    every = likely_decisions(log_probs, path, reaching, 2)
+    reaching = prefix_products(reach, path)
+    every = likely_decisions(probs.clone(), path, reaching, 2)
     assert list(zip(every.accepted.tolist(), every.tokens.tolist())) == expected
-    assert list(likely_decisions(log_probs, path, reaching, 2, most=3).index()) == expected[:3]
-    first = likely_decisions(log_probs, path, reaching, 2, roots_only=True)
+    assert list(likely_decisions(probs.clone(), path, reaching, 2, most=3).index()) == expected[:3]
+    first = likely_decisions(probs.clone(), path, reaching, 2, roots_only=True)
     assert set(first.accepted.tolist()) == {0} and len(first.tokens) == 2
 
 
@@ -229,7 +228,7 @@ def test_a_mixture_is_the_mean_of_two_distributions():
     for kept, columns in ((None, [0, 1, 2, 3]), (torch.tensor([1, 2, 5, 6]), [1, 2, 5, 6])):
         expected = exit_probs.clone()
         expected[:, columns] += own
-        torch.testing.assert_close(mixture(exit_probs.log(), own.log(), kept).exp(), expected / 2)
+        torch.testing.assert_close(mixture(exit_probs.clone(), own, kept), expected / 2)
 
 
 def test_what_is_read_and_how_long_it_took():
