@@ -244,7 +244,7 @@ def test_the_unit_of_time_leaves_ratios_alone(records, factor):
 
 
 @settings(deadline=None, max_examples=10)
-@given(questions(min_size=2, slow=st.just(1.0)))
+@given(questions(min_size=6, slow=st.just(1.0)))
 def test_a_baseline_against_itself_holds_1(records):
     found = overall(records)
     assert found["speedup"] == found["speedup_low"] == found["speedup_high"] == 1.0
