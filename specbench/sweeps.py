@@ -111,9 +111,8 @@ def print_failures(jobs: list[Job]) -> None:
     if not failed:
         return
     out = tables.console()
-    out.print(
-        Text(f"{len(failed)} of {len(jobs)} jobs failed; the same command runs them again:", style="bold red")
-    )
+    count = f"{len(failed)} of {len(jobs)} jobs failed; the same command runs them again:"
+    out.print(Text(count, style=tables.WRONG))
     for job in failed:
         where = f" ({job.run_dir})" if job.run_dir else ""
         out.print(Text(f"  {label(job, jobs)}: {job.reason}{where}", style="red"), soft_wrap=True)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from specbench import bench
@@ -38,16 +39,20 @@ def cli(cwd: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def exit_code(main: Callable[[], int]) -> int:
+    """What a process would end with whose main function this is."""
+    try:
+        return main()
+    except SystemExit as leave:
+        return leave.code
+
+
 def run_main(monkeypatch, capfd, *arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the command, run in this process."""
     monkeypatch.setattr(sys, "argv", ["bench", *arguments])
     for name in ("HYDRA_FULL_ERROR", "SPECBENCH_SCRATCH"):  # set by main
         monkeypatch.setenv(name, "")
-    try:
-        code = bench.main()
-    except SystemExit as leave:
-        code = leave.code
-    return code, *capfd.readouterr()
+    return exit_code(bench.main), *capfd.readouterr()
 
 
 def measure_here(monkeypatch) -> None:
@@ -55,10 +60,7 @@ def measure_here(monkeypatch) -> None:
 
     def measure(run_dir: Path, logged: bool = False) -> int:
         monkeypatch.setattr(sys, "argv", ["runner", str(run_dir)])
-        try:
-            return runner.main()
-        except SystemExit as leave:
-            return leave.code
+        return exit_code(runner.main)
 
     monkeypatch.setattr(bench, "measure", measure)
 

@@ -105,9 +105,8 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    Path(tempfile.gettempdir(), "ray").mkdir(
-        exist_ok=True
-    )  # where Ray notes a cluster, wherever that one lives
+    # Where Ray notes a cluster, wherever that one lives.
+    Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ray") as scratch:
         head = {"num_cpus": 2, "include_dashboard": False, "temp_dir": scratch}
         nodes = Cluster(initialize_head=True, head_node_args=head)

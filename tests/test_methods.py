@@ -12,14 +12,10 @@ from specbench.questions import warmup_questions
 
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 # The second pair for those to which it brings other weights.
-ON_PAIRS = [(m, "tiny") for m in METHODS]
-ON_PAIRS += [(m, "tiny_shallow") for m in ("kangaroo", "s2d", "sps")]
+ON_PAIRS = [(m, "tiny") for m in METHODS] + [(m, "tiny_shallow") for m in ("kangaroo", "s2d", "sps")]
 # Those that draft beside the target as `mirror_sd` does, for which one process less is started.
 BESIDE = ("mirror_ss", "ssd")
-
-
 TASKS = ("mt_bench", "summarization", "math_reasoning")  # two turns, a long prompt, a long answer
-
 # What no paper tried: every drafter in a batch method at least once, and a trimmed head.
 COMBINATIONS = [
     ("ragged", "kangaroo", "full"),
@@ -48,15 +44,9 @@ def check(monkeypatch, tmp_path, *settings: str, accepts: bool) -> None:
     """A short run of some tasks: every answer is the target's, and the drafts are worth something."""
     monkeypatch.setattr(provenance, "bandwidth", lambda device: 1e9)
     monkeypatch.setattr(runner, "warmup_questions", lambda data: warmup_questions(data)[:1])
-    limits = [
-        "pair.device=cpu",
-        f"runs_root={tmp_path}",
-        "data.limit=1",
-        "repeats=1",
-        "decoding.max_new_tokens=12",
-    ]
+    limits = ["pair.device=cpu", f"runs_root={tmp_path}", "data.limit=1", "repeats=1"]
     with initialize_config_dir(str(CONF), version_base=None):
-        cfg = compose("bench", overrides=[*settings, *limits])
+        cfg = compose("bench", overrides=[*settings, *limits, "decoding.max_new_tokens=12"])
     cfg.task.tasks = {name: cfg.task.tasks[name] for name in TASKS}
     OmegaConf.resolve(cfg)
     run_dir = store.find_or_create(cfg)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
 from specbench.errors import JobError
 from specbench.measure import runner, store
+from tests import commands
 from tests.models import save_pair
 
 CATEGORIES = ["writing", "coding", "translation", "summarization", "qa", "math_reasoning", "rag"]
@@ -271,24 +271,19 @@ def without_times(summary: dict) -> dict:
     }
 
 
-def bench_command(workplace: Path, runs: Path) -> list[str]:
-    return [sys.executable, "-m", "specbench.bench", *overrides(workplace, "sps", runs)]
-
-
 def test_killed_and_started_again(workplace, tmp_path, monkeypatch):
     """Kill -9 in the middle, half a line at the end of the journal: no question is lost or measured twice."""
     runs = tmp_path / "killed"
-    monkeypatch.setenv("PYTHONPATH", str(CONF.parent))
+    # As `commands.start` has it: a run goes on only under the conditions it began with.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    process = subprocess.Popen(
-        bench_command(workplace, runs), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = commands.start(CONF.parent, *overrides(workplace, "sps", runs))
     while not (journals := list(runs.glob("*/records.jsonl"))) or journals[0].read_bytes().count(b"\n") < 2:
         assert process.poll() is None, "the run ended before it could be killed"
         time.sleep(0.005)
     child = int(subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()[0])
     os.kill(child, signal.SIGKILL)
-    assert process.wait() != 0
+    process.communicate(timeout=commands.TIMEOUT)
+    assert process.returncode != 0
     (run_dir,) = runs.iterdir()
     finished = store.read_records(run_dir)
     assert 2 <= len(finished) < len(CATEGORIES) and not store.is_complete(run_dir)

@@ -13,7 +13,9 @@ from specbench.measure.statistics import (
     verdict,
 )
 
-pairs = st.integers(LEAST_QUESTIONS, 12).flatmap(lambda n: arrays(float, (2, n), elements=st.floats(1e-3, 1e3)))
+pairs = st.integers(LEAST_QUESTIONS, 12).flatmap(
+    lambda n: arrays(float, (2, n), elements=st.floats(1e-3, 1e3))
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -57,7 +59,7 @@ def test_pairing_cancels_what_the_arms_share():
 
 def test_too_few_questions_give_no_interval():
     """However alike they are: five of five lie on one side of the truth in one case of sixteen."""
-    twice, once = np.array([2.0, 2.0, 2.0, 2.0, 2.0, 2.0]), np.ones(6)
+    twice, once = np.full(6, 2.0), np.ones(6)
     for n in range(1, 6):
         assert speedup(twice[:n], once[:n]) == Speedup(2.0, None, None)
         found = ratio_of_means([(once[:n], once[:n])], [(twice[:n], once[:n])])
