@@ -200,6 +200,8 @@ def check_values(cfg: DictConfig) -> None:
     temperature = cfg.decoding.temperature
     if type(temperature) not in (int, float) or not 0 <= temperature < float("inf"):
         raise UserError(f"decoding.temperature must be a number of at least 0, not {temperature!r}")
+    if type(cfg.generate) is not bool:
+        raise UserError(f"generate must be true or false, not {cfg.generate!r}")
     for key, known in (WORDS | WORDS_OR_NULL).items():
         value = OmegaConf.select(cfg, key)
         if value not in known and not (value is None and key in WORDS_OR_NULL):

@@ -65,6 +65,7 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["decoding.temperature=-0.5"], "decoding.temperature must be a number of at least 0"),
         (["decoding.temperature=nan"], "decoding.temperature must be"),
         (["decoding.temperature=hot"], "decoding.temperature must be"),
+        (["generate=maybe"], "generate must be true or false, not 'maybe'"),
         (["protocol=pared"], "unknown protocol 'pared': did you mean paired?"),
         (["pair.dtype=fp16"], "unknown pair.dtype 'fp16': "),
         (["tracker=wandb", "tracker.mode=of"], "unknown tracker.mode 'of': "),

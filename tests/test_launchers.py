@@ -39,17 +39,20 @@ def tokens(runs: Path) -> dict[str, list]:
     }
 
 
-@pytest.fixture
-def swept_here(tmp_path, monkeypatch):
-    """The arguments of a sweep in an empty folder, and what it answers when nothing launches it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    arguments = small_pair_and_questions(tmp_path)
-    with initialize_config_dir(str(bench.CONF), version_base="1.3"):
+@pytest.fixture(scope="module")
+def swept_here(tmp_path_factory):
+    """A folder, the arguments of a sweep there, and what it answers when nothing launches it."""
+    folder = tmp_path_factory.mktemp("swept")
+    arguments = small_pair_and_questions(folder)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        initialize_config_dir(str(bench.CONF), version_base="1.3"),
+    ):
+        patch.chdir(folder)
         for method in JOBS:
             cfg = compose("bench", [f"method={method}", "runs_root=here", *arguments])
             assert runner.run(store.find_or_create(cfg)) == 0
-    return ["-m", f"method={','.join(JOBS)}", *arguments], tokens(tmp_path / "here")
+    return folder, ["-m", f"method={','.join(JOBS)}", *arguments], tokens(folder / "here")
 
 
 @pytest.mark.parametrize("path", sorted((bench.CONF / "hydra/launcher").glob("*.yaml")), ids=lambda p: p.stem)
@@ -75,12 +78,15 @@ def test_launchers_that_take_jobs_away_are_refused():
 # -- submitit
 
 
-def test_submitit_gives_the_same_answers(monkeypatch, capfd, tmp_path, swept_here):
+def test_submitit_gives_the_same_answers(monkeypatch, capfd, swept_here):
     pytest.importorskip("submitit")
-    arguments, answers = swept_here
-    code, out, err = run_main(monkeypatch, capfd, *arguments, "hydra/launcher=submitit_local")
+    folder, arguments, answers = swept_here
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    there = ["runs_root=submitit", "hydra/launcher=submitit_local"]
+    code, out, err = run_main(monkeypatch, capfd, *arguments, *there)
     assert code == 0, err
-    assert "all runs" in out and tokens(tmp_path / "runs") == answers
+    assert "all runs" in out and tokens(folder / "submitit") == answers
 
 
 def test_submitit_names_a_job_that_was_lost(monkeypatch, capfd, tmp_path):
@@ -115,11 +121,12 @@ def cluster():
         nodes.shutdown()
 
 
-def test_ray_gives_the_same_answers(tmp_path, swept_here, cluster):
-    arguments, answers = swept_here
-    done = cli(tmp_path, *arguments, "hydra/launcher=ray", f"hydra.launcher.address={cluster}")
+def test_ray_gives_the_same_answers(swept_here, cluster):
+    folder, arguments, answers = swept_here
+    there = ["runs_root=ray", "hydra/launcher=ray", f"hydra.launcher.address={cluster}"]
+    done = cli(folder, *arguments, *there)
     assert done.returncode == 0, done.stderr
-    assert "all runs" in done.stdout and tokens(tmp_path / "runs") == answers
+    assert "all runs" in done.stdout and tokens(folder / "ray") == answers
 
 
 def test_ray_gives_a_job_a_whole_node_and_leaves_one_that_lost_a_job(monkeypatch, tmp_path, cluster):

@@ -229,7 +229,6 @@ def prepare(cfg: DictConfig) -> Bench:
         arms: dict[str, Arm] = {
             BASELINE: plain if size > 1 else single,
             METHOD: BatchEngine(target, drafter, scheduler, *ends).generate,
-            HF: hf_generate_arm(pair, size),
         }
         if size > 1:
             arms[SINGLE] = single
@@ -237,8 +236,9 @@ def prepare(cfg: DictConfig) -> Bench:
         arms = {
             BASELINE: one_by_one(Engine(target, Drafter(), *ends)),
             METHOD: one_by_one(Engine(target, drafter, *ends)),
-            HF: hf_generate_arm(pair),
         }
+    if cfg.generate:
+        arms[HF] = hf_generate_arm(pair, cfg.batch_size if batched else 1)
     decoding = Decoding(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
     batch_size = cfg.batch_size if batched else None
     return Bench(pair, target, drafter, arms, decoding, cfg.repeats, cfg.protocol, cfg.seed, batch_size)

@@ -210,9 +210,8 @@ def gain(summary: dict) -> float | None:
 def baseline_line(baseline: dict) -> Text:
     """What the speedups are quoted against, how fast it is, and how close to what the memory allows."""
     engine, generate = baseline["tokens_per_second"], baseline["hf_generate_tokens_per_second"]
-    text = Text(
-        f"baseline: our loop {_number(engine, 1)} tokens/s, transformers generate {_number(generate, 1)}; "
-    )
+    beside = "not timed" if generate is None else _number(generate, 1)
+    text = Text(f"baseline: our loop {_number(engine, 1)} tokens/s, transformers generate {beside}; ")
     text.append(f"speedups are against {QUOTED[baseline['quoted_against']]}")
     if baseline["bandwidth_fraction"] is not None:
         text.append(f", at {baseline['bandwidth_fraction']:.0%} of the memory-bandwidth ceiling")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from functools import cache
 from types import SimpleNamespace
@@ -21,15 +20,18 @@ STOP = 2
 
 
 @cache
-def random_pair(arch: str, seed: int = 0, **overrides):
-    """A target whose deep layers matter little, so that an early exit often guesses right; a noisy copy as draft."""
+def random_pair(arch: str, seed: int = 0, draft_layers: int = 3, **overrides):
+    """A target whose deep layers matter little, so that an early exit often guesses right; a noisy copy of its first
+    layers as draft."""
     target = random_model(arch, seed, **overrides)
     with torch.no_grad():
         for layer in Target(target).layers[2:]:
             for name, weight in layer.named_parameters():
                 if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight")):
                     weight.mul_(0.3)
-        draft = copy.deepcopy(target)
+        layers = min(draft_layers, target.config.num_hidden_layers)
+        draft = random_model(arch, seed, **overrides | {"num_hidden_layers": layers})
+        draft.load_state_dict(target.state_dict(), strict=False)
         noise = torch.Generator().manual_seed(seed)
         for weight in draft.parameters():
             weight.add_(torch.randn(weight.shape, generator=noise) * weight.std(correction=0) * 0.1)
@@ -47,7 +49,7 @@ def random_pair(arch: str, seed: int = 0, **overrides):
 
 def sorted_pair(arch: str, seed: int = 0, **overrides):
     """A random pair whose draft model counts as sorted, with exits behind the first, second and last layer."""
-    pair = random_pair(arch, seed, **overrides)
+    pair = random_pair(arch, seed, 4, **overrides)
     pair.draft.config.exits = [1, 2, pair.draft.config.num_hidden_layers]
     return pair
 

@@ -19,7 +19,8 @@ from tests.measure.test_runner import CATEGORIES, measured, start, workplace  # 
 
 
 def test_a_batch_of_one_is_held_against_plain_decoding_of_one(workplace, tmp_path):  # noqa: F811
-    code, summary, records = measured(workplace, "ragged", tmp_path, "batch_size=1", "repeats=1")
+    settings = ["batch_size=1", "repeats=1", "generate=true"]
+    code, summary, records = measured(workplace, "ragged", tmp_path, *settings)
     assert code == 0 and summary["equivalence"]["exact"] == len(CATEGORIES) + 2
     assert {name for r in records for t in r["turns"] for name in t["arms"]} == {
         "baseline",
@@ -49,7 +50,8 @@ def test_padding_never_pushes_a_row_beyond_the_context():
 
 @pytest.mark.parametrize("method", ["ar_batch", "eqspec", "exspec", "ragged"])
 def test_a_run(workplace, tmp_path, method):  # noqa: F811
-    code, summary, records = measured(workplace, method, tmp_path, "batch_size=3", "pool=4", "repeats=2")
+    settings = ["batch_size=3", "pool=4", "repeats=2", "generate=true"]
+    code, summary, records = measured(workplace, method, tmp_path, *settings)
     assert code == 0 and summary["status"] == "complete"
     assert summary["drafter"] == ("none" if method == "ar_batch" else "sps")
     counts = [summary["equivalence"][name] for name in ("answers", "exact", "tie", "violation")]
@@ -210,7 +212,7 @@ def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, method,
     fault(monkeypatch)
     # The draft model is the target itself, so that drafts are accepted whole; the certificate does not know.
     settings = [
-        "batch_size=4", "repeats=1", "decoding.max_new_tokens=24", f"pair.draft={workplace}/target"
+        "batch_size=4", "repeats=1", "decoding.max_new_tokens=24", f"pair.draft={workplace}/target", "generate=true"
     ]  # fmt: skip
     _, summary, _ = measured(workplace, method, tmp_path, *settings)
     assert summary["equivalence"]["violation"] > 0

@@ -61,6 +61,7 @@ def overrides(workplace: Path, method: str, runs: Path) -> list[str]:
         f"data.warmup={workplace}/warmup.jsonl",
         "data.limit=null",
         "decoding.max_new_tokens=12",
+        "generate=false",
         "pair.device=cpu",
         f"runs_root={runs}",
     ]
@@ -83,7 +84,7 @@ def measured(workplace: Path, method: str, runs: Path, *more: str) -> tuple[int,
 
 @pytest.mark.parametrize("method", ["ar", "sps", "pld", "kangaroo"])
 def test_a_run(workplace, tmp_path, method):
-    code, summary, records = measured(workplace, method, tmp_path)
+    code, summary, records = measured(workplace, method, tmp_path, "generate=true")
     assert code == 0 and summary["status"] == "complete"
     assert summary["equivalence"]["answers"] == len(CATEGORIES) + 2
     assert summary["equivalence"]["violation"] == 0
@@ -94,6 +95,15 @@ def test_a_run(workplace, tmp_path, method):
         assert turn["baseline_equivalence"]["verdict"] == "exact"
     if method == "ar":
         assert summary["overall"]["acceptance_length"] == 1 and summary["overall"]["mbsu"] == 1
+
+
+def test_without_generate(workplace, tmp_path):
+    code, summary, records = measured(workplace, "sps", tmp_path, "task=rag")
+    baseline, answer = summary["baseline"], summary["equivalence"]
+    assert code == 0 and answer["exact"] == answer["answers"] == 1 and summary["overall"]["speedup"] > 0
+    assert baseline["hf_generate_tokens_per_second"] is None and baseline["quoted_against"] == "engine"
+    assert baseline["equivalence"]["answers"] == 0
+    assert [sorted(t["arms"]) for r in records for t in r["turns"]] == [["baseline", "method"]]
 
 
 def test_sampling_is_not_certified(workplace, tmp_path):
@@ -117,7 +127,7 @@ def test_arms_take_turns_in_going_first(workplace, tmp_path, monkeypatch):
         return bench
 
     monkeypatch.setattr(runner, "prepare", watched)
-    measured(workplace, "pld", tmp_path, "task=rag", "repeats=6")
+    measured(workplace, "pld", tmp_path, "generate=true", "task=rag", "repeats=6")
     timed = order[3:]  # behind the warm-up
     assert len(timed) == 18
     firsts = timed[::3]
@@ -148,7 +158,7 @@ def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, m
             workplace, "pld", tmp_path / protocol, "task=mt_bench", "data.limit=1", f"protocol={protocol}"
         )
         monkeypatch.setattr(runner.Bench, "prompt", ask)
-    second = {protocol: {tuple(p) for p in seen[-3:]} for protocol, seen in prompts.items()}
+    second = {protocol: {tuple(p) for p in seen[-2:]} for protocol, seen in prompts.items()}
     assert len(second["paired"]) == 1
     assert len(second["spec_bench"]) == 2
 

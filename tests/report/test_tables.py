@@ -161,6 +161,8 @@ def test_the_baseline_is_told():
     assert "speedups are against our loop, at 71% of the memory-bandwidth ceiling" in text
     other = tables.baseline_line(BASELINE | {"quoted_against": "hf_generate"}).plain
     assert "against transformers generate" in other
+    alone = tables.baseline_line(BASELINE | {"hf_generate_tokens_per_second": None}).plain
+    assert "transformers generate not timed; speedups are against our loop" in alone
     disagreeing = BASELINE | {"equivalence": BASELINE["equivalence"] | {"violation": 2}}
     said = tables.baseline_line(disagreeing).plain
     assert "VIOLATION: our loop and transformers generate differ in 2 answers" in said
