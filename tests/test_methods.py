@@ -48,7 +48,7 @@ def check(monkeypatch, tmp_path, *settings: str, accepts: bool) -> None:
     monkeypatch.setattr(runner, "WARM_UP_TOKENS", 8)
     monkeypatch.setattr(runner, "warmup_questions", lambda data: warmup_questions(data)[:1])
     limits = ["pair.device=cpu", f"runs_root={tmp_path}", "data.limit=1", "repeats=1"]
-    limits += ["decoding.max_new_tokens=12", f"generate={not accepts}"]
+    limits += ["decoding.max_new_tokens=8", f"generate={not accepts}"]
     with initialize_config_dir(str(CONF), version_base=None):
         cfg = compose("bench", overrides=[*settings, *limits])
     cfg.task.tasks = {name: cfg.task.tasks[name] for name in TASKS}
