@@ -311,12 +311,12 @@ def not_comparable(runs: Iterable[Run]) -> list[str]:
         if reasons:
             found.setdefault("; ".join(reasons), []).append(run.name)
     name = "the others" if first is None else first.name
-    return [
-        f"not comparable with {name}: {', '.join(names[:NAMED])}"
-        + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        + f" ({reasons})"
-        for reasons, names in found.items()
-    ]
+    return [f"not comparable with {name}: {named(others)} ({reasons})" for reasons, others in found.items()]
+
+
+def named(names: list[str]) -> str:
+    """The first few of many names, and how many more there are."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def differing_by_pair(runs: Iterable[Run]) -> list[str]:

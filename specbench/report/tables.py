@@ -13,7 +13,7 @@ from rich.text import Text
 
 from specbench.measure.statistics import verdict
 from specbench.questions import TASKS
-from specbench.report.runs import NAMED, LeftOut, Run, as_text, differing_by_pair, grids, labels, method_label
+from specbench.report.runs import LeftOut, Run, as_text, differing_by_pair, grids, labels, method_label, named
 
 PIPED_WIDTH = 112
 UNKNOWN = "–"  # not measured
@@ -241,9 +241,16 @@ def notes(runs: list[Run]) -> list[str]:
 
 def cautions(runs: Iterable[Run]) -> list[str]:
     """What a reader of several runs would else see only in the tables of each."""
+    runs = list(runs)
     random = [run.name for run in runs if run.summary["weights"] == "random"]
-    more = f" and {len(random) - NAMED} more" if len(random) > NAMED else ""
-    return [f"{RANDOM}: {', '.join(random[:NAMED])}{more}"] if random else []
+    slower = [run.name for run in runs if run.summary["baseline"]["quoted_against"] == "hf_generate"]
+    lines = [f"{RANDOM}: {named(random)}"] if random else []
+    if 0 < len(slower) < len(runs):
+        lines.append(
+            f"speedups against {QUOTED['hf_generate']}, which was the faster, those of the others against "
+            f"{QUOTED['engine']}: {named(slower)}"
+        )
+    return lines
 
 
 def _baseline_fault(baseline: dict) -> str:

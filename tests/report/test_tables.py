@@ -301,6 +301,13 @@ def test_an_overview_tells_of_random_weights(capsys):
     assert tables.cautions(runs_of(**dict.fromkeys("abcde", random)))[0].endswith("a, b, c and 2 more")
 
 
+def test_an_overview_tells_what_speedups_are_against():
+    slower = changed(SUMMARY, baseline__quoted_against="hf_generate")
+    told = "speedups against transformers generate, which was the faster, those of the others against our loop: a"
+    assert tables.cautions(runs_of(a=slower, b=SUMMARY)) == [told]
+    assert tables.cautions(runs_of(a=slower, b=slower)) == []
+
+
 def test_of_many_notes_the_first_are_printed(capsys):
     tables.print_notes([f"note {i}" for i in range(13)])
     lines = capsys.readouterr().out.split("\n")
