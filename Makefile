@@ -55,7 +55,7 @@ tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny
 report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="FOLDER ..."]
 	@$(PY) -m specbench.report $(RUNS) $(ARGS)
 
-claims: $(STAMP) ## Check what the papers claim on the embedded family, in under an hour [LIMIT=2 questions per task, ARGS="key=value ..."]
+claims: $(STAMP) ## Check what the papers claim on the embedded family, in half an hour [LIMIT=2 questions per task, ARGS="key=value ..."]
 	@$(CLAIM) experiment=kangaroo method=kangaroo $(ARGS)
 	@$(CLAIM) experiment=kangaroo method=pld generate=false $(ARGS)
 	@$(CLAIM) experiment=vocab_trim generate=false $(ARGS)
