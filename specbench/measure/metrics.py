@@ -1,4 +1,5 @@
-"""From journal records to the numbers of a summary. Nothing else in the project computes a metric.
+"""From journal records to the numbers of a summary. Nothing else in the project computes a metric; those that rounds
+have without a baseline are in `rounds.py`.
 
 Every function is pure. A number that could not be measured is None. Totals (tokens, seconds) are over all
 repeats; comparisons take the mean of a question's repeats first, so that the question is what is resampled.
@@ -13,6 +14,18 @@ import pandas as pd
 
 from specbench.measure.equivalence import VERDICTS
 from specbench.measure.frames import GENERATION_COLUMNS, generations_frame, steps_frame
+from specbench.measure.rounds import (
+    BATCHING,
+    acceptance_by_position,
+    acceptance_length,
+    acceptance_rate,
+    batching,
+    exit_shares,
+    mbsu,
+    overlap,
+    ratio,
+    total,
+)
 from specbench.measure.statistics import Speedup, pooled_speedup, ratio_of_means, speedup
 
 SCHEMA = 4
@@ -31,7 +44,6 @@ QUESTION_COLUMNS = {
     "verdict": "object",
     "error": "object",
 }
-BATCHING = ("occupancy", "alignment_share", "group_rate", "align_seconds")
 
 
 def summary(records: list[dict], facts: dict, config: dict) -> dict:
@@ -91,24 +103,24 @@ def numbers(
     turns = turn_means(generations)
     whole = paired_seconds(turns, reference)
     decoding = paired_seconds(turns, reference, with_prefill=False)
-    rate = _ratio(method["tokens"].sum(), method["seconds"].sum())
+    rate = ratio(method["tokens"].sum(), method["seconds"].sum())
     if not batch_size:
-        total = speedup(whole["reference"], whole["method"])
+        faster = speedup(whole["reference"], whole["method"])
     elif whole_run:
         runs = pool_seconds(generations, reference)
-        total = pooled_speedup(runs["reference"], runs["method"])
+        faster = pooled_speedup(runs["reference"], runs["method"])
     else:  # a round belongs to all its rows: a task has no time of its own
-        total, rate, decoding = Speedup(None, None, None), None, decoding.iloc[:0]
+        faster, rate, decoding = Speedup(None, None, None), None, decoding.iloc[:0]
     return {
         "questions": method["question_id"].nunique(),
-        "tokens": _total(method["tokens"]),
-        "seconds": _total(method["seconds"]),
+        "tokens": total(method["tokens"]),
+        "seconds": total(method["seconds"]),
         "tokens_per_second": rate,
-        "speedup": total.value,
-        "speedup_low": total.low,
-        "speedup_high": total.high,
+        "speedup": faster.value,
+        "speedup_low": faster.low,
+        "speedup_high": faster.high,
         "speedup_questions": len(whole),
-        "decode_speedup": _ratio(decoding["reference"].sum(), decoding["method"].sum()),
+        "decode_speedup": ratio(decoding["reference"].sum(), decoding["method"].sum()),
         "spec_bench_speedup": None if batch_size else spec_bench_speedup(turns, reference),
         "acceptance_length": acceptance_length(rounds),
         "acceptance_rate": acceptance_rate(rounds),
@@ -116,10 +128,10 @@ def numbers(
         "exit_shares": exit_shares(rounds),
         "mbsu": mbsu(rounds, facts["target_pass_bytes"]),
         "bandwidth_fraction": bandwidth_fraction(rate, facts),
-        "prefill_seconds": _total(method["prefill_seconds"]),
-        "draft_seconds": _total(rounds["draft_seconds"]),
-        "verify_seconds": _total(rounds["verify_seconds"]),
-        "other_seconds": _total(rounds["other_seconds"]),
+        "prefill_seconds": total(method["prefill_seconds"]),
+        "draft_seconds": total(rounds["draft_seconds"]),
+        "verify_seconds": total(rounds["verify_seconds"]),
+        "other_seconds": total(rounds["other_seconds"]),
         **(batching(method, rounds, batch_size) if batch_size else dict.fromkeys(BATCHING)),
         "overlap": overlap(rounds),
         "equivalence": equivalence(records),
@@ -153,7 +165,7 @@ def by_question(records: list[dict], reference: str, batched: bool) -> pd.DataFr
                 tokens.get(number),
                 baseline,
                 method,
-                _ratio(baseline, method) if timed else None,
+                ratio(baseline, method) if timed else None,
                 acceptance_length(own),
                 acceptance_rate(own),
                 max(filter(None, verdicts), key=VERDICTS.index, default=None),
@@ -173,7 +185,7 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
     turns = turn_means(generations)
     shared = turns["seconds"][list(ARMS.values())].notna().all(axis=1)
     sums = (turns[shared] if shared.any() else turns).sum()
-    rates = {name: _ratio(sums["tokens", arm], sums["seconds", arm]) for name, arm in ARMS.items()}
+    rates = {name: ratio(sums["tokens", arm], sums["seconds", arm]) for name, arm in ARMS.items()}
     quoted = max(ARMS, key=lambda name: rates[name] or 0.0)
     return {
         "tokens_per_second": rates["engine"],
@@ -189,7 +201,7 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
 def single_rate(generations: pd.DataFrame) -> float | None:
     """Tokens per second of plain decoding one by one; None where that is the baseline, and no arm of its own."""
     single = generations[generations["arm"] == "single"]
-    return _ratio(single["tokens"].sum(), single["seconds"].sum())
+    return ratio(single["tokens"].sum(), single["seconds"].sum())
 
 
 def turn_means(generations: pd.DataFrame) -> pd.DataFrame:
@@ -288,122 +300,7 @@ def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:
     timed = turns[["tokens", "seconds"]].loc[:, (slice(None), [reference, "method"])]
     sums = _complete_questions(timed).groupby("question_id").sum()
     rates = sums["tokens"] / sums["seconds"]
-    return _ratio(rates["method"].sum(), rates[reference].sum())
-
-
-def acceptance_length(rounds: pd.DataFrame) -> float | None:
-    """Tokens emitted by draft-verify rounds per target pass of theirs, bonus token included, prefill not."""
-    return _ratio(rounds["emitted"].sum(), len(rounds))
-
-
-def acceptance_rate(rounds: pd.DataFrame) -> float | None:
-    """Accepted / drafted tokens; None for a method that never drafted."""
-    return _ratio(rounds["accepted"].sum(), rounds["drafted"].sum())
-
-
-def acceptance_by_position(rounds: pd.DataFrame) -> dict[str, list[float | None]]:
-    """Acceptance at each draft position, counted along the longest path of a tree.
-
-    unconditional: of the rounds that drafted so far, the share that accepted this position. conditional: the
-    same among the rounds in which it was judged, that is, in which all before it was accepted and no stop
-    token was.
-    """
-    depth, accepted, emitted = (rounds[name].to_numpy() for name in ("depth", "accepted", "emitted"))
-    stopped = emitted == accepted  # the answer ended inside the draft: there was no token of the target's own
-    unconditional, conditional = [], []
-    for position in range(depth.max(initial=0)):
-        drafted = depth > position
-        judged = drafted & (accepted >= position) & ~(stopped & (accepted == position))
-        kept = int((accepted > position).sum())
-        unconditional.append(_ratio(kept, drafted.sum()))
-        conditional.append(_ratio(kept, judged.sum()))
-    return {"acceptance_by_position": unconditional, "acceptance_by_position_conditional": conditional}
-
-
-def exit_shares(rounds: pd.DataFrame) -> dict[str, float] | None:
-    """Share of the draft tokens that left the draft model after so many layers; None for a single depth."""
-    counts = rounds["exits"].explode().value_counts()
-    return {str(layers): float(n / counts.sum()) for layers, n in counts.sort_index().items()} or None
-
-
-def overlap(rounds: pd.DataFrame) -> dict | None:
-    """What drafting beside the target gains; None for a method that does not. Seconds are means per round.
-
-    fall_back_rate: of the decisions that were looked up, the share for which nothing had been drafted; by_accepted: the
-    same by how many draft tokens had been accepted. hidden_share: of the time that the draft's side worked, the part in
-    which the target did not wait for it. model_seconds: the latency model of Mirror-SD (Bhendawade et al. 2025, eq. 10)
-    with the terms that it lacks, max(exit, draft before it) + max(rest of the pass, draft beside it) + handover + draft
-    behind the decision (the whole of it after a miss, what was lacking after a hit) + the rest of the round;
-    round_seconds: as measured.
-    """
-    launched = rounds[rounds["exit_seconds"].notna()]
-    if launched.empty:
-        return None
-    before = rounds.groupby(["question_id", "turn", "repeat"], sort=False)["accepted"].shift()
-    looked = rounds["hit"].notna()
-    missed = rounds.loc[looked, "hit"].eq(False)
-    by_accepted = missed.groupby(before[looked].astype(int)).mean()
-    kinds = rounds[looked]
-    after = [_mean(kinds.loc[missed == kind, "after_seconds"]) or 0.0 for kind in (False, True)]
-    fall_back = _mean(missed.astype(float))
-    exit_seconds = _mean(launched["exit_seconds"])
-    early, beside = _mean(kinds["early_seconds"]), _mean(kinds["beside_seconds"])
-    rest = _mean(launched["verify_seconds"] - launched["exit_seconds"])
-    handover, other = _mean(kinds["handover_seconds"]), _mean(kinds["other_seconds"])
-    drafted = rounds[rounds["beside_seconds"].notna()]
-    worked = drafted[["early_seconds", "beside_seconds", "after_seconds"]].sum().sum()
-    parts = (exit_seconds, early, beside, rest, handover, other, fall_back)
-    model = None
-    if None not in parts:
-        waiting = (1 - fall_back) * after[0] + fall_back * after[1]
-        model = max(exit_seconds, early) + max(rest, beside) + handover + waiting + other
-    return {
-        "fall_back_rate": fall_back,
-        "fall_back_rate_by_accepted": {str(n): float(share) for n, share in by_accepted.items()},
-        "hidden_share": None if worked <= 0 else max(0.0, 1 - float(drafted["draft_seconds"].sum() / worked)),
-        "exit_seconds": exit_seconds,
-        "rest_seconds": rest,
-        "early_seconds": early,
-        "beside_seconds": beside,
-        "after_hit_seconds": after[0],
-        "after_miss_seconds": after[1],
-        "waited_seconds": _mean(kinds["draft_seconds"]),
-        "idle_seconds": _mean(kinds["idle_seconds"]),
-        "handover_seconds": handover,
-        "model_seconds": model,
-        "round_seconds": _mean(kinds[["draft_seconds", "verify_seconds", "other_seconds"]].sum(axis=1)),
-    }
-
-
-def batching(method: pd.DataFrame, rounds: pd.DataFrame, batch_size: int) -> dict:
-    """How well a batch was used; rounds: one row per sequence and round, each with one part in `rows` of it.
-
-    occupancy: rows that ran / places that there were. alignment_share: of all seconds, those spent on lining rows up in
-    memory. group_rate: of the rounds of several rows, the share whose rows had one length; None for a scheduler that
-    does not look.
-    """
-    whole = (1 / rounds["rows"]).sum()
-    judged = rounds[rounds["grouped"].notna()]
-    return {
-        "occupancy": _ratio(len(rounds), whole * batch_size),
-        "alignment_share": _ratio(rounds["align_seconds"].sum(), method["seconds"].sum()),
-        "group_rate": _ratio(
-            (judged["grouped"].astype(float) / judged["rows"]).sum(), (1 / judged["rows"]).sum()
-        ),
-        "align_seconds": _total(rounds["align_seconds"]),
-    }
-
-
-def mbsu(rounds: pd.DataFrame, target_pass_bytes: int) -> float | None:
-    """Memory-bound speedup: tokens emitted x bytes of one target pass / bytes of weights really read.
-
-    What the speedup would be if time were nothing but reading weights (Goel et al. 2024, arXiv 2403.00858).
-    For a draft length gamma and a draft model of c times the target's bytes it is acceptance_length / (1 + c
-    * gamma).
-    """
-    # The rows of a batch share what a pass reads.
-    read = ((rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["rows"]).sum()
-    return _ratio(int(rounds["emitted"].sum()) * target_pass_bytes, read)
+    return ratio(rates["method"].sum(), rates[reference].sum())
 
 
 def bandwidth_fraction(tokens_per_second: float | None, facts: dict) -> float | None:
@@ -434,17 +331,3 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
 def _complete_questions(turns: pd.DataFrame) -> pd.DataFrame:
     """The rows of the questions that have a number in every column of every turn."""
     return turns[turns.notna().all(axis=1).groupby("question_id").transform("all")]
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return float(numerator / denominator) if denominator > 0 else None
-
-
-def _mean(column: pd.Series) -> float | None:
-    """Mean of a column; None when there is nothing."""
-    return float(column.mean()) if len(column) else None
-
-
-def _total(column: pd.Series) -> float | int | None:
-    """Sum of a column; None when there is nothing to add, or a part of it is unknown."""
-    return column.sum(skipna=False).item() if len(column) and column.notna().all() else None

@@ -142,9 +142,8 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     weakest = min(found, key=lambda item: item[0].value or 0)
     ratio, count, against = weakest
     batch = f", batch {against.summary['batch_size']}" if pools else ""
-    unit = "runs of pools" if pools else "questions"
     means = f", means over {len(values)} values of {key}" if key else ""
-    return ratio, f"against {method_label(against.summary)}{batch}; {count} {unit}{means}"
+    return ratio, f"against {method_label(against.summary)}{batch}; {tables.paired_over(count, pools)}{means}"
 
 
 def certified(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:

@@ -73,10 +73,10 @@ def difference_table(runs: list[Run]) -> Table:
     for name, run in zip(names[1:], others):
         table.add_column(name, justify="right", overflow="fold")
         found.append(relative(first, run))
-    unit = "runs of pools" if first.summary["drafter"] else "questions"
+    batched = bool(first.summary["drafter"])
     asked = [task for task in (*TASKS, "overall") if any(task in of_run for of_run in found)]
     for task in asked:
-        table.add_row(task, *(_difference(of_run.get(task), unit) for of_run in found))
+        table.add_row(task, *(_difference(of_run.get(task), batched) for of_run in found))
     return table
 
 
@@ -115,8 +115,10 @@ def _prompts(run: Run) -> dict[tuple[int, int], str]:
     }
 
 
-def _difference(found: tuple[Speedup, int] | None, unit: str) -> Text:
+def _difference(found: tuple[Speedup, int] | None, batched: bool) -> Text:
     if found is None or found[0].value is None:
         return Text(tables.UNKNOWN)
     ratio, count = found
-    return tables.ratio_text(ratio.value, ratio.low, ratio.high).append(f", {count} {unit}")
+    return tables.ratio_text(ratio.value, ratio.low, ratio.high).append(
+        f", {tables.paired_over(count, batched)}"
+    )

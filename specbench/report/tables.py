@@ -201,6 +201,12 @@ def overlap_line(overlap: dict) -> str:
     )
 
 
+def paired_over(count: int, batched: bool) -> str:
+    """On how many pairs of times a ratio rests."""
+    one, several = ("run of a pool", "runs of pools") if batched else ("question", "questions")
+    return f"{count} {one if count == 1 else several}"
+
+
 def gain(summary: dict) -> float | None:
     """Tokens per second of a batch method / those of plain decoding of one sequence at a time, in the same run."""
     rate, single = summary["overall"]["tokens_per_second"], summary["baseline"]["single_tokens_per_second"]

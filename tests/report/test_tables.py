@@ -293,6 +293,11 @@ def test_what_is_wrong_with_a_run():
     assert tables.faults(nothing()) == []
 
 
+def test_what_a_ratio_rests_on():
+    said = [tables.paired_over(count, batched) for batched in (False, True) for count in (1, 2)]
+    assert said == ["1 question", "2 questions", "1 run of a pool", "2 runs of pools"]
+
+
 def test_an_overview_tells_of_random_weights(capsys):
     random = SUMMARY | {"weights": "random"}
     tables.print_overview(runs_of(a=random, b=SUMMARY))
