@@ -41,7 +41,7 @@ ENDS = (
     (32, ()),
     (20, ()),
 )
-LENGTHS, SOME_LENGTHS = range(1, 9), (1, 3, 8)  # of each third one
+LENGTHS, SOME_LENGTHS = range(1, 9), (1, 3, 8)  # one for each third of the cases
 ETAS = (0.0, 0.6, 1.01)
 
 
