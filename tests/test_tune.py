@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from specbench import bench, tune
 from specbench.errors import UserError
 from specbench.measure import runner, store
-from tests.commands import small_pair_and_questions
+from tests.commands import exit_code, small_pair_and_questions
 
 optuna = pytest.importorskip("optuna")
 
@@ -79,11 +79,7 @@ def tuned(tmp_path, monkeypatch, capfd):
         for name in ("HYDRA_FULL_ERROR", "SPECBENCH_SCRATCH"):  # set by main
             monkeypatch.setenv(name, "")
         capfd.readouterr()
-        try:
-            code = tune.main()
-        except SystemExit as leave:
-            code = leave.code
-        return code, *capfd.readouterr()
+        return exit_code(tune.main), *capfd.readouterr()
 
     return tuner
 

@@ -172,12 +172,13 @@ class Brancher:
         self._left = limit
         at, limit = self._base + accepted, min(limit, self.plan.depth)
         branch = self._index.get((accepted, following))
-        if branch is not None and not int(self._growth.counts[branch]):  # guessed, but too late for a pass
+        drafted = 0 if branch is None else int(self._growth.counts[branch])
+        if not drafted:  # not guessed, or too late for a pass
             branch = None
         hit = None if self._branches is None else branch is not None
         together = self._growth.passes if self._growth is not None else 0
         if branch is not None:
-            growth = self._pick(branch, accepted, at)
+            growth = self._pick(branch, drafted, accepted, at)
         else:
             self._cache.truncate(at)
             fed = self._cache.lengths[0]
@@ -323,8 +324,8 @@ class Brancher:
             torch.cat([columns, places]),
         )
 
-    def _pick(self, branch: int, accepted: int, at: int) -> Growth:
-        """The branch that came true, moved to where its tokens belong, as a growth of its own."""
+    def _pick(self, branch: int, drafted: int, accepted: int, at: int) -> Growth:
+        """The branch that came true, with `drafted` tokens, moved to where they belong, as a growth of its own."""
         growth = self._growth
         nodes = growth.seen[branch].nonzero().squeeze(1)[accepted:]
         self._cache.keep(at, nodes - accepted)
@@ -343,7 +344,7 @@ class Brancher:
             growth.counts[own],
             growth.logits[own],
             growth.passes,
-            int(growth.counts[branch]),
+            drafted,
         )
 
     def _write(self, growth: Growth, logits: torch.Tensor) -> torch.Tensor:

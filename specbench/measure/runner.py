@@ -221,8 +221,8 @@ def prepare(cfg: DictConfig) -> Bench:
     # Not hydra's instantiate, which would wrap what a method says is wrong.
     drafter = drafter_class(pair=pair, **parameters(drafting))
     ends = (pair.stop_ids, pair.context_length)
+    size = cfg.batch_size if batched else None
     if batched:
-        size = cfg.batch_size
         scheduler = method(batch_size=size, **parameters(cfg.method))
         single = one_by_one(Engine(target, Drafter(), *ends))
         plain = BatchEngine(target, Drafter(), Scheduler(size), *ends).generate
@@ -238,10 +238,9 @@ def prepare(cfg: DictConfig) -> Bench:
             METHOD: one_by_one(Engine(target, drafter, *ends)),
         }
     if cfg.generate:
-        arms[HF] = hf_generate_arm(pair, cfg.batch_size if batched else 1)
+        arms[HF] = hf_generate_arm(pair, size or 1)
     decoding = Decoding(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
-    batch_size = cfg.batch_size if batched else None
-    return Bench(pair, target, drafter, arms, decoding, cfg.repeats, cfg.protocol, cfg.seed, batch_size)
+    return Bench(pair, target, drafter, arms, decoding, cfg.repeats, cfg.protocol, cfg.seed, size)
 
 
 def attempt(bench: Bench, questions: list[Question], place: int) -> list[dict]:

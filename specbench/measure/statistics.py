@@ -13,6 +13,7 @@ RESAMPLES = 9999
 # With fewer questions than six they all lie on one side of the truth more often than once in twenty (2 * 2^-5), and
 # what is drawn from them again and again never shows the other side.
 LEAST_QUESTIONS = 6
+LEAST_RUNS = 2  # of pools
 SEED = 0  # fixed: the same records always give the same interval
 
 
@@ -55,7 +56,7 @@ def pooled_speedup(reference_seconds: np.ndarray, method_seconds: np.ndarray) ->
     if not (len(reference) and reference.min() > 0 and method.min() > 0):
         return Speedup(None, None, None)
     value = float(_ratio_of_sums(reference, method))
-    if len(reference) < 2:
+    if len(reference) < LEAST_RUNS:
         return Speedup(value, None, None)
     return _t_interval(value, np.log(reference / method))
 
@@ -83,7 +84,7 @@ def ratio_of_means(first: Sequence[Run], second: Sequence[Run], pools: bool = Fa
         return np.mean(ratios[len(first) :], axis=0) / np.mean(ratios[: len(first)], axis=0)
 
     value = float(statistic(*arrays))
-    if len(arrays[0]) < (2 if pools else LEAST_QUESTIONS):
+    if len(arrays[0]) < (LEAST_RUNS if pools else LEAST_QUESTIONS):
         return Speedup(value, None, None)
     if pools:
         return _t_interval(value, np.log(arrays[2] / arrays[3]) - np.log(arrays[0] / arrays[1]))

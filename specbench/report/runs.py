@@ -39,7 +39,6 @@ SUMMARY = dict.fromkeys(
 PROVENANCE = dict.fromkeys(
     ("time", "command", "config", "versions", "load_average", "threads", "source_sha256", "git", "questions")
 ) | {"machine": dict.fromkeys(("cpu", "cores", "usable_cores", "gpus"))}
-LACKING_SHOWN = 3
 NAMED = 3
 # What else than method and settings runs can differ in, and how a label says it.
 DIFFERING = {
@@ -150,8 +149,7 @@ def _summary(folder: Path) -> dict:
     shape = SUMMARY | ({"tasks": dict.fromkeys(tasks, NUMBERS)} if isinstance(tasks, dict) else {})
     lacking = list(_lacking(summary, shape))
     if lacking:
-        more = f" and {len(lacking) - LACKING_SHOWN} more" if len(lacking) > LACKING_SHOWN else ""
-        raise UserError(f"damaged: {path.name} lacks {', '.join(lacking[:LACKING_SHOWN])}{more}")
+        raise UserError(f"damaged: {path.name} lacks {named(lacking)}")
     return summary
 
 

@@ -10,6 +10,7 @@ import torch
 
 from methods.heads import DraftHead
 from methods.kangaroo.adapter import Adapter, adapter_config
+from methods.s2d.train import cut
 from specbench.decoding.draft import Context, Draft, Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
@@ -30,8 +31,7 @@ def random_pair(arch: str, seed: int = 0, draft_layers: int = 3, **overrides):
                 if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight")):
                     weight.mul_(0.3)
         layers = min(draft_layers, target.config.num_hidden_layers)
-        draft = random_model(arch, seed, **overrides | {"num_hidden_layers": layers})
-        draft.load_state_dict(target.state_dict(), strict=False)
+        draft = cut(target, list(range(layers))).requires_grad_(False)
         noise = torch.Generator().manual_seed(seed)
         for weight in draft.parameters():
             weight.add_(torch.randn(weight.shape, generator=noise) * weight.std(correction=0) * 0.1)

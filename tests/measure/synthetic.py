@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from specbench.measure import metrics
+
 FACTS = {
     "target_pass_bytes": 1000,
     "dtype": "float32",
@@ -124,3 +126,8 @@ def questions(draw, min_size=1, max_size=6, slow=slowness):
         answered(i, draw(st.sampled_from(["qa", "rag"])), draw(accepted), draw(slow), draw(st.integers(1, 2)))
         for i in range(draw(st.integers(min_size, max_size)))
     ]
+
+
+def overall(records, facts=FACTS) -> dict:
+    """The numbers over all questions of some records."""
+    return metrics.numbers(records, facts, "baseline")

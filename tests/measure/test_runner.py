@@ -155,10 +155,16 @@ def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, m
             lambda s, q, a, seen=seen, ask=ask: (seen.append(ask(s, q, a)), ask(s, q, a))[1],
         )
         measured(
-            workplace, "pld", tmp_path / protocol, "task=mt_bench", "data.limit=1", f"protocol={protocol}"
+            workplace,
+            "pld",
+            tmp_path / protocol,
+            "generate=true",
+            "task=mt_bench",
+            "data.limit=1",
+            f"protocol={protocol}",
         )
         monkeypatch.setattr(runner.Bench, "prompt", ask)
-    second = {protocol: {tuple(p) for p in seen[-2:]} for protocol, seen in prompts.items()}
+    second = {protocol: {tuple(p) for p in seen[-3:]} for protocol, seen in prompts.items()}
     assert len(second["paired"]) == 1
     assert len(second["spec_bench"]) == 2
 
