@@ -11,8 +11,9 @@ import torch
 from torch.nn.functional import linear
 
 from methods.vocab_trim.vocab_map import kept_ids
+from specbench.decoding.layers import by_columns, weight_bytes
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target, by_columns, weight_bytes
+from specbench.decoding.target import Target
 
 
 class DraftHead:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specbench.decoding.kv_cache import KVCache, RowCache
-from specbench.decoding.target import lay_out
+from specbench.decoding.layers import lay_out
 from specbench.errors import UserError
 
 # A buffer that older transformers stored and newer ones compute; the only key that may be there beyond the weights.

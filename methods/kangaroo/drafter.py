@@ -15,8 +15,9 @@ from methods.kangaroo.adapter import check_exit_layer, load_adapter
 from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
 from specbench.decoding.kv_cache import KVCache
+from specbench.decoding.layers import quick, weight_bytes
 from specbench.decoding.rows import Ragged
-from specbench.decoding.target import Prefill, Target, attention_mask, rows_mask, weight_bytes
+from specbench.decoding.target import Prefill, Target, attention_mask, rows_mask
 from specbench.errors import UserError, at_least
 from specbench.questions import packaged
 
@@ -42,7 +43,7 @@ class Kangaroo(Drafter):
         vocab_size: int | None = None,
     ):
         at_least(1, max_draft_tokens=max_draft_tokens)
-        self.adapter = load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype)
+        self.adapter = quick(load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype))
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)

@@ -55,6 +55,23 @@ class Found:
     passes: tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one pass adds to m continuations. tokens, rows: [m, v] what follows each token that was fed, as ids and as
+    rows of the head; logits: [m, v, head rows] that they were chosen from. taken: [m] how many of the v stand; None
+    without streams, where each takes the one."""
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    logits: torch.Tensor
+    taken: torch.Tensor | None
+
+    def of(self, which: torch.Tensor | slice) -> Written:
+        """The same of some of the continuations."""
+        taken = None if self.taken is None else self.taken[which]
+        return Written(self.tokens[which], self.rows[which], self.logits[which], taken)
+
+
 @dataclass(slots=True)
 class Growth:
     """m continuations that grow together behind `base` positions that they all see; or one that is a plain sequence:
@@ -64,8 +81,9 @@ class Growth:
     follow it. seen: [m, c] which of the columns from base on each sees, `columns` [c] their offsets. ahead: [n] tokens
     at the end of `columns` that the next pass has to feed first.
 
-    tokens, rows: [m, width] what was drafted, `counts` [m] how much of it stands; logits: [m, width, head rows] that it
-    was chosen from. passes: so far; least: tokens that each continuation has at least, where there are no streams.
+    written: by the passes that the first of the continuations has seen; those that joined later, behind the others,
+    are missing from the first of them. counts: [m] tokens that each has. passes: so far; least: tokens that each
+    continuation has at least, where there are no streams.
     """
 
     base: int
@@ -75,12 +93,24 @@ class Growth:
     seen: torch.Tensor | None
     columns: torch.Tensor
     ahead: torch.Tensor
-    tokens: torch.Tensor
-    rows: torch.Tensor
+    written: list[Written]
     counts: torch.Tensor
-    logits: torch.Tensor
     passes: int = 0
     least: int = 0
+
+    def of(self, branch: int) -> list[Written]:
+        """What was written behind one of them."""
+        one = slice(branch, branch + 1)
+        return [written.of(one) for written in self.written if branch < written.tokens.shape[0]]
+
+
+def _joined(written: list[Written]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a single continuation: its tokens [n], their rows [n], and the logits [n, head rows] of each."""
+    counts = [1] * len(written)
+    if written[0].taken is not None:
+        counts = torch.cat([of.taken for of in written]).tolist()
+    parts = [(of.tokens[0, :n], of.rows[0, :n], of.logits[0, :n]) for of, n in zip(written, counts)]
+    return tuple(torch.cat(each) for each in zip(*parts))
 
 
 def never() -> bool:
@@ -167,18 +197,19 @@ class Brancher:
     ) -> Found:
         """The target kept `accepted` tokens of the draft and says `following`: the next draft, of up to `limit` tokens.
 
-        unwanted: asked before every pass; if true the draft is given up and what is returned is of no use.
+        unwanted: asked before every pass; if true the draft is given up, nothing is returned, and the next that can be
+        asked is `begin`.
         """
         self._left = limit
         at, limit = self._base + accepted, min(limit, self.plan.depth)
         branch = self._index.get((accepted, following))
-        drafted = 0 if branch is None else int(self._growth.counts[branch])
-        if not drafted:  # not guessed, or too late for a pass
-            branch = None
-        hit = None if self._branches is None else branch is not None
+        written = (
+            [] if branch is None else self._growth.of(branch)
+        )  # nothing: guessed, but too late for a pass
+        hit = None if self._branches is None else bool(written)
         together = self._growth.passes if self._growth is not None else 0
-        if branch is not None:
-            growth = self._pick(branch, drafted, accepted, at)
+        if written:
+            growth = self._pick(branch, written, accepted, at)
         else:
             self._cache.truncate(at)
             fed = self._cache.lengths[0]
@@ -188,14 +219,16 @@ class Brancher:
             seen = (columns >= 0).unsqueeze(0) if self.streams.shape[0] else None
             growth = self._sprout(fed, root, root * 0 + ahead.shape[0], seen, columns, ahead)
         begun = growth.passes
-        while not self._grown(growth, limit) and not unwanted():
+        while not self._grown(growth, limit):
+            if unwanted():
+                return Found(self._path[:0], None, hit, (together, growth.passes - begun))
             self._grow(growth)
         if growth.seen is not None:  # of the guesses that did not come true nothing may stay
             self._cache.keep(growth.base, growth.seen[0].nonzero().squeeze(1))
         self._base = at + 1
-        self._path, self._rows = growth.tokens[0, :limit], growth.rows[0, :limit]
-        self._own = growth.logits[0]
-        probs = None if self._decoding.greedy else self._decoding.probs(growth.logits[0, :limit])
+        tokens, rows, self._own = _joined(growth.written)
+        self._path, self._rows = tokens[:limit], rows[:limit]
+        probs = None if self._decoding.greedy else self._decoding.probs(self._own[:limit])
         self._forget()
         self._draw()
         return Found(self._path, probs, hit, (together, growth.passes - begun))
@@ -204,21 +237,7 @@ class Brancher:
 
     def _sprout(self, base: int, roots: torch.Tensor, offsets, seen, columns, ahead) -> Growth:
         """Continuations behind the tokens `roots` [m]; the rest as in `Growth`."""
-        m, width = roots.shape[0], self._width
-        buffer = torch.zeros(2, m, width, dtype=torch.int64, device=self.device)
-        logits = torch.empty(m, width, self.head.rows, device=self.device, dtype=self.model.dtype)
-        return Growth(
-            base,
-            roots,
-            offsets,
-            roots.unsqueeze(1)[:, :0],
-            seen,
-            columns,
-            ahead,
-            *buffer,
-            offsets * 0,
-            logits,
-        )
+        return Growth(base, roots, offsets, roots.unsqueeze(1)[:, :0], seen, columns, ahead, [], offsets * 0)
 
     def _replant(self, now: Branches) -> None:
         """From here on the branches `now` grow: those that grew before go on, others begin."""
@@ -235,9 +254,11 @@ class Brancher:
         fresh = self._sprout(earlier.base, roots, accepted, seen, columns, earlier.ahead)
         # Guesses of no use, but of the shape that a pass needs.
         fresh.guesses = roots.new_zeros(roots.shape[0], earlier.guesses.shape[1])
-        rows = ("newest", "offsets", "guesses", "seen", "tokens", "rows", "counts", "logits")
+        rows = ("newest", "offsets", "guesses", "seen", "counts")
         merged = {name: torch.cat([getattr(earlier, name)[old], getattr(fresh, name)]) for name in rows}
-        self._growth = replace(earlier, **merged, least=0 if new.shape[0] else earlier.least)
+        written = [of.of(old) for of in earlier.written]
+        least = 0 if new.shape[0] else earlier.least
+        self._growth = replace(earlier, **merged, written=written, least=least)
 
     def _grown(self, growth: Growth, depth: int) -> bool:
         """Whether every continuation has `depth` tokens."""
@@ -278,7 +299,7 @@ class Brancher:
         hidden = model.run_layers(hidden, cache, nodes=Nodes(all_columns, rows_seen))[0]
         cache.truncate(start + n + m * v)  # streams leave nothing behind
         logits = self.head.logits(model.norm(hidden[n : n + m * v])).view(m, v, -1)
-        tokens = self._write(growth, logits)
+        rows, tokens = self._choose(growth, logits)
         right = (growth.guesses == tokens[:, :w]).long().cumprod(1).sum(1)  # [m] guesses that came true
         kept = own.unsqueeze(2) & (steps <= right.unsqueeze(1)).unsqueeze(1)
         growth.seen = torch.cat([growth.seen, kept.reshape(m, m * v)], dim=1)
@@ -288,6 +309,7 @@ class Brancher:
         states = hidden[n + m * v :].view(m * v, s, -1)[last]
         _, guessed = self.head.logits(model.norm(states)).max(-1)
         growth.guesses = self.head.ids(guessed)
+        growth.written.append(Written(tokens, rows, logits, right + 1))
         growth.counts = growth.counts + right + 1
         growth.offsets = growth.offsets + right + 1
 
@@ -300,7 +322,9 @@ class Brancher:
             growth.columns = torch.cat([growth.columns, growth.offsets])
             nodes = Nodes(growth.columns, growth.seen)
         hidden = self.model.run_layers(self.model.embed(feed.unsqueeze(0)), self._cache, nodes=nodes)[0, -m:]
-        tokens = self._write(growth, self.head.logits(self.model.norm(hidden)).unsqueeze(1))
+        logits = self.head.logits(self.model.norm(hidden)).unsqueeze(1)
+        rows, tokens = self._choose(growth, logits)
+        growth.written.append(Written(tokens, rows, logits, None))
         growth.newest, growth.ahead = tokens[:, 0], growth.ahead[:0]
         growth.counts, growth.offsets = growth.counts + 1, growth.offsets + 1
 
@@ -324,8 +348,8 @@ class Brancher:
             torch.cat([columns, places]),
         )
 
-    def _pick(self, branch: int, drafted: int, accepted: int, at: int) -> Growth:
-        """The branch that came true, with `drafted` tokens, moved to where they belong, as a growth of its own."""
+    def _pick(self, branch: int, written: list[Written], accepted: int, at: int) -> Growth:
+        """The branch that came true, moved to where its tokens belong, as a growth of its own."""
         growth = self._growth
         nodes = growth.seen[branch].nonzero().squeeze(1)[accepted:]
         self._cache.keep(at, nodes - accepted)
@@ -339,27 +363,23 @@ class Brancher:
             growth.seen[own, :0] if self.streams.shape[0] else None,
             none,
             none,
-            growth.tokens[own],
-            growth.rows[own],
+            written,
             growth.counts[own],
-            growth.logits[own],
             growth.passes,
-            drafted,
+            len(written),
         )
 
-    def _write(self, growth: Growth, logits: torch.Tensor) -> torch.Tensor:
-        """Chooses from logits [m, v, rows] the next v tokens of each continuation, [m, v], and notes them."""
+    def _choose(self, growth: Growth, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From logits [m, v, rows] the next v tokens of each continuation, [m, v], as rows and as ids."""
         m, v, _ = logits.shape
-        place = growth.counts.unsqueeze(1) + torch.arange(v, device=self.device)
-        place = place.clamp(max=self._width - 1)  # what lies behind the longest draft is of no use
-        uniforms = None if self._uniforms is None else self._uniforms[place].flatten()
+        uniforms = None
+        if self._uniforms is not None:
+            place = growth.counts.unsqueeze(1) + torch.arange(v, device=self.device)
+            # What lies behind the longest draft is of no use.
+            uniforms = self._uniforms[place.clamp(max=self._width - 1)].flatten()
         rows, _ = self._decoding.select(logits.flatten(0, 1), uniforms=uniforms)
         rows = rows.view(m, v)
-        tokens = self.head.ids(rows)
-        growth.tokens.scatter_(1, place, tokens)
-        growth.rows.scatter_(1, place, rows)
-        growth.logits.scatter_(1, place.unsqueeze(-1).expand_as(logits), logits)
-        return tokens
+        return rows, self.head.ids(rows)
 
     # -- what a round knows
 
@@ -370,7 +390,8 @@ class Brancher:
         behind = self._path[self._cache.lengths[0] - self._base :]
         if behind.shape[0]:
             hidden = self.model.run_layers(self.model.embed(behind.unsqueeze(0)), self._cache)
-            self._own[self._path.shape[0]] = self.head.logits(self.model.norm(hidden[0, -1]))
+            logits = self.head.logits(self.model.norm(hidden[0, -1:]))
+            self._own = torch.cat([self._own[: self._path.shape[0]], logits])
 
     def _guess(self, own: torch.Tensor, states: torch.Tensor | None) -> Branches:
         """The target's likely decisions about the path. own: the draft model's logits [1 + k, rows]; states: as in

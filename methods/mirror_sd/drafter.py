@@ -20,7 +20,8 @@ from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.link import Inline, Process, Thread
 from methods.mirror_sd.streams import load_streams
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
-from specbench.decoding.target import Prefill, Target, head_weight, weight_bytes
+from specbench.decoding.layers import head_weight, weight_bytes
+from specbench.decoding.target import Prefill, Target
 from specbench.errors import UserError, at_least, near
 from specbench.questions import packaged
 

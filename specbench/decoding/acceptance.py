@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from specbench.decoding.draft import Draft
-from specbench.decoding.sampling import Decoding, invert
+from specbench.decoding.sampling import Decoding, invert, likeliest
 from specbench.decoding.target import ancestors
 
 
@@ -34,10 +34,10 @@ def accept(
     """Applies the rule that fits. logits: [1 + k, vocab] after the pending token and each draft token."""
     if draft.parents is not None:
         if decoding.greedy:
-            return greedy_tree(logits.argmax(-1), draft.tokens, draft.parents)
+            return greedy_tree(likeliest(logits), draft.tokens, draft.parents)
         return sampled_tree(decoding.probs(logits), draft, generator)
     if decoding.greedy:
-        return greedy_chain(logits.argmax(-1), draft.tokens)
+        return greedy_chain(likeliest(logits), draft.tokens)
     probs = decoding.probs(logits)
     uniforms = torch.rand(draft.tokens.shape, generator=generator, device=probs.device)
     count, rest = sampled_chain(probs, draft.tokens, draft.probs, uniforms)
@@ -56,7 +56,7 @@ def accept_rows(
     with, one to draw the token that follows with."""
     live = torch.arange(draft.tokens.shape[1], device=drafted.device) < drafted.unsqueeze(1)
     if decoding.greedy:
-        return greedy_chain(logits.argmax(-1), draft.tokens, live)
+        return greedy_chain(likeliest(logits), draft.tokens, live)
     count, rest = sampled_chain(decoding.probs(logits), draft.tokens, draft.probs, uniforms[:, :-1, 0], live)
     return Accepted(count, invert(rest, uniforms[..., 1].gather(1, count.unsqueeze(1)).squeeze(1)))
 

@@ -8,15 +8,14 @@ wrongly. Draft models are driven by this same class.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import linear
-from torch.utils.weak import WeakIdKeyDictionary
 
 from specbench.decoding.kv_cache import KVCache, Places, RowCache
+from specbench.decoding.layers import head_weight, lay_out, quick, weight_bytes
 from specbench.errors import UserError
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
@@ -105,7 +104,7 @@ class Target:
         self._layer_bytes = [weight_bytes(layer) for layer in self.layers]
         self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
         tied = self.lm_head.weight is self.embed_tokens.weight
-        for module in [*self.layers] if tied else [*self.layers, self.lm_head]:
+        for module in [*base.layers] if tied else [*base.layers, self.lm_head]:
             lay_out(module)
 
     # -- what a pass costs -------------------------------------------------------------------------------------
@@ -346,63 +345,8 @@ def _window(config, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def quick(module: torch.nn.Module) -> torch.nn.Module:
-    """A twin of a module, of the same class and with the same weights and hooks, that finds its attributes faster.
-
-    torch keeps parameters and parts where Python's own look-up does not find them: it fails first, and writes an error
-    message that no one reads. With thirty look-ups a layer that is a twentieth of a pass through the embedded target.
-    The twin has them as plain attributes. The module itself stays as it is; it has its train or eval mode to itself.
-    """
-    twin = copy.copy(module)
-    parts = {name: part if part is None else quick(part) for name, part in module._modules.items()}
-    twin.__dict__.update(module._parameters, _modules=parts, **parts)
-    return twin
-
-
-def by_columns(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [out, in] with the same values, laid out in memory as the product with it is read fastest.
-
-    In fp32 on a CPU that is column after column: for one position a head of 16384 x 128 then takes a third of the
-    time, and six positions through the layers of the embedded target a fifth less. Columns that begin a whole number
-    of pages apart compete for the same places in the CPU's caches; a gap of two cache lines between them takes off
-    another tenth. Elsewhere it is the weight itself.
-    """
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.stride(0) == 1:
-        return weight
-    rows, columns = weight.shape
-    gap = 32 if rows % 1024 == 0 else 0
-    with torch.inference_mode(False), torch.no_grad():  # gradients may pass through a frozen weight
-        return weight.new_empty(columns, rows + gap)[:, :rows].copy_(weight.detach().t()).t()
-
-
-def lay_out(module: torch.nn.Module) -> None:
-    """Lays out the frozen linear weights of a module, in place, for decoding: see `by_columns`."""
-    for part in module.modules():
-        if type(part) is torch.nn.Linear and not part.weight.requires_grad:
-            part.weight.data = by_columns(part.weight)
-
-
-# Of a head that is tied to the embedding, whose rows must stay rows: the weight -> its version and a copy by columns.
-_HEADS = WeakIdKeyDictionary()
-
-
-def head_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of a head's weight by columns, made once for all who use the weight, and again when it was changed."""
-    version, copy = _HEADS.get(weight, (None, None))
-    if version != weight._version:
-        copy = by_columns(weight)
-        if copy is not weight:
-            _HEADS[weight] = (weight._version, copy)
-    return copy
-
-
 def device_of(module: torch.nn.Module) -> torch.device:
     """Where a module runs: where accelerate's hook says, if it has one, or else where its weights are."""
     hook = getattr(module, "_hf_hook", None)
     where = getattr(hook, "execution_device", None)
     return next(module.parameters()).device if where is None else torch.device(where)
-
-
-def weight_bytes(module: torch.nn.Module) -> int:
-    """Bytes of a module's parameters."""
-    return sum(p.nbytes for p in module.parameters())

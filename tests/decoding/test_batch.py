@@ -229,10 +229,10 @@ def test_static_batches_wait_for_their_last_row():
 
 
 def test_the_seconds_of_all_rows_are_the_time_of_the_call():
-    pair = random_pair("llama")
+    pair, (requests, _) = random_pair("llama"), cases("llama")
     engine = BatchEngine(Target(pair.target), SpeculativeSampling(pair, 3), EqSpec(4), frozenset())
     begun = time.perf_counter()
-    answers = engine.generate(cases("llama")[0])
+    answers = engine.generate(requests)
     spent = time.perf_counter() - begun
     assert 0.9 * spent < sum(answer.seconds for answer in answers) <= spent
     for answer in answers:

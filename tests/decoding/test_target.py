@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import chain, repeat
 
 import pytest
 import torch
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specbench.decoding.draft import Draft, Resume
-from specbench.decoding.target import Target, by_columns
+from specbench.decoding.layers import by_columns, quick
+from specbench.decoding.target import Target
 from specbench.errors import UserError
 from tests.decoding.helpers import random_pair
 from tests.models import ARCHITECTURES, random_model
@@ -130,12 +134,44 @@ def test_driven_layers_share_weights_and_hooks_with_the_model():
     theirs = model.model.layers[0].mlp.up_proj
     target = Target(model)
     ours = target.layers[0].mlp.up_proj
-    assert ours.weight is theirs.weight and {"weight", "bias"} <= vars(ours).keys()
+    assert isinstance(ours, torch.nn.Linear) and ours.weight is theirs.weight
+    assert {"weight", "bias"} <= vars(ours).keys()
     assert not {"weight", "bias"} & vars(theirs).keys(), "the model itself stays as it is"
     seen = []
     theirs.register_forward_hook(lambda *_: seen.append(1))
     target.run_layers(target.embed(torch.tensor([[1, 2]])), target.new_cache(2))
     assert seen == [1]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@torch.inference_mode()
+def test_driven_layers_give_the_bits_of_the_models_own(arch):
+    """Prefill and a token behind it, in the layout that the target gives to the weights."""
+    model = copy.deepcopy(random_pair(arch).target)
+    target = Target(model)
+    for part in model.modules():
+        if hasattr(part, "variance_epsilon"):
+            part.weight.copy_(0.5 + torch.rand_like(part.weight))
+    cache, ids = target.new_cache(12), torch.arange(3, 15).unsqueeze(0)
+    kept = DynamicCache(config=model.config)
+    for part in (ids[:, :11], ids[:, 11:]):
+        own = model.get_decoder()(part, past_key_values=kept, use_cache=True).last_hidden_state
+        assert torch.equal(target.norm(target.run_layers(target.embed(part), cache)), own)
+
+
+def test_a_norm_that_is_computed_otherwise_stays_what_it_is():
+    class Shifted(LlamaRMSNorm):
+        """As Gemma's, whose weights are kept around zero."""
+
+        def forward(self, hidden):
+            return super().forward(hidden) + super().forward(hidden) / self.weight
+
+    for norm, same in ((LlamaRMSNorm(24), True), (Shifted(24), False), (LlamaRMSNorm(24).bfloat16(), None)):
+        states = torch.randn(3, 24, dtype=norm.weight.dtype)
+        twin = quick(norm)
+        assert torch.equal(twin(states), norm(states))
+        if same is not None:
+            assert (type(twin).forward is type(norm).forward) != same
 
 
 def test_weights_are_laid_out_by_columns_and_stay_what_they_are():

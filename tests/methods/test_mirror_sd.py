@@ -118,6 +118,20 @@ def test_streams_save_passes():
     assert brancher.settle(8, 7, 8).passes == (0, 3)
 
 
+def test_a_draft_that_nobody_wants_any_more():
+    """It is given up at once, and the next sequence knows nothing of it."""
+    model = Target(random_pair("llama").draft)
+    brancher = Brancher(model, DraftHead(model, 61), None, Plan(4, 2, guesses="draft"))
+    drafted = []
+    for given_up in (False, True, False):
+        brancher.begin(torch.tensor(PROMPT), 64, 0.0, 0)
+        brancher.settle(0, 5, 4)
+        brancher.expand(4, 4, None)
+        found = brancher.settle(1, 7, 4, lambda stop=given_up: stop)
+        drafted.append(found.tokens.tolist())
+    assert drafted[1] == [] and len(drafted[0]) == 4 and drafted[2] == drafted[0]
+
+
 def test_streams_of_another_model_are_refused(tmp_path):
     pair = random_pair("llama")
     with pytest.raises(UserError, match="mirror_sd.train"):
