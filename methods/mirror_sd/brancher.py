@@ -18,6 +18,7 @@ import torch
 
 from methods.heads import DraftHead
 from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_products
+from methods.mirror_sd.growth import Growth, Written, joined
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Nodes, Target
 
@@ -53,64 +54,6 @@ class Found:
     probs: torch.Tensor | None
     hit: bool | None
     passes: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What one pass adds to m continuations. tokens, rows: [m, v] what follows each token that was fed, as ids and as
-    rows of the head; logits: [m, v, head rows] that they were chosen from. taken: [m] how many of the v stand; None
-    without streams, where each takes the one."""
-
-    tokens: torch.Tensor
-    rows: torch.Tensor
-    logits: torch.Tensor
-    taken: torch.Tensor | None
-
-    def of(self, which: torch.Tensor | slice) -> Written:
-        """The same of some of the continuations."""
-        taken = None if self.taken is None else self.taken[which]
-        return Written(self.tokens[which], self.rows[which], self.logits[which], taken)
-
-
-@dataclass(slots=True)
-class Growth:
-    """m continuations that grow together behind `base` positions that they all see; or one that is a plain sequence:
-    then `seen` is None, and so are base, offsets and columns of no use.
-
-    newest: [m] the token of each that no pass has seen, `offsets` [m] positions behind base. guesses: [m, w] what may
-    follow it. seen: [m, c] which of the columns from base on each sees, `columns` [c] their offsets. ahead: [n] tokens
-    at the end of `columns` that the next pass has to feed first.
-
-    written: by the passes that the first of the continuations has seen; those that joined later, behind the others,
-    are missing from the first of them. counts: [m] tokens that each has. passes: so far; least: tokens that each
-    continuation has at least, where there are no streams.
-    """
-
-    base: int
-    newest: torch.Tensor
-    offsets: torch.Tensor
-    guesses: torch.Tensor
-    seen: torch.Tensor | None
-    columns: torch.Tensor
-    ahead: torch.Tensor
-    written: list[Written]
-    counts: torch.Tensor
-    passes: int = 0
-    least: int = 0
-
-    def of(self, branch: int) -> list[Written]:
-        """What was written behind one of them."""
-        one = slice(branch, branch + 1)
-        return [written.of(one) for written in self.written if branch < written.tokens.shape[0]]
-
-
-def _joined(written: list[Written]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a single continuation: its tokens [n], their rows [n], and the logits [n, head rows] of each."""
-    counts = [1] * len(written)
-    if written[0].taken is not None:
-        counts = torch.cat([of.taken for of in written]).tolist()
-    parts = [(of.tokens[0, :n], of.rows[0, :n], of.logits[0, :n]) for of, n in zip(written, counts)]
-    return tuple(torch.cat(each) for each in zip(*parts))
 
 
 def never() -> bool:
@@ -165,8 +108,9 @@ class Brancher:
         """The first `k` tokens of the draft are being verified: up to `depth` tokens behind each likely decision.
 
         states: [1 + k, d] of the target at its exit; None: it is not there yet, and the draft model guesses alone. When
-        it comes, in a second call, what grew behind decisions that are still among the likeliest stays. known: asked
-        before every pass; once the decision is known there is no sense in going on with all branches.
+        it comes, in a second call, what grew behind decisions that are still among the likeliest stays. Branches that
+        are late wait for nobody: the others decide how many passes there are, but for half a draft, which all get.
+        known: asked before every pass; once the decision is known there is no sense in going on with all branches.
         """
         self.look_ahead()
         self._path, self._rows = self._path[:k], self._rows[:k]
@@ -178,7 +122,9 @@ class Brancher:
             self._branches = found
             self._growth = self._sprout(self._base, found.tokens, found.accepted, seen, columns, columns[:0])
         else:
+            older = self._growth.least
             self._replant(found)
+            depth = max(depth - (older - self._growth.least), (depth + 1) // 2)
         growth = self._growth
         while not self._grown(growth, depth) and not known():
             self._grow(growth)
@@ -203,9 +149,8 @@ class Brancher:
         self._left = limit
         at, limit = self._base + accepted, min(limit, self.plan.depth)
         branch = self._index.get((accepted, following))
-        written = (
-            [] if branch is None else self._growth.of(branch)
-        )  # nothing: guessed, but too late for a pass
+        # Behind a decision that was guessed too late for a pass nothing is written.
+        written = [] if branch is None else self._growth.of(branch)
         hit = None if self._branches is None else bool(written)
         together = self._growth.passes if self._growth is not None else 0
         if written:
@@ -226,7 +171,7 @@ class Brancher:
         if growth.seen is not None:  # of the guesses that did not come true nothing may stay
             self._cache.keep(growth.base, growth.seen[0].nonzero().squeeze(1))
         self._base = at + 1
-        tokens, rows, self._own = _joined(growth.written)
+        tokens, rows, self._own = joined(growth.written)
         self._path, self._rows = tokens[:limit], rows[:limit]
         probs = None if self._decoding.greedy else self._decoding.probs(self._own[:limit])
         self._forget()
@@ -256,7 +201,7 @@ class Brancher:
         fresh.guesses = roots.new_zeros(roots.shape[0], earlier.guesses.shape[1])
         rows = ("newest", "offsets", "guesses", "seen", "counts")
         merged = {name: torch.cat([getattr(earlier, name)[old], getattr(fresh, name)]) for name in rows}
-        written = [of.of(old) for of in earlier.written]
+        written = [w.of(old) for w in earlier.written]
         least = 0 if new.shape[0] else earlier.least
         self._growth = replace(earlier, **merged, written=written, least=least)
 
