@@ -43,9 +43,7 @@ tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny
 	@cat $(TINY)/answers/shallow.jsonl $(TINY)/answers/deep.jsonl | shuf --random-source=$(TINY)/answers/order > $(ANSWERS)
 	@$(PART) methods.s2d.train $(SHALLOW) layers=[0,2,4,6,8,10] exits=[2,4,6] steps=500 save_every=50 \
 		prompt_weight=0.2 conversations=$(ANSWERS) out=$(TINY)/weights/s2d
-	@$(PART) methods.s2d.train $(DEEP) pair.target=$(TINY)/weights/s2d layers=4 exits=[4] steps=400 save_every=50 \
-		prompt_weight=0.2 conversations=$(ANSWERS) out=$(TINY)/deeper_draft
-	@$(PART) methods.mirror_sd.train $(DEEP) draft=$(TINY)/deeper_draft steps=150 save_every=50 \
+	@$(PART) methods.mirror_sd.train $(DEEP) pair.draft=$(TINY)/weights/draft steps=300 save_every=50 \
 		prompt_weight=0.2 conversations=$(ANSWERS) out=$(TINY)/weights/streaming
 	@$(PART) methods.kangaroo.train $(DEEP) like_layer=4 steps=400 save_every=50 \
 		prompt_weight=0.2 out=$(TINY)/weights/kangaroo

@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from specbench.decoding.layers import cut
 from specbench.errors import UserError
 from specbench.questions import packaged
 
@@ -117,7 +118,7 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
     return Pair(
         name=cfg.name,
         target=target_model,
-        draft=draft.model(dtype, device, seed + 1) if draft else None,
+        draft=draft.model(dtype, device, seed + 1, layers=cfg.draft_layers) if draft else None,
         tokenizer=tokenizer,
         stop_ids=find_stop_ids(target_model, tokenizer) if cfg.stop_ids is None else frozenset(cfg.stop_ids),
         device=device,
@@ -238,8 +239,14 @@ class _Source:
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.cfg.trust_remote_code)
 
     def model(
-        self, dtype: torch.dtype, device: torch.device, seed: int, device_map: str | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        device_map: str | None = None,
+        layers: int | None = None,
     ) -> PreTrainedModel:
+        """The model, ready to decode; layers: only so many of its first ones."""
         options = {
             "dtype": dtype,
             "attn_implementation": "sdpa",
@@ -267,6 +274,10 @@ class _Source:
                     )
         if any(parameter.is_meta for parameter in model.parameters()):  # left on the disk by accelerate
             raise UserError(f"'{self.name}' does not fit into the memory of the devices of this machine")
+        if layers is not None:
+            if not 0 < layers <= (depth := self.config().num_hidden_layers):
+                raise UserError(f"pair.draft_layers is {layers}, and '{self.name}' has {depth} layers")
+            model = cut(model, list(range(layers))).to(dtype)
         return model.eval().requires_grad_(False)
 
 

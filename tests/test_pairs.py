@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.pairs import choose_device, load_pair
 from tests.models import TEMPLATE, byte_tokenizer, save_pair
@@ -59,6 +60,25 @@ def test_one_dtype_for_both_whatever_is_stored(cfg):
     cfg.dtype = "bfloat16"
     pair = load_pair(cfg, seed=0, with_draft=True)
     assert pair.target.dtype == pair.draft.dtype == pair.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_a_draft_model_of_fewer_layers(cfg, init):
+    """It is what the whole one is behind so many layers: its embeddings, its norm, its head."""
+    cfg.init, cfg.dtype, cfg.draft = init, "bfloat16", cfg.target
+    whole = load_pair(cfg, seed=0, with_draft=True).draft
+    cfg.draft_layers = 1
+    short = load_pair(cfg, seed=0, with_draft=True).draft
+    assert short.dtype == torch.bfloat16 and not any(p.requires_grad for p in short.parameters())
+    assert short.config._attn_implementation == "sdpa"
+    whole, short, ids = Target(whole), Target(short), torch.tensor([[3, 5, 8]])
+    depth = len(whole.layers)
+    assert depth > len(short.layers) == 1
+    early = whole.run_layers(whole.embed(ids), whole.new_cache(3), 0, 1)
+    assert torch.equal(whole.head(early), short.head(short.run_layers(short.embed(ids), short.new_cache(3))))
+    cfg.draft_layers = depth + 1
+    with pytest.raises(UserError, match=f"pair.draft_layers is {depth + 1}, and '.*' has {depth} layers"):
+        load_pair(cfg, seed=0, with_draft=True)
 
 
 def test_prompt_has_one_bos_and_survives_the_way_back(cfg):

@@ -7,7 +7,6 @@ itself. No target is its teacher, so one draft model serves them all.
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from methods.training import (
     train_part,
     training_pair,
 )
+from specbench.decoding.layers import cut
 from specbench.decoding.target import Target
 from specbench.errors import UserError, one_line_errors
 from specbench.pairs import load_pair
@@ -64,27 +64,6 @@ class Sorted(torch.nn.Module):
         final = target.model(batch["input_ids"], use_cache=False).last_hidden_state
         exits = [self.model.lm_head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch)]
         return torch.stack(exits), target.lm_head(predicting(final, batch, 1.0)).argmax(-1)
-
-
-def cut(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """A model of its own, in float32, of some of the target's layers, its embeddings, final norm and head."""
-    config = copy.deepcopy(target.config)
-    config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in layers]
-    model = type(target)(config).float()
-    state = target.state_dict()
-    kept = {}
-    for name, weight in state.items():
-        prefix, _, rest = name.partition("layers.")
-        number, _, rest = rest.partition(".")
-        if not number:
-            kept[name] = weight
-        elif int(number) in layers:
-            kept[f"{prefix}layers.{layers.index(int(number))}.{rest}"] = weight
-    model.load_state_dict(kept)
-    model.generation_config = copy.deepcopy(target.generation_config)
-    return model.to(target.device).eval()
 
 
 def train(cfg: DictConfig) -> Path:

@@ -214,7 +214,9 @@ def prepare(cfg: DictConfig) -> Bench:
     drafting = cfg.drafter if batched else cfg.method
     drafter_class = hydra.utils.get_class(drafting._target_)
     needs = drafter_class.needs
-    pair_cfg = OmegaConf.merge(cfg.pair, {"draft": needs.draft_of(cfg.pair)}) if needs.part else cfg.pair
+    pair_cfg = cfg.pair
+    if needs.part:  # it may bring the draft model with it
+        pair_cfg = OmegaConf.merge(cfg.pair, {"draft": needs.draft_of(cfg.pair), "draft_layers": None})
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     target = Target(pair.target)
     target.check()

@@ -1,8 +1,9 @@
 """Drafting beside the target against drafting in turns, interleaved in one run: `python -m tests.benchmarks.overlap`.
 
-One draft model for all arms (`--draft`, a folder; by default the streaming one of the embedded family): plain decoding,
-speculative sampling at several draft lengths, with streams, SSD, and Mirror-SD with each kind of guess. Ratios of
-summed seconds over the questions with a 95 % interval; every answer must be the same.
+One draft model for all arms (the first `--layers` of the folder `--draft`; by default the embedded family's sorted one
+as far as its second exit): plain decoding, speculative sampling at several draft lengths, SSD, Mirror-SD with each kind of
+guess, and streams where it was trained to have them. Ratios of summed seconds over the questions with a 95 % interval;
+every answer must be the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from specbench.measure.statistics import speedup
 from specbench.questions import packaged
 from tests.benchmarks.common import interleave, pair_and_requests, print_ratios
 
-STREAMING, MAP = "specbench/tiny/weights/streaming", "specbench/tiny/weights/vocab_map"
+SORTED, MAP = "specbench/tiny/weights/s2d", "specbench/tiny/weights/vocab_map"
 
 
 def mean(steps: list, name: str) -> float:
@@ -33,30 +34,33 @@ def mean(steps: list, name: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pair", default="tiny")
-    parser.add_argument("--draft", default=STREAMING, help="folder of the draft model")
+    parser.add_argument("--draft", default=SORTED, help="folder of the draft model")
+    parser.add_argument("--layers", type=int, default=4, help="so many of its first layers; 0: all")
     parser.add_argument("--limit", type=int, default=2, help="questions per task")
     parser.add_argument(
-        "--serial", type=int, nargs="+", default=[3, 5, 7], help="draft lengths of serial arms"
+        "--serial", type=int, nargs="+", default=[3, 4, 5], help="draft lengths of serial arms"
     )
-    parser.add_argument("--tokens", type=int, default=5, help="draft length of the others")
-    parser.add_argument("--kappa", type=int, default=4)
-    parser.add_argument("--branches", type=int, default=6)
-    parser.add_argument("--exit-layers", type=int, nargs="+", default=[12])
+    parser.add_argument("--tokens", type=int, default=4, help="draft length of the others")
+    parser.add_argument("--kappa", type=int, default=8)
+    parser.add_argument("--branches", type=int, default=8)
+    parser.add_argument("--ssd-branches", type=int, default=16)
+    parser.add_argument("--exit-layers", type=int, nargs="+", default=[8])
     parser.add_argument(
         "--vocab", type=int, default=4096, help="tokens of the trimmed head; 0: the whole one"
     )
     parser.add_argument("--warmup", action="store_true", help="the warm-up questions, to choose settings by")
     options = parser.parse_args()
     folder = packaged(options.draft)
-    pair, requests = pair_and_requests(
-        options.pair, options.limit, f"pair.draft={folder}", warmup=options.warmup
-    )
+    layers = options.layers or "null"
+    overrides = f"pair.draft={folder}", f"pair.draft_layers={layers}"
+    pair, requests = pair_and_requests(options.pair, options.limit, *overrides, warmup=options.warmup)
     head = {"vocab_map": MAP, "vocab_size": options.vocab} if options.vocab else {}
     own = {"max_draft_tokens": options.tokens, "kappa": options.kappa, "branches": options.branches, **head}
+    alone = own | {"branches": options.ssd_branches}
     drafters: dict[str, Drafter] = {"plain": Drafter()}
     for n in options.serial:
         drafters[f"sps, {n}"] = SpeculativeSampling(pair, n, **head)
-    drafters["ssd"] = MirrorSD(pair, candidates="draft", **own)
+    drafters["ssd"] = MirrorSD(pair, candidates="draft", **alone)
     for layer in options.exit_layers:
         for kind in ("exit", "both"):
             drafters[f"mirror, {kind} at {layer}"] = MirrorSD(pair, candidates=kind, exit_layer=layer, **own)

@@ -10,9 +10,9 @@ import torch
 
 from methods.heads import DraftHead
 from methods.kangaroo.adapter import Adapter, adapter_config
-from methods.s2d.train import cut
 from specbench.decoding.draft import Context, Draft, Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.layers import cut
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from tests.models import random_model

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from methods.s2d import SortedDraft
-from methods.s2d.train import cut
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
+from specbench.decoding.layers import cut
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError

@@ -20,6 +20,7 @@ from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from methods.training import LOG, agreement, batches, held_out_batches, train_part, training_pair
 from specbench.bench import ROOT
+from specbench.decoding.layers import cut
 from specbench.errors import UserError
 from specbench.pairs import load_pair
 from tests.decoding.helpers import random_pair
@@ -95,7 +96,7 @@ def test_sorted_loss_is_the_mean_of_the_exits_own_losses(arch):
     }
     expected = []
     for exit in exits:
-        short = s2d_train.cut(model, list(range(exit)))
+        short = cut(model, list(range(exit)))
         with torch.no_grad():
             logits = short(batch["input_ids"]).logits[0, :-1]
         losses = torch.nn.functional.cross_entropy(logits, batch["input_ids"][0, 1:], reduction="none")
@@ -107,12 +108,12 @@ def test_sorted_loss_is_the_mean_of_the_exits_own_losses(arch):
 
 def test_a_cut_of_all_layers_is_the_target_itself():
     target = random_pair("qwen3", seed=3).target
-    whole = s2d_train.cut(target, list(range(4)))
+    whole = cut(target, list(range(4)))
     ids = torch.arange(3, 20).unsqueeze(0)
     with torch.no_grad():
         assert torch.equal(whole(ids).logits, target(ids).logits)
     assert all(p.requires_grad for p in whole.parameters())
-    picked = s2d_train.cut(target, [0, 3])
+    picked = cut(target, [0, 3])
     ours, theirs = picked.model.layers[1].state_dict(), target.model.layers[3].state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
