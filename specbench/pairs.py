@@ -277,7 +277,9 @@ class _Source:
         if layers is not None:
             if not 0 < layers <= (depth := self.config().num_hidden_layers):
                 raise UserError(f"pair.draft_layers is {layers}, and '{self.name}' has {depth} layers")
-            model = cut(model, list(range(layers))).to(dtype)
+            model = cut(model, list(range(layers)))
+            for weight in model.parameters():  # and no buffer: angles of positions stay in float32
+                weight.data = weight.data.to(dtype)
         return model.eval().requires_grad_(False)
 
 
