@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from inspect import signature
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +58,8 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
     order; half precision and CUDA's kernels round elsewhere."""
     weight = getattr(module, "weight", None)
     if not hasattr(module, "variance_epsilon") or weight is None or weight.device.type != "cpu":
+        return False
+    if len(signature(module.forward).parameters) != 1:  # one that is gated, say
         return False
     states = torch.linspace(-3, 5, 8 * weight.numel(), dtype=weight.dtype).sin().view(8, -1)
     return torch.equal(module(states), _rms_norm(module, states))

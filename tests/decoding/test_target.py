@@ -166,7 +166,17 @@ def test_a_norm_that_is_computed_otherwise_stays_what_it_is():
         def forward(self, hidden):
             return super().forward(hidden) + super().forward(hidden) / self.weight
 
-    for norm, same in ((LlamaRMSNorm(24), True), (Shifted(24), False), (LlamaRMSNorm(24).bfloat16(), None)):
+    class Gated(LlamaRMSNorm):
+        def forward(self, hidden, gate=None):
+            return super().forward(hidden)
+
+    norms = (
+        (LlamaRMSNorm(24), True),
+        (Shifted(24), False),
+        (Gated(24), False),
+        (LlamaRMSNorm(24).bfloat16(), None),
+    )
+    for norm, same in norms:
         states = torch.randn(3, 24, dtype=norm.weight.dtype)
         twin = quick(norm)
         assert torch.equal(twin(states), norm(states))

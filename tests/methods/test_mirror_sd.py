@@ -118,6 +118,25 @@ def test_streams_save_passes():
     assert brancher.settle(8, 7, 8).passes == (0, 3)
 
 
+@pytest.mark.parametrize("before", range(5))
+def test_late_branches_hold_nobody_up(before):
+    """Of five passes those that the draft model's own guesses had before the exit are missing from the exit's, which
+    get half a draft at least."""
+    model = Target(random_pair("llama").draft)
+    unlike = torch.randn(model.hidden_size, model.vocab_size, generator=torch.Generator().manual_seed(3))
+    plan = Plan(5, 2, most=6, guesses="both")
+    brancher = Brancher(model, DraftHead(model, model.vocab_size), lambda states: 9 * states @ unlike, plan)
+    brancher.begin(torch.tensor(PROMPT), 64, 0.0, 0)
+    brancher.settle(0, 5, 5)
+    asked = iter([False] * before)
+    brancher.expand(5, 5, None, lambda: next(asked, True))
+    brancher.expand(5, 5, torch.ones(6, model.hidden_size))
+    growth = brancher._growth
+    late = max(5 - before, 3)
+    assert growth.passes == before + late
+    assert set(growth.counts.tolist()) == ({before + late, late} if before else {late})
+
+
 def test_a_draft_that_nobody_wants_any_more():
     """It is given up at once, and the next sequence knows nothing of it."""
     model = Target(random_pair("llama").draft)
