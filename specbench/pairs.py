@@ -276,7 +276,10 @@ class _Source:
             raise UserError(f"'{self.name}' does not fit into the memory of the devices of this machine")
         if layers is not None:
             if not 0 < layers <= (depth := self.config().num_hidden_layers):
-                raise UserError(f"pair.draft_layers is {layers}, and '{self.name}' has {depth} layers")
+                raise UserError(
+                    f"pair.draft_layers is {layers}, and '{self.name}' has {depth} layers: "
+                    "set pair.draft_layers=null for all of them"
+                )
             model = cut(model, list(range(layers)))
             for weight in model.parameters():  # and no buffer: angles of positions stay in float32
                 weight.data = weight.data.to(dtype)
