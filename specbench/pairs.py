@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from collections.abc import Collection, Iterator
@@ -29,7 +30,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from specbench.decoding.layers import cut
 from specbench.errors import UserError
 from specbench.questions import packaged
 
@@ -275,7 +275,7 @@ class _Source:
         if any(parameter.is_meta for parameter in model.parameters()):  # left on the disk by accelerate
             raise UserError(f"'{self.name}' does not fit into the memory of the devices of this machine")
         if layers is not None:
-            if not 0 < layers <= (depth := self.config().num_hidden_layers):
+            if not 0 < layers <= (depth := model.config.num_hidden_layers):
                 raise UserError(
                     f"pair.draft_layers is {layers}, and '{self.name}' has {depth} layers: "
                     "set pair.draft_layers=null for all of them"
@@ -284,6 +284,25 @@ class _Source:
             for weight in model.parameters():  # and no buffer: angles of positions stay in float32
                 weight.data = weight.data.to(dtype)
         return model.eval().requires_grad_(False)
+
+
+def cut(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
+    """A model of its own, in float32, of some of a model's layers, its embeddings, final norm and head."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in layers]
+    shorter, kept = type(model)(config).float(), {}
+    for name, weight in model.state_dict().items():
+        prefix, _, rest = name.partition("layers.")
+        number, _, rest = rest.partition(".")
+        if not number:
+            kept[name] = weight
+        elif int(number) in layers:
+            kept[f"{prefix}layers.{layers.index(int(number))}.{rest}"] = weight
+    shorter.load_state_dict(kept)
+    shorter.generation_config = copy.deepcopy(model.generation_config)
+    return shorter.to(model.device).eval()
 
 
 def fetch_small_files(name: str, revision: str | None, gated: bool) -> Path:

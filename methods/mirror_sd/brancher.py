@@ -19,7 +19,7 @@ import torch
 from methods.heads import DraftHead
 from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_products
 from methods.mirror_sd.growth import Growth, Written, joined
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import Decoding, likeliest
 from specbench.decoding.target import Nodes, Target
 
 
@@ -81,7 +81,7 @@ class Brancher:
         self.model, self.head, self.exit_head, self.plan = model, head, exit_head, plan
         self.device = model.device
         self.streams = torch.empty(0, model.hidden_size, device=self.device) if streams is None else streams
-        # Room for the token behind the longest draft, for guesses, and a last place for what nobody needs.
+        # Numbers to draw with: for the longest draft, the token behind it, guesses, and one that nobody needs.
         self._width = plan.depth + 2 + self.streams.shape[0]
         self._cache = None
 
@@ -252,8 +252,7 @@ class Brancher:
         growth.newest = tokens.gather(1, right.unsqueeze(1)).squeeze(1)
         last = torch.arange(m, device=self.device) * v + right
         states = hidden[n + m * v :].view(m * v, s, -1)[last]
-        _, guessed = self.head.logits(model.norm(states)).max(-1)
-        growth.guesses = self.head.ids(guessed)
+        growth.guesses = self.head.ids(likeliest(self.head.logits(model.norm(states))))
         growth.written.append(Written(tokens, rows, logits, right + 1))
         growth.counts = growth.counts + right + 1
         growth.offsets = growth.offsets + right + 1

@@ -27,10 +27,9 @@ from methods.training import (
     train_part,
     training_pair,
 )
-from specbench.decoding.layers import cut
 from specbench.decoding.target import Target
 from specbench.errors import UserError, one_line_errors
-from specbench.pairs import load_pair
+from specbench.pairs import cut, load_pair
 
 
 class Sorted(torch.nn.Module):

@@ -9,14 +9,10 @@ from __future__ import annotations
 import copy
 from functools import cache
 from inspect import signature
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import rms_norm
 from torch.utils.weak import WeakIdKeyDictionary
-
-if TYPE_CHECKING:  # importing it takes seconds
-    from transformers import PreTrainedModel
 
 
 def quick(module: torch.nn.Module) -> torch.nn.Module:
@@ -105,22 +101,3 @@ def head_weight(weight: torch.Tensor) -> torch.Tensor:
 def weight_bytes(module: torch.nn.Module) -> int:
     """Bytes of a module's parameters."""
     return sum(p.nbytes for p in module.parameters())
-
-
-def cut(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """A model of its own, in float32, of some of a model's layers, its embeddings, final norm and head."""
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in layers]
-    shorter, kept = type(model)(config).float(), {}
-    for name, weight in model.state_dict().items():
-        prefix, _, rest = name.partition("layers.")
-        number, _, rest = rest.partition(".")
-        if not number:
-            kept[name] = weight
-        elif int(number) in layers:
-            kept[f"{prefix}layers.{layers.index(int(number))}.{rest}"] = weight
-    shorter.load_state_dict(kept)
-    shorter.generation_config = copy.deepcopy(model.generation_config)
-    return shorter.to(model.device).eval()

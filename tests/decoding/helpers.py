@@ -12,9 +12,9 @@ from methods.heads import DraftHead
 from methods.kangaroo.adapter import Adapter, adapter_config
 from specbench.decoding.draft import Context, Draft, Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.layers import cut
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
+from specbench.pairs import cut
 from tests.models import random_model
 
 STOP = 2

@@ -10,10 +10,10 @@ import torch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
-from specbench.decoding.layers import cut
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
+from specbench.pairs import cut
 from tests.decoding.helpers import drafts, sorted_pair
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]

@@ -20,9 +20,8 @@ from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from methods.training import LOG, agreement, batches, held_out_batches, train_part, training_pair
 from specbench.bench import ROOT
-from specbench.decoding.layers import cut
 from specbench.errors import UserError
-from specbench.pairs import load_pair
+from specbench.pairs import cut, load_pair
 from tests.decoding.helpers import random_pair
 from tests.methods.training_helpers import (
     Stopped,
