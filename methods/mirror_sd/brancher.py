@@ -12,7 +12,7 @@ itself, so that streams change how many passes a draft takes and nothing about t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -27,13 +27,15 @@ from specbench.decoding.target import Nodes, Target
 class Plan:
     """depth: tokens of a draft. kappa: decisions guessed for each number of accepted tokens; most: of all; roots_only:
     for none accepted alone. guesses: from the target's "exit", from the "draft" model's own distributions, from the
-    mean of "both", or "none" at all: then every draft is made behind the decision, as in plain speculative sampling."""
+    mean of "both", or "none" at all: then every draft is made behind the decision, as in plain speculative sampling.
+    floor: decisions less likely than this are not drafted behind."""
 
     depth: int
     kappa: int
     most: int | None = None
     roots_only: bool = False
     guesses: str = "exit"
+    floor: float = 0.0
 
     @property
     def widest(self) -> int:
@@ -102,40 +104,34 @@ class Brancher:
         self.model.run_layers(self.model.embed(prompt.unsqueeze(0)), self._cache)
 
     @torch.inference_mode()
-    def expand(
-        self, k: int, depth: int, states: torch.Tensor | None, known: Callable[[], bool] = never
-    ) -> None:
+    def foresee(self) -> None:
+        """Feeds the last draft token, so that the draft model's own logits are known behind every one. It is time that
+        the draft's side has while the target is on its way to the exit."""
+        behind = self._path[self._cache.lengths[0] - self._base :]
+        if behind.shape[0] and self.plan.guesses != "none":
+            hidden = self.model.run_layers(self.model.embed(behind.unsqueeze(0)), self._cache)
+            logits = self.head.logits(self.model.norm(hidden[0, -1:]))
+            self._own = torch.cat([self._own[: self._path.shape[0]], logits])
+
+    @torch.inference_mode()
+    def expand(self, k: int, depth: int, states: torch.Tensor, known: Callable[[], bool] = never) -> None:
         """The first `k` tokens of the draft are being verified: up to `depth` tokens behind each likely decision.
 
-        states: [1 + k, d] of the target at its exit; None: it is not there yet, and the draft model guesses alone. When
-        it comes, in a second call, what grew behind decisions that are still among the likeliest stays. Branches that
-        are late wait for nobody: the others decide how many passes there are, but for half a draft, which all get.
-        known: asked before every pass; once the decision is known there is no sense in going on with all branches.
+        states: [1 + k, d] of the target at its exit, which the draft model's own guesses do without. known: asked
+        before every pass; once the decision is known there is no sense in going on with all branches.
         """
-        self.look_ahead()
+        self.foresee()
         self._path, self._rows = self._path[:k], self._rows[:k]
-        found = self._guess(self._own[: k + 1], states)
-        if self._growth is None:
-            self._cache.truncate(self._base + k)
-            columns = torch.arange(k, device=self.device)
-            seen = columns < found.accepted.unsqueeze(1)
-            self._branches = found
-            self._growth = self._sprout(self._base, found.tokens, found.accepted, seen, columns, columns[:0])
-        else:
-            older = self._growth.least
-            self._replant(found)
-            depth = max(depth - (older - self._growth.least), (depth + 1) // 2)
-        growth = self._growth
+        found = self._branches = self._guess(self._own[: k + 1], states)
+        self._index = found.index()
+        self._cache.truncate(self._base + k)
+        columns = torch.arange(k, device=self.device)
+        seen = columns < found.accepted.unsqueeze(1)
+        growth = self._growth = self._sprout(
+            self._base, found.tokens, found.accepted, seen, columns, columns[:0]
+        )
         while not self._grown(growth, depth) and not known():
             self._grow(growth)
-        self._index = self._branches.index()
-
-    def foresee(self, launched: Callable[[], bool] = never) -> None:
-        """What can be done before the target has reached its exit; launched: asked before every pass."""
-        if self.plan.guesses == "both" and self._left > 1:
-            self.expand(self._path.shape[0], min(self.plan.depth, self._left - 1), None, launched)
-        elif self.plan.guesses != "none":
-            self.look_ahead()
 
     @torch.inference_mode()
     def settle(
@@ -146,10 +142,9 @@ class Brancher:
         unwanted: asked before every pass; if true the draft is given up, nothing is returned, and the next that can be
         asked is `begin`.
         """
-        self._left = limit
         at, limit = self._base + accepted, min(limit, self.plan.depth)
         branch = self._index.get((accepted, following))
-        # Behind a decision that was guessed too late for a pass nothing is written.
+        # Where there was no time for a pass nothing is written.
         written = [] if branch is None else self._growth.of(branch)
         hit = None if self._branches is None else bool(written)
         together = self._growth.passes if self._growth is not None else 0
@@ -184,37 +179,15 @@ class Brancher:
         """Continuations behind the tokens `roots` [m]; the rest as in `Growth`."""
         return Growth(base, roots, offsets, roots.unsqueeze(1)[:, :0], seen, columns, ahead, [], offsets * 0)
 
-    def _replant(self, now: Branches) -> None:
-        """From here on the branches `now` grow: those that grew before go on, others begin."""
-        before, earlier = self._branches, self._growth
-        same = (before.accepted.unsqueeze(1) == now.accepted) & (before.tokens.unsqueeze(1) == now.tokens)
-        old, new = same.any(1).nonzero().squeeze(1), (~same.any(0)).nonzero().squeeze(1)
-        accepted, roots = now.accepted[new], now.tokens[new]
-        self._branches = Branches(
-            torch.cat([before.accepted[old], accepted]), torch.cat([before.tokens[old], roots])
-        )
-        columns = earlier.columns
-        # Of the columns the draft tokens come first; no new branch sees what grew behind them.
-        seen = torch.arange(columns.shape[0], device=self.device) < accepted.unsqueeze(1)
-        fresh = self._sprout(earlier.base, roots, accepted, seen, columns, earlier.ahead)
-        # Guesses of no use, but of the shape that a pass needs.
-        fresh.guesses = roots.new_zeros(roots.shape[0], earlier.guesses.shape[1])
-        rows = ("newest", "offsets", "guesses", "seen", "counts")
-        merged = {name: torch.cat([getattr(earlier, name)[old], getattr(fresh, name)]) for name in rows}
-        written = [w.of(old) for w in earlier.written]
-        least = 0 if new.shape[0] else earlier.least
-        self._growth = replace(earlier, **merged, written=written, least=least)
-
     def _grown(self, growth: Growth, depth: int) -> bool:
         """Whether every continuation has `depth` tokens."""
         if not self.streams.shape[0]:
-            return growth.least >= depth  # known without a look at the device
+            return growth.passes >= depth  # known without a look at the device
         return int(growth.counts.min()) >= depth
 
     def _grow(self, growth: Growth) -> None:
         """One pass: each continuation gets the draft model's next token, and as many more as its guesses come true."""
         growth.passes += 1
-        growth.least += 1
         if not self.streams.shape[0]:
             self._grow_by_one(growth)
             return
@@ -310,7 +283,6 @@ class Brancher:
             written,
             growth.counts[own],
             growth.passes,
-            len(written),
         )
 
     def _choose(self, growth: Growth, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,24 +299,14 @@ class Brancher:
 
     # -- what a round knows
 
-    @torch.inference_mode()
-    def look_ahead(self) -> None:
-        """Feeds the last draft token, so that the draft model's own logits are known behind every one. It is time that
-        the draft's side has while the target is on its way to the exit."""
-        behind = self._path[self._cache.lengths[0] - self._base :]
-        if behind.shape[0]:
-            hidden = self.model.run_layers(self.model.embed(behind.unsqueeze(0)), self._cache)
-            logits = self.head.logits(self.model.norm(hidden[0, -1:]))
-            self._own = torch.cat([self._own[: self._path.shape[0]], logits])
-
-    def _guess(self, own: torch.Tensor, states: torch.Tensor | None) -> Branches:
+    def _guess(self, own: torch.Tensor, states: torch.Tensor) -> Branches:
         """The target's likely decisions about the path. own: the draft model's logits [1 + k, rows]; states: as in
         `expand`."""
         plan = self.plan
         own = torch.softmax(own.float(), dim=-1)
-        limits = plan.kappa, plan.most, plan.roots_only
+        limits = plan.kappa, plan.most, plan.floor, plan.roots_only
         reaching = prefix_products(own, self._rows)
-        if plan.guesses == "draft" or states is None:
+        if plan.guesses == "draft":
             found = likely_decisions(own, self._rows, reaching, *limits)
             return Branches(found.accepted, self.head.ids(found.tokens))
         probs = torch.softmax(self.exit_head(states).float(), dim=-1)

@@ -32,6 +32,7 @@ def likely_decisions(
     reaching: torch.Tensor,
     kappa: int,
     most: int | None = None,
+    floor: float = 0.0,
     roots_only: bool = False,
 ) -> Branches:
     """The `kappa` likeliest decisions for each number of accepted tokens.
@@ -39,18 +40,26 @@ def likely_decisions(
     probs: [1 + k, n] guesses of the target's token behind the pending token and each draft token, which are spoilt;
     path: [k] columns of the draft tokens, each of which is no candidate at its own place: accepting it would be another
     decision. reaching: [1 + k] probability that the target gets as far as there. most: keep only so many of all, by the
-    product of both. roots_only: nothing is guessed for more than 0 accepted tokens (the narrow reading of the paper's
-    eq. 7). The result's tokens are columns.
+    product of both. floor: and only those for which that product is as high, or else the likeliest alone. roots_only:
+    nothing is guessed for more than 0 accepted tokens (the narrow reading of the paper's eq. 7). The result's tokens
+    are columns.
     """
     probs[torch.arange(path.shape[0], device=path.device), path] = -1.0
     if roots_only:
         probs, reaching = probs[:1], reaching[:1]
     kappa = min(kappa, probs.shape[-1] - 1)
+    if floor > 0:  # the likeliest of the few tokens that are likely anywhere are found in half the time
+        highest = (probs * reaching.unsqueeze(1)).amax(0)
+        floor = highest.amax().clamp(max=floor)
+        likely = (highest >= floor).nonzero().squeeze(1)
+        probs, kappa = probs[:, likely], min(kappa, likely.shape[0])
     scores, columns = probs.topk(kappa, dim=-1)
-    scores = scores * reaching.unsqueeze(1)
-    n = scores.numel() if most is None else min(most, scores.numel())
-    chosen = scores.flatten().topk(n).indices
-    return Branches(chosen // kappa, columns.flatten()[chosen])
+    scores = (scores * reaching.unsqueeze(1)).flatten()
+    scores, chosen = scores.topk(scores.numel() if most is None else min(most, scores.numel()))
+    columns = columns.flatten()
+    if floor > 0:
+        chosen, columns = chosen[scores >= floor], likely[columns]
+    return Branches(chosen // kappa, columns[chosen])
 
 
 def prefix_products(probs: torch.Tensor, path: torch.Tensor) -> torch.Tensor:

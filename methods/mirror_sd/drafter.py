@@ -39,7 +39,8 @@ class MirrorSD(Drafter):
     model's own distributions, as SSD does (Kumar et al. 2026), which needs no exit and is launched with the pass;
     from the mean of "both"; "none": every draft is made behind the decision, as in plain speculative sampling.
     positions: "all" guesses for every number of accepted tokens, "first" for none accepted alone, the narrow reading of
-    the paper. branches: of all guesses only so many, the likeliest; None: all.
+    the paper. branches: of all guesses only so many, the likeliest; None: all. floor: and only those that are as likely
+    as this, by the draft model's word for how far the target follows it.
 
     acceptance: when sampling, "exact" keeps a draft token if the target draws that very token, so the draft takes the
     likeliest ones; "ratio" draws drafts and keeps them with min(1, p/q). Both are exact; greedy decoding has no choice.
@@ -60,6 +61,7 @@ class MirrorSD(Drafter):
         kappa: int = 8,
         exit_layer: int | None = None,
         branches: int | None = None,
+        floor: float = 0.0,
         candidates: str = "exit",
         positions: str = "all",
         acceptance: str = "exact",
@@ -83,6 +85,8 @@ class MirrorSD(Drafter):
             if value not in CHOICES[key]:
                 raise UserError(f"unknown method.{key} '{value}': {near(value, CHOICES[key])}")
         target = Target(pair.target)
+        if not 0 <= floor < 1:
+            raise UserError("method.floor is a probability below 1")
         layers = len(target.layers)
         self.launch_layer = layers // 2 if exit_layer is None else exit_layer
         if not 0 <= self.launch_layer <= layers:
@@ -91,7 +95,7 @@ class MirrorSD(Drafter):
             self.launch_layer = 0 if candidates == "draft" else None
         self.max_draft_tokens = max_draft_tokens
         self.ratio = acceptance == "ratio"
-        plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates)
+        plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates, floor)
 
         draft = pair.draft if draft_device is None else copy.deepcopy(pair.draft).to(draft_device)
         self.model = Target(draft, vocab_size=pair.vocab_size)

@@ -18,7 +18,7 @@ class Written:
     logits: torch.Tensor
     taken: torch.Tensor | None
 
-    def of(self, which: torch.Tensor | slice) -> Written:
+    def of(self, which: slice) -> Written:
         """The same of some of the continuations."""
         taken = None if self.taken is None else self.taken[which]
         return Written(self.tokens[which], self.rows[which], self.logits[which], taken)
@@ -33,9 +33,7 @@ class Growth:
     follow it. seen: [m, c] which of the columns from base on each sees, `columns` [c] their offsets. ahead: [n] tokens
     at the end of `columns` that the next pass has to feed first.
 
-    written: pass by pass; continuations that joined later stand behind the others and are missing from what was
-    written before. counts: [m] tokens that each has. passes: so far; least: tokens that each has at least, where there
-    are no streams.
+    written: pass by pass. counts: [m] tokens that each has. passes: so far.
     """
 
     base: int
@@ -48,12 +46,11 @@ class Growth:
     written: list[Written]
     counts: torch.Tensor
     passes: int = 0
-    least: int = 0
 
     def of(self, branch: int) -> list[Written]:
         """What was written behind one of them."""
         one = slice(branch, branch + 1)
-        return [w.of(one) for w in self.written if branch < w.tokens.shape[0]]
+        return [w.of(one) for w in self.written]
 
 
 def joined(written: list[Written]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -285,7 +285,7 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
                     idle = handover = early = beside = 0.0
                     if not requests.waiting():
                         start = now()
-                        brancher.foresee(requests.waiting)
+                        brancher.foresee()
                         early = now() - start
                 case Ask.END:
                     active = False

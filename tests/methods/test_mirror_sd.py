@@ -39,6 +39,8 @@ VARIANTS = {
     "first": {"kappa": 3, "positions": "first"},
     "from the draft": {"kappa": 3, "candidates": "draft"},
     "both": {"kappa": 8, "candidates": "both", "branches": 6},
+    "likely": {"kappa": 8, "candidates": "both", "floor": 0.02},
+    "likeliest": {"kappa": 8, "floor": 0.99},
 }
 
 
@@ -116,25 +118,6 @@ def test_streams_save_passes():
     assert found.tokens.tolist() == [7] * 8
     assert found.passes == (0, 3)  # 1, then 4 with three guesses come true, then 4
     assert brancher.settle(8, 7, 8).passes == (0, 3)
-
-
-@pytest.mark.parametrize("before", range(5))
-def test_late_branches_hold_nobody_up(before):
-    """Of five passes those that the draft model's own guesses had before the exit are missing from the exit's, which
-    get half a draft at least."""
-    model = Target(random_pair("llama").draft)
-    unlike = torch.randn(model.hidden_size, model.vocab_size, generator=torch.Generator().manual_seed(3))
-    plan = Plan(5, 2, most=6, guesses="both")
-    brancher = Brancher(model, DraftHead(model, model.vocab_size), lambda states: 9 * states @ unlike, plan)
-    brancher.begin(torch.tensor(PROMPT), 64, 0.0, 0)
-    brancher.settle(0, 5, 5)
-    asked = iter([False] * before)
-    brancher.expand(5, 5, None, lambda: next(asked, True))
-    brancher.expand(5, 5, torch.ones(6, model.hidden_size))
-    growth = brancher._growth
-    late = max(5 - before, 3)
-    assert growth.passes == before + late
-    assert set(growth.counts.tolist()) == ({before + late, late} if before else {late})
 
 
 def test_a_draft_that_nobody_wants_any_more():
@@ -216,8 +199,8 @@ def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_
 
 
 def test_misses():
-    """None when everything is guessed, none when the guess is the decision itself; fewer with more guesses and with a
-    later exit."""
+    """None when everything is guessed, none when the guess is the decision itself; fewer with more guesses, with less
+    likely ones, and with a later exit."""
     pair = random_pair("llama")
     layers = pair.target.config.num_hidden_layers
     assert missed(pair, cap=24, kappa=pair.vocab_size) == 0
@@ -225,6 +208,8 @@ def test_misses():
     assert missed(pair, cap=24, kappa=pair.vocab_size, candidates="draft") == 0
     by_kappa = [missed(pair, kappa=kappa, exit_layer=1) for kappa in (1, 4, 16)]
     assert by_kappa == sorted(by_kappa, reverse=True) and by_kappa[0] > by_kappa[-1]
+    by_floor = [missed(pair, kappa=16, exit_layer=1, floor=floor) for floor in (0.0, 0.015, 0.03)]
+    assert by_floor == sorted(by_floor) and by_floor[0] < by_floor[-1]
     by_layer = [missed(pair, kappa=2, exit_layer=layer) for layer in (1, 3, layers)]
     assert by_layer[0] > by_layer[-1] == 0
 
@@ -254,6 +239,12 @@ def test_likely_decisions_against_a_plain_loop():
     assert list(likely_decisions(probs.clone(), path, reaching, 2, most=3).index()) == expected[:3]
     first = likely_decisions(probs.clone(), path, reaching, 2, roots_only=True)
     assert set(first.accepted.tolist()) == {0} and len(first.tokens) == 2
+    for floor in (1e-6, *(score for score, *_ in scored), 0.999):
+        likely = likely_decisions(probs.clone(), path, reaching, 2, floor=floor - 1e-7)
+        # Where none is as likely, the likeliest stays.
+        assert list(likely.index()) == expected[: max(1, sum(score >= floor for score, *_ in scored))]
+    likely = likely_decisions(probs.clone(), path, reaching, 2, most=3, floor=sorted(scored)[-2][0] - 1e-7)
+    assert list(likely.index()) == expected[:2]
 
 
 def test_a_mixture_is_the_mean_of_two_distributions():
