@@ -41,10 +41,13 @@ def main() -> None:
         "--serial", type=int, nargs="+", default=[3, 4, 5], help="draft lengths of serial arms"
     )
     parser.add_argument("--tokens", type=int, default=4, help="draft length of the others")
-    parser.add_argument("--kappa", type=int, default=8)
-    parser.add_argument("--branches", type=int, default=8)
-    parser.add_argument("--ssd-branches", type=int, default=16)
-    parser.add_argument("--exit-layers", type=int, nargs="+", default=[8])
+    parser.add_argument("--kappa", type=int, default=12)
+    parser.add_argument("--branches", type=int, default=24)
+    parser.add_argument(
+        "--floor", type=float, default=0.01, help="least probability of a decision drafted behind"
+    )
+    parser.add_argument("--ssd-floor", type=float, default=0.005)
+    parser.add_argument("--exit-layers", type=int, nargs="+", default=[5])
     parser.add_argument(
         "--vocab", type=int, default=4096, help="tokens of the trimmed head; 0: the whole one"
     )
@@ -55,8 +58,9 @@ def main() -> None:
     overrides = f"pair.draft={folder}", f"pair.draft_layers={layers}"
     pair, requests = pair_and_requests(options.pair, options.limit, *overrides, warmup=options.warmup)
     head = {"vocab_map": MAP, "vocab_size": options.vocab} if options.vocab else {}
-    own = {"max_draft_tokens": options.tokens, "kappa": options.kappa, "branches": options.branches, **head}
-    alone = own | {"branches": options.ssd_branches}
+    limits = {name: getattr(options, name) for name in ("kappa", "branches", "floor")}
+    own = {"max_draft_tokens": options.tokens, **limits, **head}
+    alone = own | {"floor": options.ssd_floor}
     drafters: dict[str, Drafter] = {"plain": Drafter()}
     for n in options.serial:
         drafters[f"sps, {n}"] = SpeculativeSampling(pair, n, **head)
