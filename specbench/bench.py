@@ -242,14 +242,7 @@ def check_method(cfg: DictConfig) -> Needs:
             f"pair {cfg.pair.name} has no part '{needs.part}', which {what} {name} needs: "
             f"train it with `{training}`, then name it with ++pair.parts.{needs.part}=FOLDER"
         )
-    if cfg.vocab.name != "full":
-        if "vocab_map" not in takes:
-            raise UserError(f"{what} {name} has no head to trim: set vocab=full")
-        if group.get("vocab_map") is None:
-            raise UserError(
-                f"pair {cfg.pair.name} has no vocabulary map: make one with `python -m methods.vocab_trim.calibrate "
-                f"pair={cfg.pair.name}`, then name it with vocab.map=FOLDER"
-            )
+    check_vocab(cfg, what, group, takes)
     if batched and cfg.pool < cfg.batch_size:
         raise UserError(
             f"pool={cfg.pool} questions cannot fill batch_size={cfg.batch_size} rows: set pool higher"
@@ -270,6 +263,28 @@ def check_method(cfg: DictConfig) -> Needs:
     if cfg.decoding.temperature > 0 and not needs.sampling:
         raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
     return needs
+
+
+def check_vocab(cfg: DictConfig, what: str, group: DictConfig, takes: dict) -> None:
+    """Raises UserError where what `vocab` says of the head is not what the method or drafter of `group`, which `takes`
+    these parameters, would draft with."""
+    if cfg.vocab.name == "full":
+        if cfg.vocab.map is not None or cfg.vocab.size is not None:
+            raise UserError("vocab.map and vocab.size are of a trimmed head: set vocab=trim too")
+        return
+    name = group.name
+    if "vocab_map" not in takes:
+        raise UserError(f"{what} {name} has no head to trim: set vocab=full")
+    if group.vocab_map is None:
+        raise UserError(
+            f"pair {cfg.pair.name} has no vocabulary map: make one with `python -m methods.vocab_trim.calibrate "
+            f"pair={cfg.pair.name}`, then name it with vocab.map=FOLDER"
+        )
+    if (group.vocab_map, group.vocab_size) != (cfg.vocab.map, cfg.vocab.size):
+        raise UserError(
+            f"{what} {name} has a head of its own: {what}.vocab_map={group.vocab_map} "
+            f"{what}.vocab_size={group.vocab_size}; set these, too, to what vocab.map and vocab.size are"
+        )
 
 
 def parameters(cls: type, what: str, group: DictConfig) -> dict[str, inspect.Parameter]:

@@ -123,7 +123,6 @@ class Brancher:
         self.foresee()
         self._path, self._rows = self._path[:k], self._rows[:k]
         found = self._branches = self._guess(self._own[: k + 1], states)
-        self._index = found.index()
         self._cache.truncate(self._base + k)
         columns = torch.arange(k, device=self.device)
         seen = columns < found.accepted.unsqueeze(1)
@@ -132,6 +131,7 @@ class Brancher:
         )
         while not self._grown(growth, depth) and not known():
             self._grow(growth)
+        self._index = found.index()
 
     @torch.inference_mode()
     def settle(
