@@ -121,17 +121,19 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
 
 
 def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """A number of a run against the same of the strongest of others; with `over`, of their means over all values of a
-    key (each pair), of which there must be several."""
+    """A number of a run against the same of the strongest of others, on the same pair; with `over`, of their means over
+    all values of a key (each pair), of which there must be several."""
     key, what = claim.get("over"), claim.get("what", "speedup")
     values = sorted({run.summary[key] for run in runs if _matches(claim["of"], run)}) if key else [None]
-
-    def group(choice: Mapping) -> list[Run] | None:
-        found = [_last(choice | ({key: value} if key else {}), runs) for value in values]
-        return found if found and None not in found else None
-
-    ours, others = group(claim["of"]), [group(choice) for choice in claim["against"]]
-    if ours is None or None in others or (key and len(values) < 2):
+    same = {"pair", key} - {None}
+    ours = [_last(claim["of"] | ({key: value} if key else {}), runs) for value in values]
+    if not ours or None in ours or (key and len(values) < 2):
+        return None
+    others = [
+        [_last(choice | {name: run.summary[name] for name in same}, runs) for run in ours]
+        for choice in claim["against"]
+    ]
+    if any(None in other for other in others):
         return None
     pools = bool(ours[0].summary["drafter"])
     frames = [metrics.parts(run.records, what, pools) for run in ours]

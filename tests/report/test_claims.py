@@ -150,6 +150,18 @@ def test_against_the_strongest_of_others(tmp_path):
         assert (checked.verdict, checked.found, checked.remark) == ("not measured", None, "no run for it")
 
 
+def test_others_are_of_the_same_pair(tmp_path):
+    names = {"ours": 1.8, "weak": 1.2, "strong": 1.5}
+    runs = [
+        run_of(tmp_path, name, SUMMARY | {"method": name}, records=journal(speedup, seed))
+        for seed, (name, speedup) in enumerate(names.items())
+    ]
+    elsewhere = SUMMARY | {"method": "strong", "pair": "another"}
+    stronger = run_of(tmp_path, "elsewhere", elsewhere, records=journal(2.5, 7))
+    assert found(AGAINST, [*runs, stronger]).found == found(AGAINST, runs).found
+    assert found(AGAINST, [*runs[:2], stronger]).verdict == "not measured"
+
+
 def test_a_run_without_its_records_is_not_measured(tmp_path):
     runs = [run_of(tmp_path, name, SUMMARY | {"method": name}) for name in ("ours", "weak", "strong")]
     assert found(AGAINST, runs).verdict == "not measured"
