@@ -275,15 +275,16 @@ def check_vocab(cfg: DictConfig, what: str, group: DictConfig, takes: dict) -> N
     name = group.name
     if "vocab_map" not in takes:
         raise UserError(f"{what} {name} has no head to trim: set vocab=full")
-    if group.vocab_map is None:
+    own = group.get("vocab_map"), group.get("vocab_size")
+    if own[0] is None:
         raise UserError(
             f"pair {cfg.pair.name} has no vocabulary map: make one with `python -m methods.vocab_trim.calibrate "
             f"pair={cfg.pair.name}`, then name it with vocab.map=FOLDER"
         )
-    if (group.vocab_map, group.vocab_size) != (cfg.vocab.map, cfg.vocab.size):
+    if own != (cfg.vocab.map, cfg.vocab.size):
         raise UserError(
-            f"{what} {name} has a head of its own: {what}.vocab_map={group.vocab_map} "
-            f"{what}.vocab_size={group.vocab_size}; set these, too, to what vocab.map and vocab.size are"
+            f"{what} {name} has a head of its own: {what}.vocab_map={own[0]} "
+            f"{what}.vocab_size={own[1]}; set these, too, to what vocab.map and vocab.size are"
         )
 
 

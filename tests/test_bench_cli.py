@@ -77,6 +77,7 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["+method.gamma=3"], "method kangaroo has no parameter 'gamma'"),
         (["method=pld", "vocab=trim"], "method pld has no head to trim: set vocab=full"),
         (["vocab=trim", "vocab.map=null"], "pair tiny has no vocabulary map: make one with `python -m methods.vocab_"),
+        (["vocab=trim", "~method.vocab_map"], "pair tiny has no vocabulary map"),
         (["vocab.size=0"], "vocab.size must be"),
         (["vocab.size=1024"], "set vocab=trim too"),
         (["vocab.map=here"], "set vocab=trim too"),

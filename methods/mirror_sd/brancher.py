@@ -122,7 +122,7 @@ class Brancher:
         """
         self.foresee()
         self._path, self._rows = self._path[:k], self._rows[:k]
-        found = self._branches = self._guess(self._own[: k + 1], states)
+        found = self._guess(self._own[: k + 1], states)
         self._cache.truncate(self._base + k)
         columns = torch.arange(k, device=self.device)
         seen = columns < found.accepted.unsqueeze(1)
@@ -146,8 +146,7 @@ class Brancher:
         branch = self._index.get((accepted, following))
         # Where there was no time for a pass nothing is written.
         written = [] if branch is None else self._growth.of(branch)
-        hit = None if self._branches is None else bool(written)
-        together = self._growth.passes if self._growth is not None else 0
+        hit, together = (None, 0) if self._growth is None else (bool(written), self._growth.passes)
         if written:
             growth = self._pick(branch, written, accepted, at)
         else:
@@ -315,7 +314,7 @@ class Brancher:
         return likely_decisions(probs, self._path, reaching, *limits)
 
     def _forget(self) -> None:
-        self._branches, self._growth, self._index = None, None, {}
+        self._growth, self._index = None, {}
 
     def _draw(self) -> None:
         """The numbers that the next draft is drawn with, one for each of its tokens. All branches share them: only one

@@ -75,6 +75,8 @@ class MirrorSD(Drafter):
     ):
         at_least(1, max_draft_tokens=max_draft_tokens, kappa=kappa, draft_cores=draft_cores)
         at_least(1, branches=1 if branches is None else branches)
+        if not 0 <= floor < 1:
+            raise UserError("method.floor is a probability below 1")
         chosen = {
             "candidates": candidates,
             "positions": positions,
@@ -85,8 +87,6 @@ class MirrorSD(Drafter):
             if value not in CHOICES[key]:
                 raise UserError(f"unknown method.{key} '{value}': {near(value, CHOICES[key])}")
         target = Target(pair.target)
-        if not 0 <= floor < 1:
-            raise UserError("method.floor is a probability below 1")
         layers = len(target.layers)
         self.launch_layer = layers // 2 if exit_layer is None else exit_layer
         if not 0 <= self.launch_layer <= layers:

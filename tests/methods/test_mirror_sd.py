@@ -333,6 +333,7 @@ def test_a_process_is_handed_what_was_written():
     [
         ({"kappa": 0}, "kappa must be at least 1"),
         ({"branches": 0}, "branches must be at least 1"),
+        ({"floor": 1.0}, "floor is a probability below 1"),
         ({"exit_layer": 6}, "between 0 and the target's 5 layers"),
         ({"candidates": "exits"}, "did you mean exit?"),
         ({"placement": "proces"}, "did you mean process?"),
