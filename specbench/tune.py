@@ -21,7 +21,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.text import Text
 
-from specbench.bench import check, here, run, with_hydra
+from specbench.bench import here, run, with_hydra
+from specbench.checks import check
 from specbench.errors import UserError, one_line_errors, optional
 from specbench.measure import provenance, store
 from specbench.measure.files import held

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from specbench import bench
+from specbench import bench, checks
 from specbench.errors import UserError
 from specbench.measure import store
 from tests.commands import TIMEOUT, cli, measure_here, run_main, small_pair_and_questions, wait_for
@@ -103,7 +103,7 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
 )  # fmt: skip
 def test_values_and_combinations(overrides, message):
     with pytest.raises(UserError) as caught:
-        bench.check(composed(*overrides))
+        checks.check(composed(*overrides))
     assert message in str(caught.value)
 
 
@@ -112,13 +112,13 @@ def test_sampling_needs_a_method_that_can(monkeypatch):
     from specbench.decoding.draft import Needs
 
     monkeypatch.setattr(PromptLookup, "needs", Needs(sampling=False))
-    bench.check_method(composed("method=pld"))
+    checks.check_method(composed("method=pld"))
     with pytest.raises(UserError, match="method pld cannot sample"):
-        bench.check_method(composed("method=pld", "decoding=sample"))
+        checks.check_method(composed("method=pld", "decoding=sample"))
 
 
 def test_part_given_by_hand():
-    bench.check_method(composed("pair.parts.kangaroo=null", "method.adapter=/some/folder"))
+    checks.check_method(composed("pair.parts.kangaroo=null", "method.adapter=/some/folder"))
 
 
 # -- the child process

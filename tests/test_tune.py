@@ -9,7 +9,7 @@ import sys
 import pytest
 from hydra import compose, initialize_config_dir
 
-from specbench import bench, tune
+from specbench import bench, checks, tune
 from specbench.errors import UserError
 from specbench.measure import runner, store
 from tests.commands import exit_code, small_pair_and_questions
@@ -30,7 +30,7 @@ def test_every_search_varies_what_its_method_has(path):
                 key: among.choices[end] if hasattr(among, "choices") else (among.low, among.high)[end]
                 for key, among in space.items()
             }
-            bench.check_method(compose("bench", [f"method={path.stem}", *tune.as_overrides(ends)]))
+            checks.check_method(compose("bench", [f"method={path.stem}", *tune.as_overrides(ends)]))
 
 
 def test_bounds():
