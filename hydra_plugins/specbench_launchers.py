@@ -24,6 +24,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from specbench import THREAD_VARIABLES
 from specbench.errors import UserError, optional, reason
 
 POLL_SECONDS = 1
@@ -143,7 +144,7 @@ class Ray(SweepLauncher):
         ray = optional("ray", "ray")
         self._connect(ray)
         task = ray.remote(max_retries=0)(measure_on_node)
-        here = (os.getcwd(), os.environ.get("OMP_NUM_THREADS"))
+        here = (os.getcwd(), {name: os.environ.get(name) for name in THREAD_VARIABLES})
         left, running, lost = iter(run_dirs), {}, set()
         with heeding_sigterm():
             try:
@@ -190,13 +191,14 @@ def _whole(ray: ModuleType, node: dict) -> dict:
     return {"num_cpus": has["CPU"], "num_gpus": has.get("GPU", 0), "scheduling_strategy": strategy}
 
 
-def measure_on_node(run_dir: Path, folder: str, threads: str | None) -> int:
-    """What a Ray worker does for a job: measures in the folder and with the threads of the command, where Ray would
-    choose others. threads: $OMP_NUM_THREADS."""
+def measure_on_node(run_dir: Path, folder: str, variables: dict[str, str | None]) -> int:
+    """What a Ray worker does for a job: measures in the folder of the command, and with its environment `variables`
+    (None: not set) for threads, where Ray would choose others."""
     from specbench.bench import measure
 
     os.chdir(folder)
-    os.environ.pop("OMP_NUM_THREADS", None)
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = threads
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     return measure(run_dir, logged=True)

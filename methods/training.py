@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from tqdm import tqdm
 from specbench.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.errors import UserError
 from specbench.pairs import load_pair
+from specbench.threads import Threads, use_threads
 
 CHUNK = 512  # positions whose logits exist at a time
 HELD_OUT_BATCHES = 8
@@ -163,6 +164,12 @@ def train_part(
     world, rank = accelerator.num_processes, accelerator.process_index
     mine = islice(batches, done * cfg.accumulate * world + rank, None, world)
     main = accelerator.is_main_process
+    if not done:
+        first = next(mine)
+        mine = chain([first], mine)
+        chosen = _use_threads(cfg.threads, accelerator, wrapped, first)
+        if main:
+            print(f"{chosen.threads} threads of torch, by {chosen.chosen_by}")
     bar = tqdm(total=cfg.steps, initial=done, desc="train", unit="step", disable=not main)
     figures: dict[str, float] = {}
     losses = []
@@ -189,12 +196,13 @@ def train_part(
         losses.clear()
         bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
         if main:
-            _log(out / LOG, {"step": step, **figures})
+            _log(out / LOG, {"step": step, "threads": torch.get_num_threads(), **figures})
         if step < cfg.steps:
             accelerator.save_state(str(checkpoints / "state.new"))
             accelerator.wait_for_everyone()
             if main:
-                (checkpoints / "state.new" / CONDITIONS).write_text(json.dumps(_conditions(accelerator, cfg)))
+                conditions = _conditions(accelerator, cfg) | {"torch_threads": torch.get_num_threads()}
+                (checkpoints / "state.new" / CONDITIONS).write_text(json.dumps(conditions))
                 _replace(checkpoints, step)
             accelerator.wait_for_everyone()
     bar.close()
@@ -205,6 +213,23 @@ def train_part(
         print(out)
     accelerator.wait_for_everyone()
     return out
+
+
+def _use_threads(
+    asked: int | None, accelerator: Accelerator, module: torch.nn.Module, batch: Batch
+) -> Threads:
+    """Sets torch's threads for a training that begins: `asked`, or as many as a step on `batch` is fastest with.
+
+    Several processes would disturb each other's measurement: they take what torch gives them.
+    """
+
+    def work() -> None:
+        with torch.random.fork_rng(devices=[]):
+            accelerator.backward(module({k: v.to(accelerator.device) for k, v in batch.items()}))
+        module.zero_grad(set_to_none=True)
+
+    alone_on_a_cpu = accelerator.num_processes == 1 and accelerator.device.type == "cpu"
+    return use_threads(asked, work if alone_on_a_cpu else None)
 
 
 def _log(path: Path, row: dict) -> None:
@@ -232,7 +257,8 @@ def _conditions(accelerator: Accelerator, cfg: DictConfig) -> dict:
 
 
 def _resume(accelerator: Accelerator, checkpoints: Path, cfg: DictConfig) -> int:
-    """Loads the newest whole state, if there is one; returns the steps that it has seen.
+    """Loads the newest whole state, if there is one, and takes its number of threads, which sums are rounded by;
+    returns the steps that it has seen.
 
     Raises UserError if that training was another one.
     """
@@ -241,11 +267,12 @@ def _resume(accelerator: Accelerator, checkpoints: Path, cfg: DictConfig) -> int
         return 0
     state = checkpoints / f"state-{max(steps)}"
     then, now = json.loads((state / CONDITIONS).read_text()), _conditions(accelerator, cfg)
-    for key in sorted(then.keys() | now.keys()):
+    for key in sorted((then.keys() | now.keys()) - {"torch_threads"}):
         if then.get(key) != now.get(key):
             raise UserError(
                 f"{checkpoints} holds a training with {key}={then.get(key)}, not {now.get(key)}: "
                 "give its settings to go on, remove it to start anew, or name another folder with out="
             )
     accelerator.load_state(str(state))
+    torch.set_num_threads(then["torch_threads"])
     return max(steps)

@@ -1,3 +1,13 @@
 """A benchmark harness for speculative decoding: is this speedup real, on my models and my machine?"""
 
+import os
+
 __version__ = "0.1.0"
+
+# What decides how threads compute and wait; every process of a run must have the same.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+# OpenMP reads this once, when torch is imported. By default its idle threads spin for milliseconds; on a machine that
+# others use, too, a spinning thread keeps the one that all wait for from running, and passes take ten times as long.
+if not any(name in os.environ for name in THREAD_VARIABLES[1:]):
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

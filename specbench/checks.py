@@ -25,7 +25,7 @@ WHOLE_NUMBERS = {
     "seed": 0,
     "decoding.max_new_tokens": 1,
 }  # and the least of each
-OR_NULL = {"data.limit": 1, "vocab.size": 1}
+OR_NULL = {"data.limit": 1, "vocab.size": 1, "threads": 1}
 WORDS = {
     "protocol": ("paired", "spec_bench"),
     "pair.dtype": ("float32", "bfloat16", "float16"),

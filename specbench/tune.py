@@ -21,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.text import Text
 
+from specbench import THREAD_VARIABLES
 from specbench.bench import here, run, with_hydra
 from specbench.checks import check
 from specbench.errors import UserError, one_line_errors, optional
@@ -147,7 +148,7 @@ def study_folder(base: DictConfig, space: str) -> Path:
     """The folder of the one study that such trials belong to. Raises UserError for what cannot work."""
     checked = OmegaConf.create(OmegaConf.to_container(base))
     check(checked)
-    threads = os.environ.get("OMP_NUM_THREADS")
+    threads = [os.environ.get(name) for name in THREAD_VARIABLES]
     same = [store.config_hash(checked), space, store.source_sha256(), provenance.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]
     folder = Path(base.runs_root) / "tune" / f"{base.method.name}_{base.pair.name}_{digest}"

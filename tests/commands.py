@@ -22,7 +22,7 @@ def start(cwd: Path, *arguments: str, **env: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "specbench.bench", *arguments],
         cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+        env=os.environ | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

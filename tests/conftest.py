@@ -6,14 +6,13 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client
 os.environ["WANDB_MODE"] = "offline"
+# Also of the processes that tests start: for models this small threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import specbench  # noqa: F401, I001 - before torch, for how its threads wait
 import hypothesis
 import pytest
 import torch
-
-torch.set_num_threads(
-    1
-)  # for models this small threads only wait for each other, all the more on a busy machine
 
 hypothesis.settings.register_profile("specbench", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("specbench")

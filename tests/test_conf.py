@@ -50,7 +50,7 @@ def test_composes(group, choice):
 def test_every_key_is_there_by_default():
     cfg = composed()
     assert set(cfg) == {
-        *GROUPS, "batch_size", "pool", "repeats", "generate", "protocol", "seed", "run_dir", "runs_root"
+        *GROUPS, "batch_size", "pool", "repeats", "generate", "protocol", "seed", "threads", "run_dir", "runs_root"
     }  # fmt: skip
     assert cfg.decoding.max_new_tokens == cfg.data.max_new_tokens
     assert cfg.method.adapter == cfg.pair.parts.kangaroo

@@ -82,7 +82,6 @@ def test_submitit_gives_the_same_answers(monkeypatch, capfd, swept_here):
     pytest.importorskip("submitit")
     folder, arguments, answers = swept_here
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     there = ["runs_root=submitit", "hydra/launcher=submitit_local"]
     code, out, err = run_main(monkeypatch, capfd, *arguments, *there)
     assert code == 0, err

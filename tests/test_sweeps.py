@@ -38,7 +38,6 @@ def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_pat
     process.kill()
     process.communicate(timeout=TIMEOUT)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert states(tmp_path) == [OK, RUNNING, WAITING]
     first, second = runs(tmp_path)
 

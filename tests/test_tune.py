@@ -128,7 +128,7 @@ def test_trials_that_fail_are_counted_and_named(tuned):
         (["method=ar"], "unknown search 'ar': known: kangaroo, "),
         (["-m", "method=sps"], "this program has no sweeps"),
         (["search.method.max_draft_tokens=7"], "search.method.max_draft_tokens takes choices"),
-        (["trails=3"], "unknown key 'trails': did you mean trials or task?"),
+        (["trails=3"], "unknown key 'trails': did you mean trials or threads?"),
         (["data.warmup=nothing.jsonl"], "nothing.jsonl"),
     ],
 )

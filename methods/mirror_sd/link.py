@@ -199,7 +199,7 @@ class Process(Remote):
         wire = ProcessWire(**shape, spins=bool(self._own) or sys.platform != "linux")
         if not self._own:
             self._own = theirs = self._all
-        self._threads = torch.get_num_threads()
+        self._threads = None  # while an answer is decoded: those that torch had before
         context = multiprocessing.get_context("spawn")
         handle = context.Process(
             target=_work, args=(wire, make, arguments, theirs, cores, os.getpid()), name="draft", daemon=True
@@ -210,6 +210,8 @@ class Process(Remote):
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         if self._own:
             _pin(self._own)
+            if self._threads is None:
+                self._threads = torch.get_num_threads()
             torch.set_num_threads(min(self._threads, len(self._own)))
         super().begin(prompt, room, temperature, seed)
 
@@ -217,9 +219,10 @@ class Process(Remote):
         try:
             super().end()
         finally:
-            if self._own:
+            if self._threads is not None:
                 _pin(self._all)
                 torch.set_num_threads(self._threads)
+                self._threads = None
 
 
 def _pin(cores: list[int]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import hydra
 import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
@@ -35,8 +36,10 @@ from specbench.measure.metrics import parameters
 from specbench.measure.rounding import batch_noise, margin, shape_noise
 from specbench.pairs import Pair, load_pair
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
+from specbench.threads import Threads, use_threads
 
 WARM_UP_TOKENS = 32  # of each arm on each warm-up question; the rounding noise is measured on as many
+THREADS_TOKENS = 16  # of each arm that the number of threads is chosen by
 # SINGLE, in a run with batches: plain decoding one by one, what every answer is held against and batching gains on.
 BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
 
@@ -176,18 +179,34 @@ class Bench:
 
     def warm_up(self, questions: list[Question]) -> None:
         """Runs every arm on each warm-up question, and measures the rounding noise on the baseline's answers."""
-        prompts = [self.prompt(question, []) for question in questions]
-        requests = []
-        for prompt in prompts * -(-(self.batch_size or 1) // len(prompts)):  # enough to fill a batch
-            cap = min(self.capped(prompt).max_new_tokens, WARM_UP_TOKENS)
-            requests.append(Request(prompt, Decoding(cap, self.decoding.temperature), self.seed))
+        requests = self._warm_up_requests(questions, WARM_UP_TOKENS)
         for name, arm in self.arms.items():
-            answers = arm(requests if name != SINGLE else requests[: len(prompts)])
+            answers = arm(requests if name != SINGLE else requests[: len(questions)])
             if name == self.reference:
-                samples = [(p, answer.tokens) for p, answer in zip(prompts, answers)]
+                samples = [(r.prompt, a.tokens) for r, a in zip(requests[: len(questions)], answers)]
         self.noise = shape_noise(self.target, samples)
         if self.batch_size:
             self.noise = max(self.noise, batch_noise(self.target, samples, self.batch_size))
+
+    def use_threads(self, asked: int | None, questions: list[Question]) -> Threads:
+        """Sets torch's threads for all arms: `asked`, or as many as baseline and method together are fastest with, on
+        the first warm-up question (batches: on as many as fill one)."""
+        requests = self._warm_up_requests(questions, THREADS_TOKENS)[: self.batch_size or 1]
+
+        def work() -> None:
+            for name in (BASELINE, METHOD):
+                self.arms[name](requests)
+
+        return use_threads(asked, work if self.pair.device.type == "cpu" else None)
+
+    def _warm_up_requests(self, questions: list[Question], most_tokens: int) -> list[Request]:
+        """A request for each question, and the same again until they fill a batch."""
+        requests = []
+        for question in questions:
+            prompt = self.prompt(question, [])
+            cap = min(self.capped(prompt).max_new_tokens, most_tokens)
+            requests.append(Request(prompt, Decoding(cap, self.decoding.temperature), self.seed))
+        return requests * -(-(self.batch_size or 1) // len(requests))
 
 
 def answer_seed(*parts: int) -> int:
@@ -303,9 +322,14 @@ def _measure(
     run_dir: Path, cfg: DictConfig, bench: Bench, questions: list[Question], done: set[int], journal
 ):
     """Warms up, notes what the run is made of, and measures the questions that are not done."""
-    source = find_questions_file(cfg.data)
-    provenance.record(run_dir, provenance.collect(OmegaConf.to_container(cfg), source))
-    bench.warm_up(warmup_questions(cfg.data))
+    source, warmup = find_questions_file(cfg.data), warmup_questions(cfg.data)
+    asked = cfg.threads
+    if (run_dir / store.PROVENANCE).exists():  # gone on with: the same number, not one that is measured anew
+        asked = store.read_json(run_dir / store.PROVENANCE)["threads"]["torch"]
+    chosen = bench.use_threads(asked, warmup)
+    found = provenance.collect(OmegaConf.to_container(cfg), source)
+    provenance.record(run_dir, found | {"thread_choice": asdict(chosen)})
+    bench.warm_up(warmup)
     if (run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
         bench.peak_memory = store.read_json(run_dir / store.FACTS)["peak_memory_bytes"]
     known = facts(bench)
@@ -329,6 +353,7 @@ def facts(bench: Bench) -> dict:
     pair = bench.pair
     return {
         "target_pass_bytes": bench.target.pass_bytes(),
+        "threads": torch.get_num_threads(),
         "dtype": str(pair.dtype).removeprefix("torch."),
         "device": str(pair.device),
         "bandwidth_bytes_per_second": provenance.bandwidth(pair.device),

@@ -375,8 +375,14 @@ def _title(summary: dict) -> Text:
     settings = f" ({', '.join(as_text(summary['settings']))})" if summary["settings"] else ""
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
-        f"batch {summary['batch_size']}, {summary['dtype']}, {summary['device']}"
+        f"batch {summary['batch_size']}, {summary['dtype']}, {summary['device']}{_threads(summary)}"
     )
     if summary["weights"] == "random":
         text.append(f"\n{RANDOM}", style="yellow")
     return text
+
+
+def _threads(summary: dict) -> str:
+    """The threads of a run on a CPU; nothing for an older run, which does not tell."""
+    threads = summary.get("threads") if summary["device"] == "cpu" else None
+    return "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}"

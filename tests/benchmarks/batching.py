@@ -22,6 +22,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.batch import BatchEngine
 from specbench.decoding.target import Target
 from specbench.measure.statistics import pooled_speedup
+from specbench.threads import use_threads
 from tests.benchmarks.common import pair_and_requests, print_ratios
 
 KINDS = {"eqspec": EqSpec, "exspec": ExSpec, "ragged": RaggedBatch}
@@ -55,8 +56,13 @@ def main() -> None:
         for draft in options.draft if name == "ragged" else [first]:
             label = name if draft == first else f"{name}, {draft} tokens"
             engines[label] = engine(SpeculativeSampling(pair, draft), kind(options.rows))
-    for arm in engines.values():  # warm-up
-        arm.generate(requests[: options.rows])
+
+    def warm_up() -> None:
+        for arm in engines.values():
+            arm.generate(requests[: options.rows])
+
+    use_threads(None, warm_up)
+    warm_up()
     answers, seconds = {}, defaultdict(list)
     names = list(engines)
     for repeat in tqdm(range(options.repeats), unit="repeat"):

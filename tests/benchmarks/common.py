@@ -17,6 +17,7 @@ from specbench.measure.arms import Arm
 from specbench.measure.statistics import Speedup
 from specbench.pairs import Pair, load_pair
 from specbench.questions import load_questions, warmup_questions
+from specbench.threads import use_threads
 
 
 def pair_and_requests(
@@ -46,6 +47,8 @@ class Interleaved:
 
 def interleave(arms: dict[str, Arm], requests: list[Request], repeats: int = 1) -> Interleaved:
     """Every arm on every request, one after the other, in an order that rotates; after one request as warm-up."""
+    chosen = use_threads(None, lambda: [arm(requests[:1]) for arm in arms.values()])
+    print(f"{chosen.threads} threads of torch, by {chosen.chosen_by}")
     for arm in arms.values():
         arm(requests[:1])
     names = list(arms)

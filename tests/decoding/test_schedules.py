@@ -155,7 +155,6 @@ def any_requests(rng: random.Random) -> list[Request]:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_schedule_gives_every_row_its_own_run(chunk):
-    torch.set_num_threads(1)
     rng = random.Random(chunk)
     ran = set()
     for _ in range(SCHEDULES // CHUNKS):

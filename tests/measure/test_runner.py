@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
+from specbench import threads
 from specbench.bench import CONF
 from specbench.decoding import engine as engine_module
 from specbench.decoding.draft import Drafter
@@ -104,6 +105,52 @@ def test_without_generate(workplace, tmp_path):
     assert baseline["hf_generate_tokens_per_second"] is None and baseline["quoted_against"] == "engine"
     assert baseline["equivalence"]["answers"] == 0
     assert [sorted(t["arms"]) for r in records for t in r["turns"]] == [["baseline", "method"]]
+
+
+@pytest.fixture
+def _same_threads_afterwards():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_are_measured_written_down_and_kept(
+    workplace, tmp_path, monkeypatch, _same_threads_afterwards
+):
+    """A run that goes on takes the number that it began with, whatever would be fastest now."""
+    used = []
+
+    def watched(bench, *arguments, answer=runner.Bench._turn):
+        used.append(torch.get_num_threads())
+        if len(used) == 2:
+            raise JobError("stopped")
+        return answer(bench, *arguments)
+
+    monkeypatch.setattr(runner.Bench, "_turn", watched)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(threads, "fewest_worth", lambda seconds: max(seconds))
+    run_dir = start(workplace, "sps", tmp_path, "data.limit=null")
+    with pytest.raises(JobError):
+        runner.run(run_dir)
+    monkeypatch.setattr(threads, "fewest_worth", lambda seconds: min(seconds))
+    torch.set_num_threads(1)
+    assert runner.run(run_dir) == 0
+    assert used[:3] == [2, 2, 2]
+    found = store.read_json(run_dir / store.PROVENANCE)
+    assert found["threads"]["torch"] == found["thread_choice"]["threads"] == 2
+    assert found["thread_choice"]["chosen_by"] == "measuring" and found["thread_choice"][
+        "seconds"
+    ].keys() == {"1", "2"}
+    assert found["environment"]["OMP_WAIT_POLICY"] == os.environ["OMP_WAIT_POLICY"]
+    assert store.read_json(run_dir / store.SUMMARY)["threads"] == 2
+
+
+def test_threads_by_hand(workplace, tmp_path, _same_threads_afterwards):
+    run_dir = start(workplace, "sps", tmp_path, "task=rag", "threads=2")
+    assert runner.run(run_dir) == 0
+    found = store.read_json(run_dir / store.PROVENANCE)
+    assert found["threads"]["torch"] == 2 and found["thread_choice"]["chosen_by"] == "threads="
 
 
 def test_sampling_is_not_certified(workplace, tmp_path):
@@ -290,8 +337,6 @@ def without_times(summary: dict) -> dict:
 def test_killed_and_started_again(workplace, tmp_path, monkeypatch):
     """Kill -9 in the middle, half a line at the end of the journal: no question is lost or measured twice."""
     runs = tmp_path / "killed"
-    # As `commands.start` has it: a run goes on only under the conditions it began with.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     process = commands.start(CONF.parent, *overrides(workplace, "sps", runs))
     while not (journals := list(runs.glob("*/records.jsonl"))) or journals[0].read_bytes().count(b"\n") < 2:
         assert process.poll() is None, "the run ended before it could be killed"

@@ -19,6 +19,7 @@ from methods.mirror_sd.streams import load_streams
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from methods.training import LOG, agreement, batches, held_out_batches, train_part, training_pair
+from specbench import threads
 from specbench.bench import ROOT
 from specbench.errors import UserError
 from specbench.pairs import cut, load_pair
@@ -59,7 +60,8 @@ def test_sorted_training_learns_at_every_exit_and_goes_on_when_stopped(workplace
     rows = log(tmp_path / "whole")
     assert [row["step"] for row in rows] == [15, 30, 40]
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
-    assert set(rows[0]) == {"step", "loss", "held_out_agreement_1", "held_out_agreement_3"}
+    assert set(rows[0]) == {"step", "threads", "loss", "held_out_agreement_1", "held_out_agreement_3"}
+    assert {row["threads"] for row in rows} == {torch.get_num_threads()}
 
     pair = load_pair(cfg.pair, 0, with_draft=False)
     module = s2d_train.Sorted(whole.eval(), [1, 3])
@@ -75,6 +77,24 @@ def test_sorted_training_learns_at_every_exit_and_goes_on_when_stopped(workplace
     resumed = AutoModelForCausalLM.from_pretrained(s2d_train.train(cfg))
     for name, weight in whole.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], weight, msg=name)
+
+
+def test_a_training_keeps_its_number_of_threads(workplace, tmp_path, monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(threads, "fewest_worth", max)
+    measured = 2 * threads.ROUNDS + 1  # forward passes before the first step
+    cfg = training_settings("train_s2d", workplace, tmp_path / "stopped", *SORTED)
+    with pytest.raises(Stopped), monkeypatch.context() as patch:
+        stop_after(patch, s2d_train.Sorted, measured + 20)
+        s2d_train.train(cfg)
+    monkeypatch.setattr(threads, "fewest_worth", min)
+    torch.set_num_threads(1)
+    s2d_train.train(cfg)
+    used, left = [row["threads"] for row in log(tmp_path / "stopped")], torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert used == [2, 2, 2] and left == 2
 
 
 @torch.no_grad()
@@ -201,7 +221,7 @@ def test_a_half_precision_target_trains_a_float32_adapter(workplace, tmp_path, d
     assert training_pair(OmegaConf.create({"dtype": dtype})).dtype == "bfloat16"
     more = (f"pair.dtype={dtype}", "steps=2", "save_every=1")
     out = kangaroo_train.train(training_settings("train_kangaroo", workplace, tmp_path, *more))
-    assert [set(row) for row in log(out)] == [{"step", "loss", "held_out_agreement"}] * 2
+    assert [set(row) for row in log(out)] == [{"step", "threads", "loss", "held_out_agreement"}] * 2
 
 
 @pytest.mark.parametrize("name", ["train_kangaroo", "train_s2d", "train_sps", "train_mirror_sd"])

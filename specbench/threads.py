@@ -1,0 +1,97 @@
+"""How many threads torch computes with on a CPU, found by measuring the work at hand.
+
+More threads are not always faster: the passes of a small model are too short to share, and on a machine with other load
+a thread that was put to sleep holds up all the others. How idle threads wait is set in `specbench/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+ROUNDS = 3
+# Share of the time with fewer threads that more threads must stay below: what they gain on a quiet machine they lose
+# several times over on a busy one.
+WORTH = 0.9
+HOPELESS = 1.5  # times the best time so far: still fewer threads are not tried
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """threads: that torch computes with now. chosen_by: "threads=", "OMP_NUM_THREADS", "measuring", or "torch" where
+    nothing was measured. seconds: median time of the work by number of threads, where it was measured."""
+
+    threads: int
+    chosen_by: str
+    seconds: dict[int, float]
+
+
+def use_threads(asked: int | None, work: Callable[[], object] | None) -> Threads:
+    """Sets the number of torch's threads for the rest of this process.
+
+    Args:
+        asked: the number set by hand; None leaves it to $OMP_NUM_THREADS, and without that to measuring.
+        work: what the process will spend its time on, some tenths of a second of it; called several times with each
+            number. None: nothing to measure by, as on a GPU.
+    """
+    if asked is not None:
+        torch.set_num_threads(asked)
+        return Threads(asked, "threads=", {})
+    if "OMP_NUM_THREADS" in os.environ:
+        return Threads(torch.get_num_threads(), "OMP_NUM_THREADS", {})
+    if work is None:
+        return Threads(torch.get_num_threads(), "torch", {})
+    seconds = measure(work, counts(usable_cores()))
+    chosen = fewest_worth(seconds)
+    torch.set_num_threads(chosen)
+    return Threads(chosen, "measuring", seconds)
+
+
+def usable_cores() -> int:
+    """Cores that this process may compute on: those of its affinity, and no more than torch would take by itself."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, torch.get_num_threads())
+
+
+def counts(most: int) -> list[int]:
+    """The numbers of threads that are tried, falling: `most` and every power of two below it."""
+    return [most, *(2**i for i in reversed(range(most.bit_length())) if 2**i < most)]
+
+
+def measure(work: Callable[[], object], numbers: list[int]) -> dict[int, float]:
+    """Median seconds of `work` with each number of threads, in rounds over all of them, after one call as warm-up.
+
+    numbers: falling. The lowest ones are left out once they are far slower than more threads: of a large model they
+    would take minutes.
+    """
+    if len(numbers) == 1:
+        return {}
+    times: dict[int, list[float]] = {n: [] for n in numbers}
+    work()
+    for _ in range(ROUNDS):
+        best = float("inf")
+        for n in list(times):
+            torch.set_num_threads(n)
+            start = time.perf_counter()
+            work()
+            times[n].append(time.perf_counter() - start)
+            best = min(best, times[n][-1])
+            if times[n][-1] > HOPELESS * best:
+                times = {m: of_m for m, of_m in times.items() if m >= n}
+                break
+    return {n: statistics.median(of_n) for n, of_n in times.items()}
+
+
+def fewest_worth(seconds: dict[int, float]) -> int:
+    """The number of threads to use: of the measured ones, going up, each that takes less than `WORTH` of the time of
+    the best before it; 1 where nothing was measured."""
+    chosen = min(seconds, default=1)
+    for n in sorted(seconds):
+        if seconds[n] < WORTH * seconds[chosen]:
+            chosen = n
+    return chosen

@@ -1,0 +1,102 @@
+"""How many threads torch computes with, how they wait, and that a run says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from specbench import THREAD_VARIABLES, threads
+from specbench.threads import counts, fewest_worth, measure, use_threads
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_afterwards():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def by_measuring(monkeypatch):
+    """Nobody has set a number, and there are four cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
+
+
+def taking(seconds: dict[int, float]):
+    """Work that takes so long with each number of threads."""
+    return lambda: time.sleep(seconds[torch.get_num_threads()])
+
+
+@pytest.mark.parametrize(
+    "first_import", ["specbench", "methods.sps", "specbench.measure.runner", "methods.training"]
+)
+def test_idle_threads_do_not_spin(first_import):
+    """As OpenMP itself says it: the variable must be set before torch is imported, whatever is imported first."""
+    bare = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
+    command = [sys.executable, "-c", f"import {first_import}, torch"]
+    found = subprocess.run(
+        command, env=bare | {"OMP_DISPLAY_ENV": "TRUE"}, capture_output=True, text=True, check=True
+    )
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in found.stderr
+
+
+@pytest.mark.parametrize("name, value", [("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "1000")])
+def test_what_the_user_has_set_stays(name, value):
+    bare = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
+    show = f"import os, specbench; print(os.environ['{name}'], os.environ.get('OMP_WAIT_POLICY'))"
+    said = subprocess.check_output([sys.executable, "-c", show], env=bare | {name: value}, text=True).split()
+    assert said == [value, value if name == "OMP_WAIT_POLICY" else "None"]
+
+
+def test_numbers_that_are_tried():
+    assert (
+        counts(1) == [1] and counts(2) == [2, 1] and counts(6) == [6, 4, 2, 1] and counts(8) == [8, 4, 2, 1]
+    )
+
+
+@pytest.mark.parametrize(
+    "seconds, chosen",
+    [
+        ({2: 1.0, 1: 1.0}, 1),
+        ({2: 0.95, 1: 1.0}, 1),  # not worth it
+        ({2: 0.8, 1: 1.0}, 2),
+        ({4: 0.79, 2: 0.8, 1: 1.0}, 2),
+        ({4: 0.5, 2: 1.1, 1: 1.0}, 4),
+        ({}, 1),
+    ],
+)
+def test_more_threads_must_be_worth_it(seconds, chosen):
+    assert fewest_worth(seconds) == chosen
+
+
+def test_the_fastest_number_is_found(by_measuring):
+    found = use_threads(None, taking({4: 0.03, 2: 0.01, 1: 0.02}))
+    assert (found.threads, found.chosen_by, torch.get_num_threads()) == (2, "measuring", 2)
+    assert found.seconds.keys() == {1, 2, 4} and found.seconds[2] < found.seconds[1] < found.seconds[4]
+
+
+def test_far_too_few_threads_are_tried_once():
+    called = []
+
+    def work() -> None:
+        called.append(torch.get_num_threads())
+        time.sleep({4: 0.01, 2: 0.05, 1: 0.2}[torch.get_num_threads()])
+
+    torch.set_num_threads(4)
+    assert measure(work, [4, 2, 1]).keys() == {4, 2}
+    assert called.count(1) == 0 and called.count(2) == 3
+
+
+def test_what_is_set_by_hand_is_not_measured(by_measuring, monkeypatch):
+    def work() -> None:
+        raise AssertionError("measured")
+
+    assert use_threads(3, work).chosen_by == "threads=" and torch.get_num_threads() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert use_threads(None, work).chosen_by == "OMP_NUM_THREADS"
