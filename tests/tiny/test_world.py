@@ -8,8 +8,9 @@ from itertools import islice
 import pytest
 
 from specbench.tiny import world
+from specbench.tiny.data import conversations
 from specbench.tiny.lexicon import Lexicon
-from specbench.tiny.train import QUESTIONS, SHIPPED, WARMUP, write_questions
+from specbench.tiny.train import FULL, QUESTIONS, ROW, SHIPPED, WARMUP, write_questions
 
 
 def test_a_seed_gives_the_same_examples():
@@ -37,12 +38,35 @@ def test_invented_words_are_unique():
         assert len(words) == len(set(words))
 
 
-def test_training_and_benchmark_do_not_share_a_question():
-    asked = {example.turns for example in world.benchmark_examples()}
-    assert len(asked) >= 0.95 * len(world.benchmark_examples())
-    # Short factual questions have only some thousand forms; the answers still differ in wording.
-    trained = {(e.turns, e.answers) for e in islice(world.training_examples(), 4000)}
-    assert not {(e.turns, e.answers) for e in world.benchmark_examples()} & trained
+def test_training_text_holds_no_measured_question():
+    """The whole text of every stage, and some of what methods' parts are trained on, by the seeds of `make tiny`."""
+    rows = [
+        json.loads(line) for name in (QUESTIONS, WARMUP) for line in (SHIPPED / name).open(encoding="utf-8")
+    ]
+    measured = {row["turns"][0] for row in rows}
+    assert len(measured) == len(rows)
+    trained = set()
+    for stage in FULL.stages:
+        tokens = stage.schedule.steps * stage.batch * ROW
+        examples = islice(
+            world.training_examples(stage.seed, stage.drills), tokens // 160
+        )  # tokens of an example
+        trained |= {example.turns[0] for example in examples}
+    for seed in (0, 2, 4):
+        trained |= {messages[0]["content"] for messages in islice(conversations(seed), 1000)}
+    assert len(trained) > 30_000
+    shared = measured & trained
+    assert not shared
+
+
+def test_leaving_questions_out_changes_no_other_example(monkeypatch):
+    whole = list(islice(world.training_examples(12), 200))
+    left_out = whole[20].turns[0]
+    measured = world.measured_questions()
+    monkeypatch.setattr(world, "measured_questions", lambda: measured | {left_out})
+    rest = [example for example in whole if example.turns[0] != left_out]
+    assert len(rest) < len(whole)
+    assert list(islice(world.training_examples(12), len(rest))) == rest
 
 
 def test_every_task_and_category_is_there():
@@ -73,6 +97,8 @@ def test_arithmetic_is_right():
 def test_shipped_questions_are_those_of_the_generator(tmp_path):
     write_questions(tmp_path / QUESTIONS, world.benchmark_examples())
     assert (tmp_path / QUESTIONS).read_bytes() == (SHIPPED / QUESTIONS).read_bytes()
+    write_questions(tmp_path / WARMUP, world.warmup_examples(), first_id=9001)
+    assert (tmp_path / WARMUP).read_bytes() == (SHIPPED / WARMUP).read_bytes()
 
 
 def test_questions_have_the_schema_of_spec_bench():
