@@ -13,17 +13,30 @@ from pathlib import Path
 from specbench.errors import UserError
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file under another name, on to the disk, then renames it: a reader never sees a part of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes a file: an OSError (a full disk, no permission) becomes a UserError that names the file."""
     try:
-        with open(temporary, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Writes a file under another name, on to the disk, then renames it: a reader never sees a part of it.
+
+    Raises UserError when the disk is full or cannot be written; the file is then what it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def file_sha256(path: Path) -> str:
@@ -47,9 +60,12 @@ def new_folder(root: Path, label: str) -> Path:
 def held(folder: Path, doing: str) -> Iterator[None]:
     """Holds a folder for this process alone; a killed process frees it.
 
-    Raises UserError when another process holds it. doing: what a holder does with it, such as "measured".
+    Raises UserError when another process holds it, or when it cannot be written. doing: what a holder does with it,
+    such as "measured".
     """
-    with open(folder / ".lock", "w") as lock:
+    with writing(folder / ".lock"):
+        lock = open(folder / ".lock", "w")  # noqa: SIM115 - closed below
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

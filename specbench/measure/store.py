@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from specbench.errors import UserError
 from specbench.measure import metrics
-from specbench.measure.files import held, new_folder, write_atomic
+from specbench.measure.files import held, new_folder, write_atomic, writing
 from specbench.measure.frames import steps_frame
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,32 +164,57 @@ class Journal:
         self._known = {record["question_id"] for record in records}
 
     def append(self, *records: dict) -> None:
-        """Adds finished questions and the time of day (`tstamp`, s); they are on the disk when this returns."""
+        """Adds finished questions and the time of day (`tstamp`, s); they are on the disk when this returns.
+
+        Raises UserError when they cannot be written, and ValueError for a question that is there already; the journal
+        is then what it was.
+        """
         for record in records:
             if record["question_id"] in self._known:
                 raise ValueError(f"question {record['question_id']} is already in {self._path}")
         stamped = [finite(record | {"tstamp": time.time()}) for record in records]
-        with open(self._path, "a", encoding="utf-8") as file:
-            lines = (json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in stamped)
-            file.write("".join(lines))
-            file.flush()
-            os.fsync(file.fileno())
+        lines = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in stamped)
+        with writing(self._path):
+            before = self._path.stat().st_size if self._path.exists() else 0
+            try:
+                with open(self._path, "ab") as file:
+                    file.write(lines.encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                if self._path.exists():
+                    os.truncate(self._path, before)  # what still went on to a full disk
+                raise
         self.records += stamped
         self._known |= {record["question_id"] for record in stamped}
+
+    def keep_first(self, count: int) -> None:
+        """Drops all records but the first `count`; cuts the file in place, since a full disk has no room for another.
+
+        Raises UserError when the file cannot be written.
+        """
+        with writing(self._path):
+            with open(self._path, "rb") as file:
+                length = sum(len(line) for line in islice(file, count))
+            os.truncate(self._path, length)
+        del self.records[count:]
+        self._known = {record["question_id"] for record in self.records}
 
 
 @contextmanager
 def open_journal(run_dir: Path) -> Iterator[Journal]:
     """Holds a run folder for this process alone (a killed one frees it), and mends its journal after a crash.
 
-    Raises UserError when another process holds it, or when the journal is damaged elsewhere than at its end.
+    Raises UserError when another process holds it, when the journal is damaged elsewhere than at its end, or when the
+    folder cannot be written.
     """
+    path = run_dir / RECORDS
     with held(run_dir, "measured"):
-        records, whole = _read(run_dir / RECORDS)
-        if not whole:
-            lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            write_atomic(run_dir / RECORDS, "".join(lines))
-        yield Journal(run_dir / RECORDS, records)
+        records, whole = _read(path)
+        if path.exists() and whole < path.stat().st_size:
+            with writing(path):
+                os.truncate(path, whole)
+        yield Journal(path, records)
 
 
 def read_records(run_dir: Path) -> list[dict]:
@@ -196,23 +222,21 @@ def read_records(run_dir: Path) -> list[dict]:
     return _read(run_dir / RECORDS)[0]
 
 
-def _read(path: Path) -> tuple[list[dict], bool]:
-    """The records of a journal, and whether it is whole: not cut short within its last line."""
+def _read(path: Path) -> tuple[list[dict], int]:
+    """The records of a journal, and the bytes of their lines: what follows is a last line that was cut short."""
     if not path.exists():
-        return [], True
-    content = path.read_bytes()
-    lines = content.split(b"\n")  # not splitlines(): texts may hold other line separators
-    if not lines[-1]:
-        lines.pop()
-    records = []
+        return [], 0
+    *lines, rest = path.read_bytes().split(b"\n")  # not splitlines(): texts may hold other line separators
+    records, whole = [], 0
     for number, line in enumerate(lines, start=1):
         try:
             records.append(json.loads(line))
         except ValueError as error:  # bad JSON, or bytes that are not UTF-8
-            if number < len(lines):
+            if number < len(lines) or rest:
                 raise UserError(f"{path}, line {number}: not valid JSON; the journal is damaged") from error
-            return records, False
-    return records, content.endswith(b"\n") or not content
+            break
+        whole += len(line) + 1
+    return records, whole
 
 
 # -- the end of a run

@@ -1,6 +1,10 @@
-"""Journal records made by hand, and strategies for them."""
+"""Journal records made by hand, strategies for them, and a disk without room for them."""
 
 from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from hypothesis import strategies as st
 
@@ -131,3 +135,14 @@ def questions(draw, min_size=1, max_size=6, slow=slowness):
 def overall(records, facts=FACTS) -> dict:
     """The numbers over all questions of some records."""
     return metrics.numbers(records, facts, "baseline")
+
+
+@contextmanager
+def full_disk() -> Iterator[Callable[[int], None]]:
+    """Gives a function of a number of bytes, beyond which from then on no file of this process grows: the same errors
+    as on a full disk, but for their names. The end lifts it, for pytest writes files, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

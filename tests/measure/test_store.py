@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 from specbench.errors import UserError
 from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS
-from tests.measure.synthetic import CONFIG, FACTS, answered, generation, record, turn
+from tests.measure.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
 
 
 @pytest.fixture
@@ -183,13 +184,41 @@ def test_a_journal_cut_anywhere_in_its_last_line_keeps_every_finished_question(r
     begin = whole.rindex(b"\n", 0, -1) + 1
     for end in range(begin, len(whole) + 1):
         path.write_bytes(whole[:end])
-        kept = [1, 2, 3] if end >= len(whole) - 1 else [1, 2]
+        kept = [1, 2, 3] if end == len(whole) else [1, 2]
         assert ids(run_dir) == kept
         with store.open_journal(run_dir) as journal:
             assert [r["question_id"] for r in journal.records] == kept
             journal.append(record(4, error="later"))
         assert ids(run_dir) == [*kept, 4]
         assert path.read_bytes().startswith(whole[:begin])
+
+
+def test_an_append_that_a_full_disk_cuts_leaves_the_journal_as_it_was(run_dir):
+    append(run_dir, answered(1))
+    path = run_dir / store.RECORDS
+    before = path.read_bytes()
+    with store.open_journal(run_dir) as journal:
+        with full_disk() as room, pytest.raises(UserError, match=f"cannot write {path}: File too large"):
+            room(len(before) + 50)
+            journal.append(answered(2), answered(3))
+        assert path.read_bytes() == before and [r["question_id"] for r in journal.records] == [1]
+        journal.append(answered(2), answered(3))
+    assert ids(run_dir) == [1, 2, 3]
+
+
+def test_a_torn_journal_is_mended_on_a_full_disk(run_dir):
+    append(run_dir, answered(1), answered(2))
+    path = run_dir / store.RECORDS
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:100])
+    with full_disk() as room:
+        room(0)
+        with store.open_journal(run_dir) as journal:
+            assert path.read_bytes() == whole
+            journal.keep_first(1)
+            assert [r["question_id"] for r in journal.records] == ids(run_dir) == [1]
+    append(run_dir, answered(2))
+    assert ids(run_dir) == [1, 2]
 
 
 @pytest.mark.parametrize("garbage", [b'{"question_id": 3, "te\xff', b"\0\0\0\0", b"\0\0\n"])
@@ -368,9 +397,9 @@ def test_writes_leave_no_half_file(tmp_path, monkeypatch):
     store.write_json(target, {"a": 1})
 
     def crash(*_):
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", crash)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match=f"cannot write {target}: No space left on device"):
         store.write_json(target, {"a": 2})
     assert store.read_json(target) == {"a": 1} and os.listdir(tmp_path) == ["summary.json"]
