@@ -11,7 +11,7 @@ import gc
 import hashlib
 import random
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
@@ -309,19 +309,39 @@ def run(run_dir: Path) -> int:
     cfg = OmegaConf.create(store.read_config(run_dir))
     questions = load_questions(cfg.data, cfg.task)
     with store.open_journal(run_dir) as journal:
-        done = {record["question_id"] for record in journal.records}
-        if len(done) < len(questions):
+        if len(journal.records) < len(questions):
             bench = prepare(cfg)
             with closing(bench.drafter):
-                _measure(run_dir, cfg, bench, questions, done, journal)
+                _measure(run_dir, cfg, bench, questions, journal)
         summary = store.finalise(run_dir)
     return 1 if summary["status"] != "complete" else 0
 
 
+def drop_torn_pool(journal: store.Journal, planned: list[list[Question]]) -> None:
+    """Drops from a journal the records of a pool that lacks some, and says so: a batch of the others alone has another
+    occupancy and other times, which cannot be added to those of the first. It is the last pool of the journal, since
+    pools are written one after the other, each at once.
+    """
+    if not journal.records:
+        return
+    place = journal.records[-1]["pool"]
+    count = sum(record["pool"] == place for record in journal.records)
+    if count < len(planned[place]):
+        print(
+            f"pool {place + 1} of {len(planned)} was cut short behind {count} of its {len(planned[place])} questions: "
+            "all of them are measured again",
+            file=sys.stderr,
+        )
+        journal.keep_first(len(journal.records) - count)
+
+
 def _measure(
-    run_dir: Path, cfg: DictConfig, bench: Bench, questions: list[Question], done: set[int], journal
-):
-    """Warms up, notes what the run is made of, and measures the questions that are not done."""
+    run_dir: Path, cfg: DictConfig, bench: Bench, questions: list[Question], journal: store.Journal
+) -> None:
+    """Warms up, notes what the run is made of, and measures the questions that are not in the journal."""
+    planned = pools(questions, cfg.pool if bench.batch_size else None, cfg.seed)
+    drop_torn_pool(journal, planned)
+    done = {record["question_id"] for record in journal.records}
     source, warmup = find_questions_file(cfg.data), warmup_questions(cfg.data)
     asked = cfg.threads
     if (run_dir / store.PROVENANCE).exists():  # gone on with: the same number, not one that is measured anew
@@ -338,11 +358,10 @@ def _measure(
     gc.freeze()  # what is loaded by now stays: the collector need not walk it between two questions
     label = f"{cfg.method.name}, {cfg.drafter.name}" if bench.batch_size else cfg.method.name
     with tqdm(desc=label, unit="question", initial=len(done), total=len(questions)) as bar:
-        for place, pool in enumerate(pools(questions, cfg.pool if bench.batch_size else None, cfg.seed)):
-            left = [question for question in pool if question.question_id not in done]
-            if left:
-                journal.append(*attempt(bench, left, place))
-                bar.update(len(left))
+        for place, pool in enumerate(planned):
+            if pool[0].question_id not in done:
+                journal.append(*attempt(bench, pool, place))
+                bar.update(len(pool))
                 if bench.peak_memory != known["peak_memory_bytes"]:
                     known["peak_memory_bytes"] = bench.peak_memory
                     store.write_json(run_dir / store.FACTS, known)
@@ -373,7 +392,10 @@ def main() -> int:
     try:
         return run(run_dir)
     except Exception as error:
-        store.note_failure(run_dir, str(error) if isinstance(error, UserError) else reason(error))
+        with suppress(
+            UserError
+        ):  # on a full disk there may be no room for the note: what happened is told all the same
+            store.note_failure(run_dir, str(error) if isinstance(error, UserError) else reason(error))
         raise
 
 

@@ -88,21 +88,34 @@ def test_pools_are_of_equal_size_and_mixed():
     assert runner.pools(questions[:3], None, 0) == [[0], [1], [2]]
 
 
-def test_what_is_left_of_a_run_goes_on_where_it_stopped(workplace, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("torn", [b"", b'{"question_id": 3, "ta'])
+def test_a_torn_pool_is_measured_again_as_a_whole(workplace, tmp_path, monkeypatch, capsys, torn):  # noqa: F811
     run_dir = start(workplace, "ragged", tmp_path, "batch_size=2", "pool=4", "repeats=1")
     assert runner.run(run_dir) == 0
-    lines = (run_dir / store.RECORDS).read_text().splitlines(keepends=True)
+    journal = run_dir / store.RECORDS
+    whole, first = store.read_json(run_dir / store.SUMMARY), store.read_records(run_dir)
+    assert [record["pool"] for record in first] == [0, 0, 0, 0, 1, 1, 1]
+    lines = journal.read_bytes().splitlines(keepends=True)
     (run_dir / store.SUMMARY).unlink()
-    (run_dir / store.RECORDS).write_text("".join(lines[:3]) + lines[3][:40])  # cut in the middle of a pool
+    journal.write_bytes(b"".join(lines[:5]) + torn)
+    measured_again, attempt = [], runner.attempt
+
+    def attempted(bench, questions, place):
+        measured_again.append([q.question_id for q in questions])
+        return attempt(bench, questions, place)
+
+    monkeypatch.setattr(runner, "attempt", attempted)
+    capsys.readouterr()
     assert runner.run(run_dir) == 0
-    again = (run_dir / store.RECORDS).read_text().splitlines(keepends=True)
-    assert again[:3] == lines[:3]
+    assert measured_again == [[record["question_id"] for record in first[4:]]]
+    said = "pool 2 of 2 was cut short behind 1 of its 3 questions: all of them are measured again\n"
+    assert said in capsys.readouterr().err
+    again = journal.read_bytes().splitlines(keepends=True)
+    assert again[:4] == lines[:4] and lines[4] not in again and len(again) == len(lines)
+    assert store.read_json(run_dir / store.SUMMARY)["overall"]["occupancy"] == whole["overall"]["occupancy"]
     tokens = [
-        {
-            r["question_id"]: [t["arms"]["method"][0]["tokens"] for t in r["turns"]]
-            for r in map(json.loads, some)
-        }
-        for some in (lines, again)
+        {r["question_id"]: [t["arms"]["method"][0]["tokens"] for t in r["turns"]] for r in records}
+        for records in (first, store.read_records(run_dir))
     ]
     assert tokens[0] == tokens[1]
 

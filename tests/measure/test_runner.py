@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from specbench.decoding.kv_cache import KVCache
 from specbench.errors import JobError
 from specbench.measure import runner, store
 from tests import commands
+from tests.measure.synthetic import full_disk
 from tests.models import save_pair
 
 CATEGORIES = ["writing", "coding", "translation", "summarization", "qa", "math_reasoning", "rag"]
@@ -322,6 +324,48 @@ def test_what_ends_the_job_is_not_booked_as_a_question_that_failed(workplace, tm
     assert 0 < len(before) < len(CATEGORIES) and not any(record["error"] for record in before)
     assert runner.run(run_dir) == 0
     assert store.read_records(run_dir)[: len(before)] == before
+
+
+@pytest.mark.parametrize(
+    "left", [1_000, 0]
+)  # bytes: what still fits of the question, and of the note why it ended
+def test_a_full_disk_ends_a_run_in_one_line(workplace, tmp_path, monkeypatch, capsys, left):
+    """What was written stays, and the same command goes on behind it."""
+    run_dir = start(workplace, "pld", tmp_path)
+    journal, attempt = run_dir / store.RECORDS, runner.attempt
+
+    def attempted(bench, questions, place):
+        records = attempt(bench, questions, place)
+        if place == 3:
+            room(journal.stat().st_size + left if left else 0)
+        return records
+
+    monkeypatch.setattr(runner, "attempt", attempted)
+    monkeypatch.setattr(sys, "argv", ["runner", str(run_dir)])
+    with full_disk() as room:
+        assert commands.exit_code(runner.main) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"\nerror: cannot write {journal}: File too large\n") and "Traceback" not in said
+    before = store.read_records(run_dir)
+    assert [record["question_id"] for record in before] == [1, 2, 3]
+    assert (store.why_failed(run_dir) is not None) == (left > 0)
+    monkeypatch.undo()
+    assert runner.run(run_dir) == 0
+    records = store.read_records(run_dir)
+    assert records[:3] == before and len(records) == len(CATEGORIES)
+
+
+def test_a_full_disk_at_the_summary_is_told_in_one_line(workplace, tmp_path, monkeypatch, capsys):
+    run_dir = start(workplace, "pld", tmp_path, "task=rag")
+    finalise = store.finalise
+    monkeypatch.setattr(store, "finalise", lambda run_dir: (room(0), finalise(run_dir))[1])
+    monkeypatch.setattr(sys, "argv", ["runner", str(run_dir)])
+    with full_disk() as room:
+        assert commands.exit_code(runner.main) == 2
+    assert capsys.readouterr().err.endswith(f"error: cannot write {run_dir}/answers.jsonl: File too large\n")
+    assert not store.is_complete(run_dir)
+    monkeypatch.undo()
+    assert runner.run(run_dir) == 0 and store.is_complete(run_dir)
 
 
 def without_times(summary: dict) -> dict:
