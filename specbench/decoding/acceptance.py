@@ -83,27 +83,41 @@ def sampled_chain(
 
     Returns the kept count [...] and the (unnormalised) distribution [..., vocab] of the token that follows.
     """
-    index = tokens.unsqueeze(-1)
-    if draft_probs is None:
-        draft_probs = torch.zeros_like(probs[..., :-1, :]).scatter_(-1, index, 1.0)
+    k, index = tokens.shape[-1], tokens.unsqueeze(-1)
     p = probs[..., :-1, :].gather(-1, index).squeeze(-1)
-    q = draft_probs.gather(-1, index).squeeze(-1)
+    q = 1.0 if draft_probs is None else draft_probs.gather(-1, index).squeeze(-1)
     kept = uniforms * q < p
     if live is not None:
         kept = kept & live
-        # Where nothing was drafted, the next token is drawn from p.
-        draft_probs = draft_probs * live.unsqueeze(-1)
     count = kept.cumprod(-1).sum(-1)
-    # A row of zeros behind the draft makes the bonus token the residual of "nothing was drafted here".
-    padded = torch.cat([draft_probs, torch.zeros_like(probs[..., -1:, :])], dim=-2)
-    at = count[..., None, None].expand(*count.shape, 1, probs.shape[-1])
-    return count, residual(probs.gather(-2, at).squeeze(-2), padded.gather(-2, at).squeeze(-2))
+    following = _row(probs, count)
+    if k == 0:
+        return count, following
+    # One row of q is needed: with a vocabulary of 150,000 ids a tensor of all rows takes longer than all the rest.
+    last = count.clamp(max=k - 1)
+    if draft_probs is None:
+        own = torch.zeros_like(following).scatter_(-1, tokens.gather(-1, last.unsqueeze(-1)), 1.0)
+    else:
+        own = _row(draft_probs, last)
+    # Where nothing was drafted, behind the draft's end, the next token is drawn from p.
+    drafted = count < k
+    if live is not None:
+        drafted = drafted & live.gather(-1, last.unsqueeze(-1)).squeeze(-1)
+    return count, residual(following, own.masked_fill_(~drafted.unsqueeze(-1), 0.0))
+
+
+def _row(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The row [..., vocab] of `rows` [..., n, vocab] that `index` [...] names."""
+    return rows.gather(-2, index[..., None, None].expand(*index.shape, 1, rows.shape[-1])).squeeze(-2)
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """max(p - q, 0) [..., vocab], not normalised. Where rounding leaves nothing of it (p equals q), p itself."""
-    rest = (p - q).clamp(min=0.0)
-    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+    """max(p - q, 0) [..., vocab], not normalised. Where nothing is left of it (p equals q), p itself.
+
+    NaN in p or q stays NaN, so that the draw from it fails instead of giving some token.
+    """
+    rest = (p - q).clamp_(min=0.0)
+    return torch.where(rest.sum(-1, keepdim=True) == 0, p, rest)
 
 
 def greedy_tree(choices: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Accepted:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbench.decoding import acceptance
 from specbench.decoding.acceptance import accept, greedy_chain, greedy_tree, residual, sampled_chain
@@ -127,6 +128,72 @@ def test_a_spoiled_residual_is_found(draft_kind, monkeypatch):
     assert p_value(*emitted_pairs(draft_kind)) < 1e-9
 
 
+def whole_tensors(probs, tokens, draft_probs, uniforms, live):
+    """Speculative sampling as it is written down: with q as a tensor of all drafted rows, and zeros behind them."""
+    index = tokens.unsqueeze(-1)
+    if draft_probs is None:
+        draft_probs = torch.zeros_like(probs[..., :-1, :]).scatter_(-1, index, 1.0)
+    if live is None:
+        live = torch.ones_like(tokens, dtype=torch.bool)
+    p, q = probs[..., :-1, :].gather(-1, index).squeeze(-1), draft_probs.gather(-1, index).squeeze(-1)
+    count = ((uniforms * q < p) & live).long().cumprod(-1).sum(-1)
+    padded = torch.cat([draft_probs * live.unsqueeze(-1), torch.zeros_like(probs[..., -1:, :])], dim=-2)
+    at = count[..., None, None].expand(*count.shape, 1, probs.shape[-1])
+    p, q = probs.gather(-2, at).squeeze(-2), padded.gather(-2, at).squeeze(-2)
+    rest = (p - q).clamp(min=0.0)
+    return count, torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+
+
+@given(
+    shape=st.sampled_from([(), (1,), (4,)]),
+    k=st.integers(0, 5),
+    vocab=st.integers(1, 6),
+    certain=st.booleans(),
+    masked=st.booleans(),
+    sharp=st.sampled_from([0.5, 3.0, 60.0]),
+    same=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=500, deadline=None)
+def test_one_row_of_q_is_as_good_as_all(shape, k, vocab, certain, masked, sharp, same, seed):
+    """sharp: up to distributions of a single token; same: p = q, of which nothing is left."""
+    g = torch.Generator().manual_seed(seed)
+    probs = torch.softmax(torch.randn(*shape, k + 1, vocab, generator=g) * sharp, dim=-1)
+    q = torch.softmax(torch.randn(*shape, k, vocab, generator=g) * sharp, dim=-1)
+    q = probs[..., :-1, :].clone() if same else q
+    tokens = torch.randint(0, vocab, (*shape, k), generator=g)
+    uniforms = torch.rand(*shape, k, generator=g)
+    drafted = torch.randint(0, k + 1, (*shape, 1), generator=g)
+    live = torch.arange(k) < drafted if masked else None
+    asked = (probs, tokens, None if certain else q, uniforms, live)
+    for ours, expected in zip(sampled_chain(*asked), whole_tensors(*asked)):
+        assert torch.equal(ours, expected)
+
+
+def test_no_tensor_as_large_as_the_draft_is_made(monkeypatch):
+    """With a vocabulary of 150,000 ids they would take longer than all the rest of the rule."""
+    probs, tokens = torch.softmax(torch.randn(4, 50), dim=-1), torch.tensor([1, 2, 3])
+    for q in (None, probs[:3]):
+        with Largest() as made:
+            sampled_chain(probs, tokens, q, torch.rand(3))
+        assert made.elements <= 50
+
+
+class Largest(TorchDispatchMode):
+    """elements: of the largest tensor that was written, views of others not among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
 def test_argmax_drafts_with_a_soft_q_are_found():
     """The fault of several public codes: the drafted token was not drawn from the q that it is tested with."""
     g = torch.Generator().manual_seed(5)
@@ -143,6 +210,8 @@ def test_residual_never_vanishes():
     p = torch.tensor([0.5, 0.5, 0.0])
     assert torch.equal(residual(p, p), p)
     assert torch.equal(residual(p, torch.tensor([1.0, 0.0, 0.0])), torch.tensor([0.0, 0.5, 0.0]))
+    nan = torch.full((3,), float("nan"))
+    assert residual(nan, p).isnan().any() and residual(p, nan).isnan().any(), "a draw from it must fail"
 
 
 @pytest.mark.parametrize("certain", [True, False])
