@@ -50,6 +50,22 @@ class DraftHead:
             return self.model.unembed(normed)
         return linear(normed, self.weight, self.bias)
 
+    def draw(
+        self,
+        logits: torch.Tensor,
+        decoding: Decoding,
+        generator: torch.Generator | None = None,
+        uniforms: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [n, rows] -> chosen rows [n] and, when sampling, the distribution [n, rows] they were drawn from.
+        generator, uniforms: what to draw with, as in `Decoding.select`."""
+        rows, probs = decoding.select(logits, generator, uniforms)
+        if (
+            uniforms is not None
+        ):  # a row is looked up before anybody asks whether it was drawn; its NaN are in `probs`
+            rows = rows.clamp(min=0)
+        return rows, probs
+
     def choose(
         self,
         logits: torch.Tensor,
@@ -57,9 +73,8 @@ class DraftHead:
         generator: torch.Generator | None = None,
         uniforms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [n, rows] -> token ids [n] of the target and, when sampling, their distribution over the rows.
-        generator, uniforms: what to draw with, as in `Decoding.select`."""
-        rows, probs = decoding.select(logits, generator, uniforms)
+        """As `draw`, with token ids [n] of the target in place of rows."""
+        rows, probs = self.draw(logits, decoding, generator, uniforms)
         return self.ids(rows), probs
 
     def spread(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:
@@ -82,11 +97,15 @@ class DraftHead:
 
 def draft_head(pair, model: Target, vocab_map: str | None, vocab_size: int | None) -> DraftHead:
     """The head of `model` for drafting in `pair`, trimmed to the first `vocab_size` tokens of a map if one is given."""
-    target_vocab = pair.target.get_output_embeddings().weight.shape[0]
     kept = None
     if vocab_map is not None:
         kept = torch.tensor(kept_ids(vocab_map, pair, vocab_size), device=model.device)
-    return DraftHead(model, target_vocab, kept)
+    return DraftHead(model, target_ids(pair), kept)
+
+
+def target_ids(pair) -> int:
+    """Ids that the target of a pair can say, padding included."""
+    return pair.target.get_output_embeddings().weight.shape[0]
 
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,8 @@ WHOLE_NUMBERS = {
     "decoding.max_new_tokens": 1,
 }  # and the least of each
 OR_NULL = {"data.limit": 1, "vocab.size": 1, "threads": 1}
+# To sample at: logits that are divided by less can overflow, and give no distribution.
+LOWEST_TEMPERATURE = 1e-6
 WORDS = {
     "protocol": ("paired", "spec_bench"),
     "pair.dtype": ("float32", "bfloat16", "float16"),
@@ -61,8 +63,13 @@ def check_values(cfg: DictConfig) -> None:
         if type(value) is not int or value < low:
             raise UserError(f"{key} must be a whole number of at least {low}, not {value!r}")
     temperature = cfg.decoding.temperature
-    if type(temperature) not in (int, float) or not 0 <= temperature < float("inf"):
-        raise UserError(f"decoding.temperature must be a number of at least 0, not {temperature!r}")
+    fits = type(temperature) in (int, float) and (
+        temperature == 0 or LOWEST_TEMPERATURE <= temperature < float("inf")
+    )
+    if not fits:
+        raise UserError(
+            f"decoding.temperature must be 0 (greedy) or a number of at least {LOWEST_TEMPERATURE}, not {temperature!r}"
+        )
     if type(cfg.generate) is not bool:
         raise UserError(f"generate must be true or false, not {cfg.generate!r}")
     for key, known in (WORDS | WORDS_OR_NULL).items():

@@ -292,7 +292,7 @@ class Brancher:
             place = growth.counts.unsqueeze(1) + torch.arange(v, device=self.device)
             # What lies behind the longest draft is of no use.
             uniforms = self._uniforms[place.clamp(max=self._width - 1)].flatten()
-        rows, _ = self._decoding.select(logits.flatten(0, 1), uniforms=uniforms)
+        rows, _ = self.head.draw(logits.flatten(0, 1), self._decoding, uniforms=uniforms)
         rows = rows.view(m, v)
         return rows, self.head.ids(rows)
 

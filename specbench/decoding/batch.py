@@ -16,7 +16,7 @@ from specbench.decoding.acceptance import accept_rows
 from specbench.decoding.draft import Draft, Drafter
 from specbench.decoding.engine import CACHE_STEP, check_fits, that_count
 from specbench.decoding.rows import Ragged, span
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import Decoding, all_drawn
 from specbench.decoding.target import Target
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.errors import UserError, at_least
@@ -162,7 +162,8 @@ class BatchEngine:
 
         What rows have in common is shared: a row's seconds are its prefill and, of every round, one part in as many as
         rows ran; so the seconds of all rows add up to the time of the call, but for some bookkeeping in between. Raises
-        UserError if the context cannot hold a request, or when their temperatures differ.
+        UserError if the context cannot hold a request, when their temperatures differ, or when a token cannot be drawn
+        because logits are not finite.
         """
         if not requests:
             return []
@@ -255,7 +256,7 @@ class BatchEngine:
         facts = torch.cat([kept, counts.unsqueeze(1), new], dim=1).tolist()
         self._layout.settle(verdict.count, [count for count, *_ in facts])
         for slot, (row, (count, drafted, *tokens)) in enumerate(zip(running, facts)):
-            emitted = that_count(tokens[: count + 1], row.stop_ids)
+            emitted = that_count(all_drawn(tokens[: count + 1]), row.stop_ids)
             row.out += tokens[:emitted]
             row.length += count + 1
             row.rounds.append((number, slot, drafted, min(count, emitted), emitted))
@@ -307,7 +308,7 @@ class BatchEngine:
         self._tokens[slot, n : n + 1] = first
         row.length = n + 1
         self.drafter.begin_row(slot, prompt, prefill, self.target)
-        row.out += first.tolist()
+        row.out += all_drawn(first.tolist())
         row.prefill = (begun, self.clock.mark())
 
     def _open(self, requests: list[Request]) -> None:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from specbench.errors import UserError
+
+NOT_DRAWN = -1  # in place of a token, where there was no distribution to draw it from
+
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
@@ -31,7 +35,8 @@ class Decoding:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [n, vocab] -> tokens [n] and, when sampling, the distribution [n, vocab] they were drawn from.
 
-        uniforms: [n] numbers in [0, 1) to draw with, in place of a generator.
+        uniforms: [n] numbers in [0, 1) to draw with, in place of a generator; then a token is `NOT_DRAWN` where its
+        logits are NaN or infinite, and the caller asks `all_drawn`.
         """
         if self.greedy:
             return likeliest(logits), None
@@ -51,7 +56,22 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Draws by the inverse of the distribution function: weights [n, vocab], not normalised, and uniforms [n] in [0, 1)
-    -> tokens [n]. In float64, so that no token of weight zero is ever reached."""
+    -> tokens [n], `NOT_DRAWN` where weights are NaN or infinite. In float64, so that no token of weight zero is ever
+    reached."""
     sums = weights.double().cumsum(-1)
-    aim = uniforms.double().unsqueeze(-1) * sums[:, -1:]
-    return torch.searchsorted(sums, aim, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
+    total = sums[:, -1:]
+    drawn = torch.searchsorted(sums, uniforms.double().unsqueeze(-1) * total, right=True)
+    return drawn.clamp(max=weights.shape[-1] - 1).where(total.isfinite(), NOT_DRAWN).squeeze(-1)
+
+
+def all_drawn(tokens: list[int]) -> list[int]:
+    """The tokens, as the host has read them. Raises UserError if `invert` could not draw one of them.
+
+    The host asks when it reads the tokens anyway, so that the device is not waited for once more.
+    """
+    if NOT_DRAWN in tokens:
+        raise UserError(
+            "a token cannot be drawn: the logits of the target or of the draft model are NaN or infinite; "
+            "set pair.dtype to bfloat16 or float32 where it is float16"
+        )
+    return tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from functools import cache
@@ -240,6 +241,39 @@ def test_the_seconds_of_all_rows_are_the_time_of_the_call():
             s.draft_seconds + s.verify_seconds + s.other_seconds + s.align_seconds for s in answer.steps
         )
         assert answer.seconds == pytest.approx(answer.prefill_seconds + parts)
+
+
+@pytest.mark.parametrize("where", ["prefill", "round"])
+def test_logits_that_are_nan_end_a_sampled_batch(where, monkeypatch):
+    """As with one sequence; no token is made up. The engine is as good as new for the next requests."""
+    pair, (requests, _) = random_pair("llama"), cases("llama")
+    requests = [Request(r.prompt, Decoding(6, 1.0), r.seed) for r in requests[:4]]
+    engine = BatchEngine(Target(pair.target), SpeculativeSampling(pair, 3), RaggedBatch(3), frozenset())
+    expected = [answer.tokens for answer in engine.generate(requests)]
+    head, calls = engine.target.head, 0
+
+    def overflowing(hidden):
+        nonlocal calls
+        logits, calls = head(hidden), calls + 1
+        if (hidden.dim() == 3) == (where == "round") and calls > 1:
+            logits[-1] = float("nan")  # of one sequence
+        return logits
+
+    monkeypatch.setattr(engine.target, "head", overflowing)
+    with pytest.raises(UserError, match="a token cannot be drawn: .* are NaN or infinite"):
+        engine.generate(requests)
+    monkeypatch.undo()
+    assert [answer.tokens for answer in engine.generate(requests)] == expected
+
+
+def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_batch():
+    pair = random_pair("llama")
+    spoiled = copy.deepcopy(pair.draft)
+    spoiled.lm_head.weight.data[7] = float("nan")
+    drafter = SpeculativeSampling(type(pair)(**(vars(pair) | {"draft": spoiled})), 3)
+    engine = BatchEngine(Target(pair.target), drafter, RaggedBatch(2), frozenset())
+    with pytest.raises(UserError, match="of the target or of the draft model are NaN"):
+        engine.generate([Request([3, 9, 27], Decoding(6, 1.0), seed) for seed in range(3)])
 
 
 def test_what_cannot_be_decoded_is_refused_before_anything_runs():

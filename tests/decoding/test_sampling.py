@@ -18,8 +18,9 @@ from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import NOT_DRAWN, Decoding, all_drawn, invert
 from specbench.decoding.target import Target
+from specbench.errors import UserError
 from tests.decoding.helpers import near_identity_adapter, random_pair, sorted_pair, trimmed
 
 VOCAB, ANSWERS, LENGTH = 5, 500, 4
@@ -137,6 +138,18 @@ def test_wrong_rules_for_a_trimmed_head_are_found(pair, tmp_path, monkeypatch, w
     """The mistakes that the research sheet has found in circulation."""
     monkeypatch.setattr(acceptance, "sampled_chain", partial(wrong, acceptance.sampled_chain))
     assert p_value(observed_counts(pair, "sps, trimmed", str(tmp_path)), expected_counts(pair.target)) < 1e-6
+
+
+def test_weights_that_are_no_distribution_give_no_token():
+    weights = torch.tensor(
+        [[1.0, 2.0, 1.0], [1.0, float("nan"), 1.0], [float("inf"), 1.0, 1.0], [0.0, 0.0, 2.0]]
+    )
+    assert invert(weights, torch.tensor([0.5, 0.5, 0.5, 0.0])).tolist() == [1, NOT_DRAWN, NOT_DRAWN, 2]
+    overflown = Decoding(1, 1e-38).select(torch.tensor([[1.0, 9.0, 3.0]]), uniforms=torch.tensor([0.5]))
+    assert overflown[0].tolist() == [NOT_DRAWN]
+    with pytest.raises(UserError, match="a token cannot be drawn"):
+        all_drawn([4, NOT_DRAWN])
+    assert all_drawn([4, 0]) == [4, 0]
 
 
 def test_a_seed_fixes_the_answer(pair):

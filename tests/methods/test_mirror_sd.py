@@ -198,6 +198,17 @@ def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_
     assert checked > 3
 
 
+def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_answer():
+    """Its own draws look up rows of a distribution that does not exist; the first acceptance says so."""
+    pair = random_pair("llama")
+    spoiled = copy.deepcopy(pair.draft)
+    spoiled.lm_head.weight.data[7] = float("nan")
+    pair = type(pair)(**(vars(pair) | {"draft": spoiled}))
+    drafter = MirrorSD(pair, 3, kappa=2, acceptance="ratio", candidates="none", placement="inline")
+    with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan`"):
+        Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(12, 1.0), seed=3)
+
+
 def test_misses():
     """None when everything is guessed, none when the guess is the decision itself; fewer with more guesses, with less
     likely ones, and with a later exit."""
