@@ -289,9 +289,12 @@ class _Source:
 def cut(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     """A model of its own, in float32, of some of a model's layers, its embeddings, final norm and head."""
     config = copy.deepcopy(model.config)
-    config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in layers]
+    depth, config.num_hidden_layers = config.num_hidden_layers, len(layers)
+    # Families say in lists of their own what each layer is like: layer_types, no_rope_layers, mlp_layer_types.
+    for name, value in list(vars(config).items()):
+        per_layer = isinstance(value, list | tuple) and len(value) == depth
+        if per_layer and not name.endswith("_token_id"):  # a model can have as many stop tokens as layers
+            setattr(config, name, type(value)(value[i] for i in layers))
     shorter, kept = type(model)(config).float(), {}
     for name, weight in model.state_dict().items():
         prefix, _, rest = name.partition("layers.")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from specbench.decoding.target import Target
 from specbench.errors import UserError
-from specbench.pairs import choose_device, load_pair
+from specbench.pairs import choose_device, cut, load_pair
 from tests.models import TEMPLATE, byte_tokenizer, save_pair
 
 CHAT = [
@@ -79,6 +80,22 @@ def test_a_draft_model_of_fewer_layers(cfg, init):
     cfg.draft_layers = depth + 1
     with pytest.raises(UserError, match=f"pair.draft_layers is {depth + 1}, and '.*' has {depth} layers"):
         load_pair(cfg, seed=0, with_draft=True)
+
+
+def test_a_cut_model_keeps_what_its_own_layers_are_like():
+    """SmolLM3 says in a list of its own which layers have rotary positions."""
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 40}
+    size |= {"num_key_value_heads": 1, "pad_token_id": 0, "tie_word_embeddings": False}
+    uses_rope, stops = [1, 1, 1, 0, 1, 1], [2, 9, 11, 17, 21, 30]
+    layers = {"num_hidden_layers": 6, "no_rope_layers": uses_rope, "eos_token_id": stops}
+    torch.manual_seed(0)
+    whole = SmolLM3ForCausalLM(SmolLM3Config(**size, **layers)).eval()
+    short = cut(whole, [0, 3, 5])
+    assert short.config.no_rope_layers == [1, 0, 1]
+    assert [layer.self_attn.use_rope for layer in short.model.layers] == [1, 0, 1]
+    assert len(short.config.layer_types) == 3
+    assert short.config.eos_token_id == stops, "as many stop tokens as layers"
+    assert whole.config.no_rope_layers == uses_rope
 
 
 def test_prompt_has_one_bos_and_survives_the_way_back(cfg):
