@@ -17,6 +17,10 @@ class ExSpec(Scheduler):
     younger ones for `patience` rounds. Otherwise the oldest rows run. Where they end in different columns holes remain;
     up to `slack` of them are tolerated before rows are realigned (see `Aligned`), as with right positions they cost
     attention to some empty columns and no copy.
+
+    Not as in the paper: its authors take the first group that reaches the batch size, in the order of the window,
+    wherever its rows are, and a row can be passed over without end. Here it is the group of which most rows ran in the
+    last round, only if that is at least half of them, and `patience` bounds the wait.
     """
 
     def __init__(

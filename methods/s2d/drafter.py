@@ -25,6 +25,11 @@ class SortedDraft(SpeculativeSampling):
     exits: those to use, None for all. only: the fixed-exit draft that the paper compares with, the first, second or
     further of these exits alone. thresholds: for each exit but the last, the top-1 probability (temperature 1) above
     which a token leaves there; the last takes whatever comes. Others: as in `SpeculativeSampling`.
+
+    Not as in the paper, whose code follows the heuristic schedule of transformers' assisted generation: drafts of 5
+    tokens, 2 more after one that was accepted whole and else 1 less. Here the draft length is constant. At temperature
+    > 0 the authors draft the likeliest token and verify it as if it were drawn from the exit's distribution, which does
+    not keep the target's; here tokens are drawn from the distribution that they are verified with.
     """
 
     needs = Needs(draft_model=True, part="s2d", batching=True)
