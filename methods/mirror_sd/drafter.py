@@ -98,7 +98,7 @@ class MirrorSD(Drafter):
         plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates, floor)
 
         draft = pair.draft if draft_device is None else copy.deepcopy(pair.draft).to(draft_device)
-        self.model = Target(draft, vocab_size=pair.vocab_size)
+        self.model = Target(draft, pair.vocab_size)
         self.head = draft_head(pair, self.model, vocab_map, vocab_size)
         self.device = target.device
         exit_parts = _exit_parts(target, self.model) if candidates in ("exit", "both") else None
@@ -196,7 +196,7 @@ def make_brancher(
 ) -> Brancher:
     """The draft's side, made where it works: a head over the rows `kept`, for a target of `width` ids; exit_parts: as
     `_exit_parts` gives them."""
-    model = Target(draft, vocab_size=vocab_size)
+    model = Target(draft, vocab_size, width)
     exit_head = None
     if exit_parts is not None:
         norm, *weights = exit_parts

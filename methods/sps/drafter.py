@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from methods.heads import Going, draft_head, unsure
+from methods.heads import Going, draft_head, target_ids, unsure
 from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.rows import Ragged
@@ -31,7 +31,8 @@ class SpeculativeSampling(Drafter):
         vocab_size: int | None = None,
     ):
         at_least(1, max_draft_tokens=max_draft_tokens)
-        self.model = Target(pair.draft, vocab_size=pair.vocab_size)  # rows beyond it only pad the head
+        # Rows of its head beyond the tokenizer's ids are padding; ids that only the target has are fed to it, too.
+        self.model = Target(pair.draft, pair.vocab_size, target_ids(pair))
         self.head = draft_head(pair, self.model, vocab_map, vocab_size)
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold

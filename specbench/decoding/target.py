@@ -8,6 +8,8 @@ wrongly. Draft models are driven by this same class.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from torch.nn.functional import linear
 
 from specbench.decoding.kv_cache import KVCache, Places, RowCache
 from specbench.decoding.layers import head_weight, lay_out, quick, weight_bytes
-from specbench.errors import UserError
+from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
     from transformers import PreTrainedModel
@@ -71,39 +73,47 @@ class Target:
     """Stages of a model: `embed`, `run_layers`, `head`, and `prefill` and `verify` built from them.
 
     vocab_size: logits are cut to this many ids (a draft model's head may be padded further than the target's).
+    embedded_ids: of a draft model, how many ids its target has, which may be more than it has embeddings for: Qwen2.5's
+    large models pad to 152064 ids, the small ones to 151936. An id beyond is embedded as the last one that there is.
+
+    Raises UserError for a model that cannot be driven layer by layer.
     """
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None):
-        base = getattr(model, "model", None)
-        base = getattr(base, "decoder", base)
-        norm = next((getattr(base, name) for name in NORMS if hasattr(base, name)), None)
-        positions = [getattr(base, name, None) for name in ("rotary_emb", "embed_positions")]
-        if not (hasattr(base, "embed_tokens") and hasattr(base, "layers") and norm and any(positions)):
-            raise UserError(
-                f"model type '{model.config.model_type}' cannot be driven layer by layer: it lacks token embeddings, "
-                "layers, a final norm, or positions that are rotary or learned"
-            )
+    def __init__(
+        self, model: PreTrainedModel, vocab_size: int | None = None, embedded_ids: int | None = None
+    ):
         self.model = model
         self.config = model.config
-        self.embed_tokens = base.embed_tokens
-        self.layers = [quick(layer) for layer in base.layers]
-        self.norm = norm
-        self.lm_head = model.get_output_embeddings()
-        self.rotary, self.learned_positions = positions
-        self.device = model.device
-        self.dtype = model.dtype
-        self.hidden_size = self.config.hidden_size
-        self.vocab_size = vocab_size or self.lm_head.weight.shape[0]
-        self._devices = [device_of(layer) for layer in self.layers]
-        self._cut_head = self.vocab_size < self.lm_head.weight.shape[0]
-        self._windows = [_window(self.config, i) for i in range(len(self.layers))]
-        self._window_kinds = frozenset(self._windows)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        self._static_rope = rope.get("rope_type", "default") in STATIC_ROPE
-        self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._layer_bytes = [weight_bytes(layer) for layer in self.layers]
-        self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
-        tied = self.lm_head.weight is self.embed_tokens.weight
+        with drivable(model):
+            base = getattr(model, "model", None)
+            base = getattr(base, "decoder", base)
+            norm = next((getattr(base, name) for name in NORMS if hasattr(base, name)), None)
+            positions = [getattr(base, name, None) for name in ("rotary_emb", "embed_positions")]
+            if not (hasattr(base, "embed_tokens") and hasattr(base, "layers") and norm and any(positions)):
+                raise UserError(
+                    f"model type '{model.config.model_type}' cannot be driven layer by layer: it lacks token "
+                    "embeddings, layers, a final norm, or positions that are rotary or learned"
+                )
+            check_rope(self.config)
+            self.embed_tokens = base.embed_tokens
+            self.layers = [quick(layer) for layer in base.layers]
+            self.norm = norm
+            self.lm_head = model.get_output_embeddings()
+            self.rotary, self.learned_positions = positions
+            self.device = model.device
+            self.dtype = model.dtype
+            self.hidden_size = self.config.hidden_size
+            self.vocab_size = vocab_size or self.lm_head.weight.shape[0]
+            self._devices = [device_of(layer) for layer in self.layers]
+            self._cut_head = self.vocab_size < self.lm_head.weight.shape[0]
+            embeddings = self.embed_tokens.weight.shape[0]
+            self._last_id = embeddings - 1 if (embedded_ids or 0) > embeddings else None
+            self._windows = [_window(self.config, i) for i in range(len(self.layers))]
+            self._window_kinds = frozenset(self._windows)
+            self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
+            self._layer_bytes = [weight_bytes(layer) for layer in self.layers]
+            self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
+            tied = self.lm_head.weight is self.embed_tokens.weight
         for module in [*base.layers] if tied else [*base.layers, self.lm_head]:
             lay_out(module)
 
@@ -134,7 +144,7 @@ class Target:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [1, n] -> hidden states [1, n, d]."""
-        return self.embed_tokens(ids)
+        return self.embed_tokens(ids if self._last_id is None else ids.clamp(max=self._last_id))
 
     def run_layers(
         self,
@@ -240,13 +250,14 @@ class Target:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Raises UserError unless the staged forward gives the model's own logits."""
+        """Raises UserError unless there is a staged forward and it gives the model's own logits."""
         ids = torch.arange(24, device=self.device).remainder(self.vocab_size).unsqueeze(0)
         own = self.model(ids, use_cache=False).logits[0, :, : self.vocab_size].float()
-        cache = self.new_cache(ids.shape[1])
         half = ids.shape[1] // 2  # two parts, to check positions and masks behind a filled cache too
-        parts = (self.run_layers(self.embed(part), cache) for part in (ids[:, :half], ids[:, half:]))
-        staged = torch.cat([self.head(part)[0] for part in parts]).float()
+        with drivable(self.model):
+            cache = self.new_cache(ids.shape[1])
+            parts = (self.run_layers(self.embed(part), cache) for part in (ids[:, :half], ids[:, half:]))
+            staged = torch.cat([self.head(part)[0] for part in parts]).float()
         scale = own.abs().max().clamp(min=1.0)
         error = ((own - staged).abs().max() / scale).item()
         if not error <= (1e-4 if self.dtype == torch.float32 else 0.1):
@@ -259,8 +270,6 @@ class Target:
 
     def _rope(self, start: int, n: int, nodes: Nodes | None, capacity: int):
         """cos and sin [1, n, rotary_dim] of the n positions from `start` on, or of nodes."""
-        if not self._static_rope:
-            return self.rotary(self._dummy(), self._positions(start, n, nodes).unsqueeze(0))
         cos, sin = self._angles(max(capacity, start + n))
         if nodes is None:
             return cos.narrow(1, start, n), sin.narrow(1, start, n)
@@ -276,8 +285,6 @@ class Target:
 
     def _rope_of(self, positions: torch.Tensor, capacity: int):
         """cos and sin [b, n, rotary_dim] of positions [b, n]."""
-        if not self._static_rope:
-            return self.rotary(self._dummy(), positions)
         cos, sin = self._angles(capacity)
         return cos[0][positions], sin[0][positions]
 
@@ -285,7 +292,9 @@ class Target:
         """cos and sin [1, at least capacity, rotary_dim] of all positions, computed once."""
         if self._rope_table is None or self._rope_table[0].shape[1] < capacity:
             positions = torch.arange(capacity, device=self.device).unsqueeze(0)
-            self._rope_table = self.rotary(self._dummy(), positions)
+            # Of the first argument only its dtype and device are read.
+            like = torch.empty(1, device=self.device, dtype=self.dtype)
+            self._rope_table = self.rotary(like, positions)
         return self._rope_table
 
     def _learned(self, start: int, n: int, nodes: Nodes | None) -> torch.Tensor:
@@ -294,8 +303,48 @@ class Target:
         positions = self._positions(start, n, nodes).clamp(max=self.config.max_position_embeddings - 1)
         return self.learned_positions(None, position_ids=positions.unsqueeze(0))
 
-    def _dummy(self) -> torch.Tensor:
-        return torch.empty(1, device=self.device, dtype=self.dtype)  # only its dtype and device are read
+
+@contextmanager
+def drivable(model: PreTrainedModel) -> Iterator[None]:
+    """Around what needs the anatomy that `Target` supports: the error that another anatomy ends it with becomes a
+    UserError that names the model type. A full memory stays what it is."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ValueError,
+        IndexError,
+        KeyError,
+        NotImplementedError,
+    ) as error:
+        raise UserError(
+            f"model type '{model.config.model_type}' cannot be driven layer by layer: {reason(error)}"
+        ) from error
+
+
+def check_rope(config) -> None:
+    """Raises UserError for rotary positions whose angles depend on more than the position.
+
+    With "longrope" and "dynamic" transformers chooses the angles of a whole pass by the largest position in it. A draft
+    that reaches over a threshold would turn the target's own tokens too, and the longest sequence of a batch those of
+    all others: no answer would be the one of plain decoding.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [
+        rope,
+        *(part for part in rope.values() if isinstance(part, dict)),
+    ]  # some keep one for each layer type
+    for kind in kinds:
+        if (name := kind.get("rope_type", "default")) not in STATIC_ROPE:
+            raise UserError(
+                f"model type '{config.model_type}' has rotary positions of type '{name}', whose angles may change with "
+                "the length of a pass, so that drafts would change the answer: use a checkpoint whose rope_type is one "
+                f"of {', '.join(sorted(STATIC_ROPE))}"
+            )
 
 
 def attention_mask(

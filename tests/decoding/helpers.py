@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import cache
 from types import SimpleNamespace
@@ -52,6 +53,15 @@ def sorted_pair(arch: str, seed: int = 0, **overrides):
     pair = random_pair(arch, seed, 4, **overrides)
     pair.draft.config.exits = [1, 2, pair.draft.config.num_hidden_layers]
     return pair
+
+
+def padded_pair():
+    """A pair whose target says ids that the draft model has no embeddings for: 64 against 56, of which the tokenizer
+    has 50."""
+    pair = sorted_pair("qwen2", seed=4, vocab_size=64)
+    narrow = copy.deepcopy(pair.draft)
+    narrow.resize_token_embeddings(56)
+    return SimpleNamespace(**(vars(pair) | {"draft": narrow, "vocab_size": 50}))
 
 
 def trimmed(drafter: Drafter, kept: list[int]) -> Drafter:

@@ -13,8 +13,10 @@ from methods.kangaroo import Kangaroo
 from methods.kangaroo.adapter import save_adapter
 from methods.mirror_sd import MirrorSD
 from methods.pld import PromptLookup
+from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
+from specbench.decoding.batch import BatchEngine, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
@@ -23,6 +25,7 @@ from tests.decoding.helpers import (
     Oracle,
     generate_with_transformers,
     near_identity_adapter,
+    padded_pair,
     random_pair,
     random_prompt,
     sorted_pair,
@@ -179,6 +182,34 @@ def test_trimmed_head(arch, method, adapters):
         steps += assert_lossless(arch, trimmed(drafter, kept), third=n)
     accepted = [s.accepted / s.drafted for s in steps if s.drafted]
     assert 0 in accepted and any(a > 0 for a in accepted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["sps", "s2d", "mirror", "ragged"])
+def test_a_target_padded_beyond_the_draft_models_embedding(method, temperature):
+    """Sampled, or with such weights, a target says padding ids; a draft model without them must go on drafting."""
+    pair, rng = padded_pair(), random.Random(5)
+    target, embeddings = Target(pair.target), pair.draft.get_input_embeddings().weight.shape[0]
+    prompts = [random_prompt(rng, pair.vocab_size) for _ in range(6)]
+    requests = [Request(prompt, Decoding(24, temperature), seed) for seed, prompt in enumerate(prompts)]
+    if method == "ragged":
+        answers = BatchEngine(target, SpeculativeSampling(pair, 3), RaggedBatch(4), frozenset()).generate(
+            requests
+        )
+    else:
+        drafter = {
+            "sps": lambda: SpeculativeSampling(pair, 3),
+            "s2d": lambda: SortedDraft(pair, thresholds=[0.2, 0.2], max_draft_tokens=3),
+            "mirror": lambda: MirrorSD(pair, 3, kappa=2, acceptance="ratio", placement="inline"),
+        }[method]()
+        engine = Engine(target, drafter, frozenset())
+        answers = [engine.generate(r.prompt, r.decoding, r.seed) for r in requests]
+    said = {token for answer in answers for token in answer.tokens[:-1]}
+    assert max(said) >= embeddings, "only an id that the draft model lacks proves anything"
+    assert any(s.accepted for a in answers for s in a.steps)
+    if temperature == 0:
+        expected = [generate_with_transformers(pair.target, prompt, 24, stop_ids=()) for prompt in prompts]
+        assert [answer.tokens for answer in answers] == expected
 
 
 @pytest.mark.parametrize("tree", [False, True])
