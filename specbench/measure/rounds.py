@@ -50,11 +50,12 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
     """What drafting beside the target gains; None for a method that does not. Seconds are means per round.
 
     fall_back_rate: of the decisions that were looked up, the share for which nothing had been drafted; by_accepted: the
-    same by how many draft tokens had been accepted. hidden_share: of the time that the draft's side worked, the part in
-    which the target did not wait for it. model_seconds: the latency model of Mirror-SD (Bhendawade et al. 2025, eq. 10)
-    with the terms that it lacks, max(exit, draft before it) + max(rest of the pass, draft beside it) + handover + draft
-    behind the decision (the whole of it after a miss, what was lacking after a hit) + the rest of the round;
-    round_seconds: as measured.
+    same by how many draft tokens had been accepted. hidden_share: 1 - what the target waited for a draft / what a draft
+    takes that is begun behind the decision (after a miss), as a serial method begins all of them; work on branches that
+    nobody took does not count. None without a miss. model_seconds: the latency model of Mirror-SD (Bhendawade et al.
+    2025, eq. 10) with the terms that it lacks, max(exit, draft before it) + max(rest of the pass, draft beside it) +
+    handover + draft behind the decision (the whole of it after a miss, what was lacking after a hit) + the rest of the
+    round; round_seconds: as measured.
     """
     launched = rounds[rounds["exit_seconds"].notna()]
     if launched.empty:
@@ -64,30 +65,29 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
     missed = rounds.loc[looked, "hit"].eq(False)
     by_accepted = missed.groupby(before[looked].astype(int)).mean()
     kinds = rounds[looked]
-    after = [mean(kinds.loc[missed == kind, "after_seconds"]) or 0.0 for kind in (False, True)]
+    after_hit, after_miss = (mean(kinds.loc[missed == kind, "after_seconds"]) for kind in (False, True))
+    waited = mean(kinds["draft_seconds"])
     fall_back = mean(missed.astype(float))
     exit_seconds = mean(launched["exit_seconds"])
     early, beside = mean(kinds["early_seconds"]), mean(kinds["beside_seconds"])
     rest = mean(launched["verify_seconds"] - launched["exit_seconds"])
     handover, other = mean(kinds["handover_seconds"]), mean(kinds["other_seconds"])
-    drafted = rounds[rounds["beside_seconds"].notna()]
-    worked = drafted[["early_seconds", "beside_seconds", "after_seconds"]].sum().sum()
     parts = (exit_seconds, early, beside, rest, handover, other, fall_back)
     model = None
     if None not in parts:
-        waiting = (1 - fall_back) * after[0] + fall_back * after[1]
+        waiting = (1 - fall_back) * (after_hit or 0.0) + fall_back * (after_miss or 0.0)
         model = max(exit_seconds, early) + max(rest, beside) + handover + waiting + other
     return {
         "fall_back_rate": fall_back,
         "fall_back_rate_by_accepted": {str(n): float(share) for n, share in by_accepted.items()},
-        "hidden_share": None if worked <= 0 else max(0.0, 1 - float(drafted["draft_seconds"].sum() / worked)),
+        "hidden_share": max(0.0, 1 - waited / after_miss) if after_miss else None,
         "exit_seconds": exit_seconds,
         "rest_seconds": rest,
         "early_seconds": early,
         "beside_seconds": beside,
-        "after_hit_seconds": after[0],
-        "after_miss_seconds": after[1],
-        "waited_seconds": mean(kinds["draft_seconds"]),
+        "after_hit_seconds": after_hit,
+        "after_miss_seconds": after_miss,
+        "waited_seconds": waited,
         "idle_seconds": mean(kinds["idle_seconds"]),
         "handover_seconds": handover,
         "model_seconds": model,
