@@ -2,13 +2,14 @@
 have without a baseline are in `rounds.py`.
 
 Every function is pure. A number that could not be measured is None. Totals (tokens, seconds) are over all
-repeats; comparisons take the mean of a question's repeats first, so that the question is what is resampled.
+repeats; comparisons take the mean of a question's repeats first, so that the question is what an interval drops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import median
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -26,7 +27,7 @@ from specbench.measure.rounds import (
     ratio,
     total,
 )
-from specbench.measure.statistics import Speedup, pooled_speedup, ratio_of_means, speedup
+from specbench.measure.statistics import Speedup, ratio_of_means, speedup
 
 SCHEMA = 4
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
@@ -109,11 +110,12 @@ def numbers(
         faster = speedup(whole["reference"], whole["method"])
     elif whole_run:
         runs = pool_seconds(generations, reference)
-        faster = pooled_speedup(runs["reference"], runs["method"])
+        faster = speedup(runs["reference"], runs["method"], runs.index.get_level_values("pool"))
     else:  # a round belongs to all its rows: a task has no time of its own
         faster, rate, decoding = Speedup(None, None, None), None, decoding.iloc[:0]
     return {
         "questions": method["question_id"].nunique(),
+        "pools": method["pool"].nunique() if batch_size else None,
         "tokens": total(method["tokens"]),
         "seconds": total(method["seconds"]),
         "tokens_per_second": rate,
@@ -238,34 +240,41 @@ def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = Tru
 
 
 def pool_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:
-    """As `paired_seconds`, but for each run of a pool: the questions that were decoded together, in one repeat."""
-    once = generations[generations["arm"] == "single"]  # timed once for all repeats of a pool
-    repeated = generations[generations["arm"] != "single"]
-    runs = {
-        (pool, repeat): paired_seconds(
-            turn_means(pd.concat([run, once[once["pool"] == pool]])), reference
-        ).sum()
-        for (pool, repeat), run in repeated.groupby(["pool", "repeat"])
-    }
-    columns = ["reference", "method"]
-    return (
-        pd.DataFrame.from_dict(runs, orient="index", columns=columns)
-        if runs
-        else pd.DataFrame(columns=columns)
-    )
+    """As `paired_seconds`, but for each run of a pool (pool, repeat): the questions that were decoded together.
+
+    A run in which one of the arms was not timed is left out: older folders hold one repeat only of plain decoding one
+    by one.
+    """
+    by = ["pool", "repeat"]
+    runs = {key: paired_seconds(turn_means(run), reference) for key, run in generations.groupby(by)}
+    if not runs:
+        empty = pd.MultiIndex.from_arrays([[], []], names=by)
+        return pd.DataFrame(columns=["reference", "method"], index=empty, dtype=float)
+    return pd.concat(runs, names=by).groupby(level=by).sum()
 
 
-def relative(
-    first: list[pd.DataFrame], second: list[pd.DataFrame], pools: bool = False
-) -> tuple[Speedup, int]:
-    """Mean of a number over the runs `second` / its mean over the runs `first`, and on how many questions.
+class Relative(NamedTuple):
+    """A ratio of two runs, and what it rests on: so many of a `unit` ("question", "pool", or "repeat" of one pool)."""
 
-    Each run as `parts` gives it; only the questions (pools: runs of pools) that are in all of them count.
+    ratio: Speedup
+    count: int
+    unit: str
+
+
+def relative(first: list[pd.DataFrame], second: list[pd.DataFrame], batched: bool = False) -> Relative:
+    """Mean of a number over the runs `second` / its mean over the runs `first`.
+
+    Each run as `parts` gives it; only the questions (batched: runs of pools) that are in all of them count.
     """
     shared = set.intersection(*(set(run.index) for run in (*first, *second)))
     kept = [[run.loc[run.index.isin(shared)].sort_index() for run in runs] for runs in (first, second)]
     columns = [[(run["above"].to_numpy(), run["below"].to_numpy()) for run in runs] for runs in kept]
-    return ratio_of_means(*columns, pools=pools), len(shared)
+    if not batched:
+        return Relative(ratio_of_means(*columns), len(shared), "question")
+    pools = [pool for pool, _ in sorted(shared)]
+    several = len(set(pools)) > 1
+    found = ratio_of_means(*columns, pools=pools)
+    return Relative(found, len(set(pools) if several else shared), "pool" if several else "repeat")
 
 
 def parts(records: list[dict], what: str, batched: bool) -> pd.DataFrame:

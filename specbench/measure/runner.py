@@ -126,13 +126,14 @@ class Bench:
         self, questions: list[Question], turn: int, requests: dict[str, list[Request]], place: int
     ) -> list[dict]:
         """One turn of every question through all arms: a record for each."""
-        repeated = [name for name in self.arms if name != SINGLE]
-        orders = list(permutations(repeated))
+        orders = list(permutations(name for name in self.arms if name != SINGLE))
         answers: dict[str, list[list[Generation]]] = {name: [] for name in self.arms}  # by arm, then repeat
         for repeat in range(self.repeats):
             seeds = [answer_seed(self.seed, q.question_id, turn, repeat) for q in questions]
-            order = orders[(place + turn + repeat) % len(orders)]
-            for name in [SINGLE, *order] if SINGLE in self.arms and repeat == 0 else order:
+            order = list(orders[(place + turn + repeat) % len(orders)])
+            if SINGLE in self.arms:  # as long as all others together: first and last in turns
+                order.insert(len(order) * (repeat % 2), SINGLE)
+            for name in order:
                 seeded = [replace(r, seed=seed) for r, seed in zip(requests[name], seeds)]
                 watched = name == METHOD and self.batch_size
                 if watched:
@@ -161,7 +162,7 @@ class Bench:
     def _certify(
         self, prompts: dict[str, list[int]], answers: dict[str, list[Generation]], arm: str
     ) -> Certificate:
-        """The worst certificate of an arm's repeats, and of the baseline's, against the reference's first answer."""
+        """The worst certificate of an arm's repeats, and of the reference's later ones, against its first answer."""
         if not self.decoding.greedy or prompts[arm] != prompts[self.reference]:
             return Certificate(None, None, None, None)
         prompt, reference = prompts[self.reference], answers[self.reference][0].tokens
@@ -169,7 +170,7 @@ class Bench:
         def margin_at(index: int, preferred: int, other: int) -> float:
             return margin(self.target, prompt, reference, index, preferred, other)
 
-        others = answers[arm] + (answers[BASELINE][1:] if self.reference == BASELINE else [])
+        others = answers[arm] + answers[self.reference][1:]
         if arm == HF and self.reference == SINGLE:
             others = others + answers[BASELINE]
         certificates = [

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.table import Table
-from rich.text import Text
 
 from specbench.questions import TASKS
 from specbench.report.published import NUMBERS, OVERALL, Published, beside
-from specbench.report.tables import SHORT, STYLE, UNKNOWN
+from specbench.report.tables import SHORT, UNKNOWN, PlainTable
 
 # What the figures of one row of a table have in common.
 ROW = ("method", "paper", "target", "draft", "hardware", "setting", "against", "hand")
@@ -28,9 +27,7 @@ def _by_task(rows: list[Published]) -> Table:
     found: dict[tuple, dict[str, Published]] = {}
     for row in rows:
         found.setdefault(tuple(getattr(row, key) for key in ROW), {})[row.task] = row
-    table = Table(
-        title=Text("published speedups on Spec-Bench (and acceptance lengths)", style="bold"), **STYLE
-    )
+    table = PlainTable("published speedups on Spec-Bench (and acceptance lengths)")
     table.add_column("method")
     for task in (*TASKS, OVERALL):
         table.add_column(SHORT.get(task, task), justify="right")
@@ -44,7 +41,7 @@ def _by_task(rows: list[Published]) -> Table:
 
 def _others(rows: list[Published]) -> Table:
     """A row per figure."""
-    table = Table(title=Text("other published figures", style="bold"), **STYLE)
+    table = PlainTable("other published figures")
     for name in ("method", "figures", "questions", "models", "measured on", "source"):
         table.add_column(name)
     for row in rows:

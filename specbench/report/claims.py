@@ -72,7 +72,7 @@ def verdict(found: Speedup, claim: Mapping, counted: bool = False) -> str:
 
 def claims_table(checked: list[Checked]) -> Table:
     """A row for each claim."""
-    table = Table(title=Text("the papers' claims, checked", style="bold"), **tables.STYLE)
+    table = tables.PlainTable("the papers' claims, checked")
     for name in ("claim", "paper", "here", "verdict", "on"):
         table.add_column(name, overflow="fold")
     for one in checked:
@@ -98,15 +98,6 @@ def speedup(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     """Overall speedup of a run."""
     run = _last(claim["of"], runs)
     return run and (_speedup(run.summary["overall"]), _asked(run))
-
-
-def best_task(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """The highest speedup on a task."""
-    run = _last(claim["of"], runs)
-    if run is None or not run.summary["tasks"]:
-        return None
-    task, numbers = max(run.summary["tasks"].items(), key=lambda item: item[1]["speedup"] or 0)
-    return _speedup(numbers), f"{task}, {numbers['speedup_questions']} questions"
 
 
 def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -135,28 +126,39 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     ]
     if any(None in other for other in others):
         return None
-    pools = bool(ours[0].summary["drafter"])
-    frames = [metrics.parts(run.records, what, pools) for run in ours]
+    batched = bool(ours[0].summary["drafter"])
+    frames = [metrics.parts(run.records, what, batched) for run in ours]
     found = []
     for other in others:
-        theirs = [metrics.parts(run.records, what, pools) for run in other]
-        found.append((*metrics.relative(theirs, frames, pools), other[0]))
+        theirs = [metrics.parts(run.records, what, batched) for run in other]
+        found.append((*metrics.relative(theirs, frames, batched), other[0]))
     weakest = min(found, key=lambda item: item[0].value or 0)
-    ratio, count, against = weakest
-    batch = f", batch {against.summary['batch_size']}" if pools else ""
+    ratio, count, unit, against = weakest
+    batch = f", batch {against.summary['batch_size']}" if batched else ""
     means = f", means over {len(values)} values of {key}" if key else ""
-    return ratio, f"against {method_label(against.summary)}{batch}; {tables.paired_over(count, pools)}{means}"
+    return ratio, f"against {method_label(against.summary)}{batch}; {tables.paired_over(count, unit)}{means}"
+
+
+def exact(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+    """Share of the answers that equal the reference's, token for token, over all runs that match."""
+    return _share_of_answers(claim, runs, ("exact",))
 
 
 def certified(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     """Share of the answers that are exact or a rounding tie, over all runs that match."""
+    return _share_of_answers(claim, runs, ("exact", "tie"))
+
+
+def _share_of_answers(
+    claim: Mapping, runs: list[Run], verdicts: tuple[str, ...]
+) -> tuple[Speedup, str] | None:
     counts = [run.summary["equivalence"] for run in runs if _matches(claim["of"], run)]
     answers = sum(count["answers"] for count in counts)
     if not answers:
         return None
-    exact, tie, wrong = (sum(c[name] or 0 for c in counts) for name in ("exact", "tie", "violation"))
-    remark = f"{len(counts)} runs: {exact} exact, {tie} ties, {wrong} violations"
-    return Speedup((exact + tie) / answers, None, None), remark
+    total = {name: sum(count[name] or 0 for count in counts) for name in ("exact", "tie", "violation")}
+    remark = "{} runs: {exact} exact, {tie} ties, {violation} violations".format(len(counts), **total)
+    return Speedup(sum(total[name] for name in verdicts) / answers, None, None), remark
 
 
 def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -178,9 +180,9 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     return Speedup(count / heads, None, None), f"{count:,} against {heads:,}"
 
 
-COUNTED = ("certified", "parameters")  # measures that have no interval because they need none
+COUNTED = ("exact", "certified", "parameters")  # measures that have no interval because they need none
 MEASURES: dict[str, Callable] = {
-    measure.__name__: measure for measure in (speedup, best_task, number, relative, certified, parameters)
+    measure.__name__: measure for measure in (speedup, number, relative, exact, certified, parameters)
 }
 
 
@@ -188,7 +190,8 @@ MEASURES: dict[str, Callable] = {
 
 
 def _matches(choice: Mapping, run: Run) -> bool:
-    return all(run.summary.get(key) == value for key, value in choice.items())
+    """Whether a run has each key's value, or one of several."""
+    return all(run.summary.get(k) in (v if isinstance(v, list) else [v]) for k, v in choice.items())
 
 
 def _last(choice: Mapping, runs: list[Run]) -> Run | None:

@@ -8,7 +8,6 @@ from rich.text import Text
 
 from specbench.errors import UserError
 from specbench.measure import metrics
-from specbench.measure.statistics import Speedup
 from specbench.questions import TASKS
 from specbench.report import tables
 from specbench.report.runs import Run, labels, not_comparable
@@ -67,29 +66,28 @@ def difference_table(runs: list[Run]) -> Table:
     """
     first, *others = runs
     names = _names(runs)
-    table = Table(title=Text(f"times as fast as {names[0]}", style="bold"), **tables.STYLE)
+    table = tables.PlainTable(f"times as fast as {names[0]}")
     table.add_column("task", no_wrap=True)
     found = []
     for name, run in zip(names[1:], others):
         table.add_column(name, justify="right", overflow="fold")
         found.append(relative(first, run))
-    batched = bool(first.summary["drafter"])
     asked = [task for task in (*TASKS, "overall") if any(task in of_run for of_run in found)]
     for task in asked:
-        table.add_row(task, *(_difference(of_run.get(task), batched) for of_run in found))
+        table.add_row(task, *(_difference(of_run.get(task)) for of_run in found))
     return table
 
 
-def relative(first: Run, second: Run) -> dict[str, tuple[Speedup, int]]:
-    """How much faster the second run is than the first, by task and "overall", and on how many questions (batches: runs
-    of pools). Batches have no times by task; {} where only one decodes batches, or their pools differ."""
+def relative(first: Run, second: Run) -> dict[str, metrics.Relative]:
+    """How much faster the second run is than the first, by task and "overall". Batches have no times by task; {} where
+    only one decodes batches, or their pools differ."""
     batched = [bool(run.summary["drafter"]) for run in (first, second)]
     if batched[0] != batched[1] or (batched[0] and _pools(first) != _pools(second)):
         return {}
     what = "throughput" if batched[0] else "speedup"
     one, other = (metrics.parts(run.records, what, batched[0]) for run in (first, second))
     if batched[0]:
-        return {"overall": metrics.relative([one], [other], pools=True)}
+        return {"overall": metrics.relative([one], [other], batched=True)}
     tasks: dict[str, list[int]] = {}
     for record in first.records:
         tasks.setdefault(record["task"], []).append(record["question_id"])
@@ -115,10 +113,10 @@ def _prompts(run: Run) -> dict[tuple[int, int], str]:
     }
 
 
-def _difference(found: tuple[Speedup, int] | None, batched: bool) -> Text:
-    if found is None or found[0].value is None:
+def _difference(found: metrics.Relative | None) -> Text:
+    if found is None or found.ratio.value is None:
         return Text(tables.UNKNOWN)
-    ratio, count = found
+    ratio, count, unit = found
     return tables.ratio_text(ratio.value, ratio.low, ratio.high).append(
-        f", {tables.paired_over(count, batched)}"
+        f", {tables.paired_over(count, unit)}"
     )

@@ -28,6 +28,32 @@ SHORT = {  # column heads
 }
 RANDOM = "random weights: times and sizes are real, acceptance is not"
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
+ONE_POOL = "interval over repeats of one pool: timing noise only"
+
+
+class PlainTable(Table):
+    """A table whose strings are shown as they are: rich alone takes square brackets in a label or path for markup."""
+
+    def __init__(self, title: str | Text, caption: str | Text = "", **options):
+        title = Text(title, style="bold") if isinstance(title, str) else title
+        super().__init__(
+            title=title,
+            caption=Text(caption) if isinstance(caption, str) else caption,
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            title_justify="left",
+            title_style="",
+            caption_justify="left",
+            caption_style="",
+            **options,
+        )
+
+    def add_column(self, header: str, **options) -> None:
+        super().add_column(Text(header), **options)
+
+    def add_row(self, *cells: str | Text, **options) -> None:
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def run_table(summary: dict) -> Table:
@@ -41,7 +67,7 @@ def run_table(summary: dict) -> Table:
         caption.append(f"\n{batch_line(summary)}")
     if summary["overall"]["overlap"]:
         caption.append(f"\n{overlap_line(summary['overall']['overlap'])}")
-    table = Table(title=_title(summary), caption=caption, **STYLE)
+    table = PlainTable(_title(summary), caption)
     _add_columns(table, "task")
     tasks = sorted(summary["tasks"].items(), key=lambda item: not item[1]["equivalence"]["violation"])
     for name, numbers in tasks:
@@ -59,7 +85,7 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     if not summaries:
         return None
     title = "speedups by task, in Spec-Bench's form; its def.: overall as Spec-Bench itself defines it"
-    table = Table(title=Text(title, style="bold"), padding=0, **STYLE)
+    table = PlainTable(title, padding=0)
     table.add_column("run", overflow="fold", min_width=12)
     for task in TASKS:
         table.add_column(SHORT.get(task, task), justify="right", no_wrap=True)
@@ -84,7 +110,7 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
 def overview_table(summaries: Iterable[dict]) -> Table:
     """One row per run, over all its questions; of a method's parameters those that its runs differ in."""
     summaries = list(summaries)
-    table = Table(title=Text("all runs, over all their questions", style="bold"), **STYLE)
+    table = PlainTable("all runs, over all their questions", _interval_caption(summaries))
     _add_columns(table, "run")
     for label, summary in zip(labels(summaries), summaries):
         table.add_row(label, *_cells(summary["overall"]))
@@ -105,7 +131,7 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     pairs = sorted({pair for found in cells.values() for pair in found})
     if not pairs:
         return None
-    table = Table(title=Text("speedups by pair", style="bold"), **STYLE)
+    table = PlainTable("speedups by pair", _interval_caption(summaries))
     table.add_column("method", overflow="fold")
     for pair in pairs:
         table.add_column(pair, justify="right", no_wrap=True)
@@ -124,7 +150,7 @@ def grid_tables(summaries: Iterable[dict]) -> list[Table]:
     for grid in grids(summaries):
         known = [value for value in grid.cells.values() if value is not None]
         title = f"speedup of {grid.label} on {grid.pair}: {grid.down} down, {grid.across} across"
-        table = Table(title=Text(title, style="bold"), **STYLE)
+        table = PlainTable(title)
         table.add_column(grid.down)
         for column in grid.columns:
             table.add_column(str(column), justify="right", no_wrap=True)
@@ -150,7 +176,7 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
     batched = [summary for summary in summaries if summary["drafter"]]
     if not batched:
         return None
-    table = Table(title=Text("batches", style="bold"), **STYLE)
+    table = PlainTable("batches", _interval_caption(batched))
     table.add_column("run", overflow="fold")
     for name in (
         *("rows", "tokens\nper s", "times one\nby one", "times plain\nbatches"),
@@ -174,7 +200,8 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
 
 
 def batch_line(summary: dict) -> str:
-    """How well a batch method used its places, its time, and what it gains over decoding one by one."""
+    """How well a batch method used its places, its time, what it gains over decoding one by one, and what the interval
+    of its speedup does not cover."""
     overall = summary["overall"]
     parts = [
         f"batch of {summary['batch_size']}: {_share(overall['occupancy'])} of the places in use",
@@ -183,7 +210,7 @@ def batch_line(summary: dict) -> str:
     if overall["group_rate"] is not None:
         parts.append(f"rows of one length in {_share(overall['group_rate'])} of the rounds")
     parts.append(f"{_number(gain(summary), 2)} times the tokens/s of plain decoding one by one")
-    return ", ".join(parts)
+    return ", ".join(parts) + (f"; {ONE_POOL}" if _of_one_pool(summary) else "")
 
 
 def overlap_line(overlap: dict) -> str:
@@ -193,7 +220,8 @@ def overlap_line(overlap: dict) -> str:
         return UNKNOWN if overlap[name] is None else f"{1e3 * overlap[name]:.1f}"
 
     return (
-        f"drafted beside the target: {_share(overlap['hidden_share'])} of the draft's time hidden, "
+        f"drafted beside the target: {_share(overlap['hidden_share'])} of the time of a serial draft "
+        f"({ms('after_miss_seconds')} ms) hidden, "
         f"{_share(overlap['fall_back_rate'])} of the decisions not guessed; a round took {ms('round_seconds')} ms: "
         f"{ms('exit_seconds')} to the exit and {ms('rest_seconds')} behind it (drafting meanwhile "
         f"{ms('early_seconds')} and {ms('beside_seconds')}), "
@@ -201,10 +229,12 @@ def overlap_line(overlap: dict) -> str:
     )
 
 
-def paired_over(count: int, batched: bool) -> str:
-    """On how many pairs of times a ratio rests."""
-    one, several = ("run of a pool", "runs of pools") if batched else ("question", "questions")
-    return f"{count} {one if count == 1 else several}"
+def paired_over(count: int, unit: str) -> str:
+    """On how many pairs of times a ratio rests; unit: as in `metrics.Relative`."""
+    text = f"{count} {unit}" if count == 1 else f"{count} {unit}s"
+    if unit != "repeat":
+        return text
+    return f"{text} of one pool" if count == 1 else f"{text} of one pool: timing noise only"
 
 
 def gain(summary: dict) -> float | None:
@@ -306,15 +336,18 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
 
 
-STYLE = {
-    "box": box.SIMPLE_HEAD,
-    "show_edge": False,
-    "pad_edge": False,
-    "title_justify": "left",
-    "title_style": "",
-    "caption_justify": "left",
-    "caption_style": "",
-}
+def _of_one_pool(summary: dict) -> bool:
+    """Whether the interval of a batch run rests on repeats of one pool."""
+    overall = summary["overall"]
+    return overall["pools"] == 1 and overall["speedup_low"] is not None
+
+
+def _interval_caption(summaries: list[dict]) -> str:
+    """What stands below a table of runs whose intervals are not all over questions or pools."""
+    alone = [_of_one_pool(summary) for summary in summaries]
+    if not any(alone):
+        return ""
+    return ONE_POOL if all(alone) else f"batches: {ONE_POOL}"
 
 
 def _add_columns(table: Table, first: str) -> None:
@@ -342,15 +375,13 @@ def _speedup(numbers: dict, narrow: bool = False) -> Text:
 
 
 def ratio_text(value: float | None, low: float | None, high: float | None, narrow: bool = False) -> Text:
-    """A ratio and its interval; words in place of a number that could as well be 1. narrow: in two lines."""
+    """A ratio and its interval; without colour where it could as well be 1. narrow: in two lines."""
     said = verdict(low, high)
     if said is None:
         return Text(_number(value, 2))
-    alike = said == "no difference"
     style = {"faster": "green", "slower": "red", "no difference": ""}[said]
-    if narrow:
-        return Text(f"{'no diff.' if alike else f'{value:.2f}'}\n{low:.2f}–{high:.2f}", style=style)
-    return Text(f"{said if alike else f'{value:.2f}'} [{low:.2f}, {high:.2f}]", style=style)
+    interval = f"\n{low:.2f}–{high:.2f}" if narrow else f" [{low:.2f}, {high:.2f}]"
+    return Text(f"{value:.2f}{interval}", style=style)
 
 
 def _equivalence(counts: dict) -> Text:

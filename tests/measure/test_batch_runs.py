@@ -59,7 +59,7 @@ def test_a_run(workplace, tmp_path, method):  # noqa: F811
     assert sorted(r["question_id"] for r in records) == list(range(1, len(CATEGORIES) + 1))
     for turn in (t for r in records for t in r["turns"]):
         said = {name: [g["tokens"] for g in repeats] for name, repeats in turn["arms"].items()}
-        assert len(said["single"]) == 1 and len(said["method"]) == len(said["baseline"]) == 2
+        assert len(said["single"]) == len(said["method"]) == len(said["baseline"]) == 2
         assert {tuple(tokens) for answers in said.values() for tokens in answers} == {
             tuple(said["single"][0])
         }
@@ -78,6 +78,31 @@ def test_a_run(workplace, tmp_path, method):  # noqa: F811
         + overall["align_seconds"]
     )
     assert overall["seconds"] == pytest.approx(steps + overall["prefill_seconds"])
+
+
+def test_every_repeat_of_plain_decoding_one_by_one_is_certified(workplace, tmp_path, monkeypatch):  # noqa: F811
+    """It says something else from its second time on, which no other arm does."""
+    prepare = runner.prepare
+
+    def spoiled(cfg):
+        bench = prepare(cfg)
+        real, asked = bench.arms["single"], []
+
+        def single(requests):
+            answers = real(requests)
+            if asked.count(requests[0].prompt):
+                answers[0].tokens[-1] += 1
+            asked.append(requests[0].prompt if asked else "the warm-up")
+            return answers
+
+        bench.arms["single"] = single
+        return bench
+
+    monkeypatch.setattr(runner, "prepare", spoiled)
+    for repeats in (1, 2):
+        settings = ["batch_size=3", f"repeats={repeats}"]
+        _, summary, _ = measured(workplace, "ragged", tmp_path / str(repeats), *settings)
+        assert (summary["equivalence"]["violation"] > 0) == (repeats == 2)
 
 
 def test_pools_are_of_equal_size_and_mixed():

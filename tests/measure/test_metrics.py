@@ -301,7 +301,7 @@ def batched_run(seconds: list[list[tuple[float, float]]]) -> list[dict]:
         rounds = [{"accepted": 1, "rows": 2, "align_seconds": 0.1, "grouped": i == 0} for i in range(4)]
         method = [generation([1] * 4, seconds=m) | {"steps": columns(rounds)} for _, m in repeats]
         plain = [generation([0] * 8, seconds=b, drafted=0) for b, _ in repeats]
-        single = generation([0] * 8, seconds=9.0, drafted=0)
+        single = [generation([0] * 8, seconds=9.0 + i, drafted=0) for i in range(len(repeats))]
         records.append(record(pool, pool=pool, turns=[turn(baseline=plain, method=method, single=single)]))
     return records
 
@@ -313,10 +313,10 @@ def test_a_batch_run_by_hand():
         "method": {"name": "exspec", "batch_size": 8, "repeats": 3, "window": 5},
     }
     found = metrics.summary(records, FACTS | {"batched": True, "peak_memory_bytes": 7}, config)
-    numbers, ratios = found["overall"], np.log([2.0, 4.0, 2.0, 1.0])
-    assert numbers["speedup"] == pytest.approx(17 / 8.5)
-    half = 3.18245 * ratios.std(ddof=1) / 2
-    assert numbers["speedup_high"] == pytest.approx(np.exp(ratios.mean() + half), rel=1e-4)
+    numbers, ratios = found["overall"], np.log([10 / 3, 7 / 5.5])  # of the two pools, repeats together
+    assert numbers["speedup"] == pytest.approx(17 / 8.5) and numbers["pools"] == 2
+    half = 12.7062 * ratios.std(ddof=1) / np.sqrt(2)
+    assert numbers["speedup_high"] == pytest.approx(2 * np.exp(half), rel=1e-4)
     assert numbers["occupancy"] == pytest.approx(2 / 4)  # two rows in each round, places for four
     assert numbers["group_rate"] == pytest.approx(1 / 4)
     assert numbers["mbsu"] == pytest.approx(16 * 2 * 1000 / (16 * 1500 / 2))
@@ -325,11 +325,11 @@ def test_a_batch_run_by_hand():
     assert task["acceptance_length"] == 2 and numbers["spec_bench_speedup"] is None
     assert numbers["align_seconds"] == pytest.approx(16 * 0.1)
     assert numbers["alignment_share"] == pytest.approx(1.6 / 8.5)
-    assert found["baseline"]["single_tokens_per_second"] == pytest.approx(9 / 9.0)
+    assert found["baseline"]["single_tokens_per_second"] == pytest.approx(4 * 9 / 38)
     assert (found["drafter"], found["batch_size"], found["peak_memory_bytes"]) == ("none", 4, 7)
     assert found["settings"] == {"window": 5}
     alone = metrics.summary([answered(1)], FACTS, CONFIG)
-    assert alone["drafter"] is None and alone["overall"]["occupancy"] is None
+    assert alone["drafter"] is None and alone["overall"]["occupancy"] is alone["overall"]["pools"] is None
     assert alone["baseline"]["single_tokens_per_second"] is None
 
 
@@ -453,14 +453,14 @@ def test_parts_make_the_numbers_of_a_run():
 
 
 def test_parts_of_batches_are_runs_of_pools():
-    """Decoding one by one is timed once for all repeats of a pool: 9 s in every one."""
+    """Decoding one by one is timed in every repeat: 9 s, then 10."""
     records = batched_run([[(2.0, 1.0), (8.0, 2.0)], [(3.0, 1.5), (4.0, 4.0)]])
     speedups = metrics.parts(records, "speedup", True)
     assert speedups.index.tolist() == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert speedups.to_numpy().tolist() == [[2.0, 1.0], [8.0, 2.0], [3.0, 1.5], [4.0, 4.0]]
     throughput = metrics.parts(records, "throughput", True)
     assert throughput.index.tolist() == speedups.index.tolist()
-    assert throughput.to_numpy().tolist() == [[9.0, 1.0], [9.0, 2.0], [9.0, 1.5], [9.0, 4.0]]
+    assert throughput.to_numpy().tolist() == [[9.0, 1.0], [10.0, 2.0], [9.0, 1.5], [10.0, 4.0]]
     read = metrics.parts(records, "mbsu", True)
     numbers = metrics.numbers(records, FACTS | {"batched": True}, "baseline", 4)
     assert read["above"].sum() / read["below"].sum() == pytest.approx(numbers["mbsu"])
@@ -470,19 +470,52 @@ def test_parts_of_batches_are_runs_of_pools():
     assert of_one.to_numpy().tolist() == speedups.to_numpy().tolist()
 
 
+def test_plain_decoding_that_was_timed_once_gives_no_interval():
+    """Folders of earlier versions: its noise is in no repeat, so only the first one of a pool counts."""
+    records = batched_run([[(2.0, 1.0), (8.0, 2.0), (3.0, 1.5)]])
+    for one in records:
+        one["turns"][0]["arms"]["single"] = one["turns"][0]["arms"]["single"][:1]
+    throughput = metrics.parts(records, "throughput", True)
+    assert throughput.to_numpy().tolist() == [[9.0, 1.0]]
+    plain = metrics.parts(batched_run([[(2.0, 2.0)] * 3]), "throughput", True)
+    found = metrics.relative([plain], [throughput], batched=True)
+    assert found == (Speedup(2.0, None, None), 1, "repeat")
+    assert metrics.single_rate(generations_frame(records)) == 1.0
+
+
+def test_the_noise_of_plain_decoding_is_in_the_interval():
+    """The method takes one second in every repeat: all of the spread is that of decoding one by one, 9 to 11 s."""
+    throughput = metrics.parts(batched_run([[(2.0, 1.0)] * 3]), "throughput", True)
+    exact = throughput.assign(above=10.0)
+    found, count, unit = metrics.relative([exact], [throughput], batched=True)
+    assert (count, unit) == (3, "repeat") and found.value == 1.0
+    assert found.low < 0.9 and found.high > 1.1
+
+
+def test_relative_rests_on_pools_where_there_are_several():
+    records = batched_run([[(2.0, 1.0), (8.0, 2.0)], [(3.0, 1.5), (4.0, 4.0)]])
+    run = metrics.parts(records, "speedup", True)
+    assert metrics.relative([run], [run], batched=True) == (Speedup(1.0, 1.0, 1.0), 2, "pool")
+    first = run.loc[[0]]
+    assert metrics.relative([run], [first], batched=True) == (Speedup(1.0, 1.0, 1.0), 2, "repeat")
+    doubled = [run, run.assign(above=2 * run["above"])]
+    assert metrics.relative([run], doubled, batched=True).ratio.value == pytest.approx(1.5)
+
+
 def test_relative_counts_the_questions_that_are_in_all_runs():
     records = varied()
     first, second = (metrics.parts(scaled(records, factor), "speedup", False) for factor in (1.0, 1.3))
-    found, count = metrics.relative([first], [second])
+    found, count, _ = metrics.relative([first], [second])
     assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1)) and count == 12
     faster = second.assign(below=second["below"] / 1.25)
-    found, count = metrics.relative([first.iloc[2:]], [faster.iloc[::-1].iloc[2:]])
+    found, count, _ = metrics.relative([first.iloc[2:]], [faster.iloc[::-1].iloc[2:]])
     assert (found.value, found.low, found.high) == pytest.approx((1.25, 1.25, 1.25)) and count == 8
-    found, count = metrics.relative([first, first], [faster, second])
+    found, count, _ = metrics.relative([first, first], [faster, second])
     r = first["above"].sum() / first["below"].sum()
     assert found.value == pytest.approx((1.25 * r + r) / 2 / r)
-    assert metrics.relative([first.iloc[:2]], [second.iloc[2:]]) == (Speedup(None, None, None), 0)
+    none = (Speedup(None, None, None), 0, "question")
+    assert metrics.relative([first.iloc[:2]], [second.iloc[2:]]) == none
     nothing = metrics.parts([], "speedup", False)
-    assert metrics.relative([first], [nothing]) == (Speedup(None, None, None), 0)
+    assert metrics.relative([first], [nothing]) == none
     for what, batched in [("throughput", True), ("mbsu", False), ("mbsu", True)]:
         assert metrics.parts([], what, batched).empty

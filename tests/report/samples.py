@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 from specbench.measure import metrics, store
 from specbench.report.runs import Run, read_run
+from tests.measure.synthetic import record
 
 NUMBERS = {
     "questions": 80,
+    "pools": None,
     "tokens": 20000,
     "seconds": 100.0,
     "tokens_per_second": 1200.0,
@@ -131,7 +134,7 @@ def nothing(summary: dict = SUMMARY) -> dict:
 
 def batched(method: str = "exspec", drafter: str = "sps", batch_size: int = 8, **numbers) -> dict:
     """A run of a batch method."""
-    overall = NUMBERS | {"occupancy": 0.94, "alignment_share": 0.031, "group_rate": 0.0} | numbers
+    overall = NUMBERS | {"pools": 2, "occupancy": 0.94, "alignment_share": 0.031, "group_rate": 0.0} | numbers
     return SUMMARY | {
         "method": method,
         "drafter": drafter,
@@ -144,17 +147,24 @@ def batched(method: str = "exspec", drafter: str = "sps", batch_size: int = 8, *
 
 
 def write_run(
-    folder: Path, name: str, summary: dict = SUMMARY, provenance: dict | None = PROVENANCE, records: list = ()
+    folder: Path,
+    name: str,
+    summary: dict = SUMMARY,
+    provenance: dict | None = PROVENANCE,
+    records: list[dict] | None = None,
 ) -> Path:
-    """A finished run folder."""
+    """A finished run folder. records: None for as many empty ones as the summary counts; else it counts these."""
     run_dir = folder / name
     run_dir.mkdir(parents=True)
     store.write_json(run_dir / store.CODE, {"source_sha256": "a" * 64})
     if provenance is not None:
         store.write_json(run_dir / store.PROVENANCE, provenance)
-    if records:
-        with store.open_journal(run_dir) as journal:
-            journal.append(*records)
+    if records is None:
+        records = [record(i) for i in range(summary["overall"]["questions"] + summary["failed"])]
+    else:
+        failed = sum(one["error"] is not None for one in records)
+        summary = changed(summary, failed=failed, overall__questions=len(records) - failed)
+    (run_dir / store.RECORDS).write_text("".join(f"{json.dumps(one)}\n" for one in records))
     store.write_json(run_dir / store.SUMMARY, summary)
     return run_dir
 

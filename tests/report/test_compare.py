@@ -53,7 +53,7 @@ def run(tmp_path):
 def test_the_drift_of_a_machine_cancels_out(run):
     times = seconds(1.5, seed=1)
     first, second = run("a", records(times)), run("b", records(times, machine=1.3))
-    for found, _ in compare.relative(first, second).values():
+    for found, _, _ in compare.relative(first, second).values():
         assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1), abs=1e-12)
 
 
@@ -61,9 +61,10 @@ def test_two_runs_of_one_method_are_no_difference(run):
     """An A/A pair with noise of its own, and one machine slower."""
     first = run("a", records(seconds(1.5, seed=1)))
     second = run("b", records(seconds(1.5, seed=2), machine=1.3))
-    found, count = compare.relative(first, second)["overall"]
+    found, count, _ = compare.relative(first, second)["overall"]
     assert count == len(QUESTIONS) and found.low < 1 < found.high and found.high - found.low < 0.1
-    assert "no difference" in row(compare.difference_table([first, second]), "overall")[1]
+    shown = row(compare.difference_table([first, second]), "overall")[1]
+    assert shown == f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}], 40 questions"
 
 
 def test_a_method_that_is_faster_is_found(run):
@@ -71,10 +72,10 @@ def test_a_method_that_is_faster_is_found(run):
     second = run("b", records(seconds(1.5 * 1.25, seed=2), machine=0.7))
     found = compare.relative(first, second)
     assert list(found) == ["qa", "rag", "overall"]
-    for ratio, count in found.values():
+    for ratio, count, _ in found.values():
         assert 1 < ratio.low < 1.25 < ratio.high < 1.4
         assert ratio.value == pytest.approx(1.25, abs=0.05) and count in (20, 40)
-    back, _ = compare.relative(second, first)["overall"]
+    back, _, _ = compare.relative(second, first)["overall"]
     assert back.value == pytest.approx(1 / found["overall"][0].value) and back.high < 1
     table = compare.difference_table([first, second])
     shown = row(table, "overall")[1]
@@ -101,7 +102,7 @@ def test_a_question_in_only_one_run_does_not_count(run):
     more = times | {100: (50.0, 1.0), 101: (1.0, 50.0)}
     kept = {question: pair for question, pair in times.items() if question < 30}
     first, second = run("a", records(more)), run("b", records(kept))
-    found, count = compare.relative(first, second)["overall"]
+    found, count, _ = compare.relative(first, second)["overall"]
     assert count == 30 and found.value == pytest.approx(1, abs=1e-12)
     assert compare.differing_questions([first, second]) == [
         "b answered 30 turns, a 42: only the 30 in both count"
@@ -115,7 +116,7 @@ def test_a_failed_question_does_not_count(run):
     times = seconds(1.5, seed=1)
     broken = records(times)
     broken[3] = record(broken[3]["question_id"], broken[3]["task"], error="no memory")
-    _, count = compare.relative(run("a", records(times)), run("b", broken))["overall"]
+    _, count, _ = compare.relative(run("a", records(times)), run("b", broken))["overall"]
     assert count == len(QUESTIONS) - 1
 
 
@@ -124,7 +125,7 @@ def test_runs_without_a_common_question(run):
     second = run("b", records({3: (1.0, 2.0), 4: (1.0, 2.0)}))
     empty = run("c", [])
     found = compare.relative(first, second)
-    assert [(ratio.value, count) for ratio, count in found.values()] == [(None, 0)] * len(found)
+    assert [(ratio.value, count) for ratio, count, _ in found.values()] == [(None, 0)] * len(found)
     assert row(compare.difference_table([first, second, empty]), "overall") == ["overall", "–", "–"]
 
 
@@ -176,9 +177,10 @@ def test_runs_of_one_label_are_named_by_their_folders(tmp_path):
 
 
 def batch(
-    plain: list[list[float]], method: list[list[float]], single: float | None = None, members: int = 3
+    plain: list[list[float]], method: list[list[float]], single: float = 6.0, members: int = 3
 ) -> list[dict]:
-    """A journal of pools of `members` questions; seconds of a question by pool and repeat, and of one by one."""
+    """A journal of pools of `members` questions; seconds of a question by pool and repeat, and of one by one, which a
+    repeat changes by 1 %."""
     return [
         record(
             members * pool + i,
@@ -187,7 +189,10 @@ def batch(
                 turn(
                     baseline=[generation([0] * (TOKENS - 1), s, 0.01, drafted=0) for s in plain[pool]],
                     method=[generation([3] * 5, s, 0.01) for s in method[pool]],
-                    **({"single": generation([0] * (TOKENS - 1), single, 0.01, drafted=0)} if single else {}),
+                    single=[
+                        generation([0] * (TOKENS - 1), single * (1 + i / 100), 0.01, drafted=0)
+                        for i in range(len(method[pool]))
+                    ],
                 )
             ],
         )
@@ -198,7 +203,7 @@ def batch(
 
 def test_a_batch_against_single_sequences_gives_no_number(run, capsys):
     single = run("a", records(seconds(1.5, seed=1)))
-    many = run("b", batch([[2.0, 2.1]], [[1.0, 1.1]], single=6.0), batched())
+    many = run("b", batch([[2.0, 2.1]], [[1.0, 1.1]]), batched())
     assert compare.relative(single, many) == {} == compare.relative(many, single)
     compare.print_comparison([single, many])
     assert "no difference for b: one of it and a decodes batches" in capsys.readouterr().out
@@ -208,18 +213,36 @@ def test_a_batch_against_single_sequences_gives_no_number(run, capsys):
 
 def test_batches_of_other_sizes_compare_by_what_they_gain_over_one_by_one(run):
     """The larger batch decodes four times as fast as the small one; so does plain decoding in it."""
-    small = batch([[4.0, 4.4], [4.2, 4.0]], [[2.0, 2.1], [2.1, 2.0]], single=6.0)
-    large = batch([[1.0, 1.1], [1.05, 1.0]], [[0.5, 0.52], [0.52, 0.5]], single=6.0)
+    small = batch([[4.0, 4.4], [4.2, 4.0]], [[2.0, 2.1], [2.1, 2.0]])
+    large = batch([[1.0, 1.1], [1.05, 1.0]], [[0.5, 0.52], [0.52, 0.505]])
     first, second = run("a", small, batched(batch_size=2)), run("b", large, batched(batch_size=8))
-    found, count = compare.relative(first, second)["overall"]
-    assert found.value == pytest.approx(8.2 / 2.04) and count == 4  # two pools, twice
+    found, count, unit = compare.relative(first, second)["overall"]
+    assert found.value == pytest.approx(8.2 / 2.045) and (count, unit) == (2, "pool")
     assert 3.5 < found.low < found.value < found.high < 4.5
-    slower = batch([[1.3, 1.43], [1.365, 1.3]], [[0.65, 0.676], [0.676, 0.65]], single=7.8)
-    found, _ = compare.relative(second, run("c", slower, batched()))["overall"]
+    slower = batch([[1.3, 1.43], [1.365, 1.3]], [[0.65, 0.676], [0.676, 0.6565]], single=7.8)
+    found, _, _ = compare.relative(second, run("c", slower, batched()))["overall"]
     assert (found.value, found.low, found.high) == pytest.approx(
         (1, 1, 1)
     )  # the machine was 1.3 times slower
-    assert row(compare.difference_table([first, second]), "overall")[1].endswith("4 runs of pools")
+    assert row(compare.difference_table([first, second]), "overall")[1].endswith("2 pools")
+
+
+def test_an_interval_over_repeats_of_one_pool_says_so(run):
+    plain, times = [[2.0, 2.1, 2.0]], {"a": [[1.0, 1.0, 1.1]], "b": [[0.5, 0.5, 0.55]]}
+    first, second = (run(name, batch(plain, method), batched()) for name, method in times.items())
+    shown = row(compare.difference_table([first, second]), "overall")[1]
+    assert shown.startswith("2.00 [") and shown.endswith("], 3 repeats of one pool: timing noise only")
+
+
+def test_labels_are_no_markup(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    journal = records(seconds(1.5, seed=1))
+    maps = [
+        changed(SUMMARY, settings={"vocab_map": f"/m/[{name}]/map"}, pair="[/x]") for name in ("old", "new")
+    ]
+    compare.print_comparison([run_of(tmp_path, name, one, records=journal) for name, one in zip("ab", maps)])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "times as fast as kangaroo, vocab_map=/m/[old]/map" in text and text.count("/m/[new]/map") == 2
 
 
 def test_other_pools_are_not_compared(run):

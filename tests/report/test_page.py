@@ -11,19 +11,19 @@ import pytest
 
 from specbench.report import page, tables
 from specbench.report.runs import LeftOut, Run
-from tests.report.samples import PROVENANCE, SUMMARY, UNCLEAR, changed, faster, nothing, run_of, wrong
+from tests.report.samples import PROVENANCE, SUMMARY, changed, faster, nothing, run_of, wrong
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
 DATA = "data:image/svg+xml;base64,"
 ATTACK = "<script>document.title='owned'</script><img src=http://example.org/x>"
 # Runs in the order of the folder, and what a click on the column of speedups makes of it.
-SPEEDUPS = {"b": 10.3, "d": None, "a": 1.2, "unclear": 1.01, "c": 2.5}
-ASCENDING = ["d", "unclear", "a", "c", "b"]
+SPEEDUPS = {"b": 10.3, "d": None, "a": 1.2, "unclear": 1.41, "c": 2.5}
+ASCENDING = ["d", "a", "unclear", "c", "b"]
 
 
 def run(root: Path, name: str, speedup: float | None) -> Run:
     if name == "unclear":
-        summary = faster(1.01, method=name, overall=UNCLEAR)
+        summary = faster(speedup, method=name, overall__speedup_low=0.97, overall__speedup_high=2.05)
     else:
         summary = faster(speedup, method=name)
     return run_of(root, name, summary, changed(PROVENANCE, command=["python", f"name={name}", ATTACK]))
@@ -80,6 +80,12 @@ def test_nothing_that_a_run_says_becomes_a_part_of_the_page(text):
     assert [tag for tag, _ in Elements(text).found].count("script") == 1
     assert "<script>document" not in text and "<img src=http" not in text
     assert text.count(html.escape(ATTACK, quote=False).replace("'", "&#39;")) >= 4
+
+
+def test_an_interval_that_holds_1_hides_no_number(text):
+    """It is shown, and sorted by."""
+    assert "<td>1.41 [0.97, 2.05]</td>" in text.replace(' class="right"', "")
+    assert "no diff" not in text
 
 
 def test_what_is_wrong_stands_in_front_of_the_tables(text):

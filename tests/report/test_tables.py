@@ -46,8 +46,7 @@ def test_a_row_per_task_and_one_for_all():
         "qa",
         "80",
         "1200.0",
-        "no",
-        "difference",
+        "1.01",
         "[0.97,",
         "1.05]",
         "3.21",
@@ -77,7 +76,54 @@ def test_a_batch_tells_how_it_was_used():
         "rows of one length in 0% of the rounds, 4.00 times the tokens/s of plain decoding one by one" in text
     )
     assert "one length" not in shown(tables.run_table(batched(group_rate=None)))
+    assert "timing noise" not in text
     assert "batch of" not in shown(tables.run_table(SUMMARY))
+
+
+def test_an_interval_over_repeats_of_one_pool_says_so():
+    """Every table in which it stands."""
+    said = "interval over repeats of one pool: timing noise only"
+    one, several = batched(pools=1), batched(pools=2)
+    assert formats.cells(tables.run_table(one)).caption.endswith(f"one by one; {said}")
+    on_pairs = [one, one | {"pair": "big"}]
+    for table in (tables.batches_table([one]), tables.overview_table([one]), tables.pairs_table(on_pairs)):
+        assert formats.cells(table).caption == said
+    assert formats.cells(tables.overview_table([SUMMARY, one])).caption == f"batches: {said}"
+    without = batched(pools=1, speedup_low=None, speedup_high=None)
+    for summaries in ([several], [without], [SUMMARY]):
+        assert formats.cells(tables.overview_table(summaries)).caption == ""
+
+
+def test_an_interval_that_holds_1_hides_no_number():
+    wide = tables.ratio_text(1.414, 0.97, 2.051)
+    assert (wide.plain, wide.style) == ("1.41 [0.97, 2.05]", "")
+    assert tables.ratio_text(1.414, 0.97, 2.051, narrow=True).plain == "1.41\n0.97–2.05"
+    assert tables.ratio_text(1.414, 1.1, 2.051).style == "green"
+    assert tables.ratio_text(0.5, 0.4, 0.6, narrow=True).style == "red"
+
+
+def test_labels_are_no_markup():
+    """What a user names stands as it is, in cells, heads, titles and captions."""
+    pairs = [faster(1.5, pair=pair) for pair in ("[/x]", "[red]y")]
+    text = shown(tables.overview_table(pairs), 200) + shown(tables.pairs_table(pairs), 200)
+    assert text.count("[/x]") == text.count("[red]y") == 2
+    maps = [faster(1.5, settings={"vocab_map": f"/m/[{name}]/map"}) for name in ("old", "new")]
+    text = shown(tables.overview_table(maps), 200) + shown(tables.spec_bench_table(maps), 200)
+    assert text.count("/m/[old]/map") == text.count("/m/[new]/map") == 2
+    batches = [batched() | {"settings": one["settings"]} for one in maps]
+    assert "/m/[old]/map" in shown(tables.batches_table(batches), 200)
+    varied = [
+        faster(1.5, settings={"vocab_map": f"/m/[{name}]/map", "n": n})
+        for name in ("old", "new")
+        for n in (1, 2)
+    ]
+    (grid,) = tables.grid_tables(varied)
+    assert "/m/[old]/map" in shown(grid, 200)
+    named = SUMMARY | {"exit_shares": None, "tasks": {"[/qa]": NUMBERS}, "pair": "[/x]"}
+    text = shown(tables.run_table(named), 200)
+    assert "[/qa]" in text and "on [/x]" in text
+    shares = changed(SUMMARY, overall__exit_shares={"[/2]": 0.5, "3": 0.5})
+    assert "[/2] layers 50%" in shown(tables.run_table(shares), 200)
 
 
 def test_batches_side_by_side():
@@ -141,7 +187,7 @@ def test_what_drafting_beside_the_target_gains():
         "round_seconds": 0.0123,
     }
     text = " ".join(shown(tables.run_table(SUMMARY | {"overall": NUMBERS | {"overlap": overlap}})).split())
-    assert "83% of the draft's time hidden, 12% of the decisions not guessed" in text
+    assert "83% of the time of a serial draft (4.0 ms) hidden, 12% of the decisions not guessed" in text
     assert (
         "a round took 12.3 ms: 4.2 to the exit and 6.1 behind it (drafting meanwhile 1.2 and 5.5), " in text
     )
@@ -220,7 +266,7 @@ def test_speedups_by_pair_and_their_mean():
     text = shown(tables.pairs_table(runs))
     rows = [line.split() for line in text.splitlines()]
     assert "s2d 1.60 [1.50, 1.70] 1.30 [1.20, 1.40] 1.450".split() in rows
-    assert "sps, size=2 1.50 [1.40, 1.60] no difference [0.90, 1.10] 1.250".split() in rows
+    assert "sps, size=2 1.50 [1.40, 1.60] 1.00 [0.90, 1.10] 1.250".split() in rows
     assert "size=3" not in text and "draft=" not in text  # on one pair alone; not varied on a pair
     assert tables.pairs_table(runs[2:4]) is None
 
@@ -255,7 +301,7 @@ def test_spec_benchs_own_form():
     rows = [line.split() for line in shown(tables.spec_bench_table(runs), 112).splitlines()]
     kangaroo = next(row for row in rows if row[0] == "kangaroo")
     # three tasks that were not asked, qa, math, rag, tokens a pass, overall, its definition, MBSU, answers
-    assert kangaroo[1:] == [*"–––", "no", "diff.", "1.52", "–", "3.21", "1.52", "1.55", "1.90", "79/1/0"]
+    assert kangaroo[1:] == [*"–––", "1.01", "1.52", "–", "3.21", "1.52", "1.55", "1.90", "79/1/0"]
     assert next(row for row in rows if row[0] == "pld")[-4:] == ["1.80", "1.44", "1.90", "79/1/0"]
     assert not any("exspec" in row for row in rows) and tables.spec_bench_table([batched()]) is None
     assert ["0.97–1.05", "1.47–1.58", "1.47–1.58"] in rows
@@ -294,8 +340,9 @@ def test_what_is_wrong_with_a_run():
 
 
 def test_what_a_ratio_rests_on():
-    said = [tables.paired_over(count, batched) for batched in (False, True) for count in (1, 2)]
-    assert said == ["1 question", "2 questions", "1 run of a pool", "2 runs of pools"]
+    said = [tables.paired_over(n, unit) for unit in ("question", "pool", "repeat") for n in (1, 2)]
+    assert said[:4] == ["1 question", "2 questions", "1 pool", "2 pools"]
+    assert said[4:] == ["1 repeat of one pool", "2 repeats of one pool: timing noise only"]
 
 
 def test_an_overview_tells_of_random_weights(capsys):

@@ -1,0 +1,50 @@
+"""What a 95 % interval covers, by simulation: `tests/benchmarks/coverage.py` prints the same beside a bootstrap's."""
+
+import numpy as np
+import pytest
+
+from specbench.measure.statistics import ratio_of_means, speedup
+from tests.benchmarks.coverage import SIZES, SPREADS, misses, pools, runs, runs_against_itself
+
+COUNT = 3000  # the standard error of a coverage of 0.9 is 0.0055
+CELLS = [(kind, spread, questions) for kind in ("normal", "t3") for spread in SPREADS for questions in SIZES]
+
+
+@pytest.mark.parametrize(("kind", "spread", "questions"), CELLS)
+def test_questions(kind, spread, questions):
+    seconds, truth = runs(kind, spread, questions, COUNT)
+    above, below = misses([speedup(*run) for run in seconds], truth)
+    assert above + below <= 0.1
+    assert above <= 0.08  # intervals that flatter the method: nominal 0.025, a bootstrap's 0.1 to 0.15 of six
+
+
+@pytest.mark.parametrize(("kind", "spread", "questions"), CELLS)
+def test_a_method_against_itself_is_seldom_called_faster_or_slower(kind, spread, questions):
+    seconds = runs_against_itself(kind, spread, questions, COUNT)
+    faster, slower = misses([speedup(*run) for run in seconds], 1.0)
+    assert faster + slower <= 0.07 and max(faster, slower) <= 0.045
+
+
+@pytest.mark.parametrize("questions", SIZES)
+def test_a_ratio_of_two_runs(questions):
+    """Of one method on the same questions, each with timing noise of its own."""
+    seconds, _ = runs("normal", 0.2, questions, COUNT)
+    first, second = seconds * np.random.default_rng(1).lognormal(0, 0.05, (2, *seconds.shape))
+    found = [ratio_of_means([one], [other]) for one, other in zip(first, second)]
+    assert sum(misses(found, 1.0)) <= 0.1
+
+
+@pytest.mark.parametrize("count", [2, 4, 10])
+def test_pools(count):
+    """Three repeats each: what is special about a pool (6 %) is in all of them, timing noise (2 %) is not."""
+    seconds, names = pools(count, 3, COUNT)
+    for found in (
+        [speedup(*run, names) for run in seconds],
+        [ratio_of_means([(run[0], run[0])], [tuple(run)], names) for run in seconds],
+    ):
+        assert sum(misses(found, 1.0)) <= 0.1
+
+
+def test_repeats_of_one_pool_cover_what_they_vary_by():
+    seconds, names = pools(1, 3, COUNT, between=0.0)
+    assert sum(misses([speedup(*run, names) for run in seconds], 1.0)) <= 0.1
