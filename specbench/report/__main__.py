@@ -64,7 +64,7 @@ def compare_runs(arguments: list[str]) -> int:
     parser.add_argument(
         "runs", nargs="+", type=Path, help="run folders; the first is what the others are compared with"
     )
-    runs, left_out = finished_runs(parser.parse_args(arguments).runs)
+    runs, left_out = finished_runs(parser.parse_args(arguments).runs, with_records=True)
     tables.print_left_out(left_out)
     compare.print_comparison(runs)
     return 0
@@ -85,7 +85,7 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
         "--out", type=Path, help="where the report goes, by default into report/ beside the runs"
     )
     options = parser.parse_args(arguments)
-    runs, left_out = finished_runs(options.runs)
+    runs, left_out = finished_runs(options.runs, with_records=with_claims)
     first = options.runs[0]
     out = options.out or (first.parent if is_run(first) else first) / "report"
     checked = claims.check_claims(runs) if with_claims else []

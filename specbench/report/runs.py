@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import pandas as pd
+import yaml
 
 from specbench.errors import UserError
 from specbench.measure import metrics, provenance, store
@@ -36,6 +37,9 @@ SUMMARY = dict.fromkeys(
         *("dtype", "device", "weights", "peak_memory_bytes"),
     )
 ) | {"settings": {}, "overall": NUMBERS, "tasks": {}, "equivalence": COUNTS, "baseline": BASELINE}
+RECORD = dict.fromkeys(("question_id", "task", "category", "pool", "error", "turns"))
+TURN = dict.fromkeys(("turn", "prompt_sha256", "arms", "equivalence"))
+GENERATION = dict.fromkeys(("tokens", "prefill_seconds", "seconds", "steps"))
 PROVENANCE = dict.fromkeys(
     ("time", "command", "config", "versions", "load_average", "threads", "source_sha256", "git", "questions")
 ) | {"machine": dict.fromkeys(("cpu", "cores", "usable_cores", "gpus"))}
@@ -77,8 +81,8 @@ class Run:
 
     @cached_property
     def records(self) -> list[dict]:
-        """Every question of the journal. Raises UserError when it is damaged."""
-        return store.read_records(self.folder)
+        """Every question of the journal. Raises UserError, without the folder's name, when it is damaged."""
+        return _records(self.folder)
 
 
 @dataclass(frozen=True)
@@ -89,25 +93,28 @@ class LeftOut:
     reason: str
 
 
-def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[LeftOut]]:
+def read_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[Run], list[LeftOut]]:
     """The finished runs among the paths, and those that are left out. A path may also be a folder of run folders. A run
-    that is named twice is read once.
+    that is named twice is read once. with_records: reads every journal too, and leaves out those that are damaged.
 
     Raises UserError for a path that is not there.
     """
     runs, left_out = [], []
     for folder in {folder.resolve(): folder for path in paths for folder in _run_folders(path)}.values():
         try:
-            runs.append(Run(folder, _summary(folder)))
+            run = Run(folder, _summary(folder))
+            if with_records:
+                _ = run.records
+            runs.append(run)
         except UserError as error:
             left_out.append(LeftOut(folder, str(error)))
     return runs, left_out
 
 
-def finished_runs(paths: Iterable[Path]) -> tuple[list[Run], list[LeftOut]]:
+def finished_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[Run], list[LeftOut]]:
     """As `read_runs`. Raises UserError when no run among them is finished."""
     paths = list(paths)
-    runs, left_out = read_runs(paths)
+    runs, left_out = read_runs(paths, with_records)
     if not runs:
         why = f" ({left_out[-1].folder.name}: {left_out[-1].reason})" if left_out else ""
         raise UserError(
@@ -150,7 +157,43 @@ def _summary(folder: Path) -> dict:
     lacking = list(_lacking(summary, shape))
     if lacking:
         raise UserError(f"damaged: {path.name} lacks {named(lacking)}")
-    return summary
+    measured, written = summary["overall"]["questions"] + summary["failed"], _lines(folder / store.RECORDS)
+    if measured != written:
+        raise UserError(f"damaged: {store.RECORDS} has {written} of the {measured} questions of {path.name}")
+    return summary if "pools" in summary["overall"] else _derived(folder)
+
+
+def _derived(folder: Path) -> dict:
+    """The summary of a folder that an earlier version measured, as this version makes it of the records: that one knew
+    no number of pools, and had other intervals and another share of hidden drafting."""
+    try:
+        facts, config = store.read_json(folder / store.FACTS), store.read_config(folder)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"damaged: {store.SUMMARY} cannot be derived ({error})") from error
+    return store.finite(metrics.summary(_records(folder), facts, config))
+
+
+def _records(folder: Path) -> list[dict]:
+    """The content of the journal. Raises UserError as `Run.records` says."""
+    records = store.read_records(folder)
+    for number, record in enumerate(records, start=1):
+        lacking = [*_lacking(record, RECORD)]
+        if not lacking:
+            for turn in record["turns"]:
+                lacking += _lacking(turn, TURN)
+                for generations in () if lacking else turn["arms"].values():
+                    lacking += [name for one in generations for name in _lacking(one, GENERATION)]
+        if lacking:
+            raise UserError(f"damaged: {store.RECORDS}, line {number}, lacks {named(lacking)}")
+    return records
+
+
+def _lines(path: Path) -> int:
+    """How many whole lines a file has; 0 where there is none. Reading them as JSON would take long for many runs."""
+    if not path.exists():
+        return 0
+    with open(path, "rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(partial(file.read, 2**20), b""))
 
 
 def _lacking(value: object, shape: Mapping, prefix: str = "") -> Iterator[str]:

@@ -1,7 +1,7 @@
 """How long a report of many runs takes: `python -m tests.benchmarks.report [--runs 1000] [--profile]`.
 
 Makes the run folders by a seeded script, each as of 480 questions: a summary, provenance with a diff of 50 kB, a
-configuration. There are no records, as a report does not read them (`compare` and `claims` do). Then times
+configuration. Of the records a report counts the lines (`compare` and `claims` read them). Then times
 `python -m specbench.report` on them in a process of its own. The first half of the runs sweep two settings of four
 methods on two pairs, the rest are batches of all sizes; one folder in a hundred is damaged.
 """
@@ -97,6 +97,7 @@ def make_runs(root: Path, count: int) -> None:
         folder = root / f"2026-01-01_{number:06}_{one['method']}_{one['pair']}_all_{number:08x}"
         folder.mkdir()
         (folder / store.CONFIG).write_text(config)
+        (folder / store.RECORDS).write_text("{}\n" * QUESTIONS)
         store.write_json(folder / store.CODE, {"source_sha256": noted["source_sha256"]})
         (folder / store.PROVENANCE).write_text(json.dumps(noted | {"time": f"run {number}"}, indent=2))
         text = json.dumps(one, indent=2)

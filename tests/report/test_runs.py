@@ -6,6 +6,7 @@ import pytest
 
 from specbench.errors import UserError
 from specbench.measure import metrics, store
+from specbench.report import __main__ as command
 from specbench.report import runs
 from specbench.report.runs import Run, finished_runs, labels, read_run, read_runs
 from tests.measure.synthetic import CONFIG, FACTS, answered, record
@@ -74,6 +75,75 @@ DAMAGED = {
 }
 
 
+WHOLE = [answered(1), record(2, error="no memory"), answered(3)]
+# What may have become of the records of a whole run, and what the reader is told.
+BROKEN = {
+    "gone": (lambda path: path.unlink(), "damaged: records.jsonl has 0 of the 3 questions"),
+    "halved": (lambda path: keep(path, 1.5), "damaged: records.jsonl has 1 of the 3 questions"),
+    "one_too_many": (lambda path: keep(path, 3, 3), "damaged: records.jsonl has 4 of the 3 questions"),
+}
+SPOILT = {
+    "no_turns": (lambda one: one.pop("turns"), "damaged: records.jsonl, line 3, lacks turns"),
+    "no_arms": (lambda one: one["turns"][0].pop("arms"), "damaged: records.jsonl, line 3, lacks arms"),
+    "no_steps": (
+        lambda one: one["turns"][0]["arms"]["method"][0].pop("steps"),
+        "damaged: records.jsonl, line 3, lacks steps",
+    ),
+}
+
+
+def keep(path: Path, lines: float, again: int = 0) -> None:
+    """Leaves so many lines, the last one cut, and adds line `again` once more."""
+    have = path.read_text().splitlines(keepends=True)
+    more = have[int(lines)][:40] if lines % 1 else have[again - 1] if again else ""
+    path.write_text("".join(have[: int(lines)]) + more)
+
+
+def spoil(path: Path, change) -> None:
+    *whole, last = map(json.loads, path.read_text().splitlines())
+    change(last)
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in [*whole, last]))
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_run_without_all_of_its_records_is_left_out_and_named(tmp_path, name):
+    change, said = BROKEN[name]
+    write_run(tmp_path, "good", records=WHOLE)
+    change(write_run(tmp_path, name, records=WHOLE) / store.RECORDS)
+    found, (item,) = read_runs([tmp_path])
+    assert [run.name for run in found] == ["good"] and item.folder.name == name
+    assert item.reason == f"{said} of summary.json"
+    with pytest.raises(UserError, match=name):
+        read_run(item.folder)
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_record_that_lacks_something_is_told_in_one_line(tmp_path, name, capsys, monkeypatch):
+    change, said = SPOILT[name]
+    first, second = (write_run(tmp_path, folder, records=WHOLE) for folder in ("first", "second"))
+    spoil(write_run(tmp_path, name, records=WHOLE) / store.RECORDS, change)
+    found, left_out = read_runs([tmp_path], with_records=True)
+    assert [run.name for run in found] == ["first", "second"]
+    assert [(item.folder.name, item.reason) for item in left_out] == [(name, said)]
+    monkeypatch.setattr("sys.argv", ["report", "compare", str(first), str(second), str(tmp_path / name)])
+    assert command.main() == 0
+    assert f"left out: {name}: {said}" in capsys.readouterr().out
+
+
+def test_a_folder_of_an_earlier_version_is_derived_from_its_records(tmp_path):
+    """It knew no number of pools, its interval was a bootstrap's, and its share of hidden drafting another."""
+    records = [answered(i, slow=1 + i % 4, accepted=[i % 6]) for i in range(12)]
+    today = store.finite(metrics.summary(records, FACTS, CONFIG))
+    older = without(changed(today, overall__speedup_low=1.9, tasks__qa__speedup_low=1.9), "overall", "pools")
+    run_dir = write_run(tmp_path, "older", without(older, "tasks", "qa", "pools"), records=records)
+    store.write_json(run_dir / store.FACTS, FACTS)
+    (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))  # JSON is YAML
+    assert read_run(run_dir).summary == today
+    (run_dir / store.FACTS).unlink()
+    with pytest.raises(UserError, match="damaged: summary.json cannot be derived"):
+        read_run(run_dir)
+
+
 def damage(folder: Path, name: str) -> Path:
     run_dir = write_run(folder, name)
     path, content = run_dir / store.SUMMARY, DAMAGED[name][0]
@@ -112,7 +182,8 @@ def test_what_the_runner_writes_is_whole(tmp_path):
         for batch in (False, True):
             facts = FACTS | {"batched": batch}
             summary = store.finite(metrics.summary(records, facts, CONFIG | {"batch_size": 2}))
-            assert run_of(tmp_path, f"{name}_{batch}", summary).summary == summary
+            found = run_of(tmp_path, f"{name}_{batch}", summary, records=records)
+            assert found.summary == summary
 
 
 def test_other_folders_are_no_runs(tmp_path):
@@ -279,8 +350,9 @@ def test_other_pairs_and_batch_sizes_are_no_surprise(tmp_path):
 def test_a_run_reads_its_records_only_when_asked(tmp_path):
     run_dir = write_run(tmp_path, "a", records=[answered(1), answered(2)])
     run = read_run(run_dir)
-    (run_dir / store.RECORDS).write_bytes(b"{broken\n" + (run_dir / store.RECORDS).read_bytes())
-    assert run.summary == SUMMARY
+    _, line = (run_dir / store.RECORDS).read_bytes().splitlines(keepends=True)
+    (run_dir / store.RECORDS).write_bytes(b"{broken\n" + line)
+    assert run.summary == changed(SUMMARY, overall__questions=2)
     with pytest.raises(UserError, match=r"records\.jsonl, line 1"):
         _ = run.records
     assert Run(tmp_path / "no_records", SUMMARY).records == []
