@@ -11,7 +11,8 @@ NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
 
 METHOD ?= kangaroo
 LIMIT ?= 2
-CLAIM = $(PY) -m specbench.bench -m runs_root=runs/claims data.limit=$(LIMIT)
+CLAIM = $(PY) -m specbench.bench -m runs_root=runs/claims
+SOME = $(CLAIM) data.limit=$(LIMIT)
 TINY := build/tiny
 ANSWERS := $(TINY)/answers/both.jsonl
 PART := OMP_NUM_THREADS=1 $(PY) -m
@@ -56,11 +57,11 @@ report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="
 	@$(PY) -m specbench.report $(RUNS) $(ARGS)
 
 claims: $(STAMP) ## Check what the papers claim on the embedded family, in half an hour [LIMIT=2 questions per task, ARGS="key=value ..."]
-	@$(CLAIM) experiment=kangaroo method=kangaroo $(ARGS)
-	@$(CLAIM) experiment=kangaroo method=pld generate=false $(ARGS)
-	@$(CLAIM) experiment=vocab_trim generate=false $(ARGS)
-	@$(CLAIM) experiment=s2d_multi_target generate=false $(ARGS)
-	@$(CLAIM) experiment=mirror_sd generate=false $(ARGS)
+	@$(SOME) experiment=kangaroo method=kangaroo $(ARGS)
+	@$(SOME) experiment=kangaroo method=pld generate=false $(ARGS)
+	@$(SOME) experiment=vocab_trim generate=false $(ARGS)
+	@$(SOME) experiment=s2d_multi_target generate=false $(ARGS)
+	@$(SOME) experiment=mirror_sd generate=false $(ARGS)
 	@$(CLAIM) experiment=batch_scaling method=exspec,ragged batch_size=1,8 data.limit=6 repeats=1 generate=false $(ARGS)
 	@$(CLAIM) experiment=batch_scaling method=eqspec batch_size=8 data.limit=6 repeats=1 $(ARGS)
 	@$(PY) -m specbench.report claims runs/claims

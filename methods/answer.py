@@ -22,9 +22,14 @@ from specbench.decoding.batch import BatchEngine, Request, Scheduler
 from specbench.decoding.draft import Drafter
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
-from specbench.errors import at_least, one_line_errors
+from specbench.errors import one_line_errors
 from specbench.pairs import Pair, load_pair
+from specbench.values import Count, NotNegative, Seed, check_all
 
+SETTINGS = {
+    **{"count": Count, "batch_size": Count, "max_new_tokens": Count},
+    **{"temperature": NotNegative, "seed": Seed},
+}
 POOL = 8  # batches that are answered together, so that few places are empty at the end
 
 
@@ -52,7 +57,7 @@ def answered(
 
 def answer(cfg: DictConfig) -> Path:
     """Writes what conf/answer.yaml says and returns the file."""
-    at_least(1, count=cfg.count, batch_size=cfg.batch_size, max_new_tokens=cfg.max_new_tokens)
+    check_all(cfg, SETTINGS)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     scheduler = Scheduler(cfg.batch_size)
     engine = BatchEngine(Target(pair.target), Drafter(), scheduler, pair.stop_ids, pair.context_length)

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from specbench.decoding.batch import Row, Scheduler
 from specbench.decoding.rows import Aligned
-from specbench.errors import UserError, at_least
+from specbench.values import Count, NotNegative
 
 
 class ExSpec(Scheduler):
@@ -25,16 +25,13 @@ class ExSpec(Scheduler):
 
     def __init__(
         self,
-        batch_size: int,
-        token_budget: int | None = None,
-        window: int = 32,
-        slack: float = 0.25,
-        patience: int = 16,
+        batch_size: Count,
+        token_budget: Count | None = None,
+        window: Count = 32,
+        slack: NotNegative = 0.25,
+        patience: Count = 16,
     ):
         super().__init__(batch_size, token_budget)
-        at_least(1, window=window, patience=patience)
-        if slack < 0:
-            raise UserError(f"slack must be at least 0, not {slack}")
         self.rows = max(window, batch_size)
         self.slack, self.patience = slack, patience
         self._last = 0  # rows that ran in the last round: the first ones

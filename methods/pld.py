@@ -8,6 +8,7 @@ from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.rows import span
 from specbench.errors import at_least
+from specbench.values import Count
 
 
 class PromptLookup(Drafter):
@@ -18,8 +19,7 @@ class PromptLookup(Drafter):
 
     needs = Needs(batching=True)
 
-    def __init__(self, pair, max_draft_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1):
-        at_least(1, max_draft_tokens=max_draft_tokens, min_ngram=min_ngram)
+    def __init__(self, pair, max_draft_tokens: Count = 10, max_ngram: Count = 3, min_ngram: Count = 1):
         at_least(min_ngram, max_ngram=max_ngram)
         self.max_draft_tokens = max_draft_tokens
         self.ngrams = range(max_ngram, min_ngram - 1, -1)

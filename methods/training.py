@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 from accelerate import Accelerator
@@ -23,6 +24,7 @@ from specbench.conversations import Tokens, batched, conversations, packed_rows,
 from specbench.errors import UserError
 from specbench.pairs import load_pair
 from specbench.threads import Threads, use_threads
+from specbench.values import Count, NotNegative, Positive, Range, Seed
 
 CHUNK = 512  # positions whose logits exist at a time
 HELD_OUT_BATCHES = 8
@@ -30,6 +32,20 @@ TOO_MANY = 10_000  # conversations in a row without anything to learn from
 LOG, CONDITIONS = "train_log.jsonl", "conditions.json"
 FREE = ("out", "save_every", "save_dtype")  # settings that a training may go on with when they have changed
 PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+# What the settings of every trainer take.
+SETTINGS = {
+    **{
+        "steps": Count,
+        "accumulate": Count,
+        "batch_size": Count,
+        "save_every": Count,
+        "seed": Seed,
+        "threads": Count | None,
+    },
+    **{"length": Annotated[int, Range(2)], "learning_rate": Positive, "prompt_weight": NotNegative},
+    **{"precision": Literal["no", "bf16"], "save_dtype": Literal["float32", "bfloat16", "float16"]},
+}
 
 Batch = dict[str, torch.Tensor]
 

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench.checks import check
-from specbench.errors import UserError, near, one_line_errors
+from specbench.errors import UserError, near, one_line_errors, tell
 from specbench.measure import store
 from specbench.processes import end_with_parent, heeding_sigterm
 from specbench.report import tables
@@ -77,7 +77,7 @@ def blamed(job: Job) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(error)
         job.ended(2, str(error))
 
 
@@ -126,7 +126,7 @@ class Command:
         self.jobs += jobs
         with open_sweep(jobs) as sweep:
             for job in jobs:
-                if "group" in job.cfg.tracker and job.cfg.tracker.group is None:
+                if "group" in (job.cfg.get("tracker") or {}) and job.cfg.tracker.group is None:
                     job.cfg.tracker.group = sweep.folder.name
             run(jobs, place, sweep.folder, sweep.save)
 
@@ -174,7 +174,32 @@ def measure(run_dir: Path, logged: bool = False) -> int:
     return code if code >= 0 else 1
 
 
-# -- names that are not there
+# -- what the command line cannot mean
+
+
+def check_overrides(arguments: list[str]) -> None:
+    """Raises UserError for a key that is given twice, of which Hydra takes the last; for a choice that is no name, such
+    as null; and for a launcher where there is no sweep to launch, which Hydra takes no notice of."""
+    given: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.lstrip("+").partition("=")
+        if equals and key in given:
+            raise UserError(f"{key} is given twice: {given[key]} and {value}")
+        given[key] = value
+        for choice in value.split(",") if (CONF / key).is_dir() else []:
+            if re.fullmatch(
+                r"null|true|false|[\d.+-]*", choice, re.IGNORECASE
+            ):  # Hydra wants text, and says no key
+                raise UserError(f"unknown {key} '{choice}': {near(choice, choices_of(key))}")
+    sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
+    launcher = [key for key in given if re.match(r"hydra[./]launcher\b", key)]
+    if launcher and not sweep:
+        raise UserError(f"{launcher[0]} is of a sweep, and this is a single run: add -m")
+
+
+def choices_of(group: str) -> list[str]:
+    """The names that a group of the configuration has."""
+    return [path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith("_")]
 
 
 def explain(error: HydraException | OmegaConfBaseException, config_name: str, overrides: list[str]) -> str:
@@ -221,6 +246,7 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], None]) -> int:
         raise UserError(f"no folder {CONF}: install with `pip install -e .` from a checkout")
     # The parser wants all key=value arguments in a row; `-m` may stand anywhere.
     sys.argv[1:] = overrides = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
+    check_overrides(overrides)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
     try:
         with tempfile.TemporaryDirectory() as scratch:

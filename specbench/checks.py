@@ -4,41 +4,56 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench.errors import UserError, near
+from specbench import values
+from specbench.errors import UserError, file_errors, near
 from specbench.measure import metrics
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
+from specbench.values import Count, Seed, Temperature
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Needs
 
-WHOLE_NUMBERS = {
-    "batch_size": 1,
-    "pool": 1,
-    "repeats": 1,
-    "seed": 0,
-    "decoding.max_new_tokens": 1,
-}  # and the least of each
-OR_NULL = {"data.limit": 1, "vocab.size": 1, "threads": 1}
-# To sample at: logits that are divided by less can overflow, and give no distribution.
-LOWEST_TEMPERATURE = 1e-6
-WORDS = {
-    "protocol": ("paired", "spec_bench"),
-    "pair.dtype": ("float32", "bfloat16", "float16"),
-    "pair.init": ("pretrained", "random"),
+GROUPS = ("method", "drafter", "pair", "vocab", "data", "task", "decoding", "tracker")
+KEYS = {
+    **{
+        "batch_size": Count,
+        "pool": Count,
+        "repeats": Count,
+        "seed": Seed,
+        "generate": bool,
+        "threads": Count | None,
+    },
+    **{"protocol": Literal["paired", "spec_bench"], "run_dir": str | None, "runs_root": str},
+    **{"decoding.max_new_tokens": Count, "decoding.temperature": Temperature},
+    **{
+        "data.limit": Count | None,
+        "data.path": str | None,
+        "data.url": str | None,
+        "data.warmup": str | None,
+    },
+    **{"task.tasks": dict[str, list[str]], "vocab.map": str | None, "vocab.size": Count | None},
+    **{"pair.target": str, "pair.draft": str | None, "pair.tokenizer": str | None, "pair.parts": dict},
+    "pair.dtype": Literal["float32", "bfloat16", "float16"],
+    "pair.init": Literal["pretrained", "random"],
+    # Of transformers and accelerate.
+    "pair.device_map": Literal["auto", "balanced", "balanced_low_0", "sequential"] | None,
 }
-# Of transformers and accelerate.
-WORDS_OR_NULL = {"pair.device_map": ("auto", "balanced", "balanced_low_0", "sequential")}
 
 
+@file_errors()
 def check(cfg: DictConfig) -> None:
     """Resolves the configuration; raises UserError for all that can be known to fail without weights."""
+    chosen = OmegaConf.to_container(cfg)
+    for group in GROUPS:
+        if not isinstance(chosen.get(group), dict):
+            raise UserError(f"no {group} is chosen: set {group} to the name of a file in conf/{group}/")
     try:
         OmegaConf.resolve(cfg)
         missing = OmegaConf.missing_keys(cfg)
@@ -55,27 +70,8 @@ def check(cfg: DictConfig) -> None:
 
 
 def check_values(cfg: DictConfig) -> None:
-    """Raises UserError for a number that is none or too small, and for a word that is not a known one."""
-    for key, low in (WHOLE_NUMBERS | OR_NULL).items():
-        value = OmegaConf.select(cfg, key)
-        if value is None and key in OR_NULL:
-            continue
-        if type(value) is not int or value < low:
-            raise UserError(f"{key} must be a whole number of at least {low}, not {value!r}")
-    temperature = cfg.decoding.temperature
-    fits = type(temperature) in (int, float) and (
-        temperature == 0 or LOWEST_TEMPERATURE <= temperature < float("inf")
-    )
-    if not fits:
-        raise UserError(
-            f"decoding.temperature must be 0 (greedy) or a number of at least {LOWEST_TEMPERATURE}, not {temperature!r}"
-        )
-    if type(cfg.generate) is not bool:
-        raise UserError(f"generate must be true or false, not {cfg.generate!r}")
-    for key, known in (WORDS | WORDS_OR_NULL).items():
-        value = OmegaConf.select(cfg, key)
-        if value not in known and not (value is None and key in WORDS_OR_NULL):
-            raise UserError(f"unknown {key} '{value}': {near(value, known)}")
+    """Raises UserError for a value of another type than its key has, see `KEYS`."""
+    values.check_all(cfg, KEYS)
     if cfg.pair.device_map is not None and cfg.pair.init == "random":
         raise UserError("pair.device_map spreads weights that are loaded: set pair.init=pretrained")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(cfg.pair.device)):
@@ -85,13 +81,17 @@ def check_values(cfg: DictConfig) -> None:
 def check_method(cfg: DictConfig) -> Needs:
     """What the drafter needs. Raises UserError when pair or decoding lack it, or for an unknown parameter."""
     from specbench.decoding.batch import Scheduler  # late: a misspelt name need not wait for torch
+    from specbench.decoding.draft import Drafter
 
-    cls = hydra.utils.get_class(cfg.method._target_)
+    cls = located(cfg.method, "method", Drafter, Scheduler)
     takes = parameters(cls, "method", cfg.method)
     batched, what, group = issubclass(cls, Scheduler), "method", cfg.method
     if batched:
+        cls(
+            batch_size=cfg.batch_size, **metrics.parameters(cfg.method)
+        )  # it needs no weights to say what is wrong
         what, group = "drafter", cfg.drafter
-        cls = hydra.utils.get_class(group._target_)
+        cls = located(group, what, Drafter)
         takes = parameters(cls, what, group)
     name = group.name
     if not batched and cfg.drafter.name != "none":
@@ -158,12 +158,30 @@ def check_vocab(cfg: DictConfig, what: str, group: DictConfig, takes: dict) -> N
         )
 
 
+def located(group: DictConfig, what: str, *kinds: type) -> type:
+    """The class that `_target_` of a method or drafter names. Raises UserError unless it is a subclass of one of
+    `kinds`."""
+    target = group.get("_target_")
+    try:
+        cls = hydra.utils.get_class(str(target))
+    except (ImportError, ValueError) as error:  # as Hydra says it: not there, or no class
+        raise UserError(f"{what}._target_={target} is no class that can be imported: {error}") from error
+    if not issubclass(cls, kinds):
+        known = " or ".join(kind.__name__ for kind in kinds)
+        raise UserError(f"{what}._target_={target} is no {known}")
+    return cls
+
+
 def parameters(cls: type, what: str, group: DictConfig) -> dict[str, inspect.Parameter]:
-    """What a method or drafter can be made with. Raises UserError for a parameter that it does not have."""
-    takes = {key: p for key, p in inspect.signature(cls).parameters.items() if key != "pair"}
-    for key in metrics.parameters(group):
+    """What a method or drafter can be made with. Raises UserError for a parameter that it does not have, and for a
+    value of another type than the signature of its class names."""
+    takes = {k: p for k, p in inspect.signature(cls, eval_str=True).parameters.items() if k != "pair"}
+    for key, value in metrics.parameters(group).items():
         if key not in takes:
             raise UserError(f"{what} {group.name} has no parameter '{key}': {near(key, takes)}")
+        required = takes[key].default is inspect.Parameter.empty
+        if value is not None or not required:  # one that is required and missing is told with what it needs
+            values.check(f"{what}.{key}", value, takes[key].annotation)
     return takes
 
 

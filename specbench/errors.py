@@ -24,6 +24,11 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {said.splitlines()[0] if said else 'no message'}"
 
 
+def tell(error: UserError) -> None:
+    """Prints it as one line on stderr."""
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+
+
 def near(name: str, choices: Iterable[str]) -> str:
     """What would be right instead of an unknown `name`: "did you mean kangaroo? (known: ar, kangaroo)".
 
@@ -53,6 +58,15 @@ def optional(package: str, extra: str) -> ModuleType:
 
 
 @contextmanager
+def file_errors() -> Iterator[None]:
+    """Around work on files that the user named: what the system refuses becomes a UserError, with the file's name."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}" if error.filename else reason(error)) from error
+
+
+@contextmanager
 def one_line_errors() -> Iterator[None]:
     """Around an entry point, as decorator or context: a UserError becomes one line on stderr and exit code 2.
 
@@ -61,5 +75,5 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        tell(error)
         raise SystemExit(2) from None

@@ -21,12 +21,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.text import Text
 
-from specbench import THREAD_VARIABLES
+from specbench import THREAD_VARIABLES, values
 from specbench.bench import here, run, with_hydra
 from specbench.checks import check
 from specbench.errors import UserError, one_line_errors, optional
 from specbench.measure import provenance, store
-from specbench.measure.files import held
+from specbench.measure.files import held, make_folder
 from specbench.questions import WARMUP
 from specbench.report import tables
 from specbench.report.runs import read_run
@@ -43,6 +43,7 @@ class Tuner:
 
     @one_line_errors()  # here already: Hydra would say more
     def __call__(self, cfg: DictConfig) -> None:
+        values.check("trials", cfg.trials, values.Count)
         optuna = optional("optuna", "tune")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         overrides = list(HydraConfig.get().overrides.task)
@@ -53,7 +54,8 @@ class Tuner:
             study = open_study(optuna, folder, own_settings(base, space))
             while (number := len(ended(study))) < cfg.trials:
                 # Not the same seed for a study that goes on: it would draw the same settings again.
-                study.sampler = optuna.samplers.TPESampler(seed=cfg.seed + len(study.trials))
+                seed = (cfg.seed + len(study.trials)) % 2**32  # more bits NumPy does not take
+                study.sampler = optuna.samplers.TPESampler(seed=seed)
                 trial = study.ask(space)
                 job = Job(as_overrides(trial.params), trial_config([*overrides, *as_overrides(trial.params)]))
                 job.cfg.runs_root = str(folder)
@@ -152,8 +154,7 @@ def study_folder(base: DictConfig, space: str) -> Path:
     same = [store.config_hash(checked), space, store.source_sha256(), provenance.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]
     folder = Path(base.runs_root) / "tune" / f"{base.method.name}_{base.pair.name}_{digest}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return make_folder(folder)
 
 
 def open_study(optuna, folder: Path, first: dict):

@@ -14,8 +14,17 @@ from hydra import compose, initialize_config_dir
 
 from specbench import bench, checks
 from specbench.errors import UserError
-from specbench.measure import store
-from tests.commands import TIMEOUT, cli, measure_here, run_main, small_pair_and_questions, wait_for
+from specbench.measure import runner, store
+from tests.commands import (
+    TIMEOUT,
+    cli,
+    exit_code,
+    measure_here,
+    overriding,
+    run_main,
+    small_pair_and_questions,
+    wait_for,
+)
 from tests.models import save_pair
 
 
@@ -41,6 +50,9 @@ def composed(*overrides: str):
         (["-m", "method=kangaroo,sps", "method.exit_layer=3"], "is not there for every choice of this sweep"),
         (["method=sps,ar"], "To sweep over it, add --multirun"),
         (["data.limit"], "missing EQUAL"),
+        (["method=sps", "method=pld"], "method is given twice: sps and pld"),
+        (["-m", "method=sps", "+seed=1", "seed=2"], "seed is given twice: 1 and 2"),
+        (["method=ar", "hydra/launcher=ray"], "hydra/launcher is of a sweep, and this is a single run: add -m"),
     ],
 )  # fmt: skip
 def test_unknown_names(monkeypatch, capfd, arguments, message):
@@ -62,8 +74,8 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["data.limit=true"], "data.limit must be"),
         (["decoding.max_new_tokens=0"], "decoding.max_new_tokens must be"),
         (["seed=-1"], "seed must be"),
-        (["decoding.temperature=-0.5"], "decoding.temperature must be 0 (greedy) or a number of at least 1e-06"),
-        (["decoding.temperature=1e-38"], "decoding.temperature must be 0 (greedy) or a number of at least 1e-06"),
+        (["decoding.temperature=-0.5"], "decoding.temperature must be a number equal to 0 or a number of at least 1e-06"),
+        (["decoding.temperature=1e-38"], "decoding.temperature must be a number equal to 0 or a number of at least 1e-06"),
         (["decoding.temperature=nan"], "decoding.temperature must be"),
         (["decoding.temperature=hot"], "decoding.temperature must be"),
         (["generate=maybe"], "generate must be true or false, not 'maybe'"),
@@ -98,6 +110,37 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["pair.target=.", "pair.tokenizer=null", "pair.parts.kangaroo=./nothing"], "there is no folder './nothing'"),
         (["method=ar", "pair.target=/nothing"], "there is no folder '/nothing'"),
         (["method.adapter=${nope}"], "nope"),
+        (["seed=9223372036854775808"], "seed must be a whole number from 0 to 9223372036854775807, not 922337203"),
+        (["task.tasks=abc"], "task.tasks must be a dictionary, each value a list, each item text, not 'abc'"),
+        (["run_dir=7"], "run_dir must be text or null, not 7"),
+        (["method._target_=os.system"], "method._target_=os.system is no class that can be imported"),
+        (["method._target_=nope.Nope"], "method._target_=nope.Nope is no class that can be imported"),
+        (["method._target_=specbench.bench.main"], "method._target_=specbench.bench.main is no class"),
+        (["method._target_=specbench.bench.Command"], "specbench.bench.Command is no Drafter or Scheduler"),
+        (["method=ragged", "drafter._target_=methods.ragged.RaggedBatch"], "RaggedBatch is no Drafter"),
+        (["method.max_draft_tokens=abc"], "method.max_draft_tokens must be a whole number of at least 1, not 'abc'"),
+        (["method.max_draft_tokens=2.5"], "method.max_draft_tokens must be a whole number of at least 1, not 2.5"),
+        (["method.max_draft_tokens=null"], "method.max_draft_tokens must be a whole number of at least 1, not null"),
+        (["method.max_draft_tokens=true"], "method.max_draft_tokens must be a whole number of at least 1, not True"),
+        (["method.max_draft_tokens=0"], "method.max_draft_tokens must be a whole number of at least 1, not 0"),
+        (["method.confidence_threshold=nan"], "method.confidence_threshold must be a number from 0 to 1, not nan"),
+        (["method.confidence_threshold=7"], "method.confidence_threshold must be a number from 0 to 1, not 7"),
+        (["method.confidence_threshold=abc"], "method.confidence_threshold must be a number from 0 to 1, not 'abc'"),
+        (["method.exit_layer=0"], "method.exit_layer must be a whole number of at least 1 or null, not 0"),
+        (["method=s2d", "method.thresholds=abc"], "method.thresholds must be a list, each item a number from 0 to 1"),
+        (["method=s2d", "method.thresholds=[0.5,2]"], "method.thresholds must be"),
+        (["method=mirror_sd", "method.kappa=0"], "method.kappa must be a whole number of at least 1, not 0"),
+        (["method=mirror_sd", "method.patience=0"], "method.patience must be a number above 0, not 0"),
+        (["method=mirror_sd", "method.draft_cores=0"], "method.draft_cores must be"),
+        (["method=mirror_sd", "method.branches=0"], "method.branches must be a whole number of at least 1 or null"),
+        (["method=mirror_sd", "method.floor=1.1"], "method.floor must be a number from 0 to 1"),
+        (["method=mirror_sd", "method.candidates=exits"], "unknown method.candidates 'exits': did you mean exit?"),
+        (["method=mirror_sd", "method.placement=proces"], "unknown method.placement 'proces': did you mean process?"),
+        (["method=ragged", "drafter.max_draft_tokens=2.5"], "drafter.max_draft_tokens must be"),
+        (["method=exspec", "method.window=0"], "method.window must be a whole number of at least 1, not 0"),
+        (["method=exspec", "method.slack=-1"], "method.slack must be a number of at least 0, not -1"),
+        (["method=exspec", "method.token_budget=0"], "method.token_budget must be"),
+        (["method=exspec", "method.token_budget=4"], "token_budget must be at least 8, not 4"),
         (["pair.target=???"], "there is no value for pair.target"),
         (["method=ar", "pair.target=.", "pair.tokenizer=null", "data.path=/nowhere/q.jsonl"], "/nowhere/q.jsonl"),
     ],
@@ -106,6 +149,48 @@ def test_values_and_combinations(overrides, message):
     with pytest.raises(UserError) as caught:
         checks.check(composed(*overrides))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("group", checks.GROUPS)
+@pytest.mark.parametrize("sweep", [[], ["-m"]])
+def test_a_group_without_a_choice(monkeypatch, capfd, group, sweep):
+    code, _, err = run_main(monkeypatch, capfd, *sweep, f"{group}=null")
+    assert code == 2 and err.startswith(f"error: unknown {group} 'null': ") and err.count("\n") == 1
+    if group != "pair":  # which others refer to, as they are composed
+        with pytest.raises(
+            UserError, match=f"no {group} is chosen: set {group} to the name of a file in conf/{group}/"
+        ):
+            checks.check(composed(f"~{group}"))
+
+
+def test_values_on_the_borders_are_taken():
+    checks.check_method(composed("method.confidence_threshold=1", "method.max_draft_tokens=1"))
+    checks.check_method(composed("method=s2d", "method.thresholds=[0,1]", "method.exits=[2,4,6]"))
+    checks.check_values(composed("seed=9223372036854775807", "decoding.temperature=1"))
+
+
+@pytest.mark.parametrize(
+    "argument", ["run_dir=file", "run_dir=file/run", "run_dir=/proc/foo", "runs_root=file", "runs_root=loose"]
+)
+@pytest.mark.parametrize("sweep", [[], ["-m"]])
+def test_a_folder_that_cannot_be_made(monkeypatch, capfd, place, argument, sweep):
+    cwd, arguments = place
+    (cwd / "file").write_text("")
+    (cwd / "loose").symlink_to(cwd / "nowhere" / "at all")
+    monkeypatch.chdir(cwd)
+    measured = []
+    monkeypatch.setattr(bench, "measure", measured.append)
+    capfd.readouterr()
+    code, _, err = run_main(monkeypatch, capfd, *sweep, "method=ar", *arguments, argument)
+    assert code == 2 and not measured
+    assert err.startswith("error: ") and err.count("\n") == 1 and argument.partition("=")[2] in err
+
+
+def test_the_runner_without_a_configuration(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["runner", str(tmp_path)])
+    assert exit_code(runner.main) == 2
+    error = capfd.readouterr().err
+    assert error == f"error: {tmp_path / store.CONFIG}: No such file or directory\n"
 
 
 def test_sampling_needs_a_method_that_can(monkeypatch):
@@ -225,9 +310,8 @@ def test_error_of_the_runner_is_one_line(monkeypatch, capfd, place):
     narrow = save_pair(cwd / "narrow", vocab_size=258)
     monkeypatch.chdir(cwd)
     measure_here(monkeypatch)
-    code, out, err = run_main(
-        monkeypatch, capfd, "method=sps", *arguments, f"pair.draft={narrow.draft}", "run_dir=here"
-    )
+    arguments = overriding(arguments, f"pair.draft={narrow.draft}")
+    code, out, err = run_main(monkeypatch, capfd, "method=sps", *arguments, "run_dir=here")
     assert code == 2 and out == ""
     errors = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "the vocabularies differ" in errors[0] and "Traceback" not in err

@@ -1,6 +1,6 @@
 import pytest
 
-from specbench.errors import UserError, near, one_line_errors
+from specbench.errors import UserError, file_errors, near, one_line_errors
 
 
 def test_near_names_the_closest_and_all_that_are_known():
@@ -25,4 +25,11 @@ def test_a_user_error_is_one_line_and_exit_code_2(capsys):
 
 def test_other_errors_keep_their_traceback():
     with pytest.raises(ZeroDivisionError), one_line_errors():
+        1 / 0  # noqa: B018
+
+
+def test_what_the_system_refuses_names_the_file(tmp_path):
+    with pytest.raises(UserError, match=f"^{tmp_path}/none: No such file or directory$"), file_errors():
+        (tmp_path / "none").read_text()
+    with pytest.raises(ZeroDivisionError), file_errors():
         1 / 0  # noqa: B018

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from specbench import bench, checks, tune
 from specbench.errors import UserError
 from specbench.measure import runner, store
-from tests.commands import exit_code, small_pair_and_questions
+from tests.commands import exit_code, overriding, small_pair_and_questions
 
 optuna = pytest.importorskip("optuna")
 
@@ -73,9 +73,8 @@ def tuned(tmp_path, monkeypatch, capfd):
                 return 2
 
         monkeypatch.setattr(bench, "measure", measured)
-        monkeypatch.setattr(
-            sys, "argv", ["tune", "method=sps", *arguments, "data.warmup=warmup.jsonl", "repeats=1", *more]
-        )
+        given = overriding(["method=sps", *arguments], "data.warmup=warmup.jsonl", "repeats=1")
+        monkeypatch.setattr(sys, "argv", ["tune", *overriding(given, *more)])
         for name in ("HYDRA_FULL_ERROR", "SPECBENCH_SCRATCH"):  # set by main
             monkeypatch.setenv(name, "")
         capfd.readouterr()
@@ -114,11 +113,16 @@ def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
         assert compose("bench", command[3:]).data.path == "q.jsonl"
 
 
+def test_any_seed_of_a_run_is_one_of_a_study(tuned):
+    code, _, err = tuned("trials=1", "seed=9223372036854775807")
+    assert code == 0, err
+
+
 def test_trials_that_fail_are_counted_and_named(tuned):
     none = ["search.method.max_draft_tokens.low=0", "search.method.max_draft_tokens.high=0"]
     code, out, err = tuned("trials=2", *none)
     assert code == 2 and out.count("failed: method.max_draft_tokens=0") == 2
-    assert out.count("max_draft_tokens must be at least 1, not 0") == 2
+    assert out.count("method.max_draft_tokens must be a whole number of at least 1, not 0") == 2
     assert err.endswith("error: none of the 2 trials succeeded\n")
 
 
@@ -130,6 +134,10 @@ def test_trials_that_fail_are_counted_and_named(tuned):
         (["search.method.max_draft_tokens=7"], "search.method.max_draft_tokens takes choices"),
         (["trails=3"], "unknown key 'trails': did you mean trials or threads?"),
         (["data.warmup=nothing.jsonl"], "nothing.jsonl"),
+        (["trials=abc"], "trials must be a whole number of at least 1, not 'abc'"),
+        (["trials=null"], "trials must be a whole number of at least 1, not null"),
+        (["trials=0"], "trials must be a whole number of at least 1, not 0"),
+        (["runs_root=q.jsonl"], "q.jsonl"),
     ],
 )
 def test_errors_are_one_line(tuned, arguments, message):

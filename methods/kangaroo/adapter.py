@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig
@@ -18,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 
 from specbench.decoding.kv_cache import KVCache, RowCache
 from specbench.decoding.layers import lay_out
-from specbench.errors import UserError
+from specbench.errors import UserError, reason
 
 # A buffer that older transformers stored and newer ones compute; the only key that may be there beyond the weights.
 IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
@@ -100,20 +102,23 @@ def check_exit_layer(exit_layer: int, layers: int) -> int:
 def load_adapter(folder: str | Path, target_config, device, dtype) -> Adapter:
     """Reads `config.json` and `model.safetensors` or the authors' `pytorch_model.bin` from a folder.
 
-    Raises UserError when a file, a key or a shape is missing, unknown or wrong, or when the adapter was made for a
-    target of another width. Pickles are read with weights_only.
+    Raises UserError when a file cannot be read, when a key or a shape is missing, unknown or wrong, or when the adapter
+    was made for a target of another width. Pickles are read with weights_only.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"no Kangaroo adapter in '{folder}': config.json is missing")
-    settings = json.loads((folder / "config.json").read_text())
+    try:
+        if not (folder / "config.json").is_file():
+            raise UserError(f"no Kangaroo adapter in '{folder}': config.json is missing")
+        settings = json.loads((folder / "config.json").read_text())
+        state = _read_state(folder)
+    except (OSError, EOFError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
+        raise UserError(f"the adapter in '{folder}' cannot be read: {reason(error)}") from error
     if settings.get("hidden_size") != target_config.hidden_size:
         raise UserError(
             f"the adapter in '{folder}' is {settings.get('hidden_size')} wide, the target {target_config.hidden_size}: "
             "it was trained for another target"
         )
     adapter = Adapter(LlamaConfig(**settings))
-    state = _read_state(folder)
     state.pop(IGNORED, None)
     expected = adapter.state_dict()
     problems = [f"missing {k}" for k in expected.keys() - state.keys()]

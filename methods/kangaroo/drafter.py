@@ -18,16 +18,17 @@ from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.layers import quick, weight_bytes
 from specbench.decoding.rows import Ragged
 from specbench.decoding.target import Prefill, Target, attention_mask, rows_mask
-from specbench.errors import UserError, at_least
+from specbench.errors import UserError
 from specbench.questions import packaged
+from specbench.values import Count, Probability
 
 
 class Kangaroo(Drafter):
     """exit_layer: layers in the drafting part; None takes the one that the adapter's config.json names (the authors'
     does not: 2 for their 7B, 3 for their 13B adapter). max_draft_tokens: gamma. confidence_threshold: eta, tested on
     the top-1 probability at temperature 1 (paper, table 3), with a strict <, so that 0 gives a constant draft length
-    and more than 1 a single draft token. adapter: folder of the adapter's checkpoint. vocab_map, vocab_size: a trimmed
-    head for drafting, see `methods.heads`.
+    and 1 in practice a single draft token. adapter: folder of the adapter's checkpoint. vocab_map, vocab_size: a
+    trimmed head for drafting, see `methods.heads`.
     """
 
     needs = Needs(part="kangaroo", batching=True)
@@ -36,13 +37,12 @@ class Kangaroo(Drafter):
         self,
         pair,
         adapter: str,
-        exit_layer: int | None = None,
-        max_draft_tokens: int = 6,
-        confidence_threshold: float = 0.6,
+        exit_layer: Count | None = None,
+        max_draft_tokens: Count = 6,
+        confidence_threshold: Probability = 0.6,
         vocab_map: str | None = None,
-        vocab_size: int | None = None,
+        vocab_size: Count | None = None,
     ):
-        at_least(1, max_draft_tokens=max_draft_tokens)
         self.adapter = quick(load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype))
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer

@@ -9,6 +9,7 @@ the research sheet calls faults: the loss counts position t when token t + 1 is 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import hydra
 import torch
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 
 from methods.kangaroo.adapter import Adapter, adapter_config, check_exit_layer, save_adapter
 from methods.training import (
+    SETTINGS,
     Batch,
     agreement,
     batches,
@@ -28,6 +30,7 @@ from methods.training import (
 from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
 from specbench.pairs import load_pair
+from specbench.values import Count, Range, check_all
 
 
 @torch.no_grad()
@@ -81,6 +84,7 @@ class Distillation(torch.nn.Module):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_kangaroo.yaml) and returns the folder of the finished adapter."""
+    check_all(cfg, SETTINGS | {"exit_layer": Count, "like_layer": Annotated[int, Range(0)] | None})
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     target = Target(pair.target)
     exit_layer = check_exit_layer(cfg.exit_layer, len(target.layers))

@@ -10,6 +10,7 @@ about time alone: what the target keeps is up to it, as with every drafter.
 from __future__ import annotations
 
 import copy
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -22,15 +23,9 @@ from methods.mirror_sd.streams import load_streams
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.layers import head_weight, weight_bytes
 from specbench.decoding.target import Prefill, Target
-from specbench.errors import UserError, at_least, near
+from specbench.errors import UserError
 from specbench.questions import packaged
-
-CHOICES = {
-    "candidates": ("exit", "draft", "both", "none"),
-    "positions": ("all", "first"),
-    "acceptance": ("exact", "ratio"),
-    "placement": ("auto", "process", "thread", "inline"),
-}
+from specbench.values import Count, Positive, Probability, Range
 
 
 class MirrorSD(Drafter):
@@ -57,35 +52,22 @@ class MirrorSD(Drafter):
     def __init__(
         self,
         pair,
-        max_draft_tokens: int = 7,
-        kappa: int = 8,
-        exit_layer: int | None = None,
-        branches: int | None = None,
-        floor: float = 0.0,
-        candidates: str = "exit",
-        positions: str = "all",
-        acceptance: str = "exact",
-        placement: str = "auto",
+        max_draft_tokens: Count = 7,
+        kappa: Count = 8,
+        exit_layer: Annotated[int, Range(0)] | None = None,
+        branches: Count | None = None,
+        floor: Probability = 0.0,
+        candidates: Literal["exit", "draft", "both", "none"] = "exit",
+        positions: Literal["all", "first"] = "all",
+        acceptance: Literal["exact", "ratio"] = "exact",
+        placement: Literal["auto", "process", "thread", "inline"] = "auto",
         draft_device: str | None = None,
-        draft_cores: int = 1,
-        patience: float = 60.0,
+        draft_cores: Count = 1,
+        patience: Positive = 60.0,
         streams: str | None = None,
         vocab_map: str | None = None,
-        vocab_size: int | None = None,
+        vocab_size: Count | None = None,
     ):
-        at_least(1, max_draft_tokens=max_draft_tokens, kappa=kappa, draft_cores=draft_cores)
-        at_least(1, branches=1 if branches is None else branches)
-        if not 0 <= floor < 1:
-            raise UserError("method.floor is a probability below 1")
-        chosen = {
-            "candidates": candidates,
-            "positions": positions,
-            "acceptance": acceptance,
-            "placement": placement,
-        }
-        for key, value in chosen.items():
-            if value not in CHOICES[key]:
-                raise UserError(f"unknown method.{key} '{value}': {near(value, CHOICES[key])}")
         target = Target(pair.target)
         layers = len(target.layers)
         self.launch_layer = layers // 2 if exit_layer is None else exit_layer

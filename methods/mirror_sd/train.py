@@ -17,8 +17,18 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from methods.mirror_sd.streams import save_streams
-from methods.training import CHUNK, Batch, batches, held_out_batches, pair_to_train, save_model, train_part
-from specbench.errors import at_least, one_line_errors
+from methods.training import (
+    CHUNK,
+    SETTINGS,
+    Batch,
+    batches,
+    held_out_batches,
+    pair_to_train,
+    save_model,
+    train_part,
+)
+from specbench.errors import one_line_errors
+from specbench.values import Count, NotNegative, check_all
 
 
 class Streaming(torch.nn.Module):
@@ -86,7 +96,7 @@ class Streaming(torch.nn.Module):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_mirror_sd.yaml) and returns the folder of the finished draft model."""
-    at_least(1, streams=cfg.streams)
+    check_all(cfg, SETTINGS | {"streams": Count, "stream_weight": NotNegative})
     pair = pair_to_train(cfg)
     module, held_out = Streaming(pair.draft, cfg.streams, cfg.stream_weight), held_out_batches(cfg, pair)
 

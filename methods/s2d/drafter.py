@@ -17,6 +17,7 @@ from specbench.decoding.draft import Needs
 from specbench.decoding.rows import span
 from specbench.decoding.target import Prefill, Target
 from specbench.errors import UserError
+from specbench.values import Count, Probability
 
 
 class SortedDraft(SpeculativeSampling):
@@ -37,13 +38,13 @@ class SortedDraft(SpeculativeSampling):
     def __init__(
         self,
         pair,
-        exits: list[int] | None = None,
-        only: int | None = None,
-        thresholds: list[float] | None = None,
-        max_draft_tokens: int = 5,
-        confidence_threshold: float = 0.0,
+        exits: list[Count] | None = None,
+        only: Count | None = None,
+        thresholds: list[Probability] | None = None,
+        max_draft_tokens: Count = 5,
+        confidence_threshold: Probability = 0.0,
         vocab_map: str | None = None,
-        vocab_size: int | None = None,
+        vocab_size: Count | None = None,
     ):
         super().__init__(pair, max_draft_tokens, confidence_threshold, vocab_map, vocab_size)
         self.exits = choose_exits(exits, only, getattr(pair.draft.config, "exits", None))

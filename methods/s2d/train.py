@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from methods.training import (
     CHUNK,
+    SETTINGS,
     Batch,
     agreement,
     batches,
@@ -32,6 +33,7 @@ from methods.training import (
 from specbench.decoding.target import Target
 from specbench.errors import UserError, one_line_errors
 from specbench.pairs import cut, load_pair
+from specbench.values import Count, check_all
 
 
 class Sorted(torch.nn.Module):
@@ -69,6 +71,7 @@ class Sorted(torch.nn.Module):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_s2d.yaml) and returns the folder of the finished draft model."""
+    check_all(cfg, SETTINGS | {"layers": Count | list[int], "exits": list[Count]})
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     depth = pair.target.config.num_hidden_layers
     layers = list(range(cfg.layers)) if isinstance(cfg.layers, int) else list(cfg.layers)

@@ -9,7 +9,7 @@ from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.rows import Ragged
 from specbench.decoding.target import Prefill, Target
-from specbench.errors import at_least
+from specbench.values import Count, Probability
 
 
 class SpeculativeSampling(Drafter):
@@ -25,12 +25,11 @@ class SpeculativeSampling(Drafter):
     def __init__(
         self,
         pair,
-        max_draft_tokens: int = 5,
-        confidence_threshold: float = 0.0,
+        max_draft_tokens: Count = 5,
+        confidence_threshold: Probability = 0.0,
         vocab_map: str | None = None,
-        vocab_size: int | None = None,
+        vocab_size: Count | None = None,
     ):
-        at_least(1, max_draft_tokens=max_draft_tokens)
         # Rows of its head beyond the tokenizer's ids are padding; ids that only the target has are fed to it, too.
         self.model = Target(pair.draft, pair.vocab_size, target_ids(pair))
         self.head = draft_head(pair, self.model, vocab_map, vocab_size)

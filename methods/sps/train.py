@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
 from methods.training import (
+    SETTINGS,
     Batch,
     agreement,
     batches,
@@ -25,6 +26,7 @@ from methods.training import (
     train_part,
 )
 from specbench.errors import one_line_errors
+from specbench.values import check_all
 
 
 class Distillation(torch.nn.Module):
@@ -54,6 +56,7 @@ class Distillation(torch.nn.Module):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_sps.yaml) and returns the folder of the finished draft model."""
+    check_all(cfg, SETTINGS)
     pair = pair_to_train(cfg)
     module, held_out = Distillation(pair.draft, pair.target), held_out_batches(cfg, pair)
 

@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import hydra
 from omegaconf import DictConfig
@@ -24,10 +25,15 @@ from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
-from specbench.errors import UserError, near, one_line_errors
+from specbench.errors import one_line_errors
 from specbench.pairs import Pair, load_pair
+from specbench.values import Count, NotNegative, Seed, check_all
 
-SOURCES = ("raw_text", "draft_generated", "target_generated")
+SETTINGS = {
+    "source": Literal["raw_text", "draft_generated", "target_generated"],
+    **{"size": Count | None, "tokens": Count, "held_out_tokens": Count, "max_new_tokens": Count},
+    **{"temperature": NotNegative, "seed": Seed},
+}
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
@@ -69,8 +75,7 @@ def coverage(rows: list[list], seen: Counter, size: int) -> float:
 
 def calibrate(cfg: DictConfig) -> Path:
     """Counts as configured (conf/calibrate_vocab.yaml), writes the map and returns its folder."""
-    if cfg.source not in SOURCES:
-        raise UserError(f"unknown source '{cfg.source}': {near(cfg.source, SOURCES)}")
+    check_all(cfg, SETTINGS)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=cfg.source == "draft_generated")
     counts, data = count(answers(cfg, pair, cfg.source), cfg.tokens, cfg.source)
     rows = rank(counts, pair.tokenizer, pair.stop_ids)[: cfg.size]

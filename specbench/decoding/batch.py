@@ -20,6 +20,7 @@ from specbench.decoding.sampling import Decoding, all_drawn
 from specbench.decoding.target import Target
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.errors import UserError, at_least
+from specbench.values import Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,7 @@ class Scheduler:
     None: no limit.
     """
 
-    def __init__(self, batch_size: int, token_budget: int | None = None):
-        at_least(1, batch_size=batch_size)
+    def __init__(self, batch_size: Count, token_budget: Count | None = None):
         self.batch_size = batch_size
         self.rows = batch_size  # sequences that are held at once
         self.longest_draft = None

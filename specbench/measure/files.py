@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from specbench.errors import UserError
+from specbench.errors import UserError, file_errors
 
 
 @contextmanager
@@ -45,12 +45,24 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@file_errors()
+def make_folder(folder: Path) -> Path:
+    """Makes a folder where there is none yet, and those above it; raises UserError where none can be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@file_errors()
 def new_folder(root: Path, label: str) -> Path:
-    """Makes `root/<date>_<time>_<label>`, which was not there before; such names sort by time."""
+    """Makes `root/<date>_<time>_<label>`, which was not there before; such names sort by time.
+
+    Raises UserError where it cannot be made.
+    """
+    make_folder(root)
     while True:
         folder = root / f"{time.strftime('%Y-%m-%d_%H%M%S')}_{label}"
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:  # made within this very second
             time.sleep(0.1)

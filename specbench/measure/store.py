@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from specbench.errors import UserError
+from specbench.errors import UserError, file_errors
 from specbench.measure import metrics
-from specbench.measure.files import held, new_folder, write_atomic, writing
+from specbench.measure.files import held, make_folder, new_folder, write_atomic, writing
 from specbench.measure.frames import steps_frame
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,12 +41,14 @@ NOT_MEASURED = ("run_dir", "runs_root", "tracker")  # configuration that does no
 # -- finding and making a folder
 
 
+@file_errors()
 def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
     """The folder to measure `config` in: its `run_dir`, or else the newest that can go on, or a new one.
 
     A folder can go on while it has no summary, and was made for the same configuration by the same code;
     `taken` are folders that other jobs have, whatever their state.
-    Raises UserError when `run_dir` is a folder that cannot go on, or that holds other things.
+    Raises UserError when `run_dir` is a folder that cannot go on, or that holds other things, and where no folder can
+    be made or read.
     """
     config = _plain(config)
     code = {"source_sha256": source_sha256()}
@@ -105,8 +107,9 @@ def source_sha256() -> str:
 
 
 def read_config(run_dir: Path) -> dict:
-    """The resolved configuration of a run folder."""
-    return yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+    """The resolved configuration of a run folder. Raises UserError where there is none to read."""
+    with file_errors():
+        return yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
 
 
 def is_complete(run_dir: Path) -> bool:
@@ -143,7 +146,7 @@ def _difference(run_dir: Path, config: dict, code: dict) -> str | None:
 
 
 def _given_folder(run_dir: Path, config: dict, code: dict) -> Path:
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     if not any(run_dir.iterdir()):
         return _start(run_dir, config, code)
     difference = _difference(run_dir, config, code)

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from specbench.errors import one_line_errors
+from specbench.errors import file_errors, one_line_errors
 from specbench.report import claims, compare, formats, page, plots, tables
 from specbench.report.beside import published_tables
 from specbench.report.runs import LeftOut, Run, finished_runs, is_run, summary_frame
@@ -48,6 +48,7 @@ def print_report(runs: list[Run]) -> None:
 
 
 @one_line_errors()
+@file_errors()
 def main() -> int:
     """Does what the command line says; returns the exit code."""
     arguments = sys.argv[1:]

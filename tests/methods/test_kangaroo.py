@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,11 +43,11 @@ def full_rounds(steps, gamma: int, cap: int = 40) -> list:
     return full
 
 
-def test_eta_zero_drafts_gamma_and_eta_above_one_drafts_one(folder):
+def test_eta_zero_drafts_gamma_and_eta_one_drafts_one(folder):
     for gamma in (1, 3, 6):
         steps = full_rounds(run(folder, gamma, 0.0), gamma)
         assert {s.drafted for s in steps} == {gamma}
-    assert {s.drafted for s in full_rounds(run(folder, 6, 1.01), 6)} == {1}
+    assert {s.drafted for s in full_rounds(run(folder, 6, 1.0), 6)} == {1}
 
 
 def test_between_them_the_length_follows_the_confidence(folder):
@@ -168,6 +169,18 @@ def test_a_checkpoint_that_does_not_fit_is_refused(folder, change, message):
     spoil(folder, change)
     with pytest.raises(UserError, match=message):
         load_adapter(folder, random_pair("llama").target.config, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_an_adapter_that_cannot_be_read_is_refused(folder, name):
+    (Path(folder) / name).write_text("neither JSON nor tensors")
+    with pytest.raises(UserError, match=f"^the adapter in '{folder}' cannot be read: "):
+        load_adapter(folder, random_pair("llama").target.config, "cpu", torch.float32)
+
+
+def test_an_adapter_whose_folder_is_a_file_is_refused(folder):
+    with pytest.raises(UserError, match="no Kangaroo adapter in"):
+        load_adapter(f"{folder}/config.json", random_pair("llama").target.config, "cpu", torch.float32)
 
 
 def test_an_adapter_of_another_width_is_refused(folder):

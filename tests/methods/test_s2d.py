@@ -153,7 +153,6 @@ def test_bytes_count_every_head_on_the_way():
     [
         ({"exits": [1, 3]}, r"no exit 3: it was trained with \[1, 2, 4\]"),
         ({"only": 4}, "between 1 and 3"),
-        ({"max_draft_tokens": 0}, "max_draft_tokens must be at least 1"),
         ({"thresholds": [0.5]}, "3 exits take 3 thresholds"),
     ],
 )

@@ -23,6 +23,7 @@ from specbench import threads
 from specbench.bench import ROOT
 from specbench.errors import UserError
 from specbench.pairs import cut, load_pair
+from tests.commands import exit_code
 from tests.decoding.helpers import random_pair
 from tests.methods.training_helpers import (
     Stopped,
@@ -250,6 +251,42 @@ def test_a_stopped_training_goes_on_only_as_it_began(workplace, tmp_path, monkey
         with pytest.raises(UserError, match=f"holds a training with {key}="):
             kangaroo_train.train(settings(more))
     assert kangaroo_train.train(settings("save_every=10")).is_dir()
+
+
+TRAINERS = {
+    "train_kangaroo": kangaroo_train,
+    "train_s2d": s2d_train,
+    "train_mirror_sd": mirror_train,
+    "train_sps": sps_train,
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("steps=0", "steps=abc", "steps=null", "steps=1.5", "accumulate=0", "batch_size=0", "length=1"),
+        *("save_every=0", "learning_rate=0", "learning_rate=nan", "seed=-1", "precision=fp8"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_told_before_anything_is_loaded(
+    workplace, tmp_path, monkeypatch, name, setting
+):
+    trainer = TRAINERS[name]
+    monkeypatch.setattr(trainer, "pair_to_train" if hasattr(trainer, "pair_to_train") else "load_pair", None)
+    cfg = training_settings(name, workplace, tmp_path / "out", setting)
+    key = setting.partition("=")[0]
+    with pytest.raises(UserError, match=f"^({key} must be|unknown {key}) "):
+        trainer.train(cfg)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_trainer_tells_in_one_line(workplace, tmp_path, monkeypatch, capfd):
+    arguments = training_overrides(workplace, tmp_path / "out", "steps=0")
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    capfd.readouterr()
+    assert exit_code(kangaroo_train.main) == 2
+    assert capfd.readouterr().err == "error: steps must be a whole number of at least 1, not 0\n"
 
 
 def test_two_processes_train_like_one_with_twice_the_batches(workplace, tmp_path):

@@ -120,6 +120,16 @@ def test_the_command_says_when_there_is_nothing(called, tmp_path, capsys):
     )
 
 
+def test_a_report_that_cannot_be_written_or_read_is_one_line(called, tmp_path, capsys):
+    write_run(tmp_path, "run")
+    (tmp_path / "file").write_text("")
+    for arguments, named in ((["run", "--out", "file"], "file"), (["x" * 300], "x" * 300)):
+        with pytest.raises(SystemExit, match="2"):
+            called(*arguments)
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {named}: ") and error.count("\n") == 1
+
+
 def test_a_report_of_a_single_run_stands_beside_it(called, tmp_path, capsys):
     run_dir = write_run(tmp_path, "run")
     before = {path.name for path in run_dir.iterdir()}

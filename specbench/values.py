@@ -1,0 +1,106 @@
+"""Types of settings: a signature or a table names them as data, and values are checked before a weight is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+
+from specbench.errors import UserError, near
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number, both included unless `above` leaves out the lower one."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"equal to {self.low}"
+        if self.high < math.inf:
+            return f"from {self.low} to {self.high}"
+        return f"above {self.low}" if self.above else f"of at least {self.low}"
+
+
+Count = Annotated[int, Range(1)]
+Positive = Annotated[float, Range(0, above=True)]
+NotNegative = Annotated[float, Range(0)]
+Probability = Annotated[float, Range(0, 1)]
+# 0 is greedy; logits that are divided by less than the lowest one to sample at can overflow, and give no distribution.
+Temperature = Annotated[float, Range(0, 0)] | Annotated[float, Range(1e-6)]
+Seed = Annotated[
+    int, Range(0, 2**63 - 1)
+]  # torch takes less than 2**64, and the draft model's seed is one higher
+
+NAMES = {
+    **{int: "a whole number", float: "a number", bool: "true or false", str: "text"},
+    **{NoneType: "null", list: "a list", dict: "a dictionary"},
+}
+
+
+def check(name: str, value: object, kind: Any) -> None:
+    """Checks a setting against the type that it should have.
+
+    Args:
+        name: The key as the user writes it, such as "method.max_draft_tokens".
+        value: The value.
+        kind: int, float, bool, str, list[...], dict[str, ...], a Literal, a union of these or with None, or an
+            Annotated number with a `Range`. A float may be written as a whole number, but is finite; a bool is no
+            number. A value of any other type passes.
+
+    Raises:
+        UserError: The value is not of that type.
+    """
+    value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    if _fits(value, kind):
+        return
+    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    if literals:
+        raise UserError(f"unknown {name} '{value}': {near(str(value), get_args(literals[0]))}")
+    raise UserError(f"{name} must be {_describe(kind)}, not {'null' if value is None else repr(value)}")
+
+
+def check_all(cfg: DictConfig, kinds: Mapping[str, Any]) -> None:
+    """Checks settings of a configuration, each named by its dotted key, as `check` does; a missing one is null."""
+    for key, kind in kinds.items():
+        check(key, OmegaConf.select(cfg, key), kind)
+
+
+def _fits(value: object, kind: Any) -> bool:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _fits(value, arguments[0]) and all(value in bound for bound in arguments[1:])
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in arguments)
+    if origin is Literal:
+        return isinstance(value, str) and value in arguments
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind if kind in NAMES else True  # of another type a method judges by itself
+
+
+def _describe(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return " ".join([_describe(arguments[0]), *map(str, arguments[1:])])
+    if origin in (Union, UnionType):
+        return " or ".join(map(_describe, arguments))
+    if origin is list:
+        return f"a list, each item {_describe(arguments[0])}"
+    if origin is dict:
+        return f"a dictionary, each value {_describe(arguments[1])}"
+    return NAMES.get(kind, str(kind))
