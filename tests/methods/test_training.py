@@ -23,7 +23,6 @@ from specbench import threads
 from specbench.bench import ROOT
 from specbench.errors import UserError
 from specbench.pairs import cut, load_pair
-from tests.commands import exit_code
 from tests.decoding.helpers import random_pair
 from tests.methods.training_helpers import (
     Stopped,
@@ -281,12 +280,12 @@ def test_a_setting_that_cannot_work_is_told_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_trainer_tells_in_one_line(workplace, tmp_path, monkeypatch, capfd):
+def test_a_trainer_tells_in_one_line(workplace, tmp_path):
     arguments = training_overrides(workplace, tmp_path / "out", "steps=0")
-    monkeypatch.setattr(sys, "argv", ["train", *arguments])
-    capfd.readouterr()
-    assert exit_code(kangaroo_train.main) == 2
-    assert capfd.readouterr().err == "error: steps must be a whole number of at least 1, not 0\n"
+    command = [sys.executable, "-m", "methods.kangaroo.train", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == "error: steps must be a whole number of at least 1, not 0\n"
 
 
 def test_two_processes_train_like_one_with_twice_the_batches(workplace, tmp_path):
