@@ -17,12 +17,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 import yaml
 
-from specbench.errors import UserError, near, one_line_errors, reason
+from specbench import values
+from specbench.errors import UserError, one_line_errors, reason
 from specbench.measure import store
 from specbench.processes import end_with_parent
 from specbench.report import tables
@@ -45,8 +46,8 @@ def check(tracker: Mapping) -> None:
     """Raises UserError for a setting of `conf/tracker/` that cannot work."""
     if tracker["name"] == "none":
         return
-    if tracker["mode"] not in MODES:
-        raise UserError(f"unknown tracker.mode '{tracker['mode']}': {near(tracker['mode'], MODES)}")
+    values.check("tracker.mode", tracker["mode"], Literal[MODES])
+    values.check("tracker.upload_diff", tracker["upload_diff"], bool)
     if type(tracker["timeout"]) not in (int, float) or not 1 <= tracker["timeout"] < float("inf"):
         raise UserError(f"tracker.timeout must be seconds, at least 1, not {tracker['timeout']!r}")
 

@@ -36,6 +36,7 @@ TRACKER = {
     "mode": "online",
     "group": "g",
     "timeout": 60,
+    "upload_diff": False,
 }
 OFFLINE = TRACKER | {"mode": "offline"}
 NOWHERE = "http://127.0.0.1:9"
@@ -288,6 +289,7 @@ def test_nothing_is_written_without_a_tracker(run_dir):
         ({"mode": "onlin"}, "unknown tracker.mode 'onlin': did you mean online or offline?"),
         ({"timeout": 0}, "tracker.timeout must be seconds, at least 1, not 0"),
         ({"timeout": "long"}, "tracker.timeout must be"),
+        ({"upload_diff": "maybe"}, "tracker.upload_diff must be true or false, not 'maybe'"),
     ],
 )
 def test_a_setting_that_cannot_work(wrong, message):
@@ -360,3 +362,41 @@ def test_secrets_stay_here(tmp_path):
     sent = Path(entry.local_path).read_text()
     assert "open sesame" not in sent and "api_key: '***'" in sent
     assert "open sesame" in (run_dir / store.CONFIG).read_text()
+
+
+SECRET_URL = "https://me:pw@host/q?token=abc"
+
+
+def sent_files(run_dir: Path, **options) -> dict[str, str]:
+    from specbench.report.wandb_run import artifact
+
+    entries = artifact(run_dir, **options).manifest.entries.values()
+    return {entry.path: Path(entry.local_path).read_text() for entry in entries if entry.path != store.STEPS}
+
+
+def test_no_file_that_is_sent_holds_a_secret(tmp_path):
+    data = CONFIG["data"] | {"url": SECRET_URL}
+    run_dir = finished_run(tmp_path, answered(1), data=data)
+    # As an older version wrote it, or a child on another machine.
+    store.write_json(run_dir / store.PROVENANCE, {"config": {"data": data}, "git": None})
+    (run_dir / "log.txt").write_text(f"cannot download {SECRET_URL}\n")
+    store.note_failure(run_dir, f"cannot download {SECRET_URL}")
+    sent = sent_files(run_dir)
+    for name in (store.CONFIG, store.PROVENANCE, store.FAILURE, "log.txt"):
+        assert "https://***@host/q?***" in sent[name]
+    assert not any("pw@host" in text or "token=abc" in text for text in sent.values())
+    assert store.read_config(run_dir)["data"]["url"] == SECRET_URL  # here it is needed
+
+
+def test_the_code_stays_here_unless_asked_for(tmp_path):
+    run_dir = finished_run(tmp_path, answered(1))
+    git = {"commit": "c" * 40, "diff_sha256": "d" * 64, "diff": "+unpublished = 1\n"}
+    store.write_json(run_dir / store.PROVENANCE, {"git": git})
+    (sent,) = [json.loads(text) for name, text in sent_files(run_dir).items() if name == store.PROVENANCE]
+    assert sent["git"] == {"commit": "c" * 40, "diff_sha256": "d" * 64}
+    (sent,) = [
+        json.loads(text)
+        for name, text in sent_files(run_dir, upload_diff=True).items()
+        if name == store.PROVENANCE
+    ]
+    assert sent["git"] == git == store.read_json(run_dir / store.PROVENANCE)["git"]

@@ -51,9 +51,10 @@ COMPARABLE = (
 )
 SAME_RUN = ("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights")
 
-# Far more than the caches hold; on a GPU so much that starting a pass is small beside it.
-BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}
+# More than the caches of a processor hold; on a GPU so much that starting a pass is small beside it.
+BUFFER_BYTES = 2**30
 PASSES = 7
+NO_DIFF = hashlib.sha256(b"").hexdigest()  # of the code from its commit
 
 
 def collect(config: dict, questions_file: Path, command: Sequence[str] | None = None) -> dict:
@@ -74,7 +75,7 @@ def collect(config: dict, questions_file: Path, command: Sequence[str] | None = 
         "source_sha256": store.source_sha256(),
         "git": git_state(store.ROOT),
         "questions": {"path": str(questions_file), "sha256": file_sha256(questions_file)},
-        "weights": weights(config["pair"], config["method"]),
+        "weights": without_secrets(weights(config["pair"], config["method"])),
     }
 
 
@@ -234,31 +235,44 @@ def _flat(value, prefix: str = ""):
 # -- secrets
 
 SECRET_NAME = re.compile(
-    r"(^|[._-])(api_?key|access_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE
+    r"(?:^|[.\s_-])(?:(?:api|access|secret|private|auth|client|refresh|bearer)_?)?"
+    r"(?:key|token|secret|password|passwd|passphrase|credentials?|auth|authorization|bearer|signature)$",
+    re.IGNORECASE,
 )
 SECRET_TEXT = re.compile(
     # keys that are known by their form
-    r"\b(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|sk-[\w-]{16,}|AKIA[0-9A-Z]{16})\b"
-    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password@host
+    r"(?<![A-Za-z0-9])(?:(?:hf_|gh[pousr]_)[A-Za-z0-9]{16,}|(?:github_pat_|glpat-|sk-|AIza)[\w-]{16,}"
+    r"|xox[a-z]-[\w-]{8,}|A[KS]IA[0-9A-Z]{16}|eyJ[\w-]{8,}(?:\.[\w-]+)+)"
+    # credentials in a header; of `Basic` base64 alone, which is no lower-case word
+    r"|(?i:\bbearer\s+)[^\s\"',]+|(?i:\bbasic\s+)(?=[a-z+/_-]*[A-Z0-9=])[\w+/=-]{4,}"
 )
+URL = re.compile(r"(?<=://)(\S*@)?([^\s?#@]*)(\S*)")  # user and password, place, query
 BLANK = "***"
 
 
 def without_secrets(value, name: str = ""):
-    """The same value with texts blanked that are named like a secret, or look like one."""
+    """The same value without secrets: what is named like one, texts that look like one, and of every URL user,
+    password, query and fragment. What leaves a run folder, or is shown, goes through here."""
+    if SECRET_NAME.search(name) and value is not None and not isinstance(value, bool):
+        return BLANK
     if isinstance(value, Mapping):
         return {key: without_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [without_secrets(item, name) for item in value]
-    if not isinstance(value, str):
-        return value
-    return BLANK if SECRET_NAME.search(name) else SECRET_TEXT.sub(BLANK, value)
+    return SECRET_TEXT.sub(BLANK, URL.sub(_without_credentials, value)) if isinstance(value, str) else value
+
+
+def _without_credentials(url: re.Match) -> str:
+    user, place, query = url.groups(default="")
+    if "?" in user or "#" in user:  # in a password, or in front of an @ in the query: nobody can tell
+        return BLANK
+    return (user and f"{BLANK}@") + place + (query and query[0] + BLANK)
 
 
 def _without_secret_value(argument: str) -> str:
     """A command-line argument, `name=secret` blanked."""
-    name, equals, value = argument.partition("=")
-    return name + equals + without_secrets(value, name) if equals else without_secrets(argument)
+    name, equals, _ = argument.partition("=")
+    return f"{name}={BLANK}" if equals and SECRET_NAME.search(name) else without_secrets(argument)
 
 
 # -- the ceiling
@@ -276,8 +290,7 @@ def bandwidth(device) -> float:
     from specbench.decoding.trace import Clock
 
     clock = Clock(device)
-    size = BUFFER_BYTES[device.type]
-    buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
+    buffer = torch.ones(BUFFER_BYTES // 4, dtype=torch.float32, device=device)
 
     def seconds() -> float:
         clock.synchronize()
@@ -288,7 +301,7 @@ def bandwidth(device) -> float:
         return clock.seconds(start, end)
 
     seconds()
-    return size / statistics.median(seconds() for _ in range(PASSES))
+    return BUFFER_BYTES / statistics.median(seconds() for _ in range(PASSES))
 
 
 # -- memory

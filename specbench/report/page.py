@@ -9,6 +9,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, select_autoescape
 from rich.table import Table
 
+from specbench.measure import provenance
 from specbench.report import formats, tables
 from specbench.report.runs import LeftOut, Run, labels
 
@@ -47,13 +48,14 @@ def page(
 
 
 def _run(label: str, run: Run) -> dict:
-    # Provenance has the configuration without secrets.
-    config = run.provenance and yaml.dump(run.provenance["config"], Dumper=DUMPER, **YAML)
+    # Folders of older versions may hold secrets that those did not know.
+    found = provenance.without_secrets(run.provenance)
+    config = found and yaml.dump(found["config"], Dumper=DUMPER, **YAML)
     return {
         "name": run.name,
         "label": label,
         "table": formats.html(tables.run_table(run.summary)),
-        "provenance": _provenance(run.provenance),
+        "provenance": _provenance(found),
         "config": config,
     }
 
@@ -63,7 +65,10 @@ def _provenance(found: dict | None) -> list[tuple[str, str]]:
     if found is None:
         return [("provenance", "none that can be read")]
     git, machine = found["git"], found["machine"]
-    commit = "no repository" if git is None else git["commit"] + (", changed" if git.get("diff") else "")
+    commit = "no repository"
+    if git is not None:  # a folder that was uploaded may hold the checksum of the difference alone
+        unchanged = not git["diff"] if "diff" in git else git["diff_sha256"] == provenance.NO_DIFF
+        commit = git["commit"] + ("" if unchanged else ", changed")
     gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or "no GPU"
     return [
         ("begun", found["time"]),

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,12 @@ from specbench.report.runs import Run, read_run, summary_frame
 
 REACH_SECONDS = 30  # to wait for the service to answer at all
 ARTIFACT = "run"  # the artifacts of this type are run folders
+# What may hold a secret: how it is read and written. Records and answers hold the models' texts alone.
+FORMATS = {
+    ".yaml": (yaml.safe_load, partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)),
+    ".json": (json.loads, partial(json.dumps, indent=2, ensure_ascii=False)),
+    ".txt": (str, str),
+}
 
 
 def log_run(run_dir: Path, tracker: Mapping) -> str:
@@ -63,7 +70,7 @@ def log_run(run_dir: Path, tracker: Mapping) -> str:
     )
     run.summary.update(scalars(summary))
     run.log(contents(measured))
-    logged = run.log_artifact(artifact(run_dir))
+    logged = run.log_artifact(artifact(run_dir, tracker["upload_diff"]))
     if online:
         logged.wait()  # raises when the upload failed, which finish() only prints
     run.finish()
@@ -143,19 +150,26 @@ def acceptance_lines(numbers: dict) -> wandb.plot.CustomChart:
     )
 
 
-def artifact(run_dir: Path) -> wandb.Artifact:
-    """The run folder; its files are not copied, and secrets in the configuration are blanked."""
+def artifact(run_dir: Path, upload_diff: bool = False) -> wandb.Artifact:
+    """The run folder as it may leave this machine: without secrets and, unless `upload_diff`, without the difference of
+    the code from its commit, of which the checksum stays. A file in which nothing changes is not copied."""
     found = wandb.Artifact(re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name), type=ARTIFACT)
-    config = store.read_config(run_dir)
-    shown = provenance.without_secrets(config)
     for file in sorted(run_dir.iterdir()):
         if not file.is_file() or file.name.startswith("."):
             continue
-        if file.name == store.CONFIG and shown != config:
-            with found.new_file(file.name) as blanked:
-                yaml.safe_dump(shown, blanked, sort_keys=False, allow_unicode=True)
-        else:
+        if file.suffix not in FORMATS:
             found.add_file(str(file), policy="immutable", skip_cache=True)
+            continue
+        load, dump = FORMATS[file.suffix]
+        content = load(file.read_text(encoding="utf-8"))
+        shown = provenance.without_secrets(content)
+        if file.name == store.PROVENANCE and shown["git"] and not upload_diff:
+            shown["git"].pop("diff", None)
+        if shown == content:
+            found.add_file(str(file), policy="immutable", skip_cache=True)
+        else:
+            with found.new_file(file.name, encoding="utf-8") as copy:
+                copy.write(dump(shown))
     return found
 
 

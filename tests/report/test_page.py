@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from specbench.measure import provenance
 from specbench.report import page, tables
 from specbench.report.runs import LeftOut, Run
 from tests.report.samples import PROVENANCE, SUMMARY, changed, faster, nothing, run_of, wrong
@@ -115,11 +116,23 @@ def test_each_run_says_where_it_comes_from(text):
     assert "none that can be read" in lost and "configuration" not in lost
 
 
+def test_a_secret_that_an_older_version_recorded_is_not_shown(tmp_path):
+    url = "https://me:pw@host/q?token=abc"
+    command = ["python", f"data.url={url}"]
+    found = changed(PROVENANCE, command=command, config={"data": {"url": url}, "method": {"name": "pld"}})
+    text = page.page([run_of(tmp_path, "old", faster(2.0), found)], [], [], {}, [], [])
+    assert text.count("https://***@host/q?***") == 2 and "pw@host" not in text and "token=abc" not in text
+
+
 def test_a_changed_tree_and_gpus_are_told(tmp_path):
     found = changed(PROVENANCE, git__diff="- a\n+ b\n", machine__gpus=[{"name": "H200"}])
     one = page._provenance(found)
     assert ("code", f"{'c' * 40}, changed; sha256 {'a' * 12}") in one
     assert dict(one)["machine"].endswith("H200")
+    uploaded = {"commit": "c" * 40, "diff_sha256": "d" * 64}  # without the difference itself
+    assert ("code", f"{'c' * 40}, changed; sha256 {'a' * 12}") in page._provenance(found | {"git": uploaded})
+    uploaded["diff_sha256"] = provenance.NO_DIFF
+    assert ("code", f"{'c' * 40}; sha256 {'a' * 12}") in page._provenance(found | {"git": uploaded})
     assert dict(page._provenance(found | {"git": None}))["code"].startswith("no repository")
 
 
