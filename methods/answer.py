@@ -24,11 +24,11 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
 from specbench.pairs import Pair, load_pair
-from specbench.values import Count, NotNegative, Seed, check_all
+from specbench.values import Count, Seed, Temperature, check_all
 
 SETTINGS = {
     **{"count": Count, "batch_size": Count, "max_new_tokens": Count},
-    **{"temperature": NotNegative, "seed": Seed},
+    **{"temperature": Temperature, "seed": Seed},
 }
 POOL = 8  # batches that are answered together, so that few places are empty at the end
 

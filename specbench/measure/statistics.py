@@ -32,7 +32,7 @@ def speedup(
 
     A question is dropped with both its times, so that what they share (a long answer) cancels. For times of 6 to 36
     questions that vary like real ones the interval covers the truth in about 0.90 to 0.95 of all runs, least for few
-    questions and heavy tails (`python -m tests.benchmarks.coverage`); a bootstrap (BCa) does in 0.78 to 0.93.
+    questions and heavy tails (`python -m tests.benchmarks.coverage`); a bootstrap (BCa) does in 0.80 to 0.90.
 
     Args:
         reference_seconds: [questions], seconds.
