@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 from typing import TYPE_CHECKING, Literal
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench import values
-from specbench.errors import UserError, file_errors, near
+from specbench.errors import UserError, file_errors, near, reason
 from specbench.measure import metrics
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
@@ -163,12 +163,11 @@ def located(group: DictConfig, what: str, *kinds: type) -> type:
     `kinds`."""
     target = group.get("_target_")
     try:
-        cls = hydra.utils.get_class(str(target))
-    except (ImportError, ValueError) as error:  # as Hydra says it: not there, or no class
-        raise UserError(f"{what}._target_={target} is no class that can be imported: {error}") from error
-    if not issubclass(cls, kinds):
-        known = " or ".join(kind.__name__ for kind in kinds)
-        raise UserError(f"{what}._target_={target} is no {known}")
+        cls = pkgutil.resolve_name(str(target))  # not hydra's get_class, which prints what it raises
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{what}._target_={target} cannot be imported: {reason(error)}") from error
+    if not (isinstance(cls, type) and issubclass(cls, kinds)):
+        raise UserError(f"{what}._target_={target} is no {' or '.join(kind.__name__ for kind in kinds)}")
     return cls
 
 

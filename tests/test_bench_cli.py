@@ -113,9 +113,9 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["seed=9223372036854775808"], "seed must be a whole number from 0 to 9223372036854775807, not 922337203"),
         (["task.tasks=abc"], "task.tasks must be a dictionary, each value a list, each item text, not 'abc'"),
         (["run_dir=7"], "run_dir must be text or null, not 7"),
-        (["method._target_=os.system"], "method._target_=os.system is no class that can be imported"),
-        (["method._target_=nope.Nope"], "method._target_=nope.Nope is no class that can be imported"),
-        (["method._target_=specbench.bench.main"], "method._target_=specbench.bench.main is no class"),
+        (["method._target_=os.system"], "method._target_=os.system is no Drafter or Scheduler"),
+        (["method._target_=nope.Nope"], "method._target_=nope.Nope cannot be imported: ModuleNotFoundError"),
+        (["method._target_=specbench.bench.main"], "specbench.bench.main is no Drafter or Scheduler"),
         (["method._target_=specbench.bench.Command"], "specbench.bench.Command is no Drafter or Scheduler"),
         (["method=ragged", "drafter._target_=methods.ragged.RaggedBatch"], "RaggedBatch is no Drafter"),
         (["method.max_draft_tokens=abc"], "method.max_draft_tokens must be a whole number of at least 1, not 'abc'"),
@@ -161,6 +161,12 @@ def test_a_group_without_a_choice(monkeypatch, capfd, group, sweep):
             UserError, match=f"no {group} is chosen: set {group} to the name of a file in conf/{group}/"
         ):
             checks.check(composed(f"~{group}"))
+
+
+@pytest.mark.parametrize("target", ["os.system", "nope.Nope", "os.nope", "", "null"])
+def test_a_target_that_is_no_method_is_one_line(monkeypatch, capfd, target):
+    code, out, err = run_main(monkeypatch, capfd, f"method._target_={target}")
+    assert (code, out) == (2, "") and err.startswith("error: method._target_=") and err.count("\n") == 1
 
 
 def test_values_on_the_borders_are_taken():

@@ -29,8 +29,9 @@ from specbench.errors import one_line_errors
 from specbench.pairs import Pair, load_pair
 from specbench.values import Count, NotNegative, Seed, check_all
 
+SOURCES = ("raw_text", "draft_generated", "target_generated")
 SETTINGS = {
-    "source": Literal["raw_text", "draft_generated", "target_generated"],
+    "source": Literal[SOURCES],
     **{"size": Count | None, "tokens": Count, "held_out_tokens": Count, "max_new_tokens": Count},
     **{"temperature": NotNegative, "seed": Seed},
 }
