@@ -178,12 +178,12 @@ def measure(run_dir: Path, logged: bool = False) -> int:
 
 
 def check_overrides(arguments: list[str]) -> None:
-    """Raises UserError for a key that is given twice, of which Hydra takes the last; for a choice that is no name, such
-    as null; and for a launcher where there is no sweep to launch, which Hydra takes no notice of."""
+    """Raises UserError for what Hydra would silently ignore or take amiss: a group that is chosen twice, of which it
+    takes the last; a choice that is no name, such as null; a launcher where there is no sweep to launch."""
     given: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.lstrip("+").partition("=")
-        if equals and key in given:
+        if equals and key in given and (CONF / key).is_dir():
             raise UserError(f"{key} is given twice: {given[key]} and {value}")
         given[key] = value
         for choice in value.split(",") if (CONF / key).is_dir() else []:

@@ -72,12 +72,6 @@ def wait_for(condition) -> None:
         time.sleep(0.02)
 
 
-def overriding(arguments: list[str], *more: str) -> list[str]:
-    """Arguments and more of them, which take the place of those with the same key: none may be given twice."""
-    keys = {argument.partition("=")[0] for argument in more}
-    return [*(a for a in arguments if a.partition("=")[0] not in keys), *more]
-
-
 def small_pair_and_questions(folder: Path) -> list[str]:
     """Saves a small pair and three questions; returns the arguments that name them."""
     pair = save_pair(folder / "pair")

@@ -20,7 +20,6 @@ from tests.commands import (
     cli,
     exit_code,
     measure_here,
-    overriding,
     run_main,
     small_pair_and_questions,
     wait_for,
@@ -51,7 +50,6 @@ def composed(*overrides: str):
         (["method=sps,ar"], "To sweep over it, add --multirun"),
         (["data.limit"], "missing EQUAL"),
         (["method=sps", "method=pld"], "method is given twice: sps and pld"),
-        (["-m", "method=sps", "+seed=1", "seed=2"], "seed is given twice: 1 and 2"),
         (["method=ar", "hydra/launcher=ray"], "hydra/launcher is of a sweep, and this is a single run: add -m"),
     ],
 )  # fmt: skip
@@ -316,8 +314,8 @@ def test_error_of_the_runner_is_one_line(monkeypatch, capfd, place):
     narrow = save_pair(cwd / "narrow", vocab_size=258)
     monkeypatch.chdir(cwd)
     measure_here(monkeypatch)
-    arguments = overriding(arguments, f"pair.draft={narrow.draft}")
-    code, out, err = run_main(monkeypatch, capfd, "method=sps", *arguments, "run_dir=here")
+    arguments = ["method=sps", *arguments, f"pair.draft={narrow.draft}", "run_dir=here"]
+    code, out, err = run_main(monkeypatch, capfd, *arguments)
     assert code == 2 and out == ""
     errors = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "the vocabularies differ" in errors[0] and "Traceback" not in err

@@ -15,7 +15,6 @@ from specbench.sweeps import FAILED, OK, RUNNING, WAITING, Job, open_sweep
 from tests.commands import (
     TIMEOUT,
     measure_here,
-    overriding,
     run_main,
     small_pair_and_questions,
     start,
@@ -39,7 +38,7 @@ def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_pat
     arguments = small_pair_and_questions(tmp_path)
     narrow = save_pair(tmp_path / "narrow", vocab_size=258).draft
     good = next(a.partition("=")[2] for a in arguments if a.startswith("pair.draft="))
-    command = ["-m", "method=sps", *overriding(arguments, f"pair.draft={good},{good},{narrow}")]
+    command = ["-m", "method=sps", *arguments, f"pair.draft={good},{good},{narrow}"]
 
     process = start(tmp_path, *command)
     wait_for(lambda: states(tmp_path) == [OK, RUNNING, WAITING] or process.poll() is not None)

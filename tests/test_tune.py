@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from specbench import bench, checks, tune
 from specbench.errors import UserError
 from specbench.measure import runner, store
-from tests.commands import exit_code, overriding, small_pair_and_questions
+from tests.commands import exit_code, small_pair_and_questions
 
 optuna = pytest.importorskip("optuna")
 
@@ -73,8 +73,10 @@ def tuned(tmp_path, monkeypatch, capfd):
                 return 2
 
         monkeypatch.setattr(bench, "measure", measured)
-        given = overriding(["method=sps", *arguments], "data.warmup=warmup.jsonl", "repeats=1")
-        monkeypatch.setattr(sys, "argv", ["tune", *overriding(given, *more)])
+        given = [argument for argument in more if argument.startswith("method=")] or ["method=sps"]
+        others = [argument for argument in more if not argument.startswith("method=")]
+        fixed = [*arguments, "data.warmup=warmup.jsonl", "repeats=1"]
+        monkeypatch.setattr(sys, "argv", ["tune", *given, *fixed, *others])
         for name in ("HYDRA_FULL_ERROR", "SPECBENCH_SCRATCH"):  # set by main
             monkeypatch.setenv(name, "")
         capfd.readouterr()

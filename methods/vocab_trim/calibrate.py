@@ -27,13 +27,13 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
 from specbench.pairs import Pair, load_pair
-from specbench.values import Count, NotNegative, Seed, check_all
+from specbench.values import Count, Seed, Temperature, check_all
 
 SOURCES = ("raw_text", "draft_generated", "target_generated")
 SETTINGS = {
     "source": Literal[SOURCES],
     **{"size": Count | None, "tokens": Count, "held_out_tokens": Count, "max_new_tokens": Count},
-    **{"temperature": NotNegative, "seed": Seed},
+    **{"temperature": Temperature, "seed": Seed},
 }
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 

@@ -51,8 +51,8 @@ COMPARABLE = (
 )
 SAME_RUN = ("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights")
 
-# More than the caches of a processor hold; on a GPU so much that starting a pass is small beside it.
-BUFFER_BYTES = 2**30
+LEAST_BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # so much that starting a pass is small beside it
+UNKNOWN_CACHE_BYTES = 2**30  # where the system does not tell: no processor of one socket has much more
 PASSES = 7
 NO_DIFF = hashlib.sha256(b"").hexdigest()  # of the code from its commit
 
@@ -290,7 +290,8 @@ def bandwidth(device) -> float:
     from specbench.decoding.trace import Clock
 
     clock = Clock(device)
-    buffer = torch.ones(BUFFER_BYTES // 4, dtype=torch.float32, device=device)
+    size = buffer_bytes(device.type)
+    buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
 
     def seconds() -> float:
         clock.synchronize()
@@ -301,7 +302,24 @@ def bandwidth(device) -> float:
         return clock.seconds(start, end)
 
     seconds()
-    return BUFFER_BYTES / statistics.median(seconds() for _ in range(PASSES))
+    return size / statistics.median(seconds() for _ in range(PASSES))
+
+
+def buffer_bytes(kind: str) -> int:
+    """Bytes that are read to measure the bandwidth of a "cpu" or "cuda": on a CPU twice what its caches hold."""
+    least = LEAST_BUFFER_BYTES[kind]
+    return max(least, 2 * last_level_cache_bytes()) if kind == "cpu" else least
+
+
+def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Bytes of all level 3 caches of this machine together; a guess on the safe side where the system does not tell."""
+    sizes = {}
+    for cache in folder.glob("cpu[0-9]*/cache/index3"):
+        found = re.fullmatch(r"(\d+)([KM])", (cache / "size").read_text().strip())
+        if found:
+            shared_by = (cache / "shared_cpu_list").read_text().strip()
+            sizes[shared_by] = int(found[1]) * {"K": 2**10, "M": 2**20}[found[2]]
+    return sum(sizes.values()) or UNKNOWN_CACHE_BYTES
 
 
 # -- memory

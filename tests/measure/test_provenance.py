@@ -195,15 +195,27 @@ def test_a_run_goes_on_only_where_it_began(found, tmp_path):
 
 
 def test_bandwidth_is_a_plausible_speed(monkeypatch):
-    assert provenance.BUFFER_BYTES == 2**30  # the caches of an EPYC 9654 hold 384 MiB
-    monkeypatch.setattr(provenance, "BUFFER_BYTES", 2**24)
+    monkeypatch.setattr(provenance, "buffer_bytes", lambda kind: 2**24)
     assert 1e7 < provenance.bandwidth(torch.device("cpu")) < 1e13
+
+
+def test_the_buffer_of_the_bandwidth_is_larger_than_the_caches(tmp_path, monkeypatch):
+    """An EPYC 9684X: 12 caches of 96 MiB, each of 8 cores."""
+    for core in range(96):
+        cache = tmp_path / f"cpu{core}" / "cache" / "index3"
+        cache.mkdir(parents=True)
+        (cache / "size").write_text("98304K\n")
+        (cache / "shared_cpu_list").write_text(f"{core // 8 * 8}-{core // 8 * 8 + 7}\n")
+    assert provenance.last_level_cache_bytes(tmp_path) == 1152 * 2**20
+    assert provenance.last_level_cache_bytes(tmp_path / "none") == provenance.UNKNOWN_CACHE_BYTES
+    monkeypatch.setattr(provenance, "last_level_cache_bytes", lambda: 1152 * 2**20)
+    assert provenance.buffer_bytes("cpu") == 2304 * 2**20 and provenance.buffer_bytes("cuda") == 2**30
 
 
 @pytest.mark.skipif(not provenance.RESET_PEAK.exists(), reason="nothing counts the peak here")
 def test_the_buffer_of_the_bandwidth_is_in_no_peak_memory(monkeypatch):
     cpu, size = torch.device("cpu"), 2**27
-    monkeypatch.setattr(provenance, "BUFFER_BYTES", size)
+    monkeypatch.setattr(provenance, "buffer_bytes", lambda kind: size)
     provenance.reset_peak_memory(cpu)
     before = provenance.peak_memory(cpu)
     provenance.bandwidth(cpu)
