@@ -48,7 +48,10 @@ def file_sha256(path: Path) -> str:
 @file_errors()
 def make_folder(folder: Path) -> Path:
     """Makes a folder where there is none yet, and those above it; raises UserError where none can be."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"cannot make the folder {folder}: a file is in its place") from error
     return folder
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specbench.errors import file_errors, one_line_errors
+from specbench.measure.files import make_folder
 from specbench.report import claims, compare, formats, page, plots, tables
 from specbench.report.beside import published_tables
 from specbench.report.runs import LeftOut, Run, finished_runs, is_run, summary_frame
@@ -24,7 +25,7 @@ def report(runs: list[Run], left_out: list[LeftOut], out: Path, first: list[Tabl
     those that every report has."""
     side_by_side = [*first, *tables.overview(run.summary for run in runs)]
     drawn = plots.figures(runs)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     published = published_tables(dict.fromkeys(run.summary["method"] for run in runs))
     every = [*side_by_side, *published]
     (out / "tables.md").write_text("\n".join(map(formats.markdown, every)), encoding="utf-8")
