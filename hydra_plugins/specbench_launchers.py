@@ -172,7 +172,9 @@ class Ray(SweepLauncher):
             yield run_dir, 1, "no node of the Ray cluster is left"
 
     def _connect(self, ray: ModuleType) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
+        # Of a cluster that is started here; Ray's own niceness, 15, lets any other process slow down what is timed.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             ray.init(self.address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError) as error:

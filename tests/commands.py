@@ -14,7 +14,7 @@ from specbench import bench
 from specbench.measure import runner
 from tests.models import save_pair
 
-TIMEOUT = 300  # s; a sweep on a Ray cluster took over 120 with both cores busy
+TIMEOUT = 300  # s
 
 
 def start(cwd: Path, *arguments: str, **env: str) -> subprocess.Popen:

@@ -110,6 +110,7 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # by default 15: beside other load its jobs would starve
     # Where Ray notes a cluster, wherever that one lives.
     Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ray") as scratch:
