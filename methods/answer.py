@@ -9,14 +9,15 @@ behind its last line.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from specbench.compose import with_hydra
 from specbench.conversations import Messages, conversations
 from specbench.decoding.batch import BatchEngine, Request, Scheduler
 from specbench.decoding.draft import Drafter
@@ -94,11 +95,11 @@ def whole_lines(path: Path) -> int:
     return content.count(b"\n")
 
 
-@hydra.main(version_base=None, config_path="../conf", config_name="answer")
-def main(cfg: DictConfig) -> None:
-    with one_line_errors():
-        answer(cfg)
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("answer", answer)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

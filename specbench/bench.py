@@ -8,33 +8,24 @@ SIGTERM.
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
-import hydra
-from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 from specbench.checks import check
-from specbench.errors import UserError, near, one_line_errors, tell
+from specbench.compose import with_hydra
+from specbench.errors import UserError, one_line_errors, tell
 from specbench.measure import store
 from specbench.processes import end_with_parent, heeding_sigterm
-from specbench.report import tables
-from specbench.report.runs import read_run
 from specbench.sweeps import OK, RUNNING, WAITING, Job, Place, open_sweep, print_failures
 from specbench.tracking import track
 
-ROOT = Path(__file__).resolve().parents[1]
-CONF = ROOT / "conf"
+# What reads run folders needs pandas, and is imported when there is one to read: bad input is answered before that.
 
 
 # -- jobs
@@ -98,6 +89,9 @@ def end(job: Job, code: int, reason: str | None = None) -> None:
     if code == 2:  # the runner has said in one line what the user can put right
         return
     if store.is_complete(job.run_dir):
+        from specbench.report import tables
+        from specbench.report.runs import read_run
+
         tables.print_run(read_run(job.run_dir))
         track(job.run_dir, job.cfg.tracker)
     if code != 0:
@@ -139,6 +133,9 @@ class Command:
         """Prints what several jobs have in common and which failed; returns the highest exit code."""
         finished = [job.run_dir for job in self.jobs if job.run_dir and store.is_complete(job.run_dir)]
         if len(finished) > 1:
+            from specbench.report import tables
+            from specbench.report.runs import read_run
+
             tables.print_overview([read_run(run_dir) for run_dir in finished])
         if len(self.jobs) > 1:
             print_failures(self.jobs)
@@ -174,62 +171,6 @@ def measure(run_dir: Path, logged: bool = False) -> int:
     return code if code >= 0 else 1
 
 
-# -- what the command line cannot mean
-
-
-def check_overrides(arguments: list[str]) -> None:
-    """Raises UserError for what Hydra would silently ignore or take amiss: a group that is chosen twice, of which it
-    takes the last; a choice that is no name, such as null; a launcher where there is no sweep to launch."""
-    given: dict[str, str] = {}
-    for argument in arguments:
-        key, equals, value = argument.lstrip("+").partition("=")
-        if equals and key in given and (CONF / key).is_dir():
-            raise UserError(f"{key} is given twice: {given[key]} and {value}")
-        given[key] = value
-        for choice in value.split(",") if (CONF / key).is_dir() else []:
-            if re.fullmatch(
-                r"null|true|false|[\d.+-]*", choice, re.IGNORECASE
-            ):  # Hydra wants text, and says no key
-                raise UserError(f"unknown {key} '{choice}': {near(choice, choices_of(key))}")
-    sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
-    launcher = [key for key in given if re.match(r"hydra[./]launcher\b", key)]
-    if launcher and not sweep:
-        raise UserError(f"{launcher[0]} is of a sweep, and this is a single run: add -m")
-
-
-def choices_of(group: str) -> list[str]:
-    """The names that a group of the configuration has."""
-    return [path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith("_")]
-
-
-def explain(error: HydraException | OmegaConfBaseException, config_name: str, overrides: list[str]) -> str:
-    """One line for what Hydra says in many."""
-    if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        choices = [option for option in error.options if not option.startswith("_")]
-        return f"unknown {group} '{choice}': {near(choice, choices)}"
-    if isinstance(error, ConfigCompositionException):
-        key = re.match(r"Could not override '([\w.]+)'", str(error))
-        if key:
-            return unknown_key(key[1], config_name, overrides)
-    return f"{error} {error.__cause__ or ''}"
-
-
-def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
-    """One line about a key that is not in the configuration which the overrides' group choices give."""
-    pairs = [override.split("=", 1) for override in overrides if "=" in override]
-    choices = [f"{group}={value.split(',')[0]}" for group, value in pairs if (CONF / group).is_dir()]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        hydra_too = key.startswith("hydra.")
-        node = OmegaConf.to_container(compose(config_name, choices, return_hydra_config=hydra_too))
-    for part in key.split("."):
-        known = node if isinstance(node, dict) else {}
-        if part not in known:
-            return f"unknown key '{key}': {near(part, known)}"
-        node = known[part]
-    return f"key '{key}' is not there for every choice of this sweep"
-
-
 # -- the command
 
 
@@ -238,26 +179,6 @@ def main() -> int:
     """Runs every job of the command line; returns the exit code, for a sweep the highest of its jobs."""
     command = Command()
     return with_hydra("bench", command) or command.report()
-
-
-def with_hydra(config_name: str, task: Callable[[DictConfig], None]) -> int:
-    """Gives `task` what Hydra composes from the command line; returns 0, or 130 when Ctrl-C has stopped it."""
-    if not CONF.is_dir():
-        raise UserError(f"no folder {CONF}: install with `pip install -e .` from a checkout")
-    # The parser wants all key=value arguments in a row; `-m` may stand anywhere.
-    sys.argv[1:] = overrides = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
-    check_overrides(overrides)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            os.environ["SPECBENCH_SCRATCH"] = scratch
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, config_name, overrides)) from error
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specbench import values
 from specbench.errors import UserError, file_errors, near, reason
-from specbench.measure import metrics
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
 from specbench.values import Count, Seed, Temperature
@@ -88,7 +87,7 @@ def check_method(cfg: DictConfig) -> Needs:
     batched, what, group = issubclass(cls, Scheduler), "method", cfg.method
     if batched:
         cls(
-            batch_size=cfg.batch_size, **metrics.parameters(cfg.method)
+            batch_size=cfg.batch_size, **values.parameters(cfg.method)
         )  # it needs no weights to say what is wrong
         what, group = "drafter", cfg.drafter
         cls = located(group, what, Drafter)
@@ -175,7 +174,7 @@ def parameters(cls: type, what: str, group: DictConfig) -> dict[str, inspect.Par
     """What a method or drafter can be made with. Raises UserError for a parameter that it does not have, and for a
     value of another type than the signature of its class names."""
     takes = {k: p for k, p in inspect.signature(cls, eval_str=True).parameters.items() if k != "pair"}
-    for key, value in metrics.parameters(group).items():
+    for key, value in values.parameters(group).items():
         if key not in takes:
             raise UserError(f"{what} {group.name} has no parameter '{key}': {near(key, takes)}")
         required = takes[key].default is inspect.Parameter.empty

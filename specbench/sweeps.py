@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
-from rich.text import Text
 
 from specbench.measure import store
 from specbench.measure.files import held, new_folder
-from specbench.report import tables
 
 SWEEPS, SWEEP = "sweeps", "sweep.json"
 WAITING, RUNNING, OK, FAILED = "waiting", "running", "ok", "failed"
@@ -110,6 +108,10 @@ def print_failures(jobs: list[Job]) -> None:
     failed = [job for job in jobs if job.state != OK]
     if not failed:
         return
+    from rich.text import Text
+
+    from specbench.report import tables  # late, as in specbench.bench
+
     out = tables.console()
     count = f"{len(failed)} of {len(jobs)} jobs failed; the same command runs them again:"
     out.print(Text(count, style=tables.WRONG))

@@ -19,17 +19,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import pandas as pd
 import yaml
 
 from specbench import values
 from specbench.errors import UserError, one_line_errors, reason
 from specbench.measure import store
 from specbench.processes import end_with_parent
-from specbench.report import tables
-from specbench.report.runs import finished_runs, read_runs, summary_frame
 
 if TYPE_CHECKING:
+    import pandas as pd
     import wandb
 
 DEFAULTS = store.ROOT / "conf" / "tracker" / "wandb.yaml"
@@ -141,6 +139,8 @@ def group_frame(
     group: str, project: str = "specbench", entity: str | None = None, into: Path = CACHE
 ) -> pd.DataFrame:
     """`report.runs.summary_frame` of the runs of a group; see `pull`."""
+    from specbench.report.runs import read_runs, summary_frame
+
     return summary_frame(read_runs(pull(group, project, entity, into))[0])
 
 
@@ -231,6 +231,9 @@ def main() -> int:
     for command in (log, compare):
         command.add_argument("--entity", help="by default the user's own")
     given = vars(parser.parse_args())
+    from specbench.report import tables
+    from specbench.report.runs import finished_runs
+
     if given.pop("command") == "log":
         folders = [run.folder for run in finished_runs(given.pop("run_dir"))[0]]
         try:

@@ -47,6 +47,14 @@ NAMES = {
     **{NoneType: "null", list: "a list", dict: "a dictionary"},
 }
 
+# What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
+NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats")
+
+
+def parameters(group: Mapping) -> dict:
+    """What a method or drafter is made with, of its configuration."""
+    return {key: value for key, value in group.items() if key not in NO_PARAMETERS}
+
 
 def check(name: str, value: object, kind: Any) -> None:
     """Checks a setting against the type that it should have.

@@ -13,6 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from specbench import bench, checks
+from specbench.compose import CONF
 from specbench.errors import UserError
 from specbench.measure import runner, store
 from tests.commands import (
@@ -28,7 +29,7 @@ from tests.models import save_pair
 
 
 def composed(*overrides: str):
-    with initialize_config_dir(str(bench.CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("bench", overrides=list(overrides))
 
 

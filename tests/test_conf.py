@@ -7,8 +7,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specbench.bench import CONF
 from specbench.checks import check_method, check_values
+from specbench.compose import CONF
 from specbench.decoding.batch import Scheduler
 from specbench.decoding.draft import Drafter
 from specbench.questions import TASKS

@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 
 from hydra_plugins import specbench_launchers
 from specbench import bench
+from specbench.compose import CONF
 from specbench.errors import UserError
 from specbench.measure import runner, store
 from tests.commands import cli, run_main, small_pair_and_questions
@@ -46,7 +47,7 @@ def swept_here(tmp_path_factory):
     arguments = small_pair_and_questions(folder)
     with (
         pytest.MonkeyPatch.context() as patch,
-        initialize_config_dir(str(bench.CONF), version_base="1.3"),
+        initialize_config_dir(str(CONF), version_base="1.3"),
     ):
         patch.chdir(folder)
         for method in JOBS:
@@ -55,9 +56,9 @@ def swept_here(tmp_path_factory):
     return folder, ["-m", f"method={','.join(JOBS)}", *arguments], tokens(folder / "here")
 
 
-@pytest.mark.parametrize("path", sorted((bench.CONF / "hydra/launcher").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((CONF / "hydra/launcher").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_launcher_takes_its_settings(path):
-    with initialize_config_dir(str(bench.CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("bench", [f"hydra/launcher={path.stem}"], return_hydra_config=True).hydra.launcher
     settings = {key: value for key, value in cfg.items() if key != "_target_"}
     assert isinstance(hydra.utils.get_class(cfg._target_)(**settings), specbench_launchers.SweepLauncher)

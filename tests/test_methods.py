@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specbench.bench import CONF
+from specbench.compose import CONF
 from specbench.measure import provenance, runner, store
 from specbench.questions import warmup_questions
 

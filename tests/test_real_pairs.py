@@ -18,7 +18,7 @@ from methods.mirror_sd import MirrorSD
 from methods.pld import PromptLookup
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.bench import CONF
+from specbench.compose import CONF
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target

@@ -10,18 +10,19 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from specbench import bench, checks, tune
+from specbench.compose import CONF
 from specbench.errors import UserError
 from specbench.measure import runner, store
 from tests.commands import exit_code, small_pair_and_questions
 
 optuna = pytest.importorskip("optuna")
 
-SEARCHES = sorted((bench.CONF / "search").glob("*.yaml"))
+SEARCHES = sorted((CONF / "search").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
 def test_every_search_varies_what_its_method_has(path):
-    with initialize_config_dir(str(bench.CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("tune", [f"method={path.stem}"])
         space = {key: tune.distribution(optuna, key, bounds) for key, bounds in tune.searched(cfg.search)}
         assert space and tune.own_settings(tune.trial_config([f"method={path.stem}"]), space)
@@ -111,7 +112,7 @@ def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
     command = shlex.split(again.splitlines()[-1])
     assert command[:4] == ["python", "-m", "specbench.bench", "method=sps"] and "trials=3" not in command
     assert command[-2:] == [f"method.{k}={method[k]:g}" for k in ("max_draft_tokens", "confidence_threshold")]
-    with initialize_config_dir(str(bench.CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         assert compose("bench", command[3:]).data.path == "q.jsonl"
 
 

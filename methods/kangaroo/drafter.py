@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 
 from methods.heads import Going, draft_head, unsure
-from methods.kangaroo.adapter import check_exit_layer, load_adapter
 from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
 from specbench.decoding.kv_cache import KVCache
@@ -43,6 +42,8 @@ class Kangaroo(Drafter):
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
+        from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
+
         self.adapter = quick(load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype))
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer
@@ -184,4 +185,6 @@ def _exit_layer(asked: int | None, adapter, layers: int) -> int:
         raise UserError("the adapter does not say which layer it was trained for: set method.exit_layer")
     if trained not in (None, chosen):
         raise UserError(f"the adapter was trained for exit layer {trained}, not {chosen}")
+    from methods.kangaroo.adapter import check_exit_layer
+
     return check_exit_layer(chosen, layers)

@@ -8,10 +8,10 @@ the research sheet calls faults: the loss counts position t when token t + 1 is 
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
-import hydra
 import torch
 from omegaconf import DictConfig
 
@@ -27,6 +27,7 @@ from methods.training import (
     train_part,
     training_pair,
 )
+from specbench.compose import with_hydra
 from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
 from specbench.pairs import load_pair
@@ -101,11 +102,11 @@ def train(cfg: DictConfig) -> Path:
     return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 
 
-@hydra.main(version_base=None, config_path="../../conf", config_name="train_kangaroo")
-def main(cfg: DictConfig) -> None:
-    with one_line_errors():
-        train(cfg)
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_kangaroo", train)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

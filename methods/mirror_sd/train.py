@@ -8,9 +8,9 @@ top. The result is a draft model like any other, with the streams' embeddings be
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from torch.nn.functional import cross_entropy
@@ -27,6 +27,7 @@ from methods.training import (
     save_model,
     train_part,
 )
+from specbench.compose import with_hydra
 from specbench.errors import one_line_errors
 from specbench.values import Count, NotNegative, check_all
 
@@ -111,11 +112,11 @@ def train(cfg: DictConfig) -> Path:
     return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 
 
-@hydra.main(version_base=None, config_path="../../conf", config_name="train_mirror_sd")
-def main(cfg: DictConfig) -> None:
-    with one_line_errors():
-        train(cfg)
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_mirror_sd", train)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,10 +9,10 @@ parts here (`methods.training.train_part`): the learning rate falls linearly, no
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from torch.nn.functional import cross_entropy
@@ -30,6 +30,7 @@ from methods.training import (
     train_part,
     training_pair,
 )
+from specbench.compose import with_hydra
 from specbench.decoding.target import Target
 from specbench.errors import UserError, one_line_errors
 from specbench.pairs import cut, load_pair
@@ -101,11 +102,11 @@ def train(cfg: DictConfig) -> Path:
     return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 
 
-@hydra.main(version_base=None, config_path="../../conf", config_name="train_s2d")
-def main(cfg: DictConfig) -> None:
-    with one_line_errors():
-        train(cfg)
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_s2d", train)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

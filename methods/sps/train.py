@@ -6,9 +6,9 @@ computed on the fly. It starts from the pair's draft model or another one of the
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel
@@ -25,6 +25,7 @@ from methods.training import (
     soft_cross_entropy,
     train_part,
 )
+from specbench.compose import with_hydra
 from specbench.errors import one_line_errors
 from specbench.values import check_all
 
@@ -69,11 +70,11 @@ def train(cfg: DictConfig) -> Path:
     return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 
 
-@hydra.main(version_base=None, config_path="../../conf", config_name="train_sps")
-def main(cfg: DictConfig) -> None:
-    with one_line_errors():
-        train(cfg)
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_sps", train)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

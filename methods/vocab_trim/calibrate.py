@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import hydra
 from omegaconf import DictConfig
 from tqdm import tqdm
 
 from methods.vocab_trim.vocab_map import rank, save_vocab_map
+from specbench.compose import with_hydra
 from specbench.conversations import conversations
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
@@ -90,11 +91,11 @@ def calibrate(cfg: DictConfig) -> Path:
     return Path(cfg.out)
 
 
-@hydra.main(version_base=None, config_path="../../conf", config_name="calibrate_vocab")
-def main(cfg: DictConfig) -> None:
-    with one_line_errors():
-        calibrate(cfg)
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("calibrate_vocab", calibrate)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,7 +15,8 @@ class Certificate:
 
     first_divergence: index of the first difference, counted from the first new token; None when exact.
     margin: the target's logit of the reference's token less that of the answer's, at that place; None when
-    there are no two tokens to compare. noise: the rounding noise that the margin was held against, in logits.
+    there are no two tokens to compare. noise: the rounding noise that the margin was held against, in logits; None
+    without a margin.
     """
 
     verdict: str | None
@@ -29,12 +30,12 @@ def certify(
     answer: Sequence[int],
     stop_ids: Collection[int],
     margin_at: Callable[[int, int, int], float],
-    noise: float,
+    noise: Callable[[], float],
 ) -> Certificate:
     """Compares an answer with the reference: new token ids of both, cut after the first stop token.
 
     Where they first differ in a token, `margin_at(index, reference_token, answer_token)` is asked for the
-    target's margin between the two after the common prefix: within the noise it is a tie, a choice that
+    target's margin between the two after the common prefix: within `noise()` it is a tie, a choice that
     rounding alone makes differently. Everything else is a violation, also an answer that ends before or goes
     on after the reference without a differing token: the token that ends an answer is a token, so no near-tie
     explains a missing one. So is an equal answer that goes on behind its stop token.
@@ -44,12 +45,12 @@ def certify(
         if expected == found:
             continue
         if expected is None or found is None:
-            return Certificate("violation", index, None, noise)
-        margin = margin_at(index, expected, found)
-        return Certificate("tie" if abs(margin) <= noise else "violation", index, margin, noise)
+            return Certificate("violation", index, None, None)
+        margin, limit = margin_at(index, expected, found), noise()
+        return Certificate("tie" if abs(margin) <= limit else "violation", index, margin, limit)
     if len(answer) > len(ours):
-        return Certificate("violation", len(ours), None, noise)
-    return Certificate("exact", None, None, noise)
+        return Certificate("violation", len(ours), None, None)
+    return Certificate("exact", None, None, None)
 
 
 def until_stop(tokens: Sequence[int], stop_ids: Collection[int]) -> Sequence[int]:

@@ -7,12 +7,12 @@ repeats; comparisons take the mean of a question's repeats first, so that the qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
 import pandas as pd
 
+from specbench import values
 from specbench.measure.equivalence import VERDICTS
 from specbench.measure.frames import GENERATION_COLUMNS, generations_frame, steps_frame
 from specbench.measure.rounds import (
@@ -30,8 +30,6 @@ from specbench.measure.rounds import (
 from specbench.measure.statistics import Speedup, ratio_of_means, speedup
 
 SCHEMA = 4
-# What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
-NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats")
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
 QUESTION_COLUMNS = {
     "question_id": "int64",
@@ -57,9 +55,9 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     batch_size = config["batch_size"] if facts["batched"] else None
     overall = numbers(records, facts, reference, batch_size)
     failed = sum(record["error"] is not None for record in records)
-    settings = parameters(config["method"])
+    settings = values.parameters(config["method"])
     if facts["batched"]:
-        settings |= {f"drafter.{key}": value for key, value in parameters(config["drafter"]).items()}
+        settings |= {f"drafter.{key}": value for key, value in values.parameters(config["drafter"]).items()}
     return {
         "schema": SCHEMA,
         "status": "failed" if failed else "complete",
@@ -87,11 +85,6 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "equivalence": overall["equivalence"],
         "baseline": baseline,
     }
-
-
-def parameters(group: Mapping) -> dict:
-    """What a method or drafter is made with, of its configuration."""
-    return {key: value for key, value in group.items() if key not in NO_PARAMETERS}
 
 
 def numbers(
@@ -283,13 +276,16 @@ def parts(records: list[dict], what: str, batched: bool) -> pd.DataFrame:
 
     speedup: seconds of plain decoding as this run measured it / of the method. throughput: the same against plain
     decoding one by one. mbsu: bytes of weights that plain decoding would have read / that were read.
+    acceptance_length: tokens emitted by draft-verify rounds / target passes.
     """
-    if what == "mbsu":
+    if what in ("mbsu", "acceptance_length"):
         steps = steps_frame(records)
         rounds = steps[steps["arm"] == "method"]
+        by = [rounds["pool"], rounds["repeat"]] if batched else rounds["question_id"]
+        if what == "acceptance_length":
+            return pd.DataFrame({"above": rounds["emitted"], "below": 1}).groupby(by).sum()
         whole_pass = steps.loc[steps["arm"] == ARMS["engine"], "target_bytes"].max()
         read = (rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["rows"]
-        by = [rounds["pool"], rounds["repeat"]] if batched else rounds["question_id"]
         return pd.DataFrame({"above": rounds["emitted"] * whole_pass, "below": read}).groupby(by).sum()
     generations = generations_frame(records)
     single = what == "throughput" and (generations["arm"] == "single").any()

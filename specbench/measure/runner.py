@@ -11,6 +11,7 @@ import gc
 import hashlib
 import random
 import sys
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
@@ -32,13 +33,15 @@ from specbench.errors import JobError, UserError, one_line_errors, reason
 from specbench.measure import provenance, store
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
 from specbench.measure.equivalence import VERDICTS, Certificate, certify
-from specbench.measure.metrics import parameters
 from specbench.measure.rounding import batch_noise, margin, shape_noise
 from specbench.pairs import Pair, load_pair
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.threads import Threads, use_threads
+from specbench.values import parameters
 
-WARM_UP_TOKENS = 32  # of each arm on each warm-up question; the rounding noise is measured on as many
+WARM_UP_TOKENS = (
+    32  # of each arm on each question that it warms up with; the rounding noise is measured on as many
+)
 THREADS_TOKENS = 16  # of each arm that the number of threads is chosen by
 # SINGLE, in a run with batches: plain decoding one by one, what every answer is held against and batching gains on.
 BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
@@ -58,8 +61,9 @@ class Bench:
     protocol: str
     seed: int
     batch_size: int | None = None
-    noise: float = 0.0
+    warmup: Sequence[Question] = ()
     peak_memory: int | None = None  # bytes, while a batch method ran
+    _noise: float | None = None
 
     @property
     def reference(self) -> str:
@@ -178,21 +182,30 @@ class Bench:
         ]
         return max(certificates, key=lambda c: VERDICTS.index(c.verdict))
 
-    def warm_up(self, questions: list[Question]) -> None:
-        """Runs every arm on each warm-up question, and measures the rounding noise on the baseline's answers."""
-        requests = self._warm_up_requests(questions, WARM_UP_TOKENS)
+    def warm_up(self) -> None:
+        """Runs every arm on the warm-up questions with the shortest and the longest prompt."""
+        by_length = sorted(self._warm_up_requests(WARM_UP_TOKENS), key=lambda request: len(request.prompt))
+        ends = [by_length[0], by_length[-1]]
         for name, arm in self.arms.items():
-            answers = arm(requests if name != SINGLE else requests[: len(questions)])
-            if name == self.reference:
-                samples = [(r.prompt, a.tokens) for r, a in zip(requests[: len(questions)], answers)]
-        self.noise = shape_noise(self.target, samples)
-        if self.batch_size:
-            self.noise = max(self.noise, batch_noise(self.target, samples, self.batch_size))
+            arm(ends if name == SINGLE else self._filled(ends))
 
-    def use_threads(self, asked: int | None, questions: list[Question]) -> Threads:
+    def noise(self) -> float:
+        """The rounding noise in logits, on the baseline's answers to the warm-up questions. It is measured when it is
+        first needed: the first answer that differs waits for it, not the first question."""
+        if self._noise is None:
+            requests = self._warm_up_requests(WARM_UP_TOKENS)
+            samples = []
+            for request, answer in zip(requests, self.arms[self.reference](requests)):
+                samples.append((request.prompt, answer.tokens))
+            self._noise = shape_noise(self.target, samples)
+            if self.batch_size:
+                self._noise = max(self._noise, batch_noise(self.target, samples, self.batch_size))
+        return self._noise
+
+    def use_threads(self, asked: int | None) -> Threads:
         """Sets torch's threads for all arms: `asked`, or as many as baseline and method together are fastest with, on
         the first warm-up question (batches: on as many as fill one)."""
-        requests = self._warm_up_requests(questions, THREADS_TOKENS)[: self.batch_size or 1]
+        requests = self._filled(self._warm_up_requests(THREADS_TOKENS))[: self.batch_size or 1]
 
         def work() -> None:
             for name in (BASELINE, METHOD):
@@ -200,13 +213,17 @@ class Bench:
 
         return use_threads(asked, work if self.pair.device.type == "cpu" else None)
 
-    def _warm_up_requests(self, questions: list[Question], most_tokens: int) -> list[Request]:
-        """A request for each question, and the same again until they fill a batch."""
+    def _warm_up_requests(self, most_tokens: int) -> list[Request]:
+        """A request for each warm-up question."""
         requests = []
-        for question in questions:
+        for question in self.warmup:
             prompt = self.prompt(question, [])
             cap = min(self.capped(prompt).max_new_tokens, most_tokens)
             requests.append(Request(prompt, Decoding(cap, self.decoding.temperature), self.seed))
+        return requests
+
+    def _filled(self, requests: list[Request]) -> list[Request]:
+        """The same requests again until they fill a batch."""
         return requests * -(-(self.batch_size or 1) // len(requests))
 
 
@@ -262,7 +279,8 @@ def prepare(cfg: DictConfig) -> Bench:
     if cfg.generate:
         arms[HF] = hf_generate_arm(pair, size or 1)
     decoding = Decoding(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
-    return Bench(pair, target, drafter, arms, decoding, cfg.repeats, cfg.protocol, cfg.seed, size)
+    warmup = warmup_questions(cfg.data)
+    return Bench(pair, target, drafter, arms, decoding, cfg.repeats, cfg.protocol, cfg.seed, size, warmup)
 
 
 def attempt(bench: Bench, questions: list[Question], place: int) -> list[dict]:
@@ -310,7 +328,7 @@ def run(run_dir: Path) -> int:
     cfg = OmegaConf.create(store.read_config(run_dir))
     questions = load_questions(cfg.data, cfg.task)
     with store.open_journal(run_dir) as journal:
-        if len(journal.records) < len(questions):
+        if len(journal.records) < len(questions) or not _is_known(run_dir):
             bench = prepare(cfg)
             with closing(bench.drafter):
                 _measure(run_dir, cfg, bench, questions, journal)
@@ -343,14 +361,13 @@ def _measure(
     planned = pools(questions, cfg.pool if bench.batch_size else None, cfg.seed)
     drop_torn_pool(journal, planned)
     done = {record["question_id"] for record in journal.records}
-    source, warmup = find_questions_file(cfg.data), warmup_questions(cfg.data)
     asked = cfg.threads
     if (run_dir / store.PROVENANCE).exists():  # gone on with: the same number, not one that is measured anew
         asked = store.read_json(run_dir / store.PROVENANCE)["threads"]["torch"]
-    chosen = bench.use_threads(asked, warmup)
-    found = provenance.collect(OmegaConf.to_container(cfg), source)
+    chosen = bench.use_threads(asked)
+    found = provenance.collect(OmegaConf.to_container(cfg), find_questions_file(cfg.data))
     provenance.record(run_dir, found | {"thread_choice": asdict(chosen)})
-    bench.warm_up(warmup)
+    bench.warm_up()
     if (run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
         bench.peak_memory = store.read_json(run_dir / store.FACTS)["peak_memory_bytes"]
     known = facts(bench)
@@ -366,10 +383,17 @@ def _measure(
                 if bench.peak_memory != known["peak_memory_bytes"]:
                     known["peak_memory_bytes"] = bench.peak_memory
                     store.write_json(run_dir / store.FACTS, known)
+    store.write_json(run_dir / store.FACTS, known | {"noise": bench.noise()})
+
+
+def _is_known(run_dir: Path) -> bool:
+    """Whether the run's facts are all there, the noise as the last of them."""
+    path = run_dir / store.FACTS
+    return path.exists() and store.read_json(path)["noise"] is not None
 
 
 def facts(bench: Bench) -> dict:
-    """What the summary needs to know of the run beside its records."""
+    """What the summary needs to know of the run beside its records; the noise is added when the records are there."""
     pair = bench.pair
     return {
         "target_pass_bytes": bench.target.pass_bytes(),
@@ -377,7 +401,7 @@ def facts(bench: Bench) -> dict:
         "dtype": str(pair.dtype).removeprefix("torch."),
         "device": str(pair.device),
         "bandwidth_bytes_per_second": provenance.bandwidth(pair.device),
-        "noise": bench.noise,
+        "noise": None,
         "weights": pair.init,
         "batched": bench.batch_size is not None,
         "peak_memory_bytes": bench.peak_memory,

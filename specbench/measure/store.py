@@ -19,15 +19,11 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from specbench.errors import UserError, file_errors
-from specbench.measure import metrics
 from specbench.measure.files import held, make_folder, new_folder, write_atomic, writing
-from specbench.measure.frames import steps_frame
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"
@@ -258,6 +254,8 @@ def finalise(run_dir: Path) -> dict:
         answers = spec_bench_answers(records, arm, config)
         write_atomic(run_dir / name, "".join(json.dumps(a, ensure_ascii=False) + "\n" for a in answers))
     _write_steps(run_dir / STEPS, records)
+    from specbench.measure import metrics  # late: pandas takes a second to import
+
     summary = finite(metrics.summary(records, read_json(run_dir / FACTS), config))
     write_json(run_dir / SUMMARY, summary)
     return summary
@@ -304,8 +302,14 @@ def _choice(turns: list[dict], arm: str, repeat: int) -> dict:
 
 
 def _write_steps(path: Path, records: list[dict]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from specbench.measure.frames import steps_frame
+    from specbench.measure.metrics import SCHEMA
+
     table = pa.Table.from_pandas(steps_frame(records), preserve_index=False)
-    metadata = (table.schema.metadata or {}) | {b"specbench_schema": str(metrics.SCHEMA).encode()}
+    metadata = (table.schema.metadata or {}) | {b"specbench_schema": str(SCHEMA).encode()}
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata(metadata), sink)
     write_atomic(path, sink.getvalue().to_pybytes())

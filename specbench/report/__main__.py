@@ -13,7 +13,7 @@ from rich.text import Text
 
 from specbench.errors import file_errors, one_line_errors
 from specbench.measure.files import make_folder
-from specbench.report import claims, compare, formats, page, plots, tables
+from specbench.report import claims, compare, formats, gate, page, plots, tables
 from specbench.report.beside import published_tables
 from specbench.report.runs import LeftOut, Run, finished_runs, is_run, summary_frame
 
@@ -66,10 +66,34 @@ def compare_runs(arguments: list[str]) -> int:
     parser.add_argument(
         "runs", nargs="+", type=Path, help="run folders; the first is what the others are compared with"
     )
-    runs, left_out = finished_runs(parser.parse_args(arguments).runs, with_records=True)
-    tables.print_left_out(left_out)
-    compare.print_comparison(runs)
-    return 0
+    parser.add_argument("--metric", choices=compare.METRICS, default=compare.SPEEDUP)
+    parser.add_argument(
+        "--fail-below",
+        type=float,
+        metavar="RATIO",
+        help="exit code 1 if the whole interval of the ratio to the first run lies below, or answers are violations; 2 "
+        "if the runs may not be compared",
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="what else may differ, such as machine or versions.torch; code always may",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    options = parser.parse_args(arguments)
+    runs, left_out = finished_runs(options.runs, with_records=True)
+    compare.at_least_two(runs)
+    judged = gate.judge(runs, options.metric, options.fail_below, options.allow)
+    if options.json:
+        print(gate.as_json(judged))
+    else:
+        tables.print_left_out(left_out)
+        compare.print_comparison(runs, options.metric)
+        if options.fail_below is not None:
+            print(*judged, sep="\n")
+    return gate.exit_code(judged)
 
 
 def write_report(arguments: list[str], with_claims: bool = False) -> int:

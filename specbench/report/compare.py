@@ -12,18 +12,27 @@ from specbench.questions import TASKS
 from specbench.report import tables
 from specbench.report.runs import Run, labels, not_comparable
 
+SPEEDUP = "speedup"
+METRICS = (SPEEDUP, "acceptance_length", "mbsu")
 
-def print_comparison(runs: list[Run]) -> None:
-    """Prints what hinders the comparison, the runs' own numbers, and the paired differences from the first run.
 
-    Raises UserError for less than two runs.
+def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
+    """Prints what hinders the comparison, the runs' own numbers, and the paired ratios to the first run in a metric.
+
+    Raises:
+        UserError: fewer than two runs.
     """
-    if len(runs) < 2:
-        raise UserError("a comparison needs two finished runs")
+    at_least_two(runs)
     tables.print_notes([*not_comparable(runs), *differing_questions(runs), *without_difference(runs)])
     out = tables.console()
     out.print(tables.overview_table(run.summary for run in runs))
-    out.print(difference_table(runs))
+    out.print(difference_table(runs, metric))
+
+
+def at_least_two(runs: list[Run]) -> None:
+    """Raises UserError for fewer than two runs."""
+    if len(runs) < 2:
+        raise UserError("a comparison needs two finished runs")
 
 
 def differing_questions(runs: list[Run]) -> list[str]:
@@ -60,31 +69,32 @@ def without_difference(runs: list[Run]) -> list[str]:
     return lines
 
 
-def difference_table(runs: list[Run]) -> Table:
+def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     """How many times as fast as the first run each other one is, each against plain decoding in its own run (batches:
-    against plain decoding one by one, whatever their size); a row per task. Empty where `without_difference` tells why.
-    """
+    against plain decoding one by one, whatever their size); a row per task. Another metric: its ratio to that of the
+    first run. Empty where `without_difference` tells why."""
     first, *others = runs
     names = _names(runs)
-    table = tables.PlainTable(f"times as fast as {names[0]}")
+    title = "times as fast as" if metric == SPEEDUP else f"{metric} / that of"
+    table = tables.PlainTable(f"{title} {names[0]}")
     table.add_column("task", no_wrap=True)
     found = []
     for name, run in zip(names[1:], others):
         table.add_column(name, justify="right", overflow="fold")
-        found.append(relative(first, run))
+        found.append(relative(first, run, metric))
     asked = [task for task in (*TASKS, "overall") if any(task in of_run for of_run in found)]
     for task in asked:
         table.add_row(task, *(_difference(of_run.get(task)) for of_run in found))
     return table
 
 
-def relative(first: Run, second: Run) -> dict[str, metrics.Relative]:
-    """How much faster the second run is than the first, by task and "overall". Batches have no times by task; {} where
+def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metrics.Relative]:
+    """A metric of the second run / that of the first, by task and "overall". Batches have no times by task; {} where
     only one decodes batches, or their pools differ."""
     batched = [bool(run.summary["drafter"]) for run in (first, second)]
     if batched[0] != batched[1] or (batched[0] and _pools(first) != _pools(second)):
         return {}
-    what = "throughput" if batched[0] else "speedup"
+    what = "throughput" if batched[0] and metric == SPEEDUP else metric
     one, other = (metrics.parts(run.records, what, batched[0]) for run in (first, second))
     if batched[0]:
         return {"overall": metrics.relative([one], [other], batched=True)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hydra import compose, initialize_config_dir
 from tqdm import tqdm
 
-from specbench.bench import CONF
+from specbench.compose import CONF
 from specbench.decoding.batch import Request
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Generation

@@ -24,7 +24,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specbench.bench import CONF
+from specbench.compose import CONF
 from specbench.measure import metrics, provenance, store
 from specbench.questions import TASKS, find_questions_file
 from tests.measure.synthetic import CONFIG, FACTS, answered

@@ -5,12 +5,20 @@ import pytest
 from specbench.measure.equivalence import Certificate, certify, until_stop
 
 STOP = {0}
-NOISE = 1e-3
+LIMIT = 1e-3
 WORDS = [w for n in range(5) for w in product((0, 1, 2), repeat=n)]  # every sequence of up to 4 tokens
 
 
 def never(index, expected, found):
     raise AssertionError("no two tokens differ, so there is no margin to ask for")
+
+
+def noise():
+    return LIMIT
+
+
+def no_noise():
+    raise AssertionError("no margin is held against the noise, so there is no need to measure it")
 
 
 def margin_of(value):
@@ -32,29 +40,29 @@ def test_every_pair_of_short_answers():
 
         def margin_at(index, expected, found, asked=asked):
             asked.append((index, expected, found))
-            return NOISE
+            return LIMIT
 
-        found = certify(reference, answer, STOP, margin_at, NOISE)
+        found = certify(reference, answer, STOP, margin_at, noise)
         left, right = cut(reference), cut(answer)
         shared = min(len(left), len(right))
         at = next((i for i in range(shared) if left[i] != right[i]), shared)
         if left == right and len(answer) > len(right):
-            assert found == Certificate("violation", len(right), None, NOISE) and not asked
+            assert found == Certificate("violation", len(right), None, None) and not asked
         elif left == right:
-            assert found == Certificate("exact", None, None, NOISE) and not asked
+            assert found == Certificate("exact", None, None, None) and not asked
         elif at < shared:
-            assert found == Certificate("tie", at, NOISE, NOISE) and asked == [(at, left[at], right[at])]
+            assert found == Certificate("tie", at, LIMIT, LIMIT) and asked == [(at, left[at], right[at])]
         else:
-            assert found == Certificate("violation", at, None, NOISE) and not asked
+            assert found == Certificate("violation", at, None, None) and not asked
 
 
 @pytest.mark.parametrize(
     ("margin", "verdict"),
-    [(0.0, "tie"), (NOISE, "tie"), (-NOISE, "tie"), (1.01 * NOISE, "violation"), (-1.01 * NOISE, "violation"),
+    [(0.0, "tie"), (LIMIT, "tie"), (-LIMIT, "tie"), (1.01 * LIMIT, "violation"), (-1.01 * LIMIT, "violation"),
      (float("nan"), "violation"), (float("inf"), "violation")],
 )  # fmt: skip
 def test_a_tie_lies_within_the_noise(margin, verdict):
-    found = certify([1, 2, 0], [1, 1, 0], STOP, margin_of(margin), NOISE)
+    found = certify([1, 2, 0], [1, 1, 0], STOP, margin_of(margin), noise)
     assert (found.verdict, found.first_divergence) == (verdict, 1)
 
 
@@ -76,12 +84,12 @@ REFERENCE = [5, 6, 7, 8, 9, 0]
     ],
 )
 def test_planted_faults(answer, verdict, at):
-    found = certify(REFERENCE, answer, STOP, margin_of(3.0), NOISE)
+    found = certify(REFERENCE, answer, STOP, margin_of(3.0), noise)
     assert (found.verdict, found.first_divergence) == (verdict, at)
 
 
 def test_stopping_at_a_near_tie_is_a_tie():
-    assert certify(REFERENCE, [5, 6, 0], STOP, margin_of(0.0), NOISE).verdict == "tie"
+    assert certify(REFERENCE, [5, 6, 0], STOP, margin_of(0.0), noise).verdict == "tie"
 
 
 def test_a_missing_token_is_a_violation_whatever_the_noise():

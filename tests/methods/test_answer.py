@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from methods.answer import answer
-from specbench.bench import CONF
+from specbench.compose import CONF
 from specbench.conversations import read
 from specbench.errors import UserError
 from specbench.pairs import load_pair

@@ -20,7 +20,7 @@ from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from methods.training import LOG, agreement, batches, held_out_batches, train_part, training_pair
 from specbench import threads
-from specbench.bench import ROOT
+from specbench.compose import ROOT
 from specbench.errors import UserError
 from specbench.pairs import cut, load_pair
 from tests.decoding.helpers import random_pair

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 
 from methods.vocab_trim.calibrate import SOURCES, calibrate, coverage
 from methods.vocab_trim.vocab_map import FILE, always_kept, kept_ids, rank, save_vocab_map
-from specbench.bench import CONF
+from specbench.compose import CONF
 from specbench.errors import UserError
 from tests.methods.training_helpers import saved_pair
 from tests.models import BYTES, byte_tokenizer, save_pair

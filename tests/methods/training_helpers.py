@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from specbench.bench import CONF
+from specbench.compose import CONF
 from tests.models import save_pair
 
 # The same few words over and over, so that the held-out conversations can be learnt from the others.

@@ -5,7 +5,7 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from specbench.bench import CONF
+from specbench.compose import CONF
 from specbench.measure import metrics
 from specbench.measure.statistics import Speedup
 from specbench.report import claims, formats

@@ -1,0 +1,209 @@
+"""The console command: `specbench COMMAND ...`. Each command is a module that `python -m` runs, too."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbench import __version__
+from specbench.errors import UserError, near, one_line_errors
+
+KEYS = "KEY=VALUE ..."
+
+
+@dataclass(frozen=True)
+class Command:
+    """What runs a command, and what its help says.
+
+    Args:
+        module: the module whose `main` is called.
+        takes: the arguments, as the usage line has them.
+        purpose: one line.
+        examples: command lines without `specbench`, and what each does.
+        first: arguments that are put in front of those given.
+        notes: more lines for the help.
+    """
+
+    module: str
+    takes: str
+    purpose: str
+    examples: tuple[tuple[str, str], ...]
+    first: tuple[str, ...] = ()
+    notes: str = ""
+
+
+COMPOSED = "Keys and choices are those of conf/ (Hydra): method=, pair=, data=, task=, decoding=, vocab=, tracker= ..."
+
+COMMANDS = {
+    "run": Command(
+        "specbench.bench",
+        KEYS,
+        "Measure one method on a model pair, against autoregressive decoding.",
+        (
+            ("run method=kangaroo", "the embedded pair, all tasks"),
+            ("run method=sps pair=qwen3-8b data=spec_bench task=math_reasoning", "a real pair, Spec-Bench's questions"),
+            ("run method=sps pair.target=/models/big pair.draft=/models/small pair.tokenizer=null", "your models"),
+            ("run method=pld data.limit=2 repeats=3", "two questions a task, each measured three times"),
+        ),
+        notes=COMPOSED,
+    ),
+    "sweep": Command(
+        "specbench.bench",
+        KEYS,
+        "Measure every combination of the values that are separated by commas, each in a process of its own.",
+        (
+            ("sweep method=sps,kangaroo,pld", "three runs and a table of all"),
+            ("sweep experiment=vocab_sizes vocab.size=1024,4096", "a preset with other values"),
+            ("sweep method=sps,pld hydra/launcher=submitit_slurm", "on a cluster"),
+        ),
+        first=("-m",),
+        notes=COMPOSED + "\nThe same command again goes on where a sweep was stopped.",
+    ),
+    "tune": Command(
+        "specbench.tune",
+        KEYS,
+        "Find a method's draft length and thresholds for a pair on this machine.",
+        (("tune method=kangaroo trials=20", "20 trials on the warm-up questions"),),
+        notes=COMPOSED,
+    ),
+    "report": Command(
+        "specbench.report",
+        "[RUN_OR_FOLDER ...] [--out FOLDER]",
+        "Write tables, plots and a page of finished runs.",
+        (("report", "all of runs/"), ("report runs/A runs/B --out report", "two runs")),
+    ),
+    "compare": Command(
+        "specbench.report",
+        "A B ... [--metric NAME] [--fail-below RATIO] [--allow KEY ...] [--json]",
+        "Compare finished runs with the first of them; a gate for CI.",
+        (
+            ("compare runs/A runs/B", "whether they compare, and how much faster B is"),
+            ("compare runs/A runs/B --fail-below 0.97", "exit code 1 if B is too slow, 2 if they do not compare"),
+            ("compare runs/A runs/B --metric acceptance_length --json", "another metric, for a program to read"),
+        ),
+        first=("compare",),
+        notes=(
+            "--metric NAME       speedup (the default), acceptance_length or mbsu\n"
+            "--fail-below RATIO  exit code 1 if the whole interval of B / A lies below, or answers are violations;\n"
+            "                    2 if the runs may not be compared\n"
+            "--allow KEY         what else may differ, such as machine or versions.torch; the code always may\n"
+            "--json              print JSON and nothing else"
+        ),
+    ),
+    "claims": Command(
+        "specbench.report",
+        "[RUN_OR_FOLDER ...] [--out FOLDER]",
+        "Check what the papers claim against finished runs.",
+        (("claims runs/claims", "after `make claims` has made them"),),
+        first=("claims",),
+    ),
+    "log": Command(
+        "specbench.tracking",
+        "RUN ... [--group NAME] [--mode online|offline] [--project NAME] [--entity NAME]",
+        "Log finished runs to Weights & Biases; a run that is logged twice stays one run.",
+        (("log runs/A --group trial", "one run, into a group"),),
+        first=("log",),
+    ),
+    "train": Command(
+        "methods.{name}.train",
+        f"NAME {KEYS}",
+        "Train what a method needs for a target: an adapter, a draft model.",
+        (
+            ("train kangaroo pair=vicuna-7b conversations=sharegpt.jsonl", "an adapter"),
+            ("train sps pair=vicuna-7b conversations=answers.jsonl steps=10000", "distils a draft model"),
+        ),
+    ),
+    "answer": Command(
+        "methods.answer",
+        KEYS,
+        "Let the target answer the prompts of a file, as text to train on.",
+        (("answer pair=vicuna-7b conversations=sharegpt.jsonl out=answers.jsonl", "in batches; resumable"),),
+    ),
+    "calibrate": Command(
+        "methods.vocab_trim.calibrate",
+        KEYS,
+        "Count tokens for a trimmed draft head (vocab=trim).",
+        (("calibrate pair=vicuna-7b conversations=sharegpt.jsonl source=target_generated", "from its own answers"),),
+    ),
+}  # fmt: skip
+
+
+def main() -> int:
+    """Runs the command that the command line names; returns its exit code."""
+    with one_line_errors():
+        return run(sys.argv[1:])
+
+
+def run(arguments: list[str]) -> int:
+    """Does what the arguments say; returns the exit code.
+
+    Raises:
+        UserError: no such command, or no trainer of that name.
+    """
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if name == "--version":
+        print(f"specbench {__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise UserError(f"unknown command '{name}': {near(name, COMMANDS)}; see specbench --help")
+    command = COMMANDS[name]
+    if {"-h", "--help"} & set(rest):
+        print(usage(name, command))
+        return 0
+    module = command.module
+    if name == "train":
+        trained = rest.pop(0) if rest else ""
+        if trained not in trainers():
+            raise UserError(
+                f"unknown trainer '{trained}': {near(trained, trainers())}; see specbench train --help"
+            )
+        module = module.format(name=trained)
+    sys.argv[:] = [f"specbench {name}", *command.first, *rest]
+    sys.path.insert(1, str(Path.cwd()))  # as `python -m` does: a method of the user's own lies there
+    return importlib.import_module(module).main() or 0
+
+
+def trainers() -> list[str]:
+    """The methods that bring a trainer."""
+    [package] = importlib.util.find_spec("methods").submodule_search_locations
+    return sorted(path.parent.name for path in Path(package).glob("*/train.py"))
+
+
+def overview() -> str:
+    """The help of the command itself."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.purpose}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: specbench COMMAND ...",
+            "",
+            "Benchmarks speculative decoding: is this speedup real, on my models and my machine?",
+            "",
+            *lines,
+            "",
+            "specbench COMMAND --help shows examples; specbench --version the version.",
+        ]
+    )
+
+
+def usage(name: str, command: Command) -> str:
+    """The help of one command."""
+    lines = [f"usage: specbench {name} {command.takes}", "", command.purpose]
+    if name == "train":
+        lines += ["", f"NAME: {', '.join(trainers())}"]
+    if command.notes:
+        lines += ["", command.notes]
+    lines += ["", "examples:"]
+    for example, does in command.examples:
+        lines += [f"  specbench {example}", f"      {does}"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What Hydra composes from a command line, and one line for what it cannot compose.
+
+Every command that takes `key=value` goes through `with_hydra`: `specbench run`, `tune`, the trainers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from specbench.errors import UserError, near
+
+PACKAGE = Path(__file__).resolve().parent
+ROOT = PACKAGE.parent  # of a checkout; where an installed package lies, site-packages
+# A wheel has the configuration inside the package, a checkout beside it.
+CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else ROOT / "conf"
+
+
+def own_conf() -> Path | None:
+    """The folder `conf` of the working directory, where a user of the package keeps YAMLs of his own; None without."""
+    own = Path.cwd() / "conf"
+    return own if own.is_dir() and own != CONF else None
+
+
+def is_group(key: str) -> bool:
+    """Whether `key` names a group of the configuration, such as method."""
+    return any((folder / key).is_dir() for folder in _folders())
+
+
+def check_overrides(arguments: list[str]) -> None:
+    """Raises UserError for what Hydra would silently ignore or take amiss: a group that is chosen twice, of which it
+    takes the last; a choice that is no name, such as null; a launcher where there is no sweep to launch."""
+    given: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.lstrip("+").partition("=")
+        if equals and key in given and is_group(key):
+            raise UserError(f"{key} is given twice: {given[key]} and {value}")
+        given[key] = value
+        for choice in value.split(",") if is_group(key) else []:
+            if re.fullmatch(
+                r"null|true|false|[\d.+-]*", choice, re.IGNORECASE
+            ):  # Hydra wants text, and says no key
+                raise UserError(f"unknown {key} '{choice}': {near(choice, choices_of(key))}")
+    sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
+    launcher = [key for key in given if re.match(r"hydra[./]launcher\b", key)]
+    if launcher and not sweep:
+        raise UserError(f"{launcher[0]} is of a sweep, and this is a single run: add -m")
+
+
+def choices_of(group: str) -> list[str]:
+    """The names that a group of the configuration has."""
+    files = [path for folder in _folders() for path in (folder / group).glob("*.yaml")]
+    return [path.stem for path in files if not path.stem.startswith("_")]
+
+
+def explain(error: HydraException | OmegaConfBaseException, config_name: str, overrides: list[str]) -> str:
+    """One line for what Hydra says in many."""
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        choices = [option for option in error.options if not option.startswith("_")]
+        return f"unknown {group} '{choice}': {near(choice, choices)}"
+    if isinstance(error, ConfigCompositionException):
+        key = re.match(r"Could not override '([\w.]+)'", str(error))
+        if key:
+            return unknown_key(key[1], config_name, overrides)
+    return f"{error} {error.__cause__ or ''}"
+
+
+def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
+    """One line about a key that is not in the configuration which the overrides' group choices give."""
+    pairs = [override.split("=", 1) for override in overrides if "=" in override]
+    choices = [f"{group}={value.split(',')[0]}" for group, value in pairs if is_group(group)]
+    if own := own_conf():
+        choices.append(f"hydra.searchpath=[file://{own}]")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        hydra_too = key.startswith("hydra.")
+        node = OmegaConf.to_container(compose(config_name, choices, return_hydra_config=hydra_too))
+    for part in key.split("."):
+        known = node if isinstance(node, dict) else {}
+        if part not in known:
+            return f"unknown key '{key}': {near(part, known)}"
+        node = known[part]
+    return f"key '{key}' is not there for every choice of this sweep"
+
+
+def with_hydra(config_name: str, task: Callable[[DictConfig], None]) -> int:
+    """Gives `task` what Hydra composes from the command line.
+
+    Returns:
+        0, or 130 when Ctrl-C has stopped it.
+
+    Raises:
+        UserError: the command line names what is not there or cannot be.
+    """
+    # The parser wants all key=value arguments in a row; `-m` may stand anywhere.
+    sys.argv[1:] = overrides = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
+    check_overrides(overrides)
+    if (own := own_conf()) and "--config-dir" not in overrides:
+        sys.argv[1:1] = ["--config-dir", str(own)]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            os.environ["SPECBENCH_SCRATCH"] = scratch
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, config_name, overrides)) from error
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _folders() -> list[Path]:
+    own = own_conf()
+    return [CONF, own] if own else [CONF]

@@ -1,0 +1,105 @@
+"""A gate for continuous integration: did a run lose against the one before it?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+
+from specbench.measure import provenance
+from specbench.report import tables
+from specbench.report.compare import SPEEDUP, differing_questions, relative, without_difference
+from specbench.report.runs import Run
+
+# What a gate is there to judge: that the code differs keeps nobody from comparing.
+CODE = ("source_sha256", "versions.specbench")
+PASSED, FAILED, INCOMPARABLE = "passed", "failed", "incomparable"
+EXIT_CODES = {PASSED: 0, FAILED: 1, INCOMPARABLE: 2}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run against the first one.
+
+    Args:
+        ratio: metric of the run / metric of the first, over the questions that both answered; None if unknown.
+        low: lower end of its 95 % interval.
+        high: upper end.
+        count: how many `unit`s the interval rests on.
+        verdict: passed, failed or incomparable; None without a limit.
+        reasons: why the runs may not be compared, or why the run failed.
+    """
+
+    first: str
+    run: str
+    metric: str
+    ratio: float | None
+    low: float | None
+    high: float | None
+    count: int
+    unit: str
+    fail_below: float | None
+    verdict: str | None
+    reasons: list[str]
+
+    def __str__(self) -> str:
+        value = "unknown" if self.ratio is None else f"{self.ratio:.3f}"
+        if self.low is not None:
+            value += f" [{self.low:.3f}, {self.high:.3f}]"
+        line = f"{self.metric} of {self.run} / {self.first}: {value}, {tables.paired_over(self.count, self.unit)}"
+        if self.verdict:
+            line = f"{self.verdict}: {line}, limit {self.fail_below:g}"
+        return "; ".join([line, *self.reasons])
+
+
+def judge(
+    runs: list[Run], metric: str = SPEEDUP, fail_below: float | None = None, allow: Collection[str] = ()
+) -> list[Judged]:
+    """Judges each run after the first by the ratio of a metric to that of the first.
+
+    A run fails when the whole interval lies below the limit, or when it has violations: what is fast with other
+    answers is not fast.
+
+    Args:
+        runs: two or more finished runs with their records.
+        metric: one of `compare.METRICS`.
+        fail_below: the limit; None for none.
+        allow: beginnings of provenance keys that may differ, such as "machine" or "versions.torch"; code always may.
+    """
+    first, *others = runs
+    return [_judge(first, run, metric, fail_below, (*CODE, *allow)) for run in others]
+
+
+def exit_code(judged: list[Judged]) -> int:
+    """0 passed, 1 failed, 2 the runs may not be compared; the highest of all."""
+    return max(EXIT_CODES.get(one.verdict, 0) for one in judged)
+
+
+def as_json(judged: list[Judged]) -> str:
+    """What was judged, for a program: a list of objects with the fields of `Judged`."""
+    return json.dumps([asdict(one) for one in judged], indent=2)
+
+
+def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: tuple[str, ...]) -> Judged:
+    hindrances = [*_differing(first, run, allow), *differing_questions([first, run])]
+    hindrances += without_difference([first, run])
+    found = relative(first, run, metric).get("overall")
+    ratio, count, unit = found or (None, 0, "question")
+    value, low, high = (ratio.value, ratio.low, ratio.high) if ratio else (None, None, None)
+    if high is None and not hindrances:
+        hindrances.append("there is no interval: it takes six questions that both answered")
+    wrong = [f"violations in {run.name}" for run in (first, run) if run.summary["equivalence"]["violation"]]
+    verdict = None
+    if fail_below is not None:
+        lost = high is not None and high < fail_below
+        verdict = INCOMPARABLE if hindrances else FAILED if lost or wrong else PASSED
+    return Judged(
+        first.name, run.name, metric, value, low, high, count, unit, fail_below, verdict, hindrances + wrong
+    )
+
+
+def _differing(first: Run, run: Run, allow: tuple[str, ...]) -> list[str]:
+    if first.provenance is None or run.provenance is None:
+        return ["a run has no provenance that can be read"]
+    found = provenance.differences(first.provenance, run.provenance)
+    return [line for line in found if not line.startswith(allow)]
