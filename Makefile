@@ -1,7 +1,7 @@
 # Everything from nothing: the first target that needs Python makes .venv and installs into it, once.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help bench tune test benchmarks tiny report claims wandb-compare lint clean
+.PHONY: help install bench tune test benchmarks tiny report claims wandb-compare lint clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -21,6 +21,8 @@ SHALLOW = pair=tiny_shallow pair.target=$(TINY)/weights/target_shallow pair.toke
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: $(STAMP) ## Make .venv and install into it: . .venv/bin/activate gives the command specbench
 
 bench: $(STAMP) ## Measure a method: METHOD=kangaroo [DRAFTER=sps PAIR=tiny DATA=tiny TASK=all ARGS="key=value ..."]
 	@$(PY) -m specbench.bench method=$(METHOD) $(if $(DRAFTER),drafter=$(DRAFTER)) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) \

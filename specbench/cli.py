@@ -70,13 +70,13 @@ COMMANDS = {
         notes=COMPOSED,
     ),
     "report": Command(
-        "specbench.report",
+        "specbench.report.__main__",
         "[RUN_OR_FOLDER ...] [--out FOLDER]",
         "Write tables, plots and a page of finished runs.",
         (("report", "all of runs/"), ("report runs/A runs/B --out report", "two runs")),
     ),
     "compare": Command(
-        "specbench.report",
+        "specbench.report.__main__",
         "A B ... [--metric NAME] [--fail-below RATIO] [--allow KEY ...] [--json]",
         "Compare finished runs with the first of them; a gate for CI.",
         (
@@ -94,7 +94,7 @@ COMMANDS = {
         ),
     ),
     "claims": Command(
-        "specbench.report",
+        "specbench.report.__main__",
         "[RUN_OR_FOLDER ...] [--out FOLDER]",
         "Check what the papers claim against finished runs.",
         (("claims runs/claims", "after `make claims` has made them"),),

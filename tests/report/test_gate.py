@@ -1,0 +1,96 @@
+"""`specbench compare --fail-below`: which runs pass, fail, or may not be compared."""
+
+import json
+import sys
+from itertools import count
+
+import pytest
+
+from specbench.report import __main__ as report
+from specbench.report import gate
+from tests.report.samples import PROVENANCE, SUMMARY, changed
+from tests.report.test_compare import records, run, seconds  # noqa: F401 - run is a fixture
+
+
+@pytest.fixture
+def pair(run):  # noqa: F811 - the fixture
+    """Two runs of one method; `speedup` is that of the second, the first has 1.5."""
+
+    number = count()
+
+    def make(speedup: float, provenance: dict = PROVENANCE, summary: dict = SUMMARY, **more):
+        n = next(number)
+        first = run(f"a{n}", records(seconds(1.5, seed=1)))
+        return [first, run(f"b{n}", records(seconds(speedup, seed=2), **more), summary, provenance)]
+
+    return make
+
+
+def command(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
+    """Exit code and stdout of `specbench compare`."""
+    monkeypatch.setattr(sys, "argv", ["specbench compare", "compare", *map(str, arguments)])
+    code = report.main()
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("speedup", "verdict", "code"), [(1.5, "passed", 0), (1.8, "passed", 0), (1.2, "failed", 1)]
+)
+def test_the_whole_interval_must_lie_below_to_fail(pair, speedup, verdict, code):
+    judged = gate.judge(pair(speedup), fail_below=0.97)
+    [one] = judged
+    assert (one.verdict, gate.exit_code(judged), one.reasons) == (verdict, code, [])
+    assert one.low < one.ratio < one.high and one.count == 40
+    assert one.ratio == pytest.approx(speedup / 1.5, abs=0.03)
+
+
+def test_an_interval_that_holds_the_limit_passes(pair):
+    [one] = gate.judge(pair(1.5), fail_below=1.0)
+    assert one.low < 1.0 < one.high and one.verdict == "passed"
+    [one] = gate.judge(pair(1.5), fail_below=one.high + 0.001)
+    assert one.verdict == "failed"
+
+
+def test_without_a_limit_nothing_is_judged(pair):
+    judged = gate.judge(pair(1.2))
+    assert judged[0].verdict is None and gate.exit_code(judged) == 0
+
+
+def test_other_code_is_what_a_gate_judges_but_another_machine_is_not(pair):
+    other = changed(PROVENANCE, source_sha256="f" * 64)
+    assert gate.judge(pair(1.5, other), fail_below=0.97)[0].verdict == "passed"
+    other = changed(PROVENANCE, machine__cpu="another")
+    judged = gate.judge(pair(1.5, other), fail_below=0.97)
+    assert judged[0].verdict == "incomparable" and gate.exit_code(judged) == 2
+    assert "machine.cpu" in judged[0].reasons[0]
+    assert gate.judge(pair(1.5, other), fail_below=0.97, allow=["machine"])[0].verdict == "passed"
+
+
+def test_violations_fail_whatever_the_speed(pair):
+    summary = SUMMARY | {"equivalence": SUMMARY["equivalence"] | {"violation": 1}}
+    [one] = gate.judge(pair(2.0, summary=summary), fail_below=0.97)
+    assert one.verdict == "failed" and "violations in" in one.reasons[0]
+
+
+def test_too_few_questions_for_an_interval_may_not_be_compared(run):  # noqa: F811
+    few = dict(list(seconds(1.5, seed=1).items())[:5])
+    [one] = gate.judge([run("a", records(few)), run("b", records(few))], fail_below=0.97)
+    assert one.verdict == "incomparable" and one.ratio == pytest.approx(1) and one.low is None
+
+
+@pytest.mark.parametrize("metric", ["acceptance_length", "mbsu"])
+def test_what_needs_no_clock_is_the_same_on_a_slower_machine(pair, metric):
+    [one] = gate.judge(pair(1.2, machine=3.0), metric, fail_below=0.97)
+    assert (one.ratio, one.verdict, one.count) == (pytest.approx(1), "passed", 40)
+
+
+def test_the_command_prints_json_and_ends_with_the_exit_code(pair, monkeypatch, capsys):
+    first, second = pair(1.2)
+    folders = (first.folder, second.folder)
+    code, out = command(monkeypatch, capsys, *folders, "--fail-below", "0.97", "--json")
+    [one] = json.loads(out)
+    assert code == 1 and one["verdict"] == "failed" and one["high"] < 0.97 and one["metric"] == "speedup"
+    code, out = command(monkeypatch, capsys, *folders, "--fail-below", "0.5")
+    assert code == 0 and "passed: speedup of" in out
+    code, out = command(monkeypatch, capsys, *folders, "--metric", "acceptance_length")
+    assert code == 0 and "acceptance_length / that of" in out

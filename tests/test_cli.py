@@ -1,0 +1,124 @@
+"""The console command: what each subcommand calls, its help, and how fast bad input is answered."""
+
+import subprocess
+import sys
+
+import pytest
+
+from specbench import __version__, cli
+from specbench.errors import UserError
+
+HEAVY = ("torch", "transformers", "pandas", "pyarrow", "matplotlib", "scipy", "hydra")
+
+
+def imported_by(code: str) -> set[str]:
+    """Which heavy packages are imported once `code` has run, in a process of its own."""
+    tell = f"import sys\n{code}\nprint('imported:', *(name for name in {HEAVY} if name in sys.modules))"
+    said = subprocess.run(
+        [sys.executable, "-c", tell], capture_output=True, text=True, timeout=300, check=True
+    )
+    return set(said.stdout.splitlines()[-1].split()[1:])
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What a command would have run: (module, arguments). Its main returns 3."""
+    found = []
+
+    def take(module: str):
+        class Module:
+            @staticmethod
+            def main() -> int:
+                found.append((module, sys.argv[1:]))
+                return 3
+
+        return Module
+
+    monkeypatch.setattr(cli.importlib, "import_module", take)
+    monkeypatch.setattr(sys, "argv", ["specbench"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "passed"),
+    [
+        ("run method=pld", "specbench.bench", ["method=pld"]),
+        ("sweep method=pld,sps", "specbench.bench", ["-m", "method=pld,sps"]),
+        ("tune trials=3", "specbench.tune", ["trials=3"]),
+        ("report runs/A", "specbench.report.__main__", ["runs/A"]),
+        ("compare A B --json", "specbench.report.__main__", ["compare", "A", "B", "--json"]),
+        ("claims runs", "specbench.report.__main__", ["claims", "runs"]),
+        ("log A", "specbench.tracking", ["log", "A"]),
+        ("train s2d steps=3", "methods.s2d.train", ["steps=3"]),
+        ("answer count=3", "methods.answer", ["count=3"]),
+        ("calibrate source=raw_text", "methods.vocab_trim.calibrate", ["source=raw_text"]),
+    ],
+)
+def test_a_command_runs_its_module_and_returns_its_exit_code(called, words, module, passed):
+    assert cli.run(words.split()) == 3
+    assert called == [(module, passed)]
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_a_module_with_a_main_function(name):
+    import importlib
+
+    for trainer in cli.trainers() if name == "train" else [""]:
+        module = importlib.import_module(cli.COMMANDS[name].module.format(name=trainer))
+        assert callable(module.main)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_shows_examples_and_calls_nothing(called, capsys, name):
+    assert cli.run([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: specbench {name} ") and f"  specbench {name} " in text
+    assert not called
+
+
+def test_help_of_all_and_version(capsys):
+    assert cli.run([]) == 0 and cli.run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(text.count(command.purpose) == 2 for command in cli.COMMANDS.values())
+    assert cli.run(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "right"), [("rum", "run"), ("train kangaro", "kangaroo"), ("train", "sps")]
+)
+def test_an_unknown_name_is_told_with_near_ones(called, words, right):
+    with pytest.raises(UserError, match=right):
+        cli.run(words.split())
+    assert not called
+
+
+def test_help_imports_nothing_heavy():
+    asked = [[name, "--help"] for name in cli.COMMANDS]
+    assert imported_by(f"from specbench import cli\nfor words in {asked}: cli.run(words)") == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        (["method=kangarooo"], {"hydra"}),
+        (["decoding.max_new_tokenz=3"], {"hydra"}),
+        (["seed=x"], {"hydra"}),
+        (["method=mirror_sd", "method.max_draft_tokens=x"], {"hydra", "torch"}),
+        (["method=kangaroo", "method.exit_layer=x"], {"hydra", "torch"}),
+        (["method=ragged", "drafter=s2d", "pair.target=/nowhere"], {"hydra", "torch"}),
+    ],
+)
+def test_bad_input_is_answered_before_more_is_imported(arguments, allowed):
+    """Each of pandas, transformers and scipy takes a second or more to import."""
+    code = f"""
+sys.argv = ["specbench", "run", *{arguments}]
+from specbench import cli
+try:
+    code = cli.main()
+except SystemExit as leave:
+    code = leave.code
+assert code == 2
+"""
+    assert imported_by(code) <= allowed

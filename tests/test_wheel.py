@@ -1,0 +1,93 @@
+"""The wheel alone, in an empty folder: nothing of the checkout is needed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specbench.compose import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
+MINE = """
+from specbench.decoding.draft import Draft, Drafter
+
+
+class Repeat(Drafter):
+    def __init__(self, pair, times: int = 2):
+        self.times = times
+
+    def draft(self, context):
+        return Draft(context.known()[-1:].repeat(min(self.times, context.max_draft)))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with the unpacked wheel, which comes before the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    [wheel] = folder.glob("*.whl")
+    target = folder / "site"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+    ]
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
+    return target
+
+
+def specbench(installed: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """The console command, as the wheel installs it."""
+    return subprocess.run(
+        [sys.executable, str(installed / "bin" / "specbench"), *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+SHORT = ("data.limit=1", "task=qa", "decoding.max_new_tokens=8", "generate=false")
+
+
+def test_a_run_writes_to_the_working_directory(installed, tmp_path):
+    done = specbench(installed, tmp_path, "run", "method=kangaroo", *SHORT)
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / done.stdout.splitlines()[-1]
+    assert run_dir.parent == tmp_path / "runs" and (run_dir / "summary.json").exists()
+    assert (
+        '"commit"' not in (run_dir / "provenance.json").read_text()
+    )  # of whatever repository lies around it
+    report = specbench(installed, tmp_path, "report")
+    assert report.returncode == 0 and (tmp_path / "runs" / "report" / "index.html").exists(), report.stderr
+
+
+def test_a_method_of_the_users_own(installed, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "conf" / "method").mkdir(parents=True)
+    (tmp_path / "conf" / "method" / "repeat.yaml").write_text(
+        "_target_: mine.Repeat\nname: repeat\ntimes: 2\n"
+    )
+    done = specbench(installed, tmp_path, "run", "method=repeat", *SHORT)
+    assert done.returncode == 0 and "_repeat_" in done.stdout.splitlines()[-1], done.stderr
+    wrong = specbench(installed, tmp_path, "run", "method=repeet")
+    assert wrong.returncode == 2 and "repeat" in wrong.stderr
+    wrong = specbench(installed, tmp_path, "run", "method=repeat", "method.time=3")
+    assert wrong.returncode == 2 and "times" in wrong.stderr
+
+
+def test_a_trainer_finds_its_configuration(installed, tmp_path):
+    done = specbench(installed, tmp_path, "train", "sps", "steps=0")
+    assert done.returncode == 2 and "steps" in done.stderr
