@@ -184,6 +184,25 @@ def test_arms_take_turns_in_going_first(workplace, tmp_path, monkeypatch):
     assert len({tuple(timed[i : i + 3]) for i in range(0, 18, 3)}) == 6
 
 
+def test_the_noise_is_measured_once_and_not_before_the_first_question(workplace, tmp_path, monkeypatch):
+    """Also when the run was killed behind its last question: the noise is then all that lacks."""
+    journalled = []
+
+    def measure(*arguments):
+        journalled.append(len(store.read_records(run_dir)))
+        raise KeyboardInterrupt
+
+    run_dir = start(workplace, "pld", tmp_path, "task=mt_bench")
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "shape_noise", measure)
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(run_dir)
+    assert journalled == [2] and not (run_dir / store.SUMMARY).exists()
+    assert runner.run(run_dir) == 0
+    assert 0 < store.read_json(run_dir / store.FACTS)["noise"] < 1e-2
+    assert len(store.read_records(run_dir)) == 2
+
+
 def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, monkeypatch):
     """With an arm that says something else in turn 1, the protocols differ in what they ask in turn 2."""
     real = Engine.generate
