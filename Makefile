@@ -1,7 +1,7 @@
 # Everything from nothing: the first target that needs Python makes .venv and installs into it, once.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench tune test benchmarks tiny report claims wandb-compare lint clean
+.PHONY: help install bench tune test benchmarks tiny report claims wandb-compare docs readme-figures lint clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -70,6 +70,13 @@ claims: $(STAMP) ## Check what the papers claim on the embedded family, in half 
 
 wandb-compare: $(STAMP) ## Tables over a group of runs on Weights & Biases: GROUP=name [ARGS="--project name --entity name"]
 	@$(PY) -m specbench.tracking compare "$(GROUP)" $(ARGS)
+
+docs: $(STAMP) ## Build the documentation into build/site; a broken link fails
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
+	@echo build/site/index.html
+
+readme-figures: $(STAMP) ## Measure the methods of the README's table and write table and plot [RUNS="FOLDER ..." takes finished runs]
+	@$(PY) docs/figures.py $(RUNS) $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
