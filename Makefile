@@ -76,7 +76,7 @@ docs: $(STAMP) ## Build the documentation into build/site; a broken link fails
 	@echo build/site/index.html
 
 readme-figures: $(STAMP) ## Measure the methods of the README's table and write table and plot [RUNS="FOLDER ..." takes finished runs]
-	@$(PY) docs/figures.py $(RUNS) $(ARGS)
+	@$(PY) docs/figures.py $(RUNS)
 
 lint: $(STAMP) ## Check style and formatting
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
