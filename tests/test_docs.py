@@ -273,8 +273,16 @@ def check_command(words: list[str]) -> None:
 
 
 def commands_of(name: str) -> list:
-    chosen = {words: page for words, page in ALL.items() if words[0] == name}
-    return [pytest.param(list(words), id=f"{ids(page)}: {' '.join(words)}") for words, page in chosen.items()]
+    """Parameters of a test: the commands that begin with a word. Sweeps have many jobs, and so are slow."""
+    return [
+        pytest.param(
+            list(words),
+            id=f"{ids(page)}: {' '.join(words)}",
+            marks=[pytest.mark.slow] if words[1] == "sweep" else [],
+        )
+        for words, page in ALL.items()
+        if words[0] == name
+    ]
 
 
 @pytest.mark.parametrize(
