@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from specbench import bench, checks
 from specbench.errors import UserError
 from specbench.measure import runner, store
-from tests.commands import (
+from tests.support.commands import (
     TIMEOUT,
     cli,
     exit_code,
@@ -24,7 +24,7 @@ from tests.commands import (
     small_pair_and_questions,
     wait_for,
 )
-from tests.models import save_pair
+from tests.support.models import save_pair
 
 
 def composed(*overrides: str):

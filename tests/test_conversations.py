@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from specbench.conversations import batched, conversations, packed_rows, parse, shuffled, tokenizer_of
 from specbench.errors import UserError
 from specbench.pairs import load_pair
-from tests.models import byte_tokenizer, save_pair
+from tests.support.models import byte_tokenizer, save_pair
 
 NOWHERE = OmegaConf.create({"name": "mine", "training": None})
 

@@ -19,7 +19,7 @@ from hydra_plugins import specbench_launchers
 from specbench import bench
 from specbench.errors import UserError
 from specbench.measure import runner, store
-from tests.commands import cli, run_main, small_pair_and_questions
+from tests.support.commands import cli, run_main, small_pair_and_questions
 
 JOBS = ("ar", "pld")
 

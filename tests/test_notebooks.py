@@ -7,7 +7,7 @@ import pytest
 from nbclient import NotebookClient
 
 from specbench.measure import metrics, store
-from tests.measure.synthetic import CONFIG, FACTS, answered
+from tests.support.synthetic import CONFIG, FACTS, answered
 
 NOTEBOOKS = sorted((store.ROOT / "notebooks").glob("*.ipynb"))
 

@@ -12,7 +12,7 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.pairs import choose_device, cut, load_pair
-from tests.models import TEMPLATE, byte_tokenizer, save_pair
+from tests.support.models import TEMPLATE, byte_tokenizer, save_pair
 
 CHAT = [
     {"role": "user", "content": "Zwölf?"},

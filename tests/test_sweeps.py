@@ -12,7 +12,7 @@ from specbench import bench, sweeps
 from specbench.errors import UserError
 from specbench.measure import store
 from specbench.sweeps import FAILED, OK, RUNNING, WAITING, Job, open_sweep
-from tests.commands import (
+from tests.support.commands import (
     TIMEOUT,
     measure_here,
     run_main,
@@ -20,7 +20,7 @@ from tests.commands import (
     start,
     wait_for,
 )
-from tests.models import save_pair
+from tests.support.models import save_pair
 
 
 def states(cwd: Path) -> list[str]:

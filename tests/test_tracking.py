@@ -25,8 +25,8 @@ from specbench.errors import UserError
 from specbench.measure import metrics, store
 from specbench.report.runs import read_runs, summary_frame
 from specbench.report.wandb_run import run_id, scalars
-from tests.measure.synthetic import CONFIG, FACTS, TIE, answered, record
-from tests.wandb_server import KEY, serving
+from tests.support.synthetic import CONFIG, FACTS, TIE, answered, record
+from tests.support.wandb_server import KEY, serving
 
 NONE = {"name": "none"}
 TRACKER = {

@@ -26,7 +26,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from tests.decoding import test_sampling
-from tests.decoding.helpers import (
+from tests.support.decoding import (
     STOP,
     generate_with_transformers,
     near_identity_adapter,
@@ -35,7 +35,7 @@ from tests.decoding.helpers import (
     sorted_pair,
     trimmed,
 )
-from tests.models import ARCHITECTURES
+from tests.support.models import ARCHITECTURES
 
 SIZES = (1, 3, 8, 16)
 REQUESTS = 12

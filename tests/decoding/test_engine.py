@@ -13,7 +13,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
-from tests.decoding.helpers import STOP, Oracle, random_pair, random_prompt
+from tests.support.decoding import STOP, Oracle, random_pair, random_prompt
 
 
 @given(

@@ -20,7 +20,7 @@ from specbench.decoding.batch import BatchEngine, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
-from tests.decoding.helpers import (
+from tests.support.decoding import (
     STOP,
     Oracle,
     generate_with_transformers,
@@ -31,7 +31,7 @@ from tests.decoding.helpers import (
     sorted_pair,
     trimmed,
 )
-from tests.models import ARCHITECTURES
+from tests.support.models import ARCHITECTURES
 
 # Caps and stop ids: answers that end by either, and some that nothing ends early.
 ENDS = (

@@ -21,7 +21,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import NOT_DRAWN, Decoding, all_drawn, invert
 from specbench.decoding.target import Target
 from specbench.errors import UserError
-from tests.decoding.helpers import near_identity_adapter, random_pair, sorted_pair, trimmed
+from tests.support.decoding import near_identity_adapter, random_pair, sorted_pair, trimmed
 
 VOCAB, ANSWERS, LENGTH = 5, 500, 4
 PROMPT = [1, 3, 4, 1, 3]

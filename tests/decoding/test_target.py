@@ -20,8 +20,8 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.pairs import cut
-from tests.decoding.helpers import generate_with_transformers, random_pair
-from tests.models import ARCHITECTURES, COMMON, random_model
+from tests.support.decoding import generate_with_transformers, random_pair
+from tests.support.models import ARCHITECTURES, COMMON, random_model
 
 
 def logits_of(model, ids: list[int]) -> torch.Tensor:

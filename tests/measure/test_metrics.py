@@ -12,7 +12,7 @@ from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS, generations_frame, steps_frame
 from specbench.measure.statistics import Speedup
 from specbench.questions import TASKS
-from tests.measure.synthetic import (
+from tests.support.synthetic import (
     CONFIG,
     EXACT,
     FACTS,

@@ -8,7 +8,7 @@ import torch
 
 from specbench.errors import UserError
 from specbench.measure import provenance, store
-from tests.measure.synthetic import CONFIG
+from tests.support.synthetic import CONFIG
 
 PAIR = {"name": "tiny", "target": "none/such-model", "target_revision": "main", "draft": None, "parts": {}}
 

@@ -26,8 +26,8 @@ from specbench.decoding.kv_cache import KVCache
 from specbench.errors import JobError
 from specbench.measure import runner, store
 from tests import commands
-from tests.measure.synthetic import full_disk
-from tests.models import save_pair
+from tests.support.models import save_pair
+from tests.support.synthetic import full_disk
 
 CATEGORIES = ["writing", "coding", "translation", "summarization", "qa", "math_reasoning", "rag"]
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from specbench.errors import UserError
 from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS
-from tests.measure.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
+from tests.support.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from specbench.bench import CONF
 from specbench.conversations import read
 from specbench.errors import UserError
 from specbench.pairs import load_pair
-from tests.decoding.helpers import generate_with_transformers
-from tests.models import save_pair
+from tests.support.decoding import generate_with_transformers
+from tests.support.models import save_pair
 
 TALKS = [["Hello.", "And then?"], ["One turn."], ["A", "B", "C"], ["x" * 490, "This does not fit."]]
 

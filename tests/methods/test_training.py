@@ -23,15 +23,15 @@ from specbench import threads
 from specbench.bench import ROOT
 from specbench.errors import UserError
 from specbench.pairs import cut, load_pair
-from tests.decoding.helpers import random_pair
-from tests.methods.training_helpers import (
+from tests.support.decoding import random_pair
+from tests.support.models import ARCHITECTURES
+from tests.support.training import (
     Stopped,
     stop_after,
     training_overrides,
     training_settings,
     training_workplace,
 )
-from tests.models import ARCHITECTURES
 
 SORTED = ("layers=[0,2,3]", "exits=[1,3]", "learning_rate=1e-2")
 

@@ -13,8 +13,8 @@ from methods.vocab_trim.calibrate import SOURCES, calibrate, coverage
 from methods.vocab_trim.vocab_map import FILE, always_kept, kept_ids, rank, save_vocab_map
 from specbench.bench import CONF
 from specbench.errors import UserError
-from tests.methods.training_helpers import saved_pair
-from tests.models import BYTES, byte_tokenizer, save_pair
+from tests.support.models import BYTES, byte_tokenizer, save_pair
+from tests.support.training import saved_pair
 
 STOP = BYTES + 1
 TOKENIZER = byte_tokenizer()

@@ -5,8 +5,8 @@ import pytest
 
 from specbench.errors import UserError
 from specbench.report import compare, formats
-from tests.measure.synthetic import generation, record, turn
-from tests.report.samples import PROVENANCE, SUMMARY, batched, changed, run_of
+from tests.support.samples import PROVENANCE, SUMMARY, batched, changed, run_of
+from tests.support.synthetic import generation, record, turn
 
 QUESTIONS = range(40)
 TOKENS = 21

@@ -12,7 +12,7 @@ import pytest
 from specbench.measure import provenance
 from specbench.report import page, tables
 from specbench.report.runs import LeftOut, Run
-from tests.report.samples import PROVENANCE, SUMMARY, changed, faster, nothing, run_of, wrong
+from tests.support.samples import PROVENANCE, SUMMARY, changed, faster, nothing, run_of, wrong
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
 DATA = "data:image/svg+xml;base64,"

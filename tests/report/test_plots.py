@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from specbench.measure import store
 from specbench.report import plots
 from specbench.report.runs import Run
-from tests.report.samples import (
+from tests.support.samples import (
     NUMBERS,
     SUMMARY,
     UNCLEAR,

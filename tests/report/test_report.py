@@ -11,8 +11,8 @@ import pytest
 from specbench.measure import store
 from specbench.report import __main__ as command
 from specbench.report.beside import published_tables
-from tests.report.samples import PROVENANCE, SUMMARY, batched, changed, faster, run_of, write_run, wrong
 from tests.report.test_compare import records, seconds
+from tests.support.samples import PROVENANCE, SUMMARY, batched, changed, faster, run_of, write_run, wrong
 
 
 def report(*arguments, cwd) -> subprocess.CompletedProcess:

@@ -9,8 +9,7 @@ from specbench.measure import metrics, store
 from specbench.report import __main__ as command
 from specbench.report import runs
 from specbench.report.runs import Run, finished_runs, labels, read_run, read_runs
-from tests.measure.synthetic import CONFIG, FACTS, answered, record
-from tests.report.samples import (
+from tests.support.samples import (
     PROVENANCE,
     SUMMARY,
     batched,
@@ -22,6 +21,7 @@ from tests.report.samples import (
     write_run,
     wrong,
 )
+from tests.support.synthetic import CONFIG, FACTS, answered, record
 
 
 def summary_text(summary: dict) -> str:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from specbench.measure import store
 from specbench.report import formats, tables
-from tests.report.samples import (
+from tests.support.samples import (
     BASELINE,
     NUMBERS,
     SUMMARY,

@@ -16,13 +16,15 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.pairs import cut
-from tests.models import random_model
+from tests.support.models import random_model
 
 STOP = 2
 
 
 @cache
-@torch.inference_mode(False)  # whoever asks first: what is kept here serves tests outside of that mode as well
+@torch.inference_mode(
+    False
+)  # whoever asks first: what is kept here serves tests outside of that mode as well
 def random_pair(arch: str, seed: int = 0, draft_layers: int = 3, **overrides):
     """A target whose deep layers matter little, so that an early exit often guesses right; a noisy copy of its first
     layers as draft."""
