@@ -24,7 +24,8 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.pairs import load_pair
-from tests.support.decoding import generate_with_transformers, near_identity_adapter, trimmed
+from tests.support.decoding import generate_with_transformers
+from tests.support.methods import near_identity_adapter, trimmed
 from tests.support.models import byte_tokenizer
 
 REAL = sorted(path.stem for path in (CONF / "pair").glob("[!_]*.yaml") if not path.stem.startswith("tiny"))

@@ -13,7 +13,8 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
-from tests.support.decoding import STOP, Oracle, random_pair, random_prompt
+from tests.support.decoding import STOP, random_pair, random_prompt
+from tests.support.drafters import Oracle
 
 
 @given(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from itertools import chain, repeat
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import transformers
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Draft, Resume
 from specbench.decoding.engine import Engine
 from specbench.decoding.layers import by_columns, quick
@@ -21,6 +19,7 @@ from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.pairs import cut
 from tests.support.decoding import generate_with_transformers, random_pair
+from tests.support.drafters import ModelChain
 from tests.support.models import ARCHITECTURES, COMMON, random_model
 
 
@@ -150,9 +149,7 @@ def test_a_family_is_driven_exactly_or_refused_in_one_line(name):
 
 def assert_lossless_behind_itself(model):
     """Drafts of the model's own first layers, often right, leave its answers as transformers gives them."""
-    draft = cut(model, [0, 1, 2])
-    pair = SimpleNamespace(target=model, draft=draft, vocab_size=model.config.vocab_size)
-    engine = Engine(Target(model), SpeculativeSampling(pair, 4), frozenset())
+    engine = Engine(Target(model), ModelChain(cut(model, [0, 1, 2]), 4), frozenset())
     for prompt in ([5, 9, 20, 9], list(range(3, 50))):
         answer = engine.generate(prompt, Decoding(24)).tokens
         assert answer == generate_with_transformers(model, prompt, 24, stop_ids=())

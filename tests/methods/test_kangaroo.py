@@ -16,7 +16,8 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
-from tests.support.decoding import near_identity_adapter, random_pair
+from tests.support.decoding import random_pair
+from tests.support.methods import near_identity_adapter
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 

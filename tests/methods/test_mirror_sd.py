@@ -28,7 +28,8 @@ from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import JobError, UserError
-from tests.support.decoding import drafts, random_pair, trimmed
+from tests.support.decoding import random_pair
+from tests.support.methods import drafts, trimmed
 from tests.support.models import ARCHITECTURES
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]

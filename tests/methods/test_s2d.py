@@ -14,7 +14,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.pairs import cut
-from tests.support.decoding import drafts, sorted_pair
+from tests.support.methods import drafts, sorted_pair
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 EXITS = [1, 2, 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
@@ -51,6 +52,11 @@ ARCHITECTURES = {
         },
     ),
 }
+# For what is proved on each: the fast tests take the first alone.
+EVERY_ARCHITECTURE = [
+    pytest.param(arch, marks=[] if place == 0 else pytest.mark.slow)
+    for place, arch in enumerate(ARCHITECTURES)
+]
 COMMON = {
     "hidden_size": 64,
     "intermediate_size": 96,
