@@ -20,6 +20,7 @@ from specbench import bench
 from specbench.errors import UserError
 from specbench.measure import runner, store
 from tests.support.commands import cli, run_main, small_pair_and_questions
+from tests.support.messages import says
 
 JOBS = ("ar", "pld")
 
@@ -67,11 +68,11 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch, capfd, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = run_main(monkeypatch, capfd, "-m", "method=ar", "hydra/launcher=ray")
-    assert code == 2 and err.startswith("error: ray is not installed: pip install")
+    assert code == 2 and says(err, "error: ray ... pip install")
 
 
 def test_launchers_that_take_jobs_away_are_refused():
-    with pytest.raises(UserError, match="choose another"):
+    with pytest.raises(UserError, match="launcher"):
         pickle.dumps(bench.Command())
 
 
@@ -97,7 +98,7 @@ def test_submitit_names_a_job_that_was_lost(monkeypatch, capfd, tmp_path):
         "+hydra.launcher.setup=[exit]",
     ]  # of the shell that is to start it
     code, out, _ = run_main(monkeypatch, capfd, "-m", "method=ar,pld", *lost)
-    assert code == 1 and out.count("the job was lost (UncompletedJobError, FINISHED)") == 2
+    assert code == 1 and out.count("(UncompletedJobError, FINISHED)") == 2
 
 
 # -- Ray

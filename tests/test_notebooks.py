@@ -47,5 +47,5 @@ def test_has_no_outputs_in_git(path):
     assert code and all(not cell.outputs and cell.execution_count is None for cell in code)
 
 
-def test_both_are_there():
-    assert [path.stem for path in NOTEBOOKS] == ["anatomy_of_a_speedup", "compare_methods"]
+def test_there_are_notebooks():
+    assert NOTEBOOKS

@@ -53,10 +53,10 @@ def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_pat
     assert code == 2, err
     assert runs(tmp_path)[:2] == [first, second] and len(runs(tmp_path)) == 3
     assert states(tmp_path) == [OK, OK, FAILED]
-    assert f"already measured: runs/{first.name}\n" in out and "all runs" in out
+    assert f": runs/{first.name}\n" in out and "all runs" in out
     *_, count, failed, last = out.splitlines()
-    assert count == "1 of 3 jobs failed; the same command runs them again:" and last == f"runs/{second.name}"
-    assert failed.startswith(f"  pair.draft={narrow}: ") and "the vocabularies differ" in failed
+    assert count.startswith("1 of 3 ") and last == f"runs/{second.name}"
+    assert failed.startswith(f"  pair.draft={narrow}: ") and "258" in failed
     assert "Traceback" not in err
 
 
@@ -101,7 +101,7 @@ def test_other_jobs_or_other_code_are_another_sweep(jobs, monkeypatch):
 
 def test_one_process_at_a_time(jobs):
     with open_sweep(jobs("ar")):
-        with pytest.raises(UserError, match="is being run by another process"):
+        with pytest.raises(UserError, match="another process"):
             swept(jobs("ar"))
 
 
@@ -142,5 +142,5 @@ def test_ctrl_c_ends_a_sweep_in_one_line(monkeypatch, capfd, tmp_path, measured)
 
     monkeypatch.setattr(bench, "measure", stopped)
     code, out, err = run_main(monkeypatch, capfd, *COMMAND[:2])
-    assert code == 130 and out == "" and err == "\nstopped; the same command goes on from here\n"
+    assert code == 130 and out == "" and err.startswith("\nstopped") and err.count("\n") == 2
     assert states(tmp_path) == [RUNNING]

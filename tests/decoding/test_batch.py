@@ -104,7 +104,7 @@ def test_a_budget_of_one_token_a_row_is_plain_decoding():
     )
     assert [a.tokens for a in answers] == expected
     assert not any(s.drafted for a in answers for s in a.steps)
-    with pytest.raises(UserError, match="token_budget must be at least 4"):
+    with pytest.raises(UserError, match=r"token_budget .*\b4\b.*\b3\b"):
         Scheduler(4, token_budget=3)
 
 
@@ -173,7 +173,7 @@ def test_logits_that_are_nan_end_a_sampled_batch(where, monkeypatch):
         return logits
 
     monkeypatch.setattr(engine.target, "head", overflowing)
-    with pytest.raises(UserError, match="a token cannot be drawn: .* are NaN or infinite"):
+    with pytest.raises(UserError, match=r"NaN or inf.*pair\.dtype"):
         engine.generate(requests)
     monkeypatch.undo()
     assert [answer.tokens for answer in engine.generate(requests)] == expected
@@ -185,7 +185,7 @@ def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_batch():
     spoiled.lm_head.weight.data[7] = float("nan")
     drafter = ModelChain(spoiled, 3)
     engine = BatchEngine(Target(pair.target), drafter, Scheduler(2), frozenset())
-    with pytest.raises(UserError, match="of the target or of the draft model are NaN"):
+    with pytest.raises(UserError, match=r"NaN or inf.*pair\.dtype"):
         engine.generate([Request([3, 9, 27], Decoding(6, 1.0), seed) for seed in range(3)])
 
 
@@ -194,9 +194,9 @@ def test_what_cannot_be_decoded_is_refused_before_anything_runs():
     engine = BatchEngine(Target(pair.target), Drafter(), Scheduler(2), frozenset())
     for requests, said in (
         ([Request([], Decoding(4))], "empty"),
-        ([Request([1] * 60, Decoding(5))], "do not fit the context of 64"),
-        ([Request([1], Decoding(0))], "max_new_tokens must be at least 1"),
-        ([Request([1], Decoding(4)), Request([1], Decoding(4, 1.0))], "one temperature"),
+        ([Request([1] * 60, Decoding(5))], "60 .*5 .*64"),
+        ([Request([1], Decoding(0))], "max_new_tokens .*1.*0"),
+        ([Request([1], Decoding(4)), Request([1], Decoding(4, 1.0))], "temperature"),
     ):
         with pytest.raises(UserError, match=said):
             engine.generate(requests)
@@ -206,5 +206,5 @@ def test_what_cannot_be_decoded_is_refused_before_anything_runs():
         def draft(self, context):
             raise AssertionError("never asked")
 
-    with pytest.raises(UserError, match="Alone cannot batch"):
+    with pytest.raises(UserError, match="Alone .*batch"):
         BatchEngine(Target(pair.target), Alone(), Scheduler(2), frozenset())

@@ -140,7 +140,7 @@ def test_streams_of_another_model_are_refused(tmp_path):
     with pytest.raises(UserError, match="mirror_sd.train"):
         mirror(pair, streams=str(tmp_path))
     save_streams(torch.zeros(2, 32), tmp_path)
-    with pytest.raises(UserError, match=r"shape \[2, 32\]; the draft model is 64 wide"):
+    with pytest.raises(UserError, match=r"\[2, 32\].*\b64\b"):
         mirror(pair, streams=str(tmp_path))
 
 
@@ -206,7 +206,7 @@ def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_answer():
     spoiled.lm_head.weight.data[7] = float("nan")
     pair = type(pair)(**(vars(pair) | {"draft": spoiled}))
     drafter = MirrorSD(pair, 3, kappa=2, acceptance="ratio", candidates="none", placement="inline")
-    with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan`"):
+    with pytest.raises(RuntimeError, match="`inf`, `nan`"):
         Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(12, 1.0), seed=3)
 
 
@@ -341,7 +341,7 @@ def test_a_process_is_handed_what_was_written():
 
 
 def test_an_exit_layer_that_the_target_does_not_have():
-    with pytest.raises(UserError, match="between 0 and the target's 5 layers"):
+    with pytest.raises(UserError, match=r"\b0\b.*\b5 layers"):
         mirror(random_pair("llama"), exit_layer=6)
 
 
@@ -454,7 +454,7 @@ def test_a_worker_that_dies_or_hangs(how):
         sent = signal.SIGKILL if how == "kill" else signal.SIGSTOP
         timer = threading.Timer(rng.random() * expected.seconds, os.kill, (pid, sent))
         timer.start()
-        said = r"killed by SIGKILL" if how == "kill" else "not answered for 2 seconds"
+        said = "SIGKILL" if how == "kill" else "2 seconds"
         with pytest.raises(JobError, match=said):
             while True:  # an answer that was complete before the worker was gone is right
                 assert engine.generate(PROMPT, answered).tokens == expected.tokens

@@ -24,6 +24,7 @@ from specbench.bench import ROOT
 from specbench.errors import UserError
 from specbench.pairs import cut, load_pair
 from tests.support.decoding import random_pair
+from tests.support.messages import says
 from tests.support.models import ARCHITECTURES
 from tests.support.training import (
     Stopped,
@@ -140,8 +141,8 @@ def test_a_cut_of_all_layers_is_the_target_itself():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (("layers=9",), "layers must be some of the target's, 0 to 3"),
-        (("layers=3", "exits=[1,2]"), "exits must rise from 1 on and end with all 3 layers"),
+        (("layers=9",), "layers .*0 .*3"),
+        (("layers=3", "exits=[1,2]"), "exits .*1 .*3 layers"),
     ],
 )
 def test_sorted_shapes_that_cannot_be_are_refused(workplace, tmp_path, wrong, message):
@@ -247,7 +248,7 @@ def test_a_stopped_training_goes_on_only_as_it_began(workplace, tmp_path, monkey
     monkeypatch.undo()
     for more in ("learning_rate=1e-4", "steps=10", "exit_layer=1", "batch_size=2"):
         key = more.partition("=")[0]
-        with pytest.raises(UserError, match=f"holds a training with {key}="):
+        with pytest.raises(UserError, match=f" {key}="):
             kangaroo_train.train(settings(more))
     assert kangaroo_train.train(settings("save_every=10")).is_dir()
 
@@ -275,7 +276,7 @@ def test_a_setting_that_cannot_work_is_told_before_anything_is_loaded(
     monkeypatch.setattr(trainer, "pair_to_train" if hasattr(trainer, "pair_to_train") else "load_pair", None)
     cfg = training_settings(name, workplace, tmp_path / "out", setting)
     key = setting.partition("=")[0]
-    with pytest.raises(UserError, match=f"^({key} must be|unknown {key}) "):
+    with pytest.raises(UserError, match=f"^(unknown )?{key} "):
         trainer.train(cfg)
     assert not (tmp_path / "out").exists()
 
@@ -285,7 +286,7 @@ def test_a_trainer_tells_in_one_line(workplace, tmp_path):
     command = [sys.executable, "-m", "methods.kangaroo.train", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.returncode == 2
-    assert done.stderr == "error: steps must be a whole number of at least 1, not 0\n"
+    assert says(done.stderr, "error: steps ... 1 ... 0") and done.stderr.count("\n") == 1
 
 
 def test_two_processes_train_like_one_with_twice_the_batches(workplace, tmp_path):
@@ -312,5 +313,5 @@ def test_a_pair_without_text_asks_for_conversations(workplace, tmp_path):
 def test_text_in_which_the_assistant_never_speaks_is_refused(workplace, tmp_path):
     (tmp_path / "mute.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n' * 3)
     cfg = training_settings("train_kangaroo", workplace, tmp_path, f"conversations={tmp_path}/mute.jsonl")
-    with pytest.raises(UserError, match="too few conversations in which the assistant says anything"):
+    with pytest.raises(UserError, match="too few .*assistant"):
         next(batches(cfg, load_pair(cfg.pair, 0, with_draft=False)))
