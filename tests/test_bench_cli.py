@@ -172,6 +172,7 @@ def test_values_on_the_borders_are_taken():
     checks.check_values(composed("seed=9223372036854775807", "decoding.temperature=1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argument", ["run_dir=file", "run_dir=file/run", "run_dir=/proc/foo", "runs_root=file", "runs_root=loose"]
 )
@@ -236,6 +237,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.process
 @pytest.mark.skipif(
     sys.platform != "linux", reason="reads /proc; only Linux ends the child of a killed parent"
 )
@@ -254,6 +256,7 @@ def test_no_orphan_stays(endless_child, number):
     wait_for(lambda: not alive(child))
 
 
+@pytest.mark.process
 def test_exit_code_of_the_child(monkeypatch, tmp_path):
     for name, script in {"3": "exit 3", "1": "kill -9 $$"}.items():
         fake_python = tmp_path / name
@@ -264,6 +267,7 @@ def test_exit_code_of_the_child(monkeypatch, tmp_path):
         assert store.why_failed(tmp_path) == {"3": None, "1": "killed by SIGKILL"}[name]
 
 
+@pytest.mark.slow
 def test_sweep_goes_on_after_a_failure(monkeypatch, capfd, tmp_path):
     asked = []
     files = ["data.path=q.jsonl", "data.warmup=q.jsonl", "pair.target=.", "pair.tokenizer=null"]
@@ -296,6 +300,7 @@ def place(tmp_path):
     return tmp_path, small_pair_and_questions(tmp_path)
 
 
+@pytest.mark.process
 def test_measures_and_names_the_folder(place):
     cwd, arguments = place
     before = {path.name for path in cwd.iterdir()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import hydra
 import pytest
 from hydra import compose, initialize_config_dir
@@ -26,6 +28,7 @@ CHOICES = [
 NAMES = {group: [choice for g, choice in CHOICES if g == group] for group in GROUPS}
 
 
+@cache  # several tests ask for the same; none changes what it gets
 def composed(*overrides: str):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("bench", overrides=list(overrides))

@@ -79,6 +79,7 @@ def test_launchers_that_take_jobs_away_are_refused():
 # -- submitit
 
 
+@pytest.mark.cluster
 def test_submitit_gives_the_same_answers(monkeypatch, capfd, swept_here):
     pytest.importorskip("submitit")
     folder, arguments, answers = swept_here
@@ -89,6 +90,7 @@ def test_submitit_gives_the_same_answers(monkeypatch, capfd, swept_here):
     assert "all runs" in out and tokens(folder / "submitit") == answers
 
 
+@pytest.mark.cluster
 def test_submitit_names_a_job_that_was_lost(monkeypatch, capfd, tmp_path):
     submitit = pytest.importorskip("submitit")
     monkeypatch.setattr(submitit.core.core.Job, "_results_timeout_s", 1)  # for a file system of a cluster: 15
@@ -122,6 +124,7 @@ def cluster():
         nodes.shutdown()
 
 
+@pytest.mark.cluster
 def test_ray_gives_the_same_answers(swept_here, cluster):
     folder, arguments, answers = swept_here
     there = ["runs_root=ray", "hydra/launcher=ray", f"hydra.launcher.address={cluster}"]
@@ -130,6 +133,7 @@ def test_ray_gives_the_same_answers(swept_here, cluster):
     assert "all runs" in done.stdout and tokens(folder / "ray") == answers
 
 
+@pytest.mark.cluster
 def test_ray_gives_a_job_a_whole_node_and_leaves_one_that_lost_a_job(monkeypatch, tmp_path, cluster):
     def on_node(run_dir: Path, folder: str, threads: str | None) -> int:
         import ray

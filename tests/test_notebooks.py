@@ -26,6 +26,7 @@ def run_folder(root, method, slow):
     store._write_steps(folder / store.STEPS, records)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_on_finished_runs(path, tmp_path, monkeypatch):
     for method, slow in (("sps", 2), ("kangaroo", 3)):

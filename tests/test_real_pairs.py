@@ -28,6 +28,8 @@ from tests.support.decoding import generate_with_transformers
 from tests.support.methods import near_identity_adapter, trimmed
 from tests.support.models import byte_tokenizer
 
+pytestmark = pytest.mark.slow
+
 REAL = sorted(path.stem for path in (CONF / "pair").glob("[!_]*.yaml") if not path.stem.startswith("tiny"))
 
 

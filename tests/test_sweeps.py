@@ -33,6 +33,8 @@ def runs(cwd: Path) -> list[Path]:
     return sorted(path for path in (cwd / "runs").iterdir() if path.name != sweeps.SWEEPS)
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_path):
     # Two jobs are the same, and the draft model of the third one has another vocabulary.
     arguments = small_pair_and_questions(tmp_path)

@@ -142,12 +142,14 @@ def logged_table(offline, logged, name: str) -> pd.DataFrame:
     return pd.DataFrame(content["data"], columns=content["columns"], dtype=object)
 
 
+@pytest.mark.process
 def test_without_login_a_run_is_logged_offline_and_nobody_is_asked(offline):
     said, folder = offline
     assert said.startswith("logged offline (UsageError: No API key")
     assert said.endswith(f"wandb sync {folder}\n") and said.count("\n") == 1
 
 
+@pytest.mark.process
 def test_a_log_holds_the_configuration_and_the_summary(runs, logged):
     (run,) = [line["run"] for line in logged if line["type"] == "run"]
     assert run["run_id"] == run_id(runs[0]) and run["display_name"] == runs[0].name
@@ -158,6 +160,7 @@ def test_a_log_holds_the_configuration_and_the_summary(runs, logged):
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
 
 
+@pytest.mark.process
 def test_a_log_holds_the_tables(runs, offline, logged):
     tasks = logged_table(offline, logged, "tasks").set_index("task")
     summary = store.read_json(runs[0] / store.SUMMARY)
@@ -173,12 +176,14 @@ def test_a_log_holds_the_tables(runs, offline, logged):
     assert list(questions["error"]) == [None, None, "it did not fit"]
 
 
+@pytest.mark.process
 def test_a_log_holds_the_plots(offline):
     _, folder = offline
     drawn = {path.name.rsplit("_", 2)[0] for path in folder.rglob("media/images/plots/*.png")}
     assert {"speedup_by_task", "time", "acceptance_by_position", "mbsu_and_speedup"} <= drawn
 
 
+@pytest.mark.process
 def test_a_log_holds_the_histograms_and_acceptance_by_position(runs, offline, logged):
     history = values(logged, "history")
     assert history["accepted_per_round.values"] == [1, 1, 1, 1, 0, 1]
@@ -198,6 +203,7 @@ def digests(run_dir: Path) -> dict[str, str]:
     return {path.name: base64.b64encode(hashlib.md5(path.read_bytes()).digest()).decode() for path in files}
 
 
+@pytest.mark.process
 def test_a_log_holds_the_run_folder(runs, logged):
     (artifact,) = [line["artifact"] for line in logged if line.get("artifact", {}).get("type") == "run"]
     contents = artifact["manifest"]["contents"]
@@ -223,6 +229,7 @@ def service(runs, offline, environment):
         yield there, user, told.getvalue()
 
 
+@pytest.mark.process
 def test_the_service_gets_every_run_once(service, runs):
     there, _, told = service
     assert told == 2 * f"logged: {there.url}/me/specbench/runs/{run_id(runs[1])}\n"
@@ -237,6 +244,7 @@ def test_the_service_gets_every_run_once(service, runs):
         assert "accepted_per_round" in there.history[run_id(run_dir)][0]
 
 
+@pytest.mark.process
 def test_a_group_comes_back_as_it_was(service, runs, tmp_path):
     there, user, _ = service
     there.UpsertBucket({"name": "x", "displayName": "still running", "groupName": "g", "config": "{}"})
@@ -261,6 +269,7 @@ def test_comparing_needs_a_name():
         tracking.pull("")
 
 
+@pytest.mark.process
 def test_comparing_needs_login_and_network(monkeypatch, environment, tmp_path):
     done = command("compare", "g", env=environment)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -309,6 +318,7 @@ def test_a_run_names_itself(runs, tmp_path):
     assert run_id(copy) != run_id(runs[0])
 
 
+@pytest.mark.process
 def test_a_failing_tracker_is_one_line(run_dir, capsys, monkeypatch):
     (run_dir / store.STEPS).write_bytes(b"not a table")
     before = digests(run_dir)
@@ -320,6 +330,7 @@ def test_a_failing_tracker_is_one_line(run_dir, capsys, monkeypatch):
     assert digests(run_dir) == before
 
 
+@pytest.mark.process
 def test_a_process_that_dies_is_one_line(run_dir, capsys, monkeypatch, tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nkill -9 $$\n")
@@ -329,6 +340,7 @@ def test_a_process_that_dies_is_one_line(run_dir, capsys, monkeypatch, tmp_path)
     assert says(capsys.readouterr().err, "warning: ... -9")
 
 
+@pytest.mark.process
 def test_a_service_that_never_answers(run_dir, capsys, environment):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -337,6 +349,7 @@ def test_a_service_that_never_answers(run_dir, capsys, environment):
     assert capsys.readouterr().out.startswith("logged offline (no end within 2 s)")
 
 
+@pytest.mark.process
 def test_ctrl_c_leaves_a_hint(run_dir, environment):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -21,6 +21,7 @@ optuna = pytest.importorskip("optuna")
 SEARCHES = sorted((bench.CONF / "search").glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
 def test_every_search_varies_what_its_method_has(path):
     with initialize_config_dir(str(bench.CONF), version_base="1.3"):
@@ -87,6 +88,7 @@ def tuned(tmp_path, monkeypatch, capfd):
     return tuner
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
     code, out, err = tuned("trials=3", stop_at=2)
     assert code == 130 and "stopped" in err.splitlines()[-1]
@@ -117,11 +119,13 @@ def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
         assert compose("bench", command[3:]).data.path == "q.jsonl"
 
 
+@pytest.mark.slow
 def test_any_seed_of_a_run_is_one_of_a_study(tuned):
     code, _, err = tuned("trials=1", "seed=9223372036854775807")
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_trials_that_fail_are_counted_and_named(tuned):
     none = ["search.method.max_draft_tokens.low=0", "search.method.max_draft_tokens.high=0"]
     code, out, err = tuned("trials=2", *none)

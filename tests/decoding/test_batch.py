@@ -48,7 +48,7 @@ def test_every_row_is_transformers_own_answer(arch, scheduler):
         )
 
 
-@pytest.mark.parametrize("kind", ["chain with a stop", "early exit"])
+@pytest.mark.parametrize("kind", [pytest.param("chain with a stop", marks=pytest.mark.slow), "early exit"])
 def test_a_sample_does_not_depend_on_who_shares_the_batch(kind):
     """The same seed gives the same answer alone, in any batch, and in any order."""
     requests = [Request(r.prompt, Decoding(12, 1.0), r.seed, r.stop_ids) for r in cases("llama")[0]]
@@ -77,6 +77,7 @@ def test_samples_follow_the_target(kind):
     assert p_value_in_a_batch(pair, drafter, Scheduler(32)) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_residual_that_forgets_the_draft_is_found(monkeypatch):
     """With p in place of max(p - q, 0) the tokens that the draft model likes come too often."""
     monkeypatch.setattr(acceptance, "residual", lambda p, q: p)

@@ -70,7 +70,9 @@ def test_any_acceptance_pattern(arch, tree):
     assert {0, 1, 2, 3} <= accepted and max(accepted) >= 6
 
 
-@pytest.mark.parametrize("kind", ["chain", "early exit", "oracle", "oracle tree"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("chain", marks=pytest.mark.slow), "early exit", "oracle", "oracle tree"]
+)
 def test_stop_token_anywhere(kind):
     pair = random_pair("llama")
 

@@ -30,14 +30,13 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(DRAFTERS)[1:])]
-)
+@pytest.mark.slow  # the fast tests have the same of a batch, in test_batch
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_answers_follow_the_target(pair, kind):
     assert p_value_alone(pair, DRAFTERS[kind](pair)) > 1e-3
 
 
-@pytest.mark.slow  # the same in a batch, which is faster, is in test_batch
+@pytest.mark.slow
 def test_a_spoiled_residual_is_found(pair, monkeypatch):
     monkeypatch.setattr(acceptance, "residual", lambda p, q: p)
     assert p_value_alone(pair, ModelChain(pair.draft, 3)) < 1e-6

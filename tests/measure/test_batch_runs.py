@@ -18,6 +18,8 @@ from specbench.measure.arms import hf_generate_arm
 from tests.measure.test_runner import CATEGORIES, measured, start, workplace  # noqa: F401 - a fixture
 from tests.support.messages import says
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_batch_of_one_is_held_against_plain_decoding_of_one(workplace, tmp_path):  # noqa: F811
     settings = ["batch_size=1", "repeats=1", "generate=true"]

@@ -25,10 +25,12 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
 from specbench.errors import JobError
 from specbench.measure import runner, store
-from tests import commands
+from tests.support import commands
 from tests.support.messages import says
 from tests.support.models import save_pair
 from tests.support.synthetic import full_disk
+
+pytestmark = pytest.mark.slow
 
 CATEGORIES = ["writing", "coding", "translation", "summarization", "qa", "math_reasoning", "rag"]
 
@@ -379,6 +381,7 @@ def without_times(summary: dict) -> dict:
     }
 
 
+@pytest.mark.process
 def test_killed_and_started_again(workplace, tmp_path, monkeypatch):
     """Kill -9 in the middle, half a line at the end of the journal: no question is lost or measured twice."""
     runs = tmp_path / "killed"

@@ -251,6 +251,7 @@ with open_journal(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.process
 def test_two_processes_never_share_a_folder(run_dir):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, run_dir], stdout=subprocess.PIPE, text=True)
     try:

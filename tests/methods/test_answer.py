@@ -15,6 +15,8 @@ from specbench.pairs import load_pair
 from tests.support.decoding import generate_with_transformers
 from tests.support.models import save_pair
 
+pytestmark = pytest.mark.slow
+
 TALKS = [["Hello.", "And then?"], ["One turn."], ["A", "B", "C"], ["x" * 490, "This does not fit."]]
 
 

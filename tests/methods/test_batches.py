@@ -57,7 +57,14 @@ def drafters(arch: str, folder: str) -> dict[str, Drafter]:
 
 
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
-@pytest.mark.parametrize("scheduler", ["ragged", "eqspec", "exspec", "exspec, never realigned"])
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        "ragged",
+        "exspec",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("eqspec", "exspec, never realigned")),
+    ],
+)
 def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
     requests, expected = cases(arch)
     target = Target(random_pair(arch).target)
@@ -76,6 +83,7 @@ def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["mistral"])
 @pytest.mark.parametrize("name", ["sps with a stop", "pld", "kangaroo", "s2d", "sps, trimmed"])
 def test_a_sample_does_not_depend_on_who_shares_the_batch(arch, name, tmp_path):
@@ -92,6 +100,7 @@ def test_a_sample_does_not_depend_on_who_shares_the_batch(arch, name, tmp_path):
     assert any(s.accepted for a in alone for s in a.steps) or name == "pld", "chance seldom repeats itself"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sps", "sps with a stop", "sps, trimmed", "pld", "kangaroo", "s2d"])
 def test_samples_follow_the_target(name, tmp_path):
     pair = random_pair("llama", **SHAPE)

@@ -16,6 +16,8 @@ from specbench.pairs import load_pair
 from tests.support.decoding import random_pair
 from tests.support.training import Stopped, stop_after, training_settings, training_workplace
 
+pytestmark = pytest.mark.slow
+
 
 def batch_of(*weights: float) -> dict[str, torch.Tensor]:
     return {

@@ -59,7 +59,7 @@ def test_prompt_lookup(arch):
 
 
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
-@pytest.mark.parametrize("threshold", [0.0, 0.4])
+@pytest.mark.parametrize("threshold", [0.0, pytest.param(0.4, marks=pytest.mark.slow)])
 def test_draft_model(arch, threshold):
     accepted = []
     for n in LENGTHS if threshold == 0 else SOME_LENGTHS:
@@ -81,7 +81,7 @@ def test_target_as_its_own_draft_is_always_accepted(arch):
 
 
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
-@pytest.mark.parametrize("eta", ETAS)
+@pytest.mark.parametrize("eta", [ETAS[0], *(pytest.param(eta, marks=pytest.mark.slow) for eta in ETAS[1:])])
 def test_kangaroo(arch, eta, adapter):
     accepted = []
     for gamma in LENGTHS:
@@ -92,6 +92,7 @@ def test_kangaroo(arch, eta, adapter):
         assert any(0 < a < 1 for a in accepted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize("exit_layer", [1, 3])
 def test_kangaroo_at_other_exits(arch, exit_layer, adapter):
@@ -99,7 +100,9 @@ def test_kangaroo_at_other_exits(arch, exit_layer, adapter):
 
 
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
-@pytest.mark.parametrize("threshold", [0.0, 0.2, 1.01])
+@pytest.mark.parametrize(
+    "threshold", [0.2, *(pytest.param(threshold, marks=pytest.mark.slow) for threshold in (0.0, 1.01))]
+)
 def test_sorted_draft(arch, threshold):
     accepted, exits = [], set()
     for n in LENGTHS if threshold == 0.2 else SOME_LENGTHS:
@@ -149,6 +152,7 @@ def test_trimmed_head(arch, method, adapter):
     assert 0 in accepted and any(a > 0 for a in accepted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["sps", "s2d", "mirror", "ragged"])
 def test_a_target_padded_beyond_the_draft_models_embedding(method, temperature):
@@ -177,6 +181,7 @@ def test_a_target_padded_beyond_the_draft_models_embedding(method, temperature):
         assert [answer.tokens for answer in answers] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pld", "sps", "s2d", "kangaroo", "mirror"])
 def test_stop_token_anywhere(method, adapter):
     pair = random_pair("llama")

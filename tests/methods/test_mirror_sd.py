@@ -30,7 +30,7 @@ from specbench.decoding.target import Target
 from specbench.errors import JobError, UserError
 from tests.support.decoding import random_pair
 from tests.support.methods import drafts, trimmed
-from tests.support.models import ARCHITECTURES
+from tests.support.models import EVERY_ARCHITECTURE
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 VARIANTS = {
@@ -72,7 +72,7 @@ def plain_drafts(arch: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_branches_are_the_drafts_of_speculative_sampling(arch, variant):
     pair = random_pair(arch)
     assert tokens_of(drafts(mirror(pair, **VARIANTS[variant]), pair, 0.0)) == plain_drafts(arch)
@@ -81,7 +81,10 @@ def test_branches_are_the_drafts_of_speculative_sampling(arch, variant):
 STREAMS = 3
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "opt"])
+SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ("mistral", "opt")]
+
+
+@pytest.fixture(scope="module", params=["llama", *SLOW])
 def streaming(request, tmp_path_factory):
     """A pair, and stream embeddings under which random models guess right now and then."""
     pair = random_pair(request.param)
@@ -91,6 +94,7 @@ def streaming(request, tmp_path_factory):
     return pair, str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [*VARIANTS, "serial"])
 def test_streams_change_nothing_about_a_draft(streaming, variant):
     """Main streams vet the guesses: tokens are those of the draft model alone."""
@@ -154,6 +158,7 @@ class Interrupted(Brancher):
         super().expand(k, depth, states, lambda: next(passes, True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("variant", ["budget", "from the draft", "both"])
 def test_whenever_the_decision_is_known(variant, streams, streaming, monkeypatch):
@@ -169,6 +174,7 @@ def test_a_branch_left_where_it_grew_would_be_found(monkeypatch):
     assert tokens_of(drafts(mirror(pair, kappa=8), pair, 0.0)) != expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("kept", [None, list(range(0, 61, 2))])
 def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_path):
@@ -210,6 +216,7 @@ def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_answer():
         Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(12, 1.0), seed=3)
 
 
+@pytest.mark.slow
 def test_misses():
     """None when everything is guessed, none when the guess is the decision itself; fewer with more guesses, with less
     likely ones, and with a later exit."""
@@ -282,6 +289,7 @@ def test_what_is_read_and_how_long_it_took():
         assert (passes, rest) == (5 if step.hit else 9, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["budget", "from the draft", "both"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_guesses_are_made_from_the_draft_models_own_distributions(variant, streams, streaming, monkeypatch):
@@ -389,6 +397,7 @@ def running(pid: int) -> bool:
         return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+@pytest.mark.process
 def test_a_process_gives_the_same(beside):
     drafter, cores = beside
     pair = random_pair("llama")
@@ -398,6 +407,7 @@ def test_a_process_gives_the_same(beside):
     assert os.sched_getaffinity(0) == cores
 
 
+@pytest.mark.process
 def test_a_process_sleeps_between_answers(beside):
     drafter, _ = beside
     pair = random_pair("llama")
@@ -413,6 +423,7 @@ def test_a_process_sleeps_between_answers(beside):
     assert used() - before <= 5  # hundredths of a second
 
 
+@pytest.mark.process
 def test_no_worker_outlives_its_parent():
     """However the parent ends. It is forked, so that only the worker has everything to import."""
 
@@ -436,6 +447,7 @@ def test_no_worker_outlives_its_parent():
     assert not running(pid)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_worker_that_dies_or_hangs(how):
     """Killed or stopped at a random moment of an answer: one clear error, never a wrong answer, nobody left behind."""

@@ -73,6 +73,7 @@ def run_checked(kind: type[Checked]) -> set[int]:
     return rejected
 
 
+@pytest.mark.slow
 def test_caches_after_every_roll_back():
     """Full acceptance, one rejected token (where the authors' code goes wrong), two and more."""
     assert {0, 1, 2, 3} <= run_checked(Checked)

@@ -19,6 +19,8 @@ from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, VOCAB, p_value_alone
 from tests.support.methods import near_identity_adapter, sorted_pair, trimmed
 
+pytestmark = pytest.mark.slow
+
 KEPT = [0, 2, 3]  # what the trimmed heads know of the five tokens
 
 

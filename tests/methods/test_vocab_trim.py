@@ -81,6 +81,7 @@ def workplace(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_calibration(workplace, tmp_path, source, capsys):
     overrides = [

@@ -173,6 +173,7 @@ def opened(path: Path) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
+@pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no browser on this machine")
 def test_a_click_sorts_in_a_browser(text, tmp_path):
     path = tmp_path / "page.html"
@@ -193,6 +194,7 @@ def test_a_click_sorts_in_a_browser(text, tmp_path):
     assert found["shown"] == ["wrong"]
 
 
+@pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no browser on this machine")
 def test_the_console_would_tell_of_an_error(tmp_path):
     path = tmp_path / "broken.html"

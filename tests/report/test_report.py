@@ -36,6 +36,7 @@ def reported(tmp_path_factory):
     return folder, report(cwd=folder)
 
 
+@pytest.mark.process
 def test_the_command_prints_all_of_runs_when_piped(reported):
     _, done = reported
     assert done.returncode == 0, done.stderr
@@ -46,6 +47,7 @@ def test_the_command_prints_all_of_runs_when_piped(reported):
     assert done.stdout.splitlines()[-1] == "runs/report/index.html"
 
 
+@pytest.mark.process
 def test_what_is_left_out_is_named_and_in_no_number(reported):
     folder, done = reported
     assert "left out: 3_cut: damaged: summary.json" in done.stdout
@@ -58,6 +60,7 @@ def test_what_is_left_out_is_named_and_in_no_number(reported):
     assert frame["run"].unique().tolist() == ["1_good", "2_bad", "5_batch"]
 
 
+@pytest.mark.process
 def test_the_report_is_written_in_every_form(reported):
     folder, _ = reported
     out = folder / "runs" / "report"
@@ -83,6 +86,7 @@ PLOTS = ("speedup_by_task", "acceptance_and_speedup", "time", "acceptance_by_pos
          "mbsu_and_speedup")  # fmt: skip
 
 
+@pytest.mark.process
 def test_a_report_of_a_report_is_the_same(reported, monkeypatch, capsys):
     """The folder of the report is no run, and what it holds changes nothing."""
     folder, done = reported

@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from rich.console import Console
 
 from specbench.measure import store
@@ -367,6 +368,7 @@ def test_of_many_notes_the_first_are_printed(capsys):
     assert lines[:-1] == [*(f"note {i}" for i in range(10)), "and 3 more"]
 
 
+@pytest.mark.process
 def test_importing_the_tables_loads_no_torch():
     code = (
         "import sys, specbench.report.tables; sys.exit(not {'torch', 'scipy.stats'}.isdisjoint(sys.modules))"

@@ -7,6 +7,8 @@ import torch
 
 from specbench.tiny import evaluate, models, train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
