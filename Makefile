@@ -1,7 +1,7 @@
 # Everything from nothing: the first target that needs Python makes .venv and installs into it, once.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench tune test benchmarks tiny report claims wandb-compare docs readme-figures lint clean
+.PHONY: help install bench tune test test-fast benchmarks tiny report claims wandb-compare docs readme-figures lint clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -15,6 +15,7 @@ CLAIM = $(PY) -m specbench.bench -m runs_root=runs/claims
 SOME = $(CLAIM) data.limit=$(LIMIT)
 TINY := build/tiny
 ANSWERS := $(TINY)/answers/both.jsonl
+FAST := not slow and not process and not cluster and not browser and not cuda
 PART := OMP_NUM_THREADS=1 $(PY) -m
 DEEP = pair=tiny pair.target=$(TINY)/weights/target pair.tokenizer=$(TINY)/weights/tokenizer
 SHALLOW = pair=tiny_shallow pair.target=$(TINY)/weights/target_shallow pair.tokenizer=$(TINY)/weights/tokenizer
@@ -31,8 +32,11 @@ bench: $(STAMP) ## Measure a method: METHOD=kangaroo [DRAFTER=sps PAIR=tiny DATA
 tune: $(STAMP) ## Find a method's draft length and thresholds for a pair, here: METHOD=kangaroo [PAIR=tiny ARGS="trials=20 ..."]
 	@$(PY) -m specbench.tune method=$(METHOD) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) $(if $(TASK),task=$(TASK)) $(ARGS)
 
-test: $(STAMP) ## Run the tests [ARGS="-k name"]
+test: $(STAMP) ## Run all tests, in under ten minutes on two cores [ARGS="-k name"]
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
+
+test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in under a minute [ARGS="-k name"]
+	@$(PY) -m pytest -n auto --dist worksteal -m "$(FAST)" $(ARGS)
 
 benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on an idle machine)
 	@$(PY) -m tests.benchmarks.decoding $(ARGS)

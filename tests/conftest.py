@@ -1,4 +1,11 @@
-"""Set-up of every test: no network but a test's own, reproducible draws, few threads."""
+"""Set-up of every test: no network but a test's own, reproducible draws, few threads. The tiers:
+
+- fast (`make test-fast`): all that no marker below names; the heart of every part, in under a minute on two cores.
+- `slow`: training, long statistics, further architectures, and whatever else takes about 3 s of CPU time or more.
+- `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
+- `cuda`: needs a GPU and is skipped without one; `make test ARGS="-m cuda"` runs these alone.
+- everything (`make test`): all of them, in under ten minutes on two idle cores.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +23,15 @@ import torch
 
 hypothesis.settings.register_profile("specbench", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("specbench")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from specbench.conversations import batched, conversations, packed_rows, parse, shuffled, tokenizer_of
 from specbench.errors import UserError
 from specbench.pairs import load_pair
-from tests.models import byte_tokenizer, save_pair
+from tests.support.models import byte_tokenizer, save_pair
 
 NOWHERE = OmegaConf.create({"name": "mine", "training": None})
 
@@ -103,16 +103,16 @@ def test_a_message_without_text_ends_a_conversation():
 @pytest.mark.parametrize("row", ["{]", '{"messages": [{"role": "user"}]}', '{"text": "?"}'])
 def test_a_line_that_is_no_conversation_is_named(tmp_path, row):
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n' + row + "\n")
-    with pytest.raises(UserError, match="line 2: not a conversation"):
+    with pytest.raises(UserError, match=r"bad\.jsonl.*line 2"):
         next(conversations(str(tmp_path / "bad.jsonl"), NOWHERE, 0))
 
 
 def test_what_is_not_there_is_named(tmp_path):
-    with pytest.raises(UserError, match="no conversations file"):
+    with pytest.raises(UserError, match=r"missing\.jsonl"):
         next(conversations("missing.jsonl", NOWHERE, 0))
-    with pytest.raises(UserError, match="neither a file nor a data set"):
+    with pytest.raises(UserError, match="nobody/nothing-of-the-kind"):
         next(conversations("nobody/nothing-of-the-kind", NOWHERE, 0))
-    with pytest.raises(UserError, match="too few conversations"):
+    with pytest.raises(UserError, match="too few"):
         next(conversations(write(tmp_path / "one.jsonl", ["only"]), NOWHERE, 0))
 
 

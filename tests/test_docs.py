@@ -23,14 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import methods
-from specbench.bench import CONF
 from specbench.checks import check_method
+from specbench.compose import CONF
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
-from tests.report.samples import SUMMARY, faster, run_of, wrong
+from tests.support.samples import SUMMARY, faster, run_of, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

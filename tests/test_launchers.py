@@ -20,7 +20,8 @@ from specbench import bench
 from specbench.compose import CONF
 from specbench.errors import UserError
 from specbench.measure import runner, store
-from tests.commands import cli, run_main, small_pair_and_questions
+from tests.support.commands import cli, run_main, small_pair_and_questions
+from tests.support.messages import says
 
 JOBS = ("ar", "pld")
 
@@ -68,17 +69,18 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch, capfd, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = run_main(monkeypatch, capfd, "-m", "method=ar", "hydra/launcher=ray")
-    assert code == 2 and err.startswith("error: ray is not installed: pip install")
+    assert code == 2 and says(err, "error: ray ... pip install")
 
 
 def test_launchers_that_take_jobs_away_are_refused():
-    with pytest.raises(UserError, match="choose another"):
+    with pytest.raises(UserError, match="launcher"):
         pickle.dumps(bench.Command())
 
 
 # -- submitit
 
 
+@pytest.mark.cluster
 def test_submitit_gives_the_same_answers(monkeypatch, capfd, swept_here):
     pytest.importorskip("submitit")
     folder, arguments, answers = swept_here
@@ -89,6 +91,7 @@ def test_submitit_gives_the_same_answers(monkeypatch, capfd, swept_here):
     assert "all runs" in out and tokens(folder / "submitit") == answers
 
 
+@pytest.mark.cluster
 def test_submitit_names_a_job_that_was_lost(monkeypatch, capfd, tmp_path):
     submitit = pytest.importorskip("submitit")
     monkeypatch.setattr(submitit.core.core.Job, "_results_timeout_s", 1)  # for a file system of a cluster: 15
@@ -98,7 +101,7 @@ def test_submitit_names_a_job_that_was_lost(monkeypatch, capfd, tmp_path):
         "+hydra.launcher.setup=[exit]",
     ]  # of the shell that is to start it
     code, out, _ = run_main(monkeypatch, capfd, "-m", "method=ar,pld", *lost)
-    assert code == 1 and out.count("the job was lost (UncompletedJobError, FINISHED)") == 2
+    assert code == 1 and out.count("(UncompletedJobError, FINISHED)") == 2
 
 
 # -- Ray
@@ -122,6 +125,7 @@ def cluster():
         nodes.shutdown()
 
 
+@pytest.mark.cluster
 def test_ray_gives_the_same_answers(swept_here, cluster):
     folder, arguments, answers = swept_here
     there = ["runs_root=ray", "hydra/launcher=ray", f"hydra.launcher.address={cluster}"]
@@ -130,6 +134,7 @@ def test_ray_gives_the_same_answers(swept_here, cluster):
     assert "all runs" in done.stdout and tokens(folder / "ray") == answers
 
 
+@pytest.mark.cluster
 def test_ray_gives_a_job_a_whole_node_and_leaves_one_that_lost_a_job(monkeypatch, tmp_path, cluster):
     def on_node(run_dir: Path, folder: str, threads: str | None) -> int:
         import ray

@@ -10,6 +10,8 @@ from specbench.compose import CONF
 from specbench.measure import provenance, runner, store
 from specbench.questions import warmup_questions
 
+pytestmark = pytest.mark.slow
+
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 # The second pair for those to which it brings other weights.
 ON_PAIRS = [(m, "tiny") for m in METHODS] + [(m, "tiny_shallow") for m in ("ar", "kangaroo", "s2d", "sps")]
@@ -30,7 +32,10 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "pair"), ON_PAIRS)
+@pytest.mark.parametrize(
+    ("method", "pair"),
+    [pytest.param(*both, marks=[pytest.mark.process] * (both[0] == "mirror_sd")) for both in ON_PAIRS],
+)
 def test_method_on_the_embedded_family(method, pair, tmp_path, monkeypatch):
     settings = [f"method={method}", f"pair={pair}"] + ["method.placement=inline"] * (method in BESIDE)
     check(monkeypatch, tmp_path, *settings, accepts=method not in PLAIN)

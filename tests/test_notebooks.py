@@ -7,7 +7,7 @@ import pytest
 from nbclient import NotebookClient
 
 from specbench.measure import metrics, store
-from tests.measure.synthetic import CONFIG, FACTS, answered
+from tests.support.synthetic import CONFIG, FACTS, answered
 
 NOTEBOOKS = sorted((store.ROOT / "notebooks").glob("*.ipynb"))
 
@@ -26,6 +26,7 @@ def run_folder(root, method, slow):
     store._write_steps(folder / store.STEPS, records)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_on_finished_runs(path, tmp_path, monkeypatch):
     for method, slow in (("sps", 2), ("kangaroo", 3)):
@@ -47,5 +48,5 @@ def test_has_no_outputs_in_git(path):
     assert code and all(not cell.outputs and cell.execution_count is None for cell in code)
 
 
-def test_both_are_there():
-    assert [path.stem for path in NOTEBOOKS] == ["anatomy_of_a_speedup", "compare_methods"]
+def test_there_are_notebooks():
+    assert NOTEBOOKS

@@ -12,7 +12,7 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.pairs import choose_device, cut, load_pair
-from tests.models import TEMPLATE, byte_tokenizer, save_pair
+from tests.support.models import TEMPLATE, byte_tokenizer, save_pair
 
 CHAT = [
     {"role": "user", "content": "Zwölf?"},
@@ -44,10 +44,10 @@ def test_loads_target_and_draft(cfg):
 def test_draft_is_left_alone_unless_asked_for(cfg):
     cfg.draft = "/nowhere"
     assert load_pair(cfg, seed=0, with_draft=False).draft is None
-    with pytest.raises(UserError, match="there is no folder '/nowhere'"):
+    with pytest.raises(UserError, match="'/nowhere'"):
         load_pair(cfg, seed=0, with_draft=True)
     cfg.draft = None
-    with pytest.raises(UserError, match="no draft model"):
+    with pytest.raises(UserError, match="draft model"):
         load_pair(cfg, seed=0, with_draft=True)
 
 
@@ -78,7 +78,7 @@ def test_a_draft_model_of_fewer_layers(cfg, init):
     early = whole.run_layers(whole.embed(ids), whole.new_cache(3), 0, 1)
     assert torch.equal(whole.head(early), short.head(short.run_layers(short.embed(ids), short.new_cache(3))))
     cfg.draft_layers = depth + 1
-    with pytest.raises(UserError, match=f"pair.draft_layers is {depth + 1}, and '.*' has {depth} layers"):
+    with pytest.raises(UserError, match=rf"pair\.draft_layers .*\b{depth + 1}\b.*\b{depth}\b"):
         load_pair(cfg, seed=0, with_draft=True)
 
 
@@ -116,7 +116,7 @@ def test_template_of_the_config_and_its_variables(cfg):
 def test_neither_template(cfg):
     byte_tokenizer(chat_template=None).save_pretrained(cfg.target)
     _file(cfg.target, "chat_template.jinja").unlink(missing_ok=True)
-    with pytest.raises(UserError, match=r"no chat template: set pair\.chat_template"):
+    with pytest.raises(UserError, match=r"pair\.chat_template"):
         load_pair(cfg, seed=0, with_draft=False)
     cfg.chat_template = TEMPLATE
     assert load_pair(cfg, seed=0, with_draft=False).prompt_ids(CHAT)
@@ -146,14 +146,14 @@ def test_bin_weights_load_without_running_code(cfg):
             return print, ("code ran",)
 
     torch.save({**state, "evil": Code()}, _file(cfg.target, "pytorch_model.bin"))
-    with pytest.raises(UserError, match="Weights only load failed"):
+    with pytest.raises(UserError, match="[Ww]eights.only"):
         load_pair(cfg, seed=0, with_draft=False)
 
 
 def test_incomplete_weights_are_refused(cfg):
     layers = json.loads(_file(cfg.target, "config.json").read_text())["num_hidden_layers"]
     edit_json(_file(cfg.target, "config.json"), num_hidden_layers=layers + 1, layer_types=None)
-    with pytest.raises(UserError, match=r"lack 9 tensors, such as model\.layers\.5"):
+    with pytest.raises(UserError, match=r"\b9\b.*model\.layers\.5"):
         load_pair(cfg, seed=0, with_draft=False)
 
 
@@ -167,7 +167,7 @@ def test_random_weights_come_from_the_seed_alone(cfg):
 
 def test_draft_with_another_vocabulary(cfg):
     byte_tokenizer(first_special="<bos>").save_pretrained(cfg.draft)
-    expected = rf"id 256 is '<s>' in '{cfg.target}' but '<bos>' in '{cfg.draft}'"
+    expected = rf"256 .*'<s>' .*{cfg.target}.*'<bos>' .*{cfg.draft}"
     with pytest.raises(UserError, match=expected):
         load_pair(cfg, seed=0, with_draft=True)
     byte_tokenizer().save_pretrained(cfg.draft)
@@ -177,7 +177,7 @@ def test_draft_with_another_vocabulary(cfg):
 def test_draft_too_narrow_and_draft_padded(tmp_path, cfg):
     narrow = save_pair(tmp_path / "narrow", vocab_size=258)
     cfg.draft = narrow.draft
-    with pytest.raises(UserError, match="has 258 logits, the pair's tokenizer has ids up to 259"):
+    with pytest.raises(UserError, match=r"\b258\b.*\b259\b"):
         load_pair(cfg, seed=0, with_draft=True)
     cfg.draft = save_pair(tmp_path / "padded", vocab_size=320).draft
     assert load_pair(cfg, seed=0, with_draft=True).draft.config.vocab_size == 320
@@ -185,10 +185,10 @@ def test_draft_too_narrow_and_draft_padded(tmp_path, cfg):
 
 def test_models_that_are_not_there(cfg):
     for name, message in {
-        "no-such-org/no-such-model": "the hub cannot be reached",
-        "not a name": "neither a local folder nor on the hub",
+        "no-such-org/no-such-model": "no-such-model.* hub ",
+        "not a name": "'not a name'",
         "specbench/tiny/weights/nothing": "`make tiny`",
-        "some/folder/below": "there is no folder 'some/folder/below'",
+        "some/folder/below": "'some/folder/below'",
     }.items():
         cfg.target = name
         with pytest.raises(UserError, match=message) as caught:
@@ -198,7 +198,7 @@ def test_models_that_are_not_there(cfg):
 
 def test_gated_model_says_what_to_do(cfg):
     cfg.target, cfg.gated = "some-org/some-model", True
-    with pytest.raises(UserError, match="accept its licence"):
+    with pytest.raises(UserError, match="licence"):
         load_pair(cfg, seed=0, with_draft=False)
 
 
@@ -217,9 +217,9 @@ def test_broken_folders(cfg):
 def test_devices():
     assert choose_device("cpu").type == "cpu"
     assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(UserError, match="this machine has"):
+    with pytest.raises(UserError, match=r"pair\.device .*'cuda:99'"):
         choose_device("cuda:99")
-    with pytest.raises(UserError, match="is not a device"):
+    with pytest.raises(UserError, match=r"pair\.device 'gpu'"):
         choose_device("gpu")
 
 

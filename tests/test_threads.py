@@ -33,6 +33,7 @@ def taking(seconds: dict[int, float]):
     return lambda: time.sleep(seconds[torch.get_num_threads()])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "first_import", ["specbench", "methods.sps", "specbench.measure.runner", "methods.training"]
 )
@@ -46,6 +47,7 @@ def test_idle_threads_do_not_spin(first_import):
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in found.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name, value", [("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "1000")])
 def test_what_the_user_has_set_stays(name, value):
     bare = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}

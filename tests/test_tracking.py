@@ -25,8 +25,9 @@ from specbench.errors import UserError
 from specbench.measure import metrics, store
 from specbench.report.runs import read_runs, summary_frame
 from specbench.report.wandb_run import run_id, scalars
-from tests.measure.synthetic import CONFIG, FACTS, TIE, answered, record
-from tests.wandb_server import KEY, serving
+from tests.support.messages import says
+from tests.support.synthetic import CONFIG, FACTS, TIE, answered, record
+from tests.support.wandb_server import KEY, serving
 
 NONE = {"name": "none"}
 TRACKER = {
@@ -141,12 +142,14 @@ def logged_table(offline, logged, name: str) -> pd.DataFrame:
     return pd.DataFrame(content["data"], columns=content["columns"], dtype=object)
 
 
+@pytest.mark.process
 def test_without_login_a_run_is_logged_offline_and_nobody_is_asked(offline):
     said, folder = offline
-    assert said.startswith("logged offline (UsageError: No API key configured.")
-    assert said.endswith(f"to upload it: wandb sync {folder}\n") and said.count("\n") == 1
+    assert said.startswith("logged offline (UsageError: No API key")
+    assert said.endswith(f"wandb sync {folder}\n") and said.count("\n") == 1
 
 
+@pytest.mark.process
 def test_a_log_holds_the_configuration_and_the_summary(runs, logged):
     (run,) = [line["run"] for line in logged if line["type"] == "run"]
     assert run["run_id"] == run_id(runs[0]) and run["display_name"] == runs[0].name
@@ -157,6 +160,7 @@ def test_a_log_holds_the_configuration_and_the_summary(runs, logged):
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
 
 
+@pytest.mark.process
 def test_a_log_holds_the_tables(runs, offline, logged):
     tasks = logged_table(offline, logged, "tasks").set_index("task")
     summary = store.read_json(runs[0] / store.SUMMARY)
@@ -172,12 +176,14 @@ def test_a_log_holds_the_tables(runs, offline, logged):
     assert list(questions["error"]) == [None, None, "it did not fit"]
 
 
+@pytest.mark.process
 def test_a_log_holds_the_plots(offline):
     _, folder = offline
     drawn = {path.name.rsplit("_", 2)[0] for path in folder.rglob("media/images/plots/*.png")}
     assert {"speedup_by_task", "time", "acceptance_by_position", "mbsu_and_speedup"} <= drawn
 
 
+@pytest.mark.process
 def test_a_log_holds_the_histograms_and_acceptance_by_position(runs, offline, logged):
     history = values(logged, "history")
     assert history["accepted_per_round.values"] == [1, 1, 1, 1, 0, 1]
@@ -197,6 +203,7 @@ def digests(run_dir: Path) -> dict[str, str]:
     return {path.name: base64.b64encode(hashlib.md5(path.read_bytes()).digest()).decode() for path in files}
 
 
+@pytest.mark.process
 def test_a_log_holds_the_run_folder(runs, logged):
     (artifact,) = [line["artifact"] for line in logged if line.get("artifact", {}).get("type") == "run"]
     contents = artifact["manifest"]["contents"]
@@ -222,6 +229,7 @@ def service(runs, offline, environment):
         yield there, user, told.getvalue()
 
 
+@pytest.mark.process
 def test_the_service_gets_every_run_once(service, runs):
     there, _, told = service
     assert told == 2 * f"logged: {there.url}/me/specbench/runs/{run_id(runs[1])}\n"
@@ -236,12 +244,13 @@ def test_the_service_gets_every_run_once(service, runs):
         assert "accepted_per_round" in there.history[run_id(run_dir)][0]
 
 
+@pytest.mark.process
 def test_a_group_comes_back_as_it_was(service, runs, tmp_path):
     there, user, _ = service
     there.UpsertBucket({"name": "x", "displayName": "still running", "groupName": "g", "config": "{}"})
     done = command("compare", "g", env=user | {"PYTHONPATH": str(store.ROOT)}, cwd=tmp_path)
     assert done.returncode == 0
-    assert "warning: run still running of group g has no run folder, left out\n" in done.stderr
+    assert says(done.stderr, "warning: ... still running ... group g")
     assert done.stdout.splitlines()[-1] == "runs/wandb/g" and "\nsps " in done.stdout
     found = [tmp_path / "runs" / "wandb" / "g" / run_dir.name for run_dir in runs]
     for mine, theirs in zip(runs, found):
@@ -249,21 +258,22 @@ def test_a_group_comes_back_as_it_was(service, runs, tmp_path):
     with as_user(user):
         frame = tracking.group_frame("g", into=tmp_path / "runs" / "wandb")
         pd.testing.assert_frame_equal(frame, summary_frame(read_runs(sorted(runs))[0]))
-        with pytest.raises(UserError, match="no run folder in group 'h' of project 'specbench'"):
+        with pytest.raises(UserError, match="'h'.*'specbench'"):
             tracking.pull("h")
         with pytest.raises(UserError, match="Could not find project other"):
             tracking.pull("g", "other")
 
 
 def test_comparing_needs_a_name():
-    with pytest.raises(UserError, match="a group has a name"):
+    with pytest.raises(UserError, match="group.*name"):
         tracking.pull("")
 
 
+@pytest.mark.process
 def test_comparing_needs_login_and_network(monkeypatch, environment, tmp_path):
     done = command("compare", "g", env=environment)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: Weights & Biases: UsageError: No API key configured.")
+    assert says(done.stderr, "error: ... UsageError: No API key")
     monkeypatch.setattr(tracking, "API_SECONDS", 1)
     with as_user(environment | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": NOWHERE}):
         with pytest.raises(UserError, match=f"Failed to verify credentials with {NOWHERE}"):
@@ -286,16 +296,16 @@ def test_nothing_is_written_without_a_tracker(run_dir):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"mode": "onlin"}, "unknown tracker.mode 'onlin': did you mean online or offline?"),
-        ({"timeout": 0}, "tracker.timeout must be seconds, at least 1, not 0"),
-        ({"timeout": "long"}, "tracker.timeout must be"),
-        ({"upload_diff": "maybe"}, "tracker.upload_diff must be true or false, not 'maybe'"),
+        ({"mode": "onlin"}, "tracker.mode 'onlin' ... online"),
+        ({"timeout": 0}, "tracker.timeout ... 1 ... 0"),
+        ({"timeout": "long"}, "tracker.timeout ... 'long'"),
+        ({"upload_diff": "maybe"}, "tracker.upload_diff ... true ... false ... 'maybe'"),
     ],
 )
 def test_a_setting_that_cannot_work(wrong, message):
     with pytest.raises(UserError) as caught:
         tracking.check(TRACKER | wrong)
-    assert message in str(caught.value)
+    assert says(str(caught.value), message)
 
 
 def test_a_run_names_itself(runs, tmp_path):
@@ -308,34 +318,38 @@ def test_a_run_names_itself(runs, tmp_path):
     assert run_id(copy) != run_id(runs[0])
 
 
+@pytest.mark.process
 def test_a_failing_tracker_is_one_line(run_dir, capsys, monkeypatch):
     (run_dir / store.STEPS).write_bytes(b"not a table")
     before = digests(run_dir)
     assert not tracking.track(run_dir, OFFLINE)
     error = capsys.readouterr().err
     assert error.startswith("warning: not logged (ArrowInvalid: ") and error.count("\n") == 1
-    assert error.endswith(f"to log it later: python -m specbench.tracking log {run_dir}\n")
+    assert error.endswith(f"python -m specbench.tracking log {run_dir}\n")
     assert "Traceback" in (run_dir / "wandb" / "offline.log").read_text()
     assert digests(run_dir) == before
 
 
+@pytest.mark.process
 def test_a_process_that_dies_is_one_line(run_dir, capsys, monkeypatch, tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nkill -9 $$\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     assert not tracking.track(run_dir, OFFLINE)
-    assert "warning: not logged (exit code -9, see " in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "warning: ... -9")
 
 
+@pytest.mark.process
 def test_a_service_that_never_answers(run_dir, capsys, environment):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with as_user(environment | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}):
             assert tracking.track(run_dir, TRACKER | {"timeout": 2})
-    assert capsys.readouterr().out.startswith("logged offline (no end within 2 s); to upload it: wandb sync ")
+    assert capsys.readouterr().out.startswith("logged offline (no end within 2 s)")
 
 
+@pytest.mark.process
 def test_ctrl_c_leaves_a_hint(run_dir, environment):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -351,7 +365,7 @@ def test_ctrl_c_leaves_a_hint(run_dir, environment):
             child.send_signal(signal.SIGINT)
             _, error = child.communicate(timeout=TIMEOUT)
     assert child.returncode == 130
-    assert f"stopped, not logged; to log it later: python -m specbench.tracking log {run_dir}" in error
+    assert says(error, f"stopped ... python -m specbench.tracking log {run_dir}")
 
 
 def test_secrets_stay_here(tmp_path):

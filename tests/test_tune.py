@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 
@@ -13,13 +14,15 @@ from specbench import bench, checks, tune
 from specbench.compose import CONF
 from specbench.errors import UserError
 from specbench.measure import runner, store
-from tests.commands import exit_code, small_pair_and_questions
+from tests.support.commands import exit_code, small_pair_and_questions
+from tests.support.messages import says
 
 optuna = pytest.importorskip("optuna")
 
 SEARCHES = sorted((CONF / "search").glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
 def test_every_search_varies_what_its_method_has(path):
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -40,7 +43,7 @@ def test_bounds():
     assert isinstance(whole, optuna.distributions.IntDistribution)
     assert isinstance(steps, optuna.distributions.FloatDistribution) and steps.step == 0.25
     for wrong in ({"low": 1}, {"low": 2, "high": 1}, 7, []):
-        with pytest.raises(UserError, match="search.k takes choices, or low, high and step"):
+        with pytest.raises(UserError, match=r"search\.k .*choices.*low.*high.*step"):
             tune.distribution(optuna, "k", wrong)
 
 
@@ -86,9 +89,10 @@ def tuned(tmp_path, monkeypatch, capfd):
     return tuner
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
     code, out, err = tuned("trials=3", stop_at=2)
-    assert code == 130 and err.endswith("stopped; the same command goes on from here\n")
+    assert code == 130 and "stopped" in err.splitlines()[-1]
     stopped = [line for line in out.splitlines() if line.startswith("trial ")][-1]
     assert (
         "trial 1 of 3: method.max_draft_tokens=5 method.confidence_threshold=0\n" in out
@@ -116,34 +120,36 @@ def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
         assert compose("bench", command[3:]).data.path == "q.jsonl"
 
 
+@pytest.mark.slow
 def test_any_seed_of_a_run_is_one_of_a_study(tuned):
     code, _, err = tuned("trials=1", "seed=9223372036854775807")
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_trials_that_fail_are_counted_and_named(tuned):
     none = ["search.method.max_draft_tokens.low=0", "search.method.max_draft_tokens.high=0"]
     code, out, err = tuned("trials=2", *none)
     assert code == 2 and out.count("failed: method.max_draft_tokens=0") == 2
-    assert out.count("method.max_draft_tokens must be a whole number of at least 1, not 0") == 2
-    assert err.endswith("error: none of the 2 trials succeeded\n")
+    assert len(re.findall(r"max_draft_tokens .*1.*\b0\b", out)) >= 2
+    assert says(err.splitlines()[-1], "error: ... 2 trials")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["method=ar"], "unknown search 'ar': known: kangaroo, "),
-        (["-m", "method=sps"], "this program has no sweeps"),
-        (["search.method.max_draft_tokens=7"], "search.method.max_draft_tokens takes choices"),
-        (["trails=3"], "unknown key 'trails': did you mean trials or threads?"),
+        (["method=ar"], "search 'ar' ... kangaroo, "),
+        (["-m", "method=sps"], "sweep"),
+        (["search.method.max_draft_tokens=7"], "search.method.max_draft_tokens ... choices"),
+        (["trails=3"], "'trails' ... trials"),
         (["data.warmup=nothing.jsonl"], "nothing.jsonl"),
-        (["trials=abc"], "trials must be a whole number of at least 1, not 'abc'"),
-        (["trials=null"], "trials must be a whole number of at least 1, not null"),
-        (["trials=0"], "trials must be a whole number of at least 1, not 0"),
+        (["trials=abc"], "trials ... 1 ... 'abc'"),
+        (["trials=null"], "trials ... 1 ... null"),
+        (["trials=0"], "trials ... 1 ... 0"),
         (["runs_root=q.jsonl"], "q.jsonl"),
     ],
 )
 def test_errors_are_one_line(tuned, arguments, message):
     code, out, err = tuned(*arguments)
     assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
-    assert message in err
+    assert says(err, message)

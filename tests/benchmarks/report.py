@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from specbench.compose import CONF
 from specbench.measure import metrics, provenance, store
 from specbench.questions import TASKS, find_questions_file
-from tests.measure.synthetic import CONFIG, FACTS, answered
+from tests.support.synthetic import CONFIG, FACTS, answered
 
 QUESTIONS = 480
 DIFF = "".join(

@@ -13,7 +13,8 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
-from tests.decoding.helpers import STOP, Oracle, random_pair, random_prompt
+from tests.support.decoding import STOP, random_pair, random_prompt
+from tests.support.drafters import Oracle
 
 
 @given(
@@ -51,7 +52,7 @@ def test_cache_holds_all_but_the_pending_token():
 
 @pytest.mark.parametrize(
     ("prompt", "cap", "message"),
-    [([], 5, "prompt is empty"), ([1], 0, "at least 1"), ([1] * 500, 100, "do not fit the context of 512")],
+    [([], 5, "empty"), ([1], 0, "max_new_tokens .*1.*0"), ([1] * 500, 100, "500 .*100 .*512")],
 )
 def test_impossible_requests_are_refused(prompt, cap, message):
     target = Target(random_pair("llama", max_position_embeddings=512).target)

@@ -16,6 +16,9 @@ from specbench.decoding.sampling import Decoding
 from specbench.measure import runner, store
 from specbench.measure.arms import hf_generate_arm
 from tests.measure.test_runner import CATEGORIES, measured, start, workplace  # noqa: F401 - a fixture
+from tests.support.messages import says
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_batch_of_one_is_held_against_plain_decoding_of_one(workplace, tmp_path):  # noqa: F811
@@ -133,8 +136,7 @@ def test_a_torn_pool_is_measured_again_as_a_whole(workplace, tmp_path, monkeypat
     capsys.readouterr()
     assert runner.run(run_dir) == 0
     assert measured_again == [[record["question_id"] for record in first[4:]]]
-    said = "pool 2 of 2 was cut short behind 1 of its 3 questions: all of them are measured again\n"
-    assert said in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "pool 2 of 2 ... 1 of ... 3")
     again = journal.read_bytes().splitlines(keepends=True)
     assert again[:4] == lines[:4] and lines[4] not in again and len(again) == len(lines)
     assert store.read_json(run_dir / store.SUMMARY)["overall"]["occupancy"] == whole["overall"]["occupancy"]
@@ -155,7 +157,7 @@ def test_a_question_that_does_not_fit_fails_alone(workplace, tmp_path, capsys): 
     )
     assert code == 1 and summary["failed"] == 1 and summary["overall"]["questions"] == len(CATEGORIES) - 1
     assert [r["question_id"] for r in records if r["error"]] == [5]
-    assert "question 5 failed: UserError: the prompt has" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "question 5 ... UserError: ")
 
 
 # -- faults

@@ -6,6 +6,8 @@ import pytest
 from specbench.measure.statistics import ratio_of_means, speedup
 from tests.benchmarks.coverage import SIZES, SPREADS, misses, pools, runs, runs_against_itself
 
+pytestmark = pytest.mark.slow
+
 COUNT = 3000  # the standard error of a coverage of 0.9 is 0.0055
 CELLS = [(kind, spread, questions) for kind in ("normal", "t3") for spread in SPREADS for questions in SIZES]
 

@@ -12,7 +12,7 @@ from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS, generations_frame, steps_frame
 from specbench.measure.statistics import Speedup
 from specbench.questions import TASKS
-from tests.measure.synthetic import (
+from tests.support.synthetic import (
     CONFIG,
     EXACT,
     FACTS,
@@ -288,6 +288,7 @@ def test_frames_hold_every_generation_and_every_round(records):
     assert not steps.duplicated(["question_id", "turn", "arm", "repeat", "step"]).any()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("module", ["specbench.measure.metrics", "specbench.questions"])
 def test_imports_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specbench.measure.frames import steps_frame
 from specbench.measure.rounds import acceptance_length, mbsu
-from tests.measure.synthetic import (
+from tests.support.synthetic import (
     BESIDE,
     FACTS,
     answered,

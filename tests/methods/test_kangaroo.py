@@ -16,7 +16,8 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
-from tests.decoding.helpers import near_identity_adapter, random_pair
+from tests.support.decoding import random_pair
+from tests.support.methods import near_identity_adapter
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 
@@ -174,17 +175,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused(folder, change, message):
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_an_adapter_that_cannot_be_read_is_refused(folder, name):
     (Path(folder) / name).write_text("neither JSON nor tensors")
-    with pytest.raises(UserError, match=f"^the adapter in '{folder}' cannot be read: "):
+    with pytest.raises(UserError, match=f"adapter .*'{folder}'.*: "):
         load_adapter(folder, random_pair("llama").target.config, "cpu", torch.float32)
 
 
 def test_an_adapter_whose_folder_is_a_file_is_refused(folder):
-    with pytest.raises(UserError, match="no Kangaroo adapter in"):
+    with pytest.raises(UserError, match=r"adapter .*config\.json"):
         load_adapter(f"{folder}/config.json", random_pair("llama").target.config, "cpu", torch.float32)
 
 
 def test_an_adapter_of_another_width_is_refused(folder):
-    with pytest.raises(UserError, match="trained for another target"):
+    with pytest.raises(UserError, match="another target"):
         load_adapter(folder, LlamaConfig(hidden_size=48, num_attention_heads=4), "cpu", torch.float32)
 
 
@@ -202,9 +203,11 @@ def test_a_pickle_that_runs_code_is_not_loaded(folder, tmp_path):
 def test_the_exit_layer_is_the_adapters_own_or_said(folder):
     pair = random_pair("llama")
     for layer in (None, 99):
-        with pytest.raises(UserError, match="set method.exit_layer" if layer is None else "must lie between"):
+        with pytest.raises(
+            UserError, match=r"set method\.exit_layer" if layer is None else r"exit_layer .*\b99\b"
+        ):
             Kangaroo(pair, folder, layer)
     save_adapter(near_identity_adapter(pair), folder, torch.float32, exit_layer=3)
     assert Kangaroo(pair, folder).exit_layer == Kangaroo(pair, folder, 3).exit_layer == 3
-    with pytest.raises(UserError, match="trained for exit layer 3, not 2"):
+    with pytest.raises(UserError, match=r"exit layer .*\b3\b.*\b2\b"):
         Kangaroo(pair, folder, 2)

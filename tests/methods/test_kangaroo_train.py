@@ -13,8 +13,10 @@ from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter
 from methods.training import agreement, batches
 from specbench.decoding.target import Target
 from specbench.pairs import load_pair
-from tests.decoding.helpers import random_pair
-from tests.methods.training_helpers import Stopped, stop_after, training_settings, training_workplace
+from tests.support.decoding import random_pair
+from tests.support.training import Stopped, stop_after, training_settings, training_workplace
+
+pytestmark = pytest.mark.slow
 
 
 def batch_of(*weights: float) -> dict[str, torch.Tensor]:

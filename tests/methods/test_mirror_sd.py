@@ -28,8 +28,9 @@ from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import JobError, UserError
-from tests.decoding.helpers import drafts, random_pair, trimmed
-from tests.models import ARCHITECTURES
+from tests.support.decoding import random_pair
+from tests.support.methods import drafts, trimmed
+from tests.support.models import EVERY_ARCHITECTURE
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 VARIANTS = {
@@ -71,7 +72,7 @@ def plain_drafts(arch: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_branches_are_the_drafts_of_speculative_sampling(arch, variant):
     pair = random_pair(arch)
     assert tokens_of(drafts(mirror(pair, **VARIANTS[variant]), pair, 0.0)) == plain_drafts(arch)
@@ -80,7 +81,10 @@ def test_branches_are_the_drafts_of_speculative_sampling(arch, variant):
 STREAMS = 3
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "opt"])
+SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ("mistral", "opt")]
+
+
+@pytest.fixture(scope="module", params=["llama", *SLOW])
 def streaming(request, tmp_path_factory):
     """A pair, and stream embeddings under which random models guess right now and then."""
     pair = random_pair(request.param)
@@ -90,6 +94,7 @@ def streaming(request, tmp_path_factory):
     return pair, str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [*VARIANTS, "serial"])
 def test_streams_change_nothing_about_a_draft(streaming, variant):
     """Main streams vet the guesses: tokens are those of the draft model alone."""
@@ -139,7 +144,7 @@ def test_streams_of_another_model_are_refused(tmp_path):
     with pytest.raises(UserError, match="mirror_sd.train"):
         mirror(pair, streams=str(tmp_path))
     save_streams(torch.zeros(2, 32), tmp_path)
-    with pytest.raises(UserError, match=r"shape \[2, 32\]; the draft model is 64 wide"):
+    with pytest.raises(UserError, match=r"\[2, 32\].*\b64\b"):
         mirror(pair, streams=str(tmp_path))
 
 
@@ -153,6 +158,7 @@ class Interrupted(Brancher):
         super().expand(k, depth, states, lambda: next(passes, True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("variant", ["budget", "from the draft", "both"])
 def test_whenever_the_decision_is_known(variant, streams, streaming, monkeypatch):
@@ -168,6 +174,7 @@ def test_a_branch_left_where_it_grew_would_be_found(monkeypatch):
     assert tokens_of(drafts(mirror(pair, kappa=8), pair, 0.0)) != expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("kept", [None, list(range(0, 61, 2))])
 def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_path):
@@ -205,10 +212,11 @@ def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_answer():
     spoiled.lm_head.weight.data[7] = float("nan")
     pair = type(pair)(**(vars(pair) | {"draft": spoiled}))
     drafter = MirrorSD(pair, 3, kappa=2, acceptance="ratio", candidates="none", placement="inline")
-    with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan`"):
+    with pytest.raises(RuntimeError, match="`inf`, `nan`"):
         Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(12, 1.0), seed=3)
 
 
+@pytest.mark.slow
 def test_misses():
     """None when everything is guessed, none when the guess is the decision itself; fewer with more guesses, with less
     likely ones, and with a later exit."""
@@ -281,6 +289,7 @@ def test_what_is_read_and_how_long_it_took():
         assert (passes, rest) == (5 if step.hit else 9, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["budget", "from the draft", "both"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_guesses_are_made_from_the_draft_models_own_distributions(variant, streams, streaming, monkeypatch):
@@ -340,7 +349,7 @@ def test_a_process_is_handed_what_was_written():
 
 
 def test_an_exit_layer_that_the_target_does_not_have():
-    with pytest.raises(UserError, match="between 0 and the target's 5 layers"):
+    with pytest.raises(UserError, match=r"\b0\b.*\b5 layers"):
         mirror(random_pair("llama"), exit_layer=6)
 
 
@@ -388,6 +397,7 @@ def running(pid: int) -> bool:
         return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+@pytest.mark.process
 def test_a_process_gives_the_same(beside):
     drafter, cores = beside
     pair = random_pair("llama")
@@ -397,6 +407,7 @@ def test_a_process_gives_the_same(beside):
     assert os.sched_getaffinity(0) == cores
 
 
+@pytest.mark.process
 def test_a_process_sleeps_between_answers(beside):
     drafter, _ = beside
     pair = random_pair("llama")
@@ -412,6 +423,7 @@ def test_a_process_sleeps_between_answers(beside):
     assert used() - before <= 5  # hundredths of a second
 
 
+@pytest.mark.process
 def test_no_worker_outlives_its_parent():
     """However the parent ends. It is forked, so that only the worker has everything to import."""
 
@@ -435,6 +447,7 @@ def test_no_worker_outlives_its_parent():
     assert not running(pid)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_worker_that_dies_or_hangs(how):
     """Killed or stopped at a random moment of an answer: one clear error, never a wrong answer, nobody left behind."""
@@ -453,7 +466,7 @@ def test_a_worker_that_dies_or_hangs(how):
         sent = signal.SIGKILL if how == "kill" else signal.SIGSTOP
         timer = threading.Timer(rng.random() * expected.seconds, os.kill, (pid, sent))
         timer.start()
-        said = r"killed by SIGKILL" if how == "kill" else "not answered for 2 seconds"
+        said = "SIGKILL" if how == "kill" else "2 seconds"
         with pytest.raises(JobError, match=said):
             while True:  # an answer that was complete before the worker was gone is right
                 assert engine.generate(PROMPT, answered).tokens == expected.tokens

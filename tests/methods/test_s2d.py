@@ -14,7 +14,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.pairs import cut
-from tests.decoding.helpers import drafts, sorted_pair
+from tests.support.methods import drafts, sorted_pair
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 EXITS = [1, 2, 4]
@@ -73,6 +73,7 @@ def run_checked(kind: type[Checked]) -> set[int]:
     return rejected
 
 
+@pytest.mark.slow
 def test_caches_after_every_roll_back():
     """Full acceptance, one rejected token (where the authors' code goes wrong), two and more."""
     assert {0, 1, 2, 3} <= run_checked(Checked)
@@ -151,9 +152,9 @@ def test_bytes_count_every_head_on_the_way():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"exits": [1, 3]}, r"no exit 3: it was trained with \[1, 2, 4\]"),
-        ({"only": 4}, "between 1 and 3"),
-        ({"thresholds": [0.5]}, "3 exits take 3 thresholds"),
+        ({"exits": [1, 3]}, r"exit.* 3\b.*\[1, 2, 4\]"),
+        ({"only": 4}, r"only.*\b1\b.*\b3\b"),
+        ({"thresholds": [0.5]}, "3 exits .*thresholds"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings, message):
@@ -165,5 +166,5 @@ def test_a_draft_model_that_is_not_sorted_is_refused():
     pair = sorted_pair("llama", seed=1)
     plain = SimpleNamespace(**vars(pair))
     del plain.draft.config.exits
-    with pytest.raises(UserError, match="set method.exits"):
+    with pytest.raises(UserError, match=r"method\.exits"):
         SortedDraft(plain)

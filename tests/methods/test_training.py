@@ -23,15 +23,16 @@ from specbench import threads
 from specbench.compose import ROOT
 from specbench.errors import UserError
 from specbench.pairs import cut, load_pair
-from tests.decoding.helpers import random_pair
-from tests.methods.training_helpers import (
+from tests.support.decoding import random_pair
+from tests.support.messages import says
+from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.training import (
     Stopped,
     stop_after,
     training_overrides,
     training_settings,
     training_workplace,
 )
-from tests.models import ARCHITECTURES
 
 SORTED = ("layers=[0,2,3]", "exits=[1,3]", "learning_rate=1e-2")
 
@@ -53,6 +54,7 @@ def log(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_sorted_training_learns_at_every_exit_and_goes_on_when_stopped(workplace, tmp_path, monkeypatch):
     cfg = training_settings("train_s2d", workplace, tmp_path / "whole", *SORTED)
     whole = AutoModelForCausalLM.from_pretrained(s2d_train.train(cfg))
@@ -79,6 +81,7 @@ def test_sorted_training_learns_at_every_exit_and_goes_on_when_stopped(workplace
         torch.testing.assert_close(resumed.state_dict()[name], weight, msg=name)
 
 
+@pytest.mark.slow
 def test_a_training_keeps_its_number_of_threads(workplace, tmp_path, monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -105,7 +108,7 @@ def said_tokens(module, batch) -> list[torch.Tensor]:
     return [module.model.lm_head(states).argmax(-1) == goals for states in chosen]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_sorted_loss_is_the_mean_of_the_exits_own_losses(arch):
     model = random_pair(arch, seed=3).draft
     exits = (1, 2, model.config.num_hidden_layers)
@@ -140,8 +143,8 @@ def test_a_cut_of_all_layers_is_the_target_itself():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (("layers=9",), "layers must be some of the target's, 0 to 3"),
-        (("layers=3", "exits=[1,2]"), "exits must rise from 1 on and end with all 3 layers"),
+        (("layers=9",), "layers .*0 .*3"),
+        (("layers=3", "exits=[1,2]"), "exits .*1 .*3 layers"),
     ],
 )
 def test_sorted_shapes_that_cannot_be_are_refused(workplace, tmp_path, wrong, message):
@@ -149,6 +152,7 @@ def test_sorted_shapes_that_cannot_be_are_refused(workplace, tmp_path, wrong, me
         s2d_train.train(training_settings("train_s2d", workplace, tmp_path, *wrong))
 
 
+@pytest.mark.slow
 def test_distillation_brings_a_draft_model_closer_to_its_target(workplace, tmp_path):
     cfg = training_settings("train_sps", workplace, tmp_path, "learning_rate=1e-2")
     pair = load_pair(cfg.pair, 0, with_draft=True)
@@ -161,6 +165,7 @@ def test_distillation_brings_a_draft_model_closer_to_its_target(workplace, tmp_p
     assert not (out / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_streams_learn_what_comes_after_next(workplace, tmp_path):
     more = ("learning_rate=1e-2", "steps=60", "save_every=30", "stream_weight=0.5")
     cfg = training_settings("train_mirror_sd", workplace, tmp_path, *more)
@@ -196,6 +201,7 @@ def test_stream_loss_against_one_position_at_a_time(arch):
     torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.slow
 def test_accumulated_batches_count_like_one_larger_batch(workplace, tmp_path):
     """Two batches of two rows a step move the weights like one batch of four, whatever the assistant says in each."""
     weights = []
@@ -216,6 +222,7 @@ def test_accumulated_batches_count_like_one_larger_batch(workplace, tmp_path):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_half_precision_target_trains_a_float32_adapter(workplace, tmp_path, dtype):
     assert training_pair(OmegaConf.create({"dtype": dtype})).dtype == "bfloat16"
@@ -224,6 +231,7 @@ def test_a_half_precision_target_trains_a_float32_adapter(workplace, tmp_path, d
     assert [set(row) for row in log(out)] == [{"step", "threads", "loss", "held_out_agreement"}] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_kangaroo", "train_s2d", "train_sps", "train_mirror_sd"])
 def test_passes_in_bf16(workplace, tmp_path, name):
     more = {"train_s2d": ("layers=3", "exits=[1,3]")}.get(name, ())
@@ -237,6 +245,7 @@ def test_passes_in_bf16(workplace, tmp_path, name):
     assert all(row["loss"] > 0 for row in log(trainer.train(cfg)))
 
 
+@pytest.mark.slow
 def test_a_stopped_training_goes_on_only_as_it_began(workplace, tmp_path, monkeypatch):
     def settings(*more):
         return training_settings("train_kangaroo", workplace, tmp_path, *more)
@@ -247,7 +256,7 @@ def test_a_stopped_training_goes_on_only_as_it_began(workplace, tmp_path, monkey
     monkeypatch.undo()
     for more in ("learning_rate=1e-4", "steps=10", "exit_layer=1", "batch_size=2"):
         key = more.partition("=")[0]
-        with pytest.raises(UserError, match=f"holds a training with {key}="):
+        with pytest.raises(UserError, match=f" {key}="):
             kangaroo_train.train(settings(more))
     assert kangaroo_train.train(settings("save_every=10")).is_dir()
 
@@ -275,19 +284,21 @@ def test_a_setting_that_cannot_work_is_told_before_anything_is_loaded(
     monkeypatch.setattr(trainer, "pair_to_train" if hasattr(trainer, "pair_to_train") else "load_pair", None)
     cfg = training_settings(name, workplace, tmp_path / "out", setting)
     key = setting.partition("=")[0]
-    with pytest.raises(UserError, match=f"^({key} must be|unknown {key}) "):
+    with pytest.raises(UserError, match=f"^(unknown )?{key} "):
         trainer.train(cfg)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.process
 def test_a_trainer_tells_in_one_line(workplace, tmp_path):
     arguments = training_overrides(workplace, tmp_path / "out", "steps=0")
     command = [sys.executable, "-m", "methods.kangaroo.train", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.returncode == 2
-    assert done.stderr == "error: steps must be a whole number of at least 1, not 0\n"
+    assert says(done.stderr, "error: steps ... 1 ... 0") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.cluster
 def test_two_processes_train_like_one_with_twice_the_batches(workplace, tmp_path):
     shared = ("steps=6", "save_every=3", "batch_size=2", "learning_rate=1e-2")
     alone, together = tmp_path / "alone", tmp_path / "together"
@@ -312,5 +323,5 @@ def test_a_pair_without_text_asks_for_conversations(workplace, tmp_path):
 def test_text_in_which_the_assistant_never_speaks_is_refused(workplace, tmp_path):
     (tmp_path / "mute.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n' * 3)
     cfg = training_settings("train_kangaroo", workplace, tmp_path, f"conversations={tmp_path}/mute.jsonl")
-    with pytest.raises(UserError, match="too few conversations in which the assistant says anything"):
+    with pytest.raises(UserError, match="too few .*assistant"):
         next(batches(cfg, load_pair(cfg.pair, 0, with_draft=False)))

@@ -13,8 +13,8 @@ from methods.vocab_trim.calibrate import SOURCES, calibrate, coverage
 from methods.vocab_trim.vocab_map import FILE, always_kept, kept_ids, rank, save_vocab_map
 from specbench.compose import CONF
 from specbench.errors import UserError
-from tests.methods.training_helpers import saved_pair
-from tests.models import BYTES, byte_tokenizer, save_pair
+from tests.support.models import BYTES, byte_tokenizer, save_pair
+from tests.support.training import saved_pair
 
 STOP = BYTES + 1
 TOKENIZER = byte_tokenizer()
@@ -46,7 +46,7 @@ def test_a_size_takes_the_first_rows_and_fills_up_with_ids_that_never_came(folde
 
 @pytest.mark.parametrize("size", [1, 10_000])
 def test_a_size_that_cannot_be_is_refused(folder, size):
-    with pytest.raises(UserError, match="vocab.size must lie between 5"):
+    with pytest.raises(UserError, match=r"vocab\.size .*\b5\b"):
         kept_ids(folder, PAIR, size)
 
 
@@ -54,15 +54,15 @@ def test_a_map_of_another_tokenizer_is_refused(folder):
     other = SimpleNamespace(
         name="other", tokenizer=byte_tokenizer(first_special="<bos>"), stop_ids=PAIR.stop_ids
     )
-    with pytest.raises(UserError, match="made for another tokenizer"):
+    with pytest.raises(UserError, match="another tokenizer"):
         kept_ids(folder, other, None)
 
 
 def test_a_missing_and_a_broken_map_are_named(tmp_path):
-    with pytest.raises(UserError, match="no vocabulary map"):
+    with pytest.raises(UserError, match=f"{tmp_path}"):
         kept_ids(tmp_path, PAIR, None)
     (tmp_path / FILE).write_text('{"rows": [[1, 2')
-    with pytest.raises(UserError, match="is broken"):
+    with pytest.raises(UserError, match=FILE):
         kept_ids(tmp_path, PAIR, None)
 
 
@@ -81,6 +81,7 @@ def workplace(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_calibration(workplace, tmp_path, source, capsys):
     overrides = [

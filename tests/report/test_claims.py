@@ -9,8 +9,7 @@ from specbench.compose import CONF
 from specbench.measure import metrics
 from specbench.measure.statistics import Speedup
 from specbench.report import claims, formats
-from tests.measure.synthetic import answered, columns, generation, record, turn
-from tests.report.samples import (
+from tests.support.samples import (
     PROVENANCE,
     SUMMARY,
     batched,
@@ -21,6 +20,7 @@ from tests.report.samples import (
     runs_of,
     wrong,
 )
+from tests.support.synthetic import answered, columns, generation, record, turn
 
 KNOWN = yaml.safe_load(claims.FILE.read_text())
 

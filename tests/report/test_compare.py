@@ -5,8 +5,9 @@ import pytest
 
 from specbench.errors import UserError
 from specbench.report import compare, formats
-from tests.measure.synthetic import generation, record, turn
-from tests.report.samples import PROVENANCE, SUMMARY, batched, changed, run_of
+from tests.support.messages import says
+from tests.support.samples import PROVENANCE, SUMMARY, batched, changed, run_of
+from tests.support.synthetic import generation, record, turn
 
 QUESTIONS = range(40)
 TOKENS = 21
@@ -162,7 +163,7 @@ def test_alike_runs_compare_without_a_warning(run, capsys):
     journal = records(seconds(1.5, seed=1))
     compare.print_comparison([run("a", journal), run("b", journal)])
     assert capsys.readouterr().out.startswith("all runs")
-    with pytest.raises(UserError, match="needs two finished runs"):
+    with pytest.raises(UserError, match="two .*runs"):
         compare.print_comparison([run("c", journal)])
 
 
@@ -206,7 +207,7 @@ def test_a_batch_against_single_sequences_gives_no_number(run, capsys):
     many = run("b", batch([[2.0, 2.1]], [[1.0, 1.1]]), batched())
     assert compare.relative(single, many) == {} == compare.relative(many, single)
     compare.print_comparison([single, many])
-    assert "no difference for b: one of it and a decodes batches" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "no difference ... b ... a ... batches")
     third = run("c", records(seconds(1.5, seed=1)))
     assert row(compare.difference_table([single, many, third]), "overall")[1] == "–"
 

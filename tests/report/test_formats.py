@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specbench.report import formats, tables
-from tests.report.samples import BASELINE, SUMMARY, batched, changed, faster, wrong
+from tests.support.samples import BASELINE, SUMMARY, batched, changed, faster, wrong
 
 NASTY = r"a|b <script>alert(1)</script> & 50 % of $x_1$ {y} #2 ~ ^ \end{tabular} \\"
 

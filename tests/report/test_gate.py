@@ -8,8 +8,8 @@ import pytest
 
 from specbench.report import __main__ as report
 from specbench.report import gate
-from tests.report.samples import PROVENANCE, SUMMARY, changed
 from tests.report.test_compare import records, run, seconds  # noqa: F401 - run is a fixture
+from tests.support.samples import PROVENANCE, SUMMARY, changed
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from specbench.measure import provenance
 from specbench.report import page, tables
 from specbench.report.runs import LeftOut, Run
-from tests.report.samples import PROVENANCE, SUMMARY, changed, faster, nothing, run_of, wrong
+from tests.support.samples import PROVENANCE, SUMMARY, changed, faster, nothing, run_of, wrong
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
 DATA = "data:image/svg+xml;base64,"
@@ -173,6 +173,7 @@ def opened(path: Path) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
+@pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no browser on this machine")
 def test_a_click_sorts_in_a_browser(text, tmp_path):
     path = tmp_path / "page.html"
@@ -193,6 +194,7 @@ def test_a_click_sorts_in_a_browser(text, tmp_path):
     assert found["shown"] == ["wrong"]
 
 
+@pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no browser on this machine")
 def test_the_console_would_tell_of_an_error(tmp_path):
     path = tmp_path / "broken.html"

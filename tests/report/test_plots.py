@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from specbench.measure import store
 from specbench.report import plots
 from specbench.report.runs import Run
-from tests.report.samples import (
+from tests.support.samples import (
     NUMBERS,
     SUMMARY,
     UNCLEAR,
@@ -269,6 +269,7 @@ sys.exit("matplotlib.pyplot" in sys.modules)
 """
 
 
+@pytest.mark.process
 def test_the_same_runs_give_the_same_svg_and_pyplot_is_left_alone():
     done = subprocess.run(
         [sys.executable, "-c", CODE], cwd=store.ROOT, capture_output=True, text=True, check=False

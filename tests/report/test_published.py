@@ -172,7 +172,7 @@ def test_a_method_is_published_under_our_name():
     assert ours <= names & OUR_METHODS
     assert module.ALSO_BESIDE.keys() <= OUR_METHODS
     assert {name for others in module.ALSO_BESIDE.values() for name in others} <= names
-    with pytest.raises(UserError, match="did you mean kangaroo"):
+    with pytest.raises(UserError, match="kangoroo.*kangaroo"):
         published("kangoroo")
 
 
@@ -220,12 +220,12 @@ def test_nodes_pass_on_their_fields_to_what_is_within():
 @pytest.mark.parametrize(
     ("wrong", "error", "said"),
     [
-        ({"hand": "third", "speedup": 1.5}, ValueError, "hand must be one of"),
-        ({"task": "maths", "speedup": 1.5}, ValueError, "unknown task"),
-        ({}, ValueError, "one at least"),
+        ({"hand": "third", "speedup": 1.5}, ValueError, "hand.*first"),
+        ({"task": "maths", "speedup": 1.5}, ValueError, "maths"),
+        ({}, ValueError, "at least"),
         ({"speedup": -1.5}, ValueError, "positive"),
         ({"speedup": "1.5"}, ValueError, "positive"),
-        ({"ratio": 2.0}, ValueError, "go together"),
+        ({"ratio": 2.0}, ValueError, "ratio"),
         ({"speed": 1.5}, TypeError, "speed"),
         ({"columns": ["qa", "rag"], "numbers": "speedup", "cells": [1.5]}, ValueError, "shorter"),
         ({"columns": ["qa"], "numbers": "speedup", "cells": ["2.1/1.5"]}, ValueError, "longer"),
@@ -241,5 +241,5 @@ def test_a_key_that_stands_twice_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "published.yaml"
     file.write_text("- {method: pld, paper: A, source: there, hand: first, speedup: 1.5, speedup: 1.6}\n")
     monkeypatch.setattr(module, "FILE", file)
-    with pytest.raises(ConstructorError, match="duplicate key speedup"):
+    with pytest.raises(ConstructorError, match="speedup"):
         module._load.__wrapped__()

@@ -11,8 +11,9 @@ import pytest
 from specbench.measure import store
 from specbench.report import __main__ as command
 from specbench.report.beside import published_tables
-from tests.report.samples import PROVENANCE, SUMMARY, batched, changed, faster, run_of, write_run, wrong
 from tests.report.test_compare import records, seconds
+from tests.support.messages import says
+from tests.support.samples import PROVENANCE, SUMMARY, batched, changed, faster, run_of, write_run, wrong
 
 
 def report(*arguments, cwd) -> subprocess.CompletedProcess:
@@ -35,6 +36,7 @@ def reported(tmp_path_factory):
     return folder, report(cwd=folder)
 
 
+@pytest.mark.process
 def test_the_command_prints_all_of_runs_when_piped(reported):
     _, done = reported
     assert done.returncode == 0, done.stderr
@@ -45,9 +47,10 @@ def test_the_command_prints_all_of_runs_when_piped(reported):
     assert done.stdout.splitlines()[-1] == "runs/report/index.html"
 
 
+@pytest.mark.process
 def test_what_is_left_out_is_named_and_in_no_number(reported):
     folder, done = reported
-    assert "left out: 3_cut: damaged: summary.json cannot be read" in done.stdout
+    assert "left out: 3_cut: damaged: summary.json" in done.stdout
     assert "left out: 4_unfinished: unfinished" in done.stdout
     page = (folder / "runs" / "report" / "index.html").read_text()
     for name in ("3_cut: damaged", "4_unfinished: unfinished"):
@@ -57,6 +60,7 @@ def test_what_is_left_out_is_named_and_in_no_number(reported):
     assert frame["run"].unique().tolist() == ["1_good", "2_bad", "5_batch"]
 
 
+@pytest.mark.process
 def test_the_report_is_written_in_every_form(reported):
     folder, _ = reported
     out = folder / "runs" / "report"
@@ -82,6 +86,7 @@ PLOTS = ("speedup_by_task", "acceptance_and_speedup", "time", "acceptance_by_pos
          "mbsu_and_speedup")  # fmt: skip
 
 
+@pytest.mark.process
 def test_a_report_of_a_report_is_the_same(reported, monkeypatch, capsys):
     """The folder of the report is no run, and what it holds changes nothing."""
     folder, done = reported
@@ -114,10 +119,7 @@ def test_the_command_says_when_there_is_nothing(called, tmp_path, capsys):
         called("empty")
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == (
-        "error: no finished run in empty (empty: there is no run in it): "
-        "a run folder holds summary.json once it is complete\n"
-    )
+    assert says(said.err, "error: ... empty ... summary.json") and said.err.count("\n") == 1
 
 
 def test_a_report_that_cannot_be_written_or_read_is_one_line(called, tmp_path, capsys):
@@ -196,6 +198,6 @@ def test_compare_names_what_is_left_out_before_it_compares(called, tmp_path, cap
     with pytest.raises(SystemExit):
         called("compare", "begun", one)
     said = capsys.readouterr()
-    assert "left out: begun" in said.out and said.err == "error: a comparison needs two finished runs\n"
+    assert "left out: begun" in said.out and says(said.err, "error: ... two ... runs")
     with pytest.raises(SystemExit):
         called("compare")

@@ -3,11 +3,13 @@ import re
 import subprocess
 import sys
 
+import pytest
 from rich.console import Console
 
 from specbench.measure import store
 from specbench.report import formats, tables
-from tests.report.samples import (
+from tests.support.messages import says
+from tests.support.samples import (
     BASELINE,
     NUMBERS,
     SUMMARY,
@@ -332,10 +334,10 @@ def test_batches_of_other_settings_have_names_of_their_own():
 
 def test_what_is_wrong_with_a_run():
     assert tables.faults(SUMMARY) == []
-    assert tables.faults(wrong()) == ["VIOLATION: 3 of 80 answers are not the target's own"]
-    assert tables.faults(changed(SUMMARY, failed=2)) == ["FAILED: 2 questions, left out of every number"]
+    assert tables.faults(wrong())[0].startswith("VIOLATION: 3 of 80 ")
+    assert tables.faults(changed(SUMMARY, failed=2))[0].startswith("FAILED: 2 ")
     disagreeing = changed(SUMMARY, baseline__equivalence__violation=4)
-    assert tables.faults(disagreeing) == ["VIOLATION: our loop and transformers generate differ in 4 answers"]
+    assert says(tables.faults(disagreeing)[0], "VIOLATION: ... generate ... 4")
     assert tables.faults(nothing()) == []
 
 
@@ -348,15 +350,15 @@ def test_what_a_ratio_rests_on():
 def test_an_overview_tells_of_random_weights(capsys):
     random = SUMMARY | {"weights": "random"}
     tables.print_overview(runs_of(a=random, b=SUMMARY))
-    assert "random weights: times and sizes are real, acceptance is not: a" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "random weights ... acceptance ... : a")
     assert tables.cautions(runs_of(a=SUMMARY)) == []
     assert tables.cautions(runs_of(**dict.fromkeys("abcde", random)))[0].endswith("a, b, c and 2 more")
 
 
 def test_an_overview_tells_what_speedups_are_against():
     slower = changed(SUMMARY, baseline__quoted_against="hf_generate")
-    told = "speedups against transformers generate, which was the faster, those of the others against our loop: a"
-    assert tables.cautions(runs_of(a=slower, b=SUMMARY)) == [told]
+    (told,) = tables.cautions(runs_of(a=slower, b=SUMMARY))
+    assert says(told, "transformers generate ... our loop ... : a")
     assert tables.cautions(runs_of(a=slower, b=slower)) == []
 
 
@@ -366,6 +368,7 @@ def test_of_many_notes_the_first_are_printed(capsys):
     assert lines[:-1] == [*(f"note {i}" for i in range(10)), "and 3 more"]
 
 
+@pytest.mark.process
 def test_importing_the_tables_loads_no_torch():
     code = (
         "import sys, specbench.report.tables; sys.exit(not {'torch', 'scipy.stats'}.isdisjoint(sys.modules))"

@@ -36,6 +36,7 @@ def test_size_and_special_tokens(tokenizer):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=80))
 def test_any_text_comes_back(text):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specbench.measure import metrics, store
 from specbench.report.runs import Run, read_run
-from tests.measure.synthetic import record
+from tests.support.synthetic import record
 
 NUMBERS = {
     "questions": 80,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
@@ -25,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
+CONF = Path(__file__).resolve().parents[2] / "conf"
 
 # Vocabularies differ, so that no test depends on one; the window of Mistral is shorter than most prompts.
 ARCHITECTURES = {
@@ -51,6 +52,11 @@ ARCHITECTURES = {
         },
     ),
 }
+# For what is proved on each: the fast tests take the first alone.
+EVERY_ARCHITECTURE = [
+    pytest.param(arch, marks=[] if place == 0 else pytest.mark.slow)
+    for place, arch in enumerate(ARCHITECTURES)
+]
 COMMON = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from specbench.compose import CONF
-from tests.models import save_pair
+from tests.support.models import save_pair
 
 # The same few words over and over, so that the held-out conversations can be learnt from the others.
 WORDS = ["".join(word) for n in (1, 2) for word in product("ab", repeat=n)] * 20

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specbench import bench
 from specbench.measure import runner
-from tests.models import save_pair
+from tests.support.models import save_pair
 
 TIMEOUT = 300  # s
 

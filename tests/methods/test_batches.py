@@ -1,0 +1,178 @@
+"""Every drafter in every batch method: each row is its own sequential run."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+from methods.ar import Autoregressive
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.kangaroo import Kangaroo
+from methods.kangaroo.adapter import save_adapter
+from methods.pld import PromptLookup
+from methods.ragged import RaggedBatch
+from methods.s2d import SortedDraft
+from methods.sps import SpeculativeSampling
+from specbench.decoding.batch import BatchEngine, Request, Row, Scheduler
+from specbench.decoding.draft import Drafter
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from specbench.errors import UserError
+from tests.methods import test_sampling
+from tests.support.batches import SIZES, assert_lossless, cases
+from tests.support.decoding import random_pair
+from tests.support.distribution import SHAPE, p_value_in_a_batch
+from tests.support.methods import near_identity_adapter, sorted_pair, trimmed
+from tests.support.models import ARCHITECTURES, EVERY_ARCHITECTURE
+
+
+def schedulers(batch_size: int) -> dict[str, Scheduler]:
+    return {
+        "ragged": RaggedBatch(batch_size),
+        "eqspec": EqSpec(batch_size),
+        "exspec": ExSpec(batch_size, window=10, slack=0.1, patience=2),
+        "exspec, never realigned": ExSpec(batch_size, window=12, slack=9.0),
+    }
+
+
+def drafters(arch: str, folder: str) -> dict[str, Drafter]:
+    pair, sorted_ = random_pair(arch), sorted_pair(arch)
+    save_adapter(near_identity_adapter(pair), folder, torch.float32)
+    some = list(range(0, pair.vocab_size, 2))
+    return {
+        "none": Autoregressive(pair),
+        "sps": SpeculativeSampling(pair, 4),
+        "sps with a stop": SpeculativeSampling(pair, 6, 0.03),
+        "sps, trimmed": trimmed(SpeculativeSampling(pair, 3), some),
+        "pld": PromptLookup(pair, 5),
+        "kangaroo": Kangaroo(pair, folder, 2, 4, 0.03),
+        "kangaroo, constant": trimmed(Kangaroo(pair, folder, 2, 3, 0.0), some),
+        "s2d": SortedDraft(sorted_, thresholds=[0.03, 0.03], max_draft_tokens=4),
+        "s2d, deep": SortedDraft(sorted_, thresholds=[0.9, 0.04], confidence_threshold=0.03),
+    }
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        "ragged",
+        "exspec",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("eqspec", "exspec, never realigned")),
+    ],
+)
+def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
+    requests, expected = cases(arch)
+    target = Target(random_pair(arch).target)
+    turn = list(ARCHITECTURES).index(arch) + list(schedulers(1)).index(scheduler)
+    for place, (name, drafter) in enumerate(drafters(arch, str(tmp_path)).items()):
+        # Every drafter meets every architecture, and every scheduler on half of them; the two that matter most all.
+        often = name in ("sps", "kangaroo")
+        if not often and (turn + place) % 2:
+            continue
+        first = SIZES[(place + turn // 2 + list(ARCHITECTURES).index(arch)) % 4]
+        for size in {first, 8} if often else {first}:
+            engine = BatchEngine(target, drafter, schedulers(size)[scheduler], frozenset())
+            steps = assert_lossless(engine, requests, expected)
+            assert any(0 < s.accepted for s in steps) == (name != "none"), (
+                "a drafter whose drafts all fail proves little"
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["mistral"])
+@pytest.mark.parametrize("name", ["sps with a stop", "pld", "kangaroo", "s2d", "sps, trimmed"])
+def test_a_sample_does_not_depend_on_who_shares_the_batch(arch, name, tmp_path):
+    """The same seed gives the same answer alone, in any batch, and in any order."""
+    requests = [Request(r.prompt, Decoding(12, 1.0), r.seed, r.stop_ids) for r in cases(arch)[0]]
+    target, drafter = Target(random_pair(arch).target), drafters(arch, str(tmp_path))[name]
+    alone = [BatchEngine(target, drafter, RaggedBatch(1), frozenset()).generate([r])[0] for r in requests]
+    shuffled = random.Random(0).sample(range(len(requests)), len(requests))
+    for scheduler in (RaggedBatch(8), EqSpec(5), ExSpec(4, window=9)):
+        answers = BatchEngine(target, drafter, scheduler, frozenset()).generate(
+            [requests[i] for i in shuffled]
+        )
+        assert [a.tokens for a in answers] == [alone[i].tokens for i in shuffled]
+    assert any(s.accepted for a in alone for s in a.steps) or name == "pld", "chance seldom repeats itself"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sps", "sps with a stop", "sps, trimmed", "pld", "kangaroo", "s2d"])
+def test_samples_follow_the_target(name, tmp_path):
+    pair = random_pair("llama", **SHAPE)
+    drafter = test_sampling.drafter(pair, name, str(tmp_path))
+    assert p_value_in_a_batch(pair, drafter, RaggedBatch(32)) > 1e-3
+
+
+def test_what_a_call_leaves_behind_serves_the_next():
+    """Also in a drafter's own cache: longer and shorter requests, more and fewer of them; and after a failure."""
+    pair, (requests, expected) = random_pair("llama"), cases("llama")
+    drafter = SpeculativeSampling(pair, 3)
+    engine = BatchEngine(Target(pair.target), drafter, ExSpec(3, window=6), frozenset())
+    by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
+    for some in (by_length[:2], by_length[-1:], by_length, by_length[2:4]):
+        answers = engine.generate([requests[i] for i in some])
+        assert [a.tokens for a in answers] == [expected[i] for i in some]
+    engine = BatchEngine(Target(pair.target), drafter, ExSpec(3, window=6), frozenset())
+    real, drafter.open_rows = drafter.open_rows, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(requests)
+    drafter.open_rows = real
+    assert [a.tokens for a in engine.generate(requests)] == expected
+
+
+def held(*lengths: int, waited: int = 0) -> list[Row]:
+    request = Request([1], Decoding(1))
+    return [Row(place, request, frozenset(), n, waited=waited) for place, n in enumerate(lengths)]
+
+
+def test_exspec_takes_rows_of_one_length_if_half_of_them_ran_last():
+    scheduler = ExSpec(2, window=6)
+    assert scheduler.choose(held(9, 8, 7, 7)) == [0, 1] and not scheduler.grouped
+    assert scheduler.choose(held(9, 7, 8, 7)) == [1, 3] and scheduler.grouped
+    scheduler = ExSpec(2, window=6)
+    scheduler.choose(held(9, 8, 7, 7))
+    assert scheduler.choose(held(9, 8, 7, 7)) == [0, 1], "both of the group would have to be copied in"
+    assert scheduler.choose(held(9, 7, 8, 7, waited=16)) == [0, 1], "a row was overtaken too often"
+
+
+def test_exspec_without_a_group_runs_the_oldest_rows():
+    rows = held(5, 6, 7, 8)
+    rows.reverse()
+    assert ExSpec(2, window=4).choose(rows) == [2, 3]
+
+
+@pytest.mark.parametrize("scheduler", [RaggedBatch(4), ExSpec(4, window=6)], ids=["ragged", "exspec"])
+def test_freed_places_are_filled_at_once(scheduler):
+    pair = random_pair("llama")
+    requests = [Request(p.prompt, Decoding(6 + 5 * (i % 3))) for i, p in enumerate(cases("llama")[0])]
+    answers = BatchEngine(Target(pair.target), Autoregressive(pair), scheduler, frozenset()).generate(
+        requests
+    )
+    rounds = sum(1 / s.rows for a in answers for s in a.steps)
+    full = sum(1 / s.rows for a in answers for s in a.steps if s.rows == 4)
+    assert rounds - full < 17, "only while the last rows end may places be empty"
+    assert rounds == pytest.approx(round(rounds))
+
+
+def test_static_batches_wait_for_their_last_row():
+    pair = random_pair("llama")
+    requests = [Request([3, 4, 5], Decoding(cap)) for cap in (2, 9, 4, 4)]
+    answers = BatchEngine(Target(pair.target), Autoregressive(pair), EqSpec(2), frozenset()).generate(
+        requests
+    )
+    assert [[s.rows for s in a.steps] for a in answers] == [[2], [2] + [1] * 7, [2] * 3, [2] * 3]
+
+
+def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_batch():
+    pair = random_pair("llama")
+    spoiled = copy.deepcopy(pair.draft)
+    spoiled.lm_head.weight.data[7] = float("nan")
+    drafter = SpeculativeSampling(type(pair)(**(vars(pair) | {"draft": spoiled})), 3)
+    engine = BatchEngine(Target(pair.target), drafter, RaggedBatch(2), frozenset())
+    with pytest.raises(UserError, match=r"NaN or inf.*pair\.dtype"):
+        engine.generate([Request([3, 9, 27], Decoding(6, 1.0), seed) for seed in range(3)])

@@ -1,0 +1,123 @@
+"""On a GPU, too, every method's greedy answer is the one of transformers' generate there, in fp32."""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from methods.ar import Autoregressive
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.kangaroo import Kangaroo
+from methods.kangaroo.adapter import save_adapter
+from methods.mirror_sd import MirrorSD
+from methods.pld import PromptLookup
+from methods.ragged import RaggedBatch
+from methods.s2d import SortedDraft
+from methods.sps import SpeculativeSampling
+from specbench.decoding.batch import BatchEngine, Request
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from tests.support.decoding import STOP, generate_with_transformers, random_prompt
+from tests.support.drafters import EarlyExit, ModelChain, ModelTree
+from tests.support.methods import near_identity_adapter, sorted_pair
+
+pytestmark = pytest.mark.cuda
+
+DEVICE, NEW_TOKENS = "cuda", 24
+METHODS = {
+    "ar": lambda pair, adapter: Autoregressive(pair),
+    "pld": lambda pair, adapter: PromptLookup(pair, 4),
+    "sps": lambda pair, adapter: SpeculativeSampling(pair, 4),
+    "sps with a stop": lambda pair, adapter: SpeculativeSampling(pair, 6, 0.3),
+    "kangaroo": lambda pair, adapter: Kangaroo(pair, adapter, 2, 4, 0.3),
+    "s2d": lambda pair, adapter: SortedDraft(pair, thresholds=[0.2, 0.2], max_draft_tokens=4),
+    "mirror inline": lambda pair, adapter: MirrorSD(pair, 4, kappa=2, placement="inline"),
+    "mirror thread": lambda pair, adapter: MirrorSD(pair, 4, kappa=2, placement="thread"),
+    "tree": lambda pair, adapter: ModelTree(pair.draft),
+}
+SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": ExSpec}
+BATCHED = {
+    "chain": lambda pair, adapter: ModelChain(pair.draft, 4),
+    "early exit": lambda pair, adapter: EarlyExit(2, 4),
+    **{name: METHODS[name] for name in ("pld", "sps", "sps with a stop", "kangaroo", "s2d")},
+}
+
+
+@pytest.fixture(scope="module")
+def pair_on():
+    """A pair of small random models on the GPU."""
+
+    @cache
+    def moved(arch: str) -> SimpleNamespace:
+        pair = sorted_pair(arch)
+        models = {name: copy.deepcopy(getattr(pair, name)).to(DEVICE) for name in ("target", "draft")}
+        return SimpleNamespace(**(vars(pair) | models | {"device": models["target"].device}))
+
+    return moved
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """The folder of an adapter for the pair of an architecture."""
+
+    @cache
+    def saved(arch: str) -> str:
+        folder = str(tmp_path_factory.mktemp(arch))
+        save_adapter(near_identity_adapter(sorted_pair(arch)), folder, torch.float32)
+        return folder
+
+    return saved
+
+
+def prompts(pair) -> list[list[int]]:
+    rng = random.Random(pair.name)
+    return [random_prompt(rng, pair.vocab_size) for _ in range(8)]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral", "opt"])
+@pytest.mark.parametrize("method", METHODS)
+def test_an_answer_is_transformers_own(pair_on, adapter, arch, method):
+    pair = pair_on(arch)
+    drafter = METHODS[method](pair, adapter(arch))
+    engine = Engine(Target(pair.target), drafter, frozenset([STOP]))
+    accepted = 0
+    try:
+        for prompt in prompts(pair):
+            answer = engine.generate(prompt, Decoding(NEW_TOKENS))
+            assert answer.tokens == generate_with_transformers(pair.target, prompt, NEW_TOKENS)
+            accepted += sum(step.accepted for step in answer.steps)
+    finally:
+        drafter.close()
+    assert (accepted > 0) == (method != "ar"), "a drafter whose drafts all fail proves little"
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("drafter", BATCHED)
+def test_every_row_of_a_batch_is_transformers_own(pair_on, adapter, arch, scheduler, drafter):
+    pair = pair_on(arch)
+    engine = BatchEngine(
+        Target(pair.target),
+        BATCHED[drafter](pair, adapter(arch)),
+        SCHEDULERS[scheduler](3),
+        frozenset([STOP]),
+    )
+    answers = engine.generate([Request(prompt, Decoding(NEW_TOKENS)) for prompt in prompts(pair)])
+    expected = [generate_with_transformers(pair.target, prompt, NEW_TOKENS) for prompt in prompts(pair)]
+    assert [answer.tokens for answer in answers] == expected
+
+
+@pytest.mark.parametrize("method", ["sps", "kangaroo"])
+def test_a_seed_fixes_a_sampled_answer(pair_on, adapter, method):
+    pair = pair_on("llama")
+    engine = Engine(Target(pair.target), METHODS[method](pair, adapter("llama")), frozenset())
+    prompt = prompts(pair)[0]
+    one, same, other = (engine.generate(prompt, Decoding(NEW_TOKENS, 1.0), seed=seed) for seed in (1, 1, 2))
+    assert one.tokens == same.tokens != other.tokens

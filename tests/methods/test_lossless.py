@@ -1,0 +1,195 @@
+"""Every method's greedy answer is transformers' own, token by token, on every architecture in fp32."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+
+from methods.ar import Autoregressive
+from methods.kangaroo import Kangaroo
+from methods.kangaroo.adapter import save_adapter
+from methods.mirror_sd import MirrorSD
+from methods.pld import PromptLookup
+from methods.ragged import RaggedBatch
+from methods.s2d import SortedDraft
+from methods.sps import SpeculativeSampling
+from specbench.decoding.batch import BatchEngine, Request
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from tests.support.decoding import generate_with_transformers, random_pair, random_prompt
+from tests.support.lossless import LENGTHS, SOME_LENGTHS, assert_lossless, assert_stops_anywhere
+from tests.support.methods import near_identity_adapter, padded_pair, sorted_pair, trimmed
+from tests.support.models import EVERY_ARCHITECTURE
+
+ETAS = (0.0, 0.6, 1.01)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """The folder of an adapter for the random pair of an architecture, made when it is first asked for."""
+
+    @cache
+    def saved(arch: str) -> str:
+        folder = str(tmp_path_factory.mktemp(arch))
+        save_adapter(near_identity_adapter(random_pair(arch)), folder, torch.float32)
+        return folder
+
+    return saved
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_plain_decoding(arch):
+    steps = assert_lossless(arch, Autoregressive(random_pair(arch)))
+    assert {(s.drafted, s.emitted) for s in steps} == {(0, 1)}
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_prompt_lookup(arch):
+    steps = [
+        s
+        for n in LENGTHS
+        for s in assert_lossless(arch, PromptLookup(random_pair(arch), n, max_ngram=2), third=n)
+    ]
+    assert max(s.drafted for s in steps) >= 6
+    assert any(0 < s.accepted for s in steps)
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+@pytest.mark.parametrize("threshold", [0.0, pytest.param(0.4, marks=pytest.mark.slow)])
+def test_draft_model(arch, threshold):
+    accepted = []
+    for n in LENGTHS if threshold == 0 else SOME_LENGTHS:
+        steps = assert_lossless(arch, SpeculativeSampling(random_pair(arch), n, threshold), third=n)
+        accepted += [s.accepted / s.drafted for s in steps if s.drafted]
+    # The test is worth something only if rounds of every kind took place.
+    assert 0 in accepted and 1 in accepted
+    if threshold == 0:
+        assert any(0 < a < 1 for a in accepted)
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_target_as_its_own_draft_is_always_accepted(arch):
+    pair = random_pair(arch)
+    twin = SpeculativeSampling(type(pair)(**(vars(pair) | {"draft": pair.target})), 5)
+    steps = assert_lossless(arch, twin)
+    # Only a stop token inside the draft, which ends the round without a token of the target, leaves some over.
+    assert all(s.accepted == s.drafted or s.emitted == s.accepted for s in steps)
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+@pytest.mark.parametrize("eta", [ETAS[0], *(pytest.param(eta, marks=pytest.mark.slow) for eta in ETAS[1:])])
+def test_kangaroo(arch, eta, adapter):
+    accepted = []
+    for gamma in LENGTHS:
+        steps = assert_lossless(arch, Kangaroo(random_pair(arch), adapter(arch), 2, gamma, eta), third=gamma)
+        accepted += [s.accepted / s.drafted for s in steps if s.drafted]
+    assert 0 in accepted and 1 in accepted
+    if eta == 0:
+        assert any(0 < a < 1 for a in accepted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+@pytest.mark.parametrize("exit_layer", [1, 3])
+def test_kangaroo_at_other_exits(arch, exit_layer, adapter):
+    assert_lossless(arch, Kangaroo(random_pair(arch), adapter(arch), exit_layer, 4, 0.5))
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+@pytest.mark.parametrize(
+    "threshold", [0.2, *(pytest.param(threshold, marks=pytest.mark.slow) for threshold in (0.0, 1.01))]
+)
+def test_sorted_draft(arch, threshold):
+    accepted, exits = [], set()
+    for n in LENGTHS if threshold == 0.2 else SOME_LENGTHS:
+        drafter = SortedDraft(sorted_pair(arch), thresholds=[threshold, threshold], max_draft_tokens=n)
+        steps = assert_lossless(arch, drafter, third=n)
+        accepted += [s.accepted / s.drafted for s in steps if s.drafted]
+        exits |= {layers for s in steps for layers in s.exits}
+    assert 0 in accepted and 1 in accepted
+    deepest = sorted_pair(arch).draft.config.num_hidden_layers
+    assert exits == {0.0: {1}, 0.2: {1, 2, deepest}, 1.01: {deepest}}[threshold]
+
+
+@pytest.mark.parametrize(
+    ("arch", "candidates"),
+    [
+        *(pytest.param(*arch.values, "exit", marks=arch.marks) for arch in EVERY_ARCHITECTURE),
+        ("llama", "draft"),
+        pytest.param("mistral", "both", marks=pytest.mark.slow),
+    ],
+)
+def test_mirror(arch, candidates):
+    accepted, hits = [], set()
+    for n in SOME_LENGTHS:
+        drafter = MirrorSD(random_pair(arch), n, kappa=2, candidates=candidates, placement="inline")
+        steps = assert_lossless(arch, drafter, third=n)
+        accepted += [s.accepted / s.drafted for s in steps if s.drafted]
+        hits |= {s.hit for s in steps}
+    assert 0 in accepted and 1 in accepted
+    assert hits == {None, True, False}
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+@pytest.mark.parametrize("method", ["sps", "kangaroo", "s2d"])
+def test_trimmed_head(arch, method, adapter):
+    """Half of the vocabulary is out of the drafter's reach; what it drafts lies in the other half."""
+    pair = sorted_pair(arch)
+    kept = list(range(0, pair.target.config.vocab_size, 2))
+    steps = []
+    for n in SOME_LENGTHS:
+        drafter = {
+            "sps": lambda n=n: SpeculativeSampling(pair, n),
+            "kangaroo": lambda n=n: Kangaroo(pair, adapter(arch), 2, n, 0.0),
+            "s2d": lambda n=n: SortedDraft(pair, thresholds=[0.2, 0.2], max_draft_tokens=n),
+        }[method]()
+        steps += assert_lossless(arch, trimmed(drafter, kept), third=n)
+    accepted = [s.accepted / s.drafted for s in steps if s.drafted]
+    assert 0 in accepted and any(a > 0 for a in accepted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["sps", "s2d", "mirror", "ragged"])
+def test_a_target_padded_beyond_the_draft_models_embedding(method, temperature):
+    """Sampled, or with such weights, a target says padding ids; a draft model without them must go on drafting."""
+    pair, rng = padded_pair(), random.Random(5)
+    target, embeddings = Target(pair.target), pair.draft.get_input_embeddings().weight.shape[0]
+    prompts = [random_prompt(rng, pair.vocab_size) for _ in range(6)]
+    requests = [Request(prompt, Decoding(24, temperature), seed) for seed, prompt in enumerate(prompts)]
+    if method == "ragged":
+        answers = BatchEngine(target, SpeculativeSampling(pair, 3), RaggedBatch(4), frozenset()).generate(
+            requests
+        )
+    else:
+        drafter = {
+            "sps": lambda: SpeculativeSampling(pair, 3),
+            "s2d": lambda: SortedDraft(pair, thresholds=[0.2, 0.2], max_draft_tokens=3),
+            "mirror": lambda: MirrorSD(pair, 3, kappa=2, acceptance="ratio", placement="inline"),
+        }[method]()
+        engine = Engine(target, drafter, frozenset())
+        answers = [engine.generate(r.prompt, r.decoding, r.seed) for r in requests]
+    said = {token for answer in answers for token in answer.tokens[:-1]}
+    assert max(said) >= embeddings, "only an id that the draft model lacks proves anything"
+    assert any(s.accepted for a in answers for s in a.steps)
+    if temperature == 0:
+        expected = [generate_with_transformers(pair.target, prompt, 24, stop_ids=()) for prompt in prompts]
+        assert [answer.tokens for answer in answers] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["pld", "sps", "s2d", "kangaroo", "mirror"])
+def test_stop_token_anywhere(method, adapter):
+    pair = random_pair("llama")
+    drafters = {
+        "pld": lambda *_: PromptLookup(pair, 6),
+        "sps": lambda *_: SpeculativeSampling(pair, 6),
+        "s2d": lambda *_: SortedDraft(sorted_pair("llama"), thresholds=[0.2, 0.2]),
+        "kangaroo": lambda *_: Kangaroo(pair, adapter("llama"), 2, 6, 0.0),
+        "mirror": lambda *_: MirrorSD(pair, 6, kappa=1, placement="inline"),
+    }
+    assert_stops_anywhere(drafters[method])

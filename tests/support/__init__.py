@@ -1,0 +1,1 @@
+"""What several tests use: small models, pairs, drafters, records, run folders, commands and a server."""

@@ -1,0 +1,68 @@
+"""Requests for batches with transformers' own answers, and toy schedulers for the decoding core's own tests."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+from specbench.decoding.batch import BatchEngine, Request, Scheduler
+from specbench.decoding.rows import Aligned, Ragged
+from specbench.decoding.sampling import Decoding
+from tests.support.decoding import STOP, generate_with_transformers, random_pair, random_prompt
+
+SIZES = (1, 3, 8, 16)
+REQUESTS = 12
+
+
+class Static(Scheduler):
+    """A batch begins together, is aligned after every round, and the next one begins when its last row is done."""
+
+    def layout(self, cache) -> Aligned:
+        return Aligned(cache)
+
+    def joining(self, held: int) -> int:
+        return self.rows if held == 0 else 0
+
+
+class Chaos(Scheduler):
+    """Runs any rows in any order, lets rows join whenever it likes, and lines up now and then."""
+
+    def __init__(self, batch_size: int, rng: random.Random):
+        super().__init__(batch_size)
+        self.rows, self.rng = batch_size + rng.randint(0, 4), rng
+
+    def layout(self, cache) -> Ragged:
+        kind = self.rng.random()
+        return Ragged(cache) if kind < 0.4 else Aligned(cache, None if kind < 0.6 else self.rng.random())
+
+    def joining(self, held: int) -> int:
+        return self.rows if held == 0 else self.rng.randint(0, self.rows - held)
+
+    def choose(self, held: list) -> list[int]:
+        some = self.rng.sample(range(len(held)), self.rng.randint(1, min(self.batch_size, len(held))))
+        return sorted(some)
+
+
+@cache
+def cases(arch: str) -> tuple[list[Request], list[list[int]]]:
+    """Requests of many lengths, caps and stop sets, and transformers' answers."""
+    pair, rng = random_pair(arch), random.Random(arch)
+    requests, answers = [], []
+    for seed in range(REQUESTS):
+        prompt = random_prompt(rng, pair.target.config.vocab_size)
+        cap, stops = rng.choice((1, 2, 3, 9, 15, 15)), rng.choice(((STOP,), (STOP, 3), ()))
+        requests.append(Request(prompt, Decoding(cap), seed, frozenset(stops)))
+        answers.append(generate_with_transformers(pair.target, prompt, cap, stops))
+    return requests, answers
+
+
+def assert_lossless(engine: BatchEngine, requests: list[Request], expected: list[list[int]]) -> list:
+    """Decodes the requests, checks answers and trace, and returns all steps."""
+    answers, size = engine.generate(requests), engine.scheduler.batch_size
+    assert [a.tokens for a in answers] == expected
+    for request, answer in zip(requests, answers):
+        assert sum(s.emitted for s in answer.steps) + 1 == len(answer.tokens)
+        assert all(s.accepted <= s.drafted and 1 <= s.rows <= size for s in answer.steps)
+        ended = answer.tokens[-1] in request.stop_ids
+        assert answer.finish == ("stop" if ended else "length")
+    return [s for a in answers for s in a.steps]

@@ -1,0 +1,66 @@
+"""Pairs of small random models on which drafts are sometimes right, prompts, and what transformers makes of them."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+
+from specbench.decoding.target import Target
+from specbench.pairs import cut
+from tests.support.models import random_model
+
+STOP = 2
+
+
+@cache
+# Outside inference mode, whichever test asks first: the pair is kept for tests that train, too.
+@torch.inference_mode(False)
+def random_pair(arch: str, seed: int = 0, draft_layers: int = 3, **overrides):
+    """A target whose deep layers matter little, so that an early exit often guesses right; a noisy copy of its first
+    layers as draft."""
+    target = random_model(arch, seed, **overrides)
+    with torch.no_grad():
+        for layer in Target(target).layers[2:]:
+            for name, weight in layer.named_parameters():
+                if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight")):
+                    weight.mul_(0.3)
+        layers = min(draft_layers, target.config.num_hidden_layers)
+        draft = cut(target, list(range(layers))).requires_grad_(False)
+        noise = torch.Generator().manual_seed(seed)
+        for weight in draft.parameters():
+            weight.add_(torch.randn(weight.shape, generator=noise) * weight.std(correction=0) * 0.1)
+    return SimpleNamespace(
+        name=arch,
+        target=target,
+        draft=draft,
+        device=target.device,
+        dtype=target.dtype,
+        parts={},
+        vocab_size=target.config.vocab_size,
+        stop_ids=frozenset([STOP]),
+    )
+
+
+def random_prompt(rng: random.Random, vocab: int, longest: int = 40) -> list[int]:
+    """Any ids but the stop token's; sometimes with a repeated stretch, so that prompt lookup finds something."""
+    prompt = [
+        rng.choice([i for i in range(vocab) if i != STOP]) for _ in range(rng.choice([1, 2, 7, longest]))
+    ]
+    return prompt + prompt[: rng.randrange(len(prompt) + 1)]
+
+
+def generate_with_transformers(model, prompt: list[int], max_new_tokens: int, stop_ids=(STOP,)) -> list[int]:
+    """New token ids of transformers' own greedy generate."""
+    ids = torch.tensor([prompt], device=model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=list(stop_ids),
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()

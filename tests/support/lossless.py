@@ -1,0 +1,82 @@
+"""Prompts with transformers' own greedy answers, and the check that a drafter leaves these answers as they are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+
+from specbench.decoding.draft import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
+from tests.support.decoding import STOP, generate_with_transformers, random_pair, random_prompt
+
+# Caps and stop ids: answers that end by either, and some that nothing ends early.
+ENDS = (
+    (1, (STOP,)),
+    (2, (STOP,)),
+    (3, (STOP,)),
+    (24, (STOP,)),
+    (16, (STOP, 3)),
+    (20, ()),
+    (32, ()),
+    (20, ()),
+)
+LENGTHS, SOME_LENGTHS = range(1, 9), (1, 3, 8)  # one for each third of the cases
+
+
+@cache
+def cases(arch: str) -> list[tuple[list[int], int, tuple[int, ...], list[int]]]:
+    """(prompt, cap, stop ids, transformers' answer), computed once per architecture."""
+    pair, rng = random_pair(arch), random.Random(arch)
+    prompts = [(random_prompt(rng, pair.target.config.vocab_size), *end) for end in ENDS]
+    return [(*case, generate_with_transformers(pair.target, *case)) for case in prompts]
+
+
+def assert_lossless(arch: str, drafter: Drafter, third: int | None = None) -> list:
+    """Runs every case, or every third from the given one on; returns all steps."""
+    engine = Engine(Target(random_pair(arch).target), drafter, frozenset())
+    steps = []
+    chosen = cases(arch) if third is None else cases(arch)[third % 3 :: 3]
+    for prompt, cap, stop_ids, expected in chosen:
+        engine.stop_ids = frozenset(stop_ids)
+        answer = engine.generate(prompt, Decoding(cap))
+        assert answer.tokens == expected
+        assert sum(s.emitted for s in answer.steps) + 1 == len(expected)
+        assert answer.finish == ("stop" if expected[-1] in stop_ids else "length")
+        steps += answer.steps
+    return steps
+
+
+@cache
+def free_answers() -> list[tuple[list[int], list[int]]]:
+    """(prompt, what transformers says where nothing stops it)."""
+    pair, rng = random_pair("llama"), random.Random(3)
+    prompts = [random_prompt(rng, pair.vocab_size) for _ in range(3)]
+    # A text that goes on repeats itself: prompt lookup can draft the stop token, too.
+    prompts[2] += generate_with_transformers(pair.target, prompts[2], 60, stop_ids=())
+    return [(prompt, generate_with_transformers(pair.target, prompt, 18, stop_ids=())) for prompt in prompts]
+
+
+def assert_stops_anywhere(drafter: Callable[[list[int], list[int]], Drafter]) -> None:
+    """As first token, inside a draft, as bonus token, on the very cap: the answer ends with the stop token.
+
+    drafter: made anew for each prompt and the answer that it has without a stop token.
+    """
+    target = Target(random_pair("llama").target)
+    places = set()
+    for turn, (prompt, free) in enumerate(free_answers()):
+        engine = Engine(target, drafter(prompt, free), frozenset())
+        for number, stop in enumerate(dict.fromkeys(free)):
+            cut = free.index(stop) + 1
+            cap = (cut, cut + 1, 24)[(turn + number) % 3]  # each place meets each cap on another prompt
+            engine.stop_ids = frozenset([stop])
+            answer = engine.generate(prompt, Decoding(cap))
+            assert answer.tokens == free[:cut]
+            assert answer.finish == "stop"
+            last = answer.steps[-1] if answer.steps else None
+            where = "first" if last is None else "bonus" if last.emitted > last.accepted else "draft"
+            places.add((where, cap == cut))
+    # A draft leaves the last place before the cap to the target alone.
+    assert places == {("first", True), ("first", False), ("draft", False), ("bonus", True), ("bonus", False)}
