@@ -1,4 +1,7 @@
-"""Model pairs: target, draft model, tokenizer, chat template, stop tokens; the vocabularies must agree."""
+"""Model pairs: target, draft model, tokenizer, chat template, stop tokens; the vocabularies must agree.
+
+transformers takes seconds to import, so it is imported where a model is loaded: a check of names does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import snapshot_download
@@ -21,17 +25,12 @@ from huggingface_hub.errors import (
 )
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from specbench.errors import UserError
 from specbench.questions import packaged
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Any of these makes a tokenizer; tokenizer_config.json alone does not.
@@ -145,7 +144,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def choose_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one, each process its own where several were launched.
+    """The device of that name; "auto" is CUDA where there is one, each process its own where several were launched.
 
     Raises UserError for a device that this machine does not have.
     """
@@ -223,6 +222,8 @@ class _Source:
 
     def config(self) -> PretrainedConfig:
         """The config of the language model (for a model that also sees or hears: of that part)."""
+        from transformers import AutoConfig
+
         if self.folder is None:
             return AutoConfig.for_model(**OmegaConf.to_container(self.shape))
         with _one_line(self):
@@ -230,9 +231,13 @@ class _Source:
         return whole.get_text_config()
 
     def has_tokenizer(self) -> bool:
+        """Whether the folder holds a file that makes a tokenizer."""
         return self.folder is not None and any((self.folder / file).is_file() for file in TOKENIZER_FILES)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer. Raises UserError where there is none."""
+        from transformers import AutoTokenizer
+
         if not self.has_tokenizer():
             raise UserError(f"there is no tokenizer in '{self.name}': name one as pair.tokenizer")
         with _one_line(self):
@@ -247,6 +252,8 @@ class _Source:
         layers: int | None = None,
     ) -> PreTrainedModel:
         """The model, ready to decode; layers: only so many of its first ones."""
+        from transformers import AutoModelForCausalLM
+
         options = {
             "dtype": dtype,
             "attn_implementation": "sdpa",
