@@ -13,19 +13,23 @@ from __future__ import annotations
 import os
 import sys
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from specbench import THREAD_VARIABLES
 from specbench.errors import UserError, optional, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+    from types import ModuleType
+
+    from hydra.types import HydraContext, TaskFunction
 
 POLL_SECONDS = 1
 
@@ -195,7 +199,8 @@ def _whole(ray: ModuleType, node: dict) -> dict:
 
 def measure_on_node(run_dir: Path, folder: str, variables: dict[str, str | None]) -> int:
     """What a Ray worker does for a job: measures in the folder of the command, and with its environment `variables`
-    (None: not set) for threads, where Ray would choose others."""
+    (None: not set) for threads, where Ray would choose others.
+    """
     from specbench.bench import measure
 
     os.chdir(folder)

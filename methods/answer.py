@@ -9,12 +9,11 @@ behind its last line.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from specbench.conversations import Messages, conversations
@@ -25,6 +24,11 @@ from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
 from specbench.pairs import Pair, load_pair
 from specbench.values import Count, Seed, Temperature, check_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omegaconf import DictConfig
 
 SETTINGS = {
     **{"count": Count, "batch_size": Count, "max_new_tokens": Count},

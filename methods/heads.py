@@ -7,13 +7,17 @@ probability 0, so that acceptance over the full vocabulary stays exact.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn.functional import linear
 
 from methods.vocab_trim.vocab_map import kept_ids
 from specbench.decoding.layers import by_columns, weight_bytes
-from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+
+if TYPE_CHECKING:
+    from specbench.decoding.sampling import Decoding
+    from specbench.decoding.target import Target
 
 
 class DraftHead:
@@ -58,7 +62,8 @@ class DraftHead:
         uniforms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [n, rows] -> chosen rows [n] and, when sampling, the distribution [n, rows] they were drawn from.
-        generator, uniforms: what to draw with, as in `Decoding.select`."""
+        generator, uniforms: what to draw with, as in `Decoding.select`.
+        """
         rows, probs = decoding.select(logits, generator, uniforms)
         if (
             uniforms is not None
@@ -79,7 +84,8 @@ class DraftHead:
 
     def spread(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:
         """What `choose` gave for each of the k tokens of a draft, [n, rows] each, as probabilities over the target's
-        vocabulary: [k, vocab_size] for one sequence (n = 1); None for a greedy draft."""
+        vocabulary: [k, vocab_size] for one sequence (n = 1); None for a greedy draft.
+        """
         return self._spread(torch.cat(probs)) if probs and probs[0] is not None else None
 
     def spread_rows(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.rows import span
 from specbench.errors import at_least
 from specbench.values import Count
+
+if TYPE_CHECKING:
+    from specbench.decoding.batch import Rows
 
 
 class PromptLookup(Drafter):

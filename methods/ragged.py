@@ -7,4 +7,5 @@ from specbench.decoding.batch import Scheduler
 
 class RaggedBatch(Scheduler):
     """What the batch engine does when it is told nothing else. With a drafter that drafts nothing it is plain batched
-    decoding that fills a freed place at once, the baseline of every batch."""
+    decoding that fills a freed place at once, the baseline of every batch.
+    """

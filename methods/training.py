@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from accelerate import Accelerator
@@ -25,6 +24,9 @@ from specbench.errors import UserError
 from specbench.pairs import load_pair
 from specbench.threads import Threads, use_threads
 from specbench.values import Count, NotNegative, Positive, Range, Seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 CHUNK = 512  # positions whose logits exist at a time
 HELD_OUT_BATCHES = 8
@@ -87,7 +89,8 @@ def pair_to_train(cfg: DictConfig):
 
 def save_model(model, pair, cfg: DictConfig, out: Path) -> None:
     """Writes a finished draft model as configured; with the tokenizer, so that it can be checked against a target's,
-    unless the pair names one that lies by itself."""
+    unless the pair names one that lies by itself.
+    """
     model.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
     if cfg.pair.tokenizer is None:
         pair.tokenizer.save_pretrained(out)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,8 @@ from specbench.errors import UserError
 from specbench.questions import packaged
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

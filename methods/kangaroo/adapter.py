@@ -69,7 +69,7 @@ class Adapter(nn.Module):
         return 1, self.config.num_key_value_heads, self.layers[0].self_attn.head_dim
 
     def rope(self, positions: torch.Tensor, like: torch.Tensor):
-        """cos and sin [1, n, head_dim] for positions [1, n]."""
+        """Cos and sin [1, n, head_dim] for positions [1, n]."""
         return self.rotary(like, positions)
 
     def forward(self, hidden, position_embeddings, attention_mask=None, past_key_values=None):

@@ -8,19 +8,23 @@ all exit states through layers [exit_layer, N), so that no layer runs twice.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from methods.heads import Going, draft_head, unsure
 from methods.kangaroo.adapter import check_exit_layer, load_adapter
-from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
-from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.layers import quick, weight_bytes
 from specbench.decoding.rows import Ragged
 from specbench.decoding.target import Prefill, Target, attention_mask, rows_mask
 from specbench.errors import UserError
 from specbench.questions import packaged
 from specbench.values import Count, Probability
+
+if TYPE_CHECKING:
+    from specbench.decoding.batch import Rows
+    from specbench.decoding.kv_cache import KVCache
 
 
 class Kangaroo(Drafter):
@@ -177,7 +181,8 @@ class Kangaroo(Drafter):
 
 def _exit_layer(asked: int | None, adapter, layers: int) -> int:
     """The exit layer to use. Raises UserError when nobody names one, when the adapter was trained for another, or
-    when the target does not have it."""
+    when the target does not have it.
+    """
     trained = getattr(adapter.config, "exit_layer", None)
     chosen = trained if asked is None else asked
     if chosen is None:

@@ -8,12 +8,10 @@ the research sheet calls faults: the loss counts position t when token t + 1 is 
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import hydra
 import torch
-from omegaconf import DictConfig
 
 from methods.kangaroo.adapter import Adapter, adapter_config, check_exit_layer, save_adapter
 from methods.training import (
@@ -31,6 +29,11 @@ from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
 from specbench.pairs import load_pair
 from specbench.values import Count, Range, check_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
 
 
 @torch.no_grad()

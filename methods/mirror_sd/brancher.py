@@ -11,16 +11,20 @@ itself, so that streams change how many passes a draft takes and nothing about t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from methods.heads import DraftHead
 from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_products
 from methods.mirror_sd.growth import Growth, Written, joined
 from specbench.decoding.sampling import Decoding, likeliest
 from specbench.decoding.target import Nodes, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from methods.heads import DraftHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,8 @@ class Plan:
     """depth: tokens of a draft. kappa: decisions guessed for each number of accepted tokens; most: of all; roots_only:
     for none accepted alone. guesses: from the target's "exit", from the "draft" model's own distributions, from the
     mean of "both", or "none" at all: then every draft is made behind the decision, as in plain speculative sampling.
-    floor: decisions less likely than this are not drafted behind."""
+    floor: decisions less likely than this are not drafted behind.
+    """
 
     depth: int
     kappa: int
@@ -90,7 +95,8 @@ class Brancher:
     @torch.inference_mode()
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         """A new sequence, of up to `room` tokens. prompt: [n], without the pending token, which is the first to settle.
-        temperature, seed: of the draws; 0 takes the likeliest tokens."""
+        temperature, seed: of the draws; 0 takes the likeliest tokens.
+        """
         s = self.streams.shape[0]
         needed = room + 2 * (self.plan.depth + 2 + s) * (1 + s) * (self.plan.widest + 1)
         if self._cache is None or self._cache.capacity < needed:
@@ -106,7 +112,8 @@ class Brancher:
     @torch.inference_mode()
     def foresee(self) -> None:
         """Feeds the last draft token, so that the draft model's own logits are known behind every one. It is time that
-        the draft's side has while the target is on its way to the exit."""
+        the draft's side has while the target is on its way to the exit.
+        """
         behind = self._path[self._cache.lengths[0] - self._base :]
         if behind.shape[0] and self.plan.guesses != "none":
             hidden = self.model.run_layers(self.model.embed(behind.unsqueeze(0)), self._cache)
@@ -300,7 +307,8 @@ class Brancher:
 
     def _guess(self, own: torch.Tensor, states: torch.Tensor) -> Branches:
         """The target's likely decisions about the path. own: the draft model's logits [1 + k, rows]; states: as in
-        `expand`."""
+        `expand`.
+        """
         plan = self.plan
         own = torch.softmax(own.float(), dim=-1)
         limits = plan.kappa, plan.most, plan.floor, plan.roots_only
@@ -318,7 +326,8 @@ class Brancher:
 
     def _draw(self) -> None:
         """The numbers that the next draft is drawn with, one for each of its tokens. All branches share them: only one
-        comes true, and which one does not depend on them."""
+        comes true, and which one does not depend on them.
+        """
         self._uniforms = None
         if self._generator is not None:
             self._uniforms = torch.rand(self._width, generator=self._generator, device=self.device)

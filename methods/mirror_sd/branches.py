@@ -70,7 +70,8 @@ def prefix_products(probs: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
 
 def mixture(exit_probs: torch.Tensor, own: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
     """The mean [n, vocab] of two distributions, one over the vocabulary, which is overwritten, and one over its tokens
-    `kept` (None: its first ones). Not by logarithms, which would take several times as long over so many tokens."""
+    `kept` (None: its first ones). Not by logarithms, which would take several times as long over so many tokens.
+    """
     if kept is None:
         exit_probs[:, : own.shape[1]] += own
     else:

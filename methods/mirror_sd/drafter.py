@@ -177,7 +177,8 @@ def make_brancher(
     streams: torch.Tensor | None,
 ) -> Brancher:
     """The draft's side, made where it works: a head over the rows `kept`, for a target of `width` ids; exit_parts: as
-    `_exit_parts` gives them."""
+    `_exit_parts` gives them.
+    """
     model = Target(draft, vocab_size, width)
     exit_head = None
     if exit_parts is not None:

@@ -11,7 +11,8 @@ import torch
 class Written:
     """What one pass adds to m continuations. tokens, rows: [m, v] what follows each token that was fed, as ids and as
     rows of the head; logits: [m, v, head rows] that they were chosen from. taken: [m] how many of the v stand; None
-    without streams, where each takes the one."""
+    without streams, where each takes the one.
+    """
 
     tokens: torch.Tensor
     rows: torch.Tensor

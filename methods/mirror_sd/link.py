@@ -12,19 +12,23 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import multiprocessing
 
-from methods.mirror_sd.brancher import Brancher
 from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
 from specbench.decoding.trace import Beside
 from specbench.errors import JobError, reason
 from specbench.processes import end_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from methods.mirror_sd.brancher import Brancher
 
 STARTING = 300.0  # seconds that a new process gets until it is ready
 

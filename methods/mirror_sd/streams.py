@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specbench.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 FILE, NAME = "streams.safetensors", "streams"
 

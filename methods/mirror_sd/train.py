@@ -8,13 +8,11 @@ top. The result is a draft model like any other, with the streams' embeddings be
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 import torch
-from omegaconf import DictConfig
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
 
 from methods.mirror_sd.streams import save_streams
 from methods.training import (
@@ -29,6 +27,12 @@ from methods.training import (
 )
 from specbench.errors import one_line_errors
 from specbench.values import Count, NotNegative, check_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+    from transformers import PreTrainedModel
 
 
 class Streaming(torch.nn.Module):
@@ -86,7 +90,8 @@ class Streaming(torch.nn.Module):
     @torch.no_grad()
     def right(self, batch: Batch) -> torch.Tensor:
         """[1 + s, 2]: for the next token and each stream, how many tokens of the text were its first choice, and of how
-        many."""
+        many.
+        """
         states, rows = self.states(batch["input_ids"]), []
         for j in range(states.shape[2]):
             own, goals, _ = self._predicting(states[:, :, j], batch, 1 + j)

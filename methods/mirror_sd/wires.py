@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import multiprocessing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RING = 8  # messages that may be on their way; neither side is ever more than a few ahead
 NAP = 0.5  # seconds between two looks at whether the other side still lives
@@ -23,7 +26,8 @@ LOOKS = 200  # looks in a row before other work on this core gets a chance
 @dataclass(frozen=True, slots=True)
 class Message:
     """kind: the sender's business; numbers: up to four whole ones; seconds: up to five; sent: when, by the clock that
-    all processes of a machine share."""
+    all processes of a machine share.
+    """
 
     kind: int
     numbers: tuple[int, ...]
@@ -33,7 +37,8 @@ class Message:
 
 class Box:
     """Messages in one direction. shared: between processes. spins: whether its receiver may look again and again
-    instead of sleeping: microseconds instead of tens of them, at the cost of a core."""
+    instead of sleeping: microseconds instead of tens of them, at the cost of a core.
+    """
 
     def __init__(self, semaphore, shared: bool = False, spins: bool = False):
         self.arrived, self.spins = semaphore, spins
@@ -135,7 +140,8 @@ class ProcessWire:
 
 class ThreadWire:
     """For two threads of one process. On CUDA each works on a stream of its own: what is handed over comes with an
-    event that the other stream waits for, and no thread waits for a device."""
+    event that the other stream waits for, and no thread waits for a device.
+    """
 
     def __init__(self, device: torch.device):
         self.requests, self.replies = Box(threading.Semaphore(0)), Box(threading.Semaphore(0))

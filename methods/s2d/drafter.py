@@ -8,16 +8,20 @@ roll-back is nothing but shorter caches: what lies beyond their length is writte
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from methods.heads import confidence
 from methods.sps import SpeculativeSampling
-from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Needs
 from specbench.decoding.rows import span
-from specbench.decoding.target import Prefill, Target
 from specbench.errors import UserError
 from specbench.values import Count, Probability
+
+if TYPE_CHECKING:
+    from specbench.decoding.batch import Rows
+    from specbench.decoding.target import Prefill, Target
 
 
 class SortedDraft(SpeculativeSampling):

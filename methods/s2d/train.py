@@ -10,13 +10,11 @@ parts here (`methods.training.train_part`): the learning rate falls linearly, no
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 import torch
-from omegaconf import DictConfig
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
 
 from methods.training import (
     CHUNK,
@@ -34,6 +32,12 @@ from specbench.decoding.target import Target
 from specbench.errors import UserError, one_line_errors
 from specbench.pairs import cut, load_pair
 from specbench.values import Count, check_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+    from transformers import PreTrainedModel
 
 
 class Sorted(torch.nn.Module):

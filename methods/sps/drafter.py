@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from methods.heads import Going, draft_head, target_ids, unsure
-from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.rows import Ragged
 from specbench.decoding.target import Prefill, Target
 from specbench.values import Count, Probability
+
+if TYPE_CHECKING:
+    from specbench.decoding.batch import Rows
 
 
 class SpeculativeSampling(Drafter):
@@ -72,7 +76,8 @@ class SpeculativeSampling(Drafter):
 
     def _next(self, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Token ids [1, n] that follow what the cache holds -> logits [1, rows] after the last of them, and the number
-        of layers that it went through."""
+        of layers that it went through.
+        """
         hidden = self.model.run_layers(self.model.embed(ids), self._cache)[:, -1]
         return self.head.logits(self.model.norm(hidden)), self.layers
 
@@ -116,7 +121,8 @@ class SpeculativeSampling(Drafter):
         self, ids: torch.Tensor, starts: torch.Tensor, reach: int
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Token ids [b, n] at the positions from `starts` on -> logits [b, rows] after the last of them, the number of
-        layers [b] that each went through, and the bytes of weights that were read."""
+        layers [b] that each went through, and the bytes of weights that were read.
+        """
         hidden = self._run_rows(self.model.embed(ids), starts, reach, 0, self.layers)[:, -1]
         layers = torch.full_like(starts, self.layers)
         return self.head.logits(self.model.norm(hidden)), layers, self._bytes[self.layers]

@@ -6,12 +6,10 @@ computed on the fly. It starts from the pair's draft model or another one of the
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 import torch
-from omegaconf import DictConfig
-from transformers import PreTrainedModel
 
 from methods.training import (
     SETTINGS,
@@ -27,6 +25,12 @@ from methods.training import (
 )
 from specbench.errors import one_line_errors
 from specbench.values import check_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+    from transformers import PreTrainedModel
 
 
 class Distillation(torch.nn.Module):

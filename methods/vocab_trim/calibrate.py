@@ -11,12 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import hydra
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from methods.vocab_trim.vocab_map import rank, save_vocab_map
@@ -28,6 +26,11 @@ from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
 from specbench.pairs import Pair, load_pair
 from specbench.values import Count, Seed, Temperature, check_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omegaconf import DictConfig
 
 SOURCES = ("raw_text", "draft_generated", "target_generated")
 SETTINGS = {

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specbench.errors import UserError
 from specbench.questions import packaged
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 FILE = "vocab_map.json"
 
@@ -27,7 +30,8 @@ def tokenizer_checksum(tokenizer) -> str:
 
 def always_kept(tokenizer, stop_ids: frozenset[int]) -> list[int]:
     """Tokens that frequency has no say in: stop tokens, and whatever the tokenizer marks as special or added (chat
-    roles, tools, thinking). Without them a draft could never end an answer."""
+    roles, tools, thinking). Without them a draft could never end an answer.
+    """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return sorted({*stop_ids, *tokenizer.all_special_ids, *added})
 

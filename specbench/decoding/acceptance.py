@@ -10,18 +10,22 @@ sampling walk tries the children of a node one after the other (SpecInfer, Miao 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.draft import Draft
 from specbench.decoding.sampling import Decoding, invert, likeliest
 from specbench.decoding.target import ancestors
+
+if TYPE_CHECKING:
+    from specbench.decoding.draft import Draft
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """count: [] draft tokens kept. next: [] the target's token that follows them. path: for a tree [k], of which the
-    first `count` are the indices of the kept nodes from the root down; None for a chain."""
+    first `count` are the indices of the kept nodes from the root down; None for a chain.
+    """
 
     count: torch.Tensor
     next: torch.Tensor
@@ -53,7 +57,8 @@ def accept_rows(
 ) -> Accepted:
     """The rule for b sequences at once. logits: [b, 1 + k, vocab]; drafted: [b], how many of its k tokens each row has
     really drafted. uniforms: when sampling, two numbers in [0, 1) for each position, [b, 1 + k, 2]: one to accept
-    with, one to draw the token that follows with."""
+    with, one to draw the token that follows with.
+    """
     live = torch.arange(draft.tokens.shape[1], device=drafted.device) < drafted.unsqueeze(1)
     if decoding.greedy:
         return greedy_chain(likeliest(logits), draft.tokens, live)

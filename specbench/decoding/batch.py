@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +18,12 @@ from specbench.decoding.draft import Draft, Drafter
 from specbench.decoding.engine import CACHE_STEP, check_fits, that_count
 from specbench.decoding.rows import Ragged, span
 from specbench.decoding.sampling import Decoding, all_drawn
-from specbench.decoding.target import Target
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.errors import UserError, at_least
 from specbench.values import Count
+
+if TYPE_CHECKING:
+    from specbench.decoding.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Prefill, Target
-from specbench.decoding.trace import Beside
-
 if TYPE_CHECKING:
+    import torch
+
     from specbench.decoding.batch import Rows
     from specbench.decoding.kv_cache import RowCache
+    from specbench.decoding.sampling import Decoding
+    from specbench.decoding.target import Prefill, Target
+    from specbench.decoding.trace import Beside
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Work on the target that the drafter has already done: its first `layer` layers, over the pending token and
-    every draft token. hidden: [1, 1 + drafted, hidden_size]."""
+    every draft token. hidden: [1, 1 + drafted, hidden_size].
+    """
 
     layer: int
     hidden: torch.Tensor
@@ -122,7 +122,8 @@ class Drafter:
 
     def launch(self, context: Context, draft: Draft, states: torch.Tensor) -> None:
         """The verification of `draft` has reached `launch_layer`; states: [1 + k, d] of the pending token and the draft
-        tokens there. Work for the next draft can start now, beside the rest of the pass; this must not wait for it."""
+        tokens there. Work for the next draft can start now, beside the rest of the pass; this must not wait for it.
+        """
 
     def commit(self, context: Context, accepted: int) -> None:
         """`accepted` draft tokens and one token of the target joined the context, which is already up to date."""
@@ -150,4 +151,5 @@ class Drafter:
 
     def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
         """What belongs to the places `sources` is copied to the places `destinations`, all at once. reach: a bound on
-        the lengths of the sequences there."""
+        the lengths of the sequences there.
+        """

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 
 from specbench.decoding.acceptance import accept
 from specbench.decoding.draft import Context, Draft, Drafter
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target, ancestors
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.errors import UserError, at_least
+
+if TYPE_CHECKING:
+    from specbench.decoding.sampling import Decoding
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most questions
 
@@ -125,7 +129,7 @@ class Engine:
         depth = drafted
         if draft.parents is not None:
             depth = int(ancestors(draft.parents).sum(1).max())
-        spans = [self.clock.seconds(a, b) for a, b in zip(marks, marks[1:])]
+        spans = [self.clock.seconds(a, b) for a, b in itertools.pairwise(marks)]
         layer = draft.resume.layer if draft.resume is not None else 0
         target_bytes = self.target.pass_bytes(layer)
         return Step(

@@ -168,7 +168,8 @@ class RowCache:
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor, reach: int) -> None:
         """Copies the first `reach` columns of the rows `sources` to the rows `destinations`, all at once (so that two
-        rows may change places)."""
+        rows may change places).
+        """
         for layer in self.data:  # as in `gather`
             layer[:, destinations, :reach] = layer[:, sources, :reach]
 

@@ -51,7 +51,8 @@ def _rms_norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 @torch.inference_mode()
 def _is_rms_norm(module: torch.nn.Module) -> bool:
     """Whether `_rms_norm` gives the very bits of this module. In fp32 on a CPU it is the same operations in the same
-    order; half precision and CUDA's kernels round elsewhere."""
+    order; half precision and CUDA's kernels round elsewhere.
+    """
     weight = getattr(module, "weight", None)
     if not hasattr(module, "variance_epsilon") or weight is None or weight.device.type != "cpu":
         return False

@@ -36,7 +36,8 @@ class Ragged:
 
     def places(self, starts: torch.Tensor, n: int, reach: int, offset: int = 0) -> Places:
         """Places of `n` tokens a row from the positions `starts` [b] on. reach: a bound on all positions, exclusive.
-        offset: how many tokens stand between a row's pending token and the first of these."""
+        offset: how many tokens stand between a row's pending token and the first of these.
+        """
         positions = span(starts, n)
         to = (self._rows[: starts.shape[0]] + positions).flatten()
         return Places(positions, reach, self._columns[:, :reach], to)

@@ -48,7 +48,8 @@ class Decoding:
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """Logits [..., n, vocab] -> tokens [..., n], of several likeliest the first. On a CPU NumPy looks at several
-    numbers at once: over six rows of 16384 that takes a twentieth of the time."""
+    numbers at once: over six rows of 16384 that takes a twentieth of the time.
+    """
     if logits.device.type != "cpu" or logits.dtype not in (torch.float32, torch.float64):
         return logits.argmax(-1)
     return torch.from_numpy(logits.detach().numpy().argmax(-1))
@@ -57,7 +58,8 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Draws by the inverse of the distribution function: weights [n, vocab], not normalised, and uniforms [n] in [0, 1)
     -> tokens [n], `NOT_DRAWN` where weights are NaN or infinite. In float64, so that no token of weight zero is ever
-    reached."""
+    reached.
+    """
     sums = weights.double().cumsum(-1)
     total = sums[:, -1:]
     drawn = torch.searchsorted(sums, uniforms.double().unsqueeze(-1) * total, right=True)

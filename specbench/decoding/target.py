@@ -8,7 +8,6 @@ wrongly. Draft models are driven by this same class.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,6 +20,8 @@ from specbench.decoding.layers import head_weight, lay_out, quick, weight_bytes
 from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel
 
 NORMS = ("norm", "final_layer_norm")  # what families call the norm in front of the head
@@ -54,7 +55,8 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
 class Nodes:
     """Who sees whom among the newest m columns of a cache, where they are no sequence; all before them is one, and is
     seen by all. offsets: [m] positions, counted from the first of these columns; seen: [n, m], which of them each of
-    the n tokens of a pass sees, who are the last n columns themselves."""
+    the n tokens of a pass sees, who are the last n columns themselves.
+    """
 
     offsets: torch.Tensor
     seen: torch.Tensor
@@ -269,7 +271,7 @@ class Target:
     # -- positions ---------------------------------------------------------------------------------------------
 
     def _rope(self, start: int, n: int, nodes: Nodes | None, capacity: int):
-        """cos and sin [1, n, rotary_dim] of the n positions from `start` on, or of nodes."""
+        """Cos and sin [1, n, rotary_dim] of the n positions from `start` on, or of nodes."""
         cos, sin = self._angles(max(capacity, start + n))
         if nodes is None:
             return cos.narrow(1, start, n), sin.narrow(1, start, n)
@@ -284,12 +286,12 @@ class Target:
         return nodes.offsets[m - n :] + (start + n - m)
 
     def _rope_of(self, positions: torch.Tensor, capacity: int):
-        """cos and sin [b, n, rotary_dim] of positions [b, n]."""
+        """Cos and sin [b, n, rotary_dim] of positions [b, n]."""
         cos, sin = self._angles(capacity)
         return cos[0][positions], sin[0][positions]
 
     def _angles(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [1, at least capacity, rotary_dim] of all positions, computed once."""
+        """Cos and sin [1, at least capacity, rotary_dim] of all positions, computed once."""
         if self._rope_table is None or self._rope_table[0].shape[1] < capacity:
             positions = torch.arange(capacity, device=self.device).unsqueeze(0)
             # Of the first argument only its dtype and device are read.
@@ -307,7 +309,8 @@ class Target:
 @contextmanager
 def drivable(model: PreTrainedModel) -> Iterator[None]:
     """Around what needs the anatomy that `Target` supports: the error that another anatomy ends it with becomes a
-    UserError that names the model type. A full memory stays what it is."""
+    UserError that names the model type. A full memory stays what it is.
+    """
     try:
         yield
     except torch.OutOfMemoryError:

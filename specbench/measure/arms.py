@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig
 
 from specbench.decoding.batch import Request
-from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Clock, Generation
 from specbench.measure.equivalence import until_stop
 from specbench.pairs import Pair
+
+if TYPE_CHECKING:
+    from specbench.decoding.engine import Engine
 
 Arm = Callable[[list[Request]], list[Generation]]
 
@@ -23,7 +26,7 @@ def one_by_one(engine: Engine) -> Arm:
 
 
 def hf_generate_arm(pair: Pair, batch_size: int = 1, **options) -> Arm:
-    """transformers' own generate on the same target: the reference that our baseline must not be slower than.
+    """Transformers' own generate on the same target: the reference that our baseline must not be slower than.
 
     batch_size: requests that it gets at once, padded on the left; their seconds are shared equally. options: more
     arguments for `generate`, such as `assistant_model`.

@@ -7,9 +7,8 @@ repeats; comparisons take the mean of a question's repeats first, so that the qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
@@ -28,6 +27,9 @@ from specbench.measure.rounds import (
     total,
 )
 from specbench.measure.statistics import Speedup, ratio_of_means, speedup
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SCHEMA = 4
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
@@ -98,7 +100,8 @@ def numbers(
     records: list[dict], facts: dict, reference: str, batch_size: int | None = None, whole_run: bool = True
 ) -> dict:
     """The metrics of the method over some questions, its speedups against the arm `reference`. batch_size: None for a
-    method that decodes one sequence at a time. whole_run: whether these are all questions that were measured."""
+    method that decodes one sequence at a time. whole_run: whether these are all questions that were measured.
+    """
     generations, steps = generations_frame(records), steps_frame(records)
     method = generations[generations["arm"] == "method"]
     rounds = steps[steps["arm"] == "method"]

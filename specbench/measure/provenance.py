@@ -252,7 +252,8 @@ BLANK = "***"
 
 def without_secrets(value, name: str = ""):
     """The same value without secrets: what is named like one, texts that look like one, and of every URL user,
-    password, query and fragment. What leaves a run folder, or is shown, goes through here."""
+    password, query and fragment. What leaves a run folder, or is shown, goes through here.
+    """
     if SECRET_NAME.search(name) and value is not None and not isinstance(value, bool):
         return BLANK
     if isinstance(value, Mapping):
@@ -337,7 +338,8 @@ def reset_peak_memory(device) -> None:
 
 def peak_memory(device) -> int | None:
     """The most bytes since `reset_peak_memory`: allocated on a GPU, else resident of this process, models and all; None
-    where nobody counts them."""
+    where nobody counts them.
+    """
     import torch
 
     if device.type == "cuda":

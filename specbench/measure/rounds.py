@@ -5,7 +5,10 @@ Every function takes rows of `frames.steps_frame` of one arm and is pure. A numb
 
 from __future__ import annotations
 
-import pandas as pd
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # What a method that decodes one sequence at a time has none of.
 BATCHING = ("occupancy", "alignment_share", "group_rate", "align_seconds")

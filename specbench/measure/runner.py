@@ -47,7 +47,8 @@ BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
 @dataclass(slots=True)
 class Bench:
     """Everything one job needs: the loaded pair, the arms by name, and how they decode. batch_size: None for a method
-    that decodes one sequence at a time."""
+    that decodes one sequence at a time.
+    """
 
     pair: Pair
     target: Target
@@ -85,7 +86,8 @@ class Bench:
 
     def measure(self, questions: list[Question], place: int) -> list[dict]:
         """The journal records of some questions, which a batch method answers together; `place` chooses the order of
-        the arms. A question whose prompt cannot be made or does not fit fails alone; everything else is raised."""
+        the arms. A question whose prompt cannot be made or does not fit fails alone; everything else is raised.
+        """
         said = {q.question_id: {name: [] for name in self.arms} for q in questions}
         turns: dict[int, list[dict]] = {q.question_id: [] for q in questions}
         failed: dict[int, str] = {}
@@ -191,7 +193,8 @@ class Bench:
 
     def use_threads(self, asked: int | None, questions: list[Question]) -> Threads:
         """Sets torch's threads for all arms: `asked`, or as many as baseline and method together are fastest with, on
-        the first warm-up question (batches: on as many as fill one)."""
+        the first warm-up question (batches: on as many as fill one).
+        """
         requests = self._warm_up_requests(questions, THREADS_TOKENS)[: self.batch_size or 1]
 
         def work() -> None:
@@ -297,7 +300,8 @@ def _record(question: Question, pool: int, turns: list[dict]) -> dict:
 
 def pools(questions: list[Question], size: int | None, seed: int) -> list[list[Question]]:
     """The questions as they are measured: one by one (size None), or in pools of about equal size, `size` at most, in
-    an order that mixes the tasks as they come to a server."""
+    an order that mixes the tasks as they come to a server.
+    """
     if size is None:
         return [[question] for question in questions]
     mixed = random.Random(seed).sample(questions, len(questions))

@@ -18,7 +18,8 @@ LEAST_POOLS = (
 @dataclass(frozen=True, slots=True)
 class Speedup:
     """Sum of reference seconds / sum of method seconds, and its 95 % interval (None of fewer than 6 questions, or 2
-    pools)."""
+    pools).
+    """
 
     value: float | None
     low: float | None

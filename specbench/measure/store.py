@@ -14,10 +14,10 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,6 +28,9 @@ from specbench.errors import UserError, file_errors
 from specbench.measure import metrics
 from specbench.measure.files import held, make_folder, new_folder, write_atomic, writing
 from specbench.measure.frames import steps_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import yaml
 
 from specbench.errors import UserError
 from specbench.measure import metrics, provenance, store
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from pathlib import Path
 
 NESTED = ("equivalence", "exit_shares", "overlap")
 # What reports read of a summary: a run that lacks any of it is damaged, or was written by another version.
@@ -165,7 +168,8 @@ def _summary(folder: Path) -> dict:
 
 def _derived(folder: Path) -> dict:
     """The summary of a folder that an earlier version measured, as this version makes it of the records: that one knew
-    no number of pools, and had other intervals and another share of hidden drafting."""
+    no number of pools, and had other intervals and another share of hidden drafting.
+    """
     try:
         facts, config = store.read_json(folder / store.FACTS), store.read_config(folder)
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -198,7 +202,8 @@ def _lines(path: Path) -> int:
 
 def _lacking(value: object, shape: Mapping, prefix: str = "") -> Iterator[str]:
     """Dotted names of the keys of `shape` that nested dictionaries lack; a key whose value in `shape` is not None must
-    hold a dictionary with those keys."""
+    hold a dictionary with those keys.
+    """
     if not isinstance(value, dict):
         yield prefix.removesuffix(".") or "everything"
         return
@@ -246,7 +251,8 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
 
 def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[str]:
     """A short name for each: the method, the settings that were varied, and what else the runs differ in, but for the
-    keys `without`."""
+    keys `without`.
+    """
     summaries = list(summaries)
     rest = _differing(summaries, without)
     return [

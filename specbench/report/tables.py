@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.text import Text
 from specbench.measure.statistics import verdict
 from specbench.questions import TASKS
 from specbench.report.runs import LeftOut, Run, as_text, differing_by_pair, grids, labels, method_label, named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 PIPED_WIDTH = 112
 UNKNOWN = "–"  # not measured
@@ -80,7 +83,8 @@ def run_table(summary: dict) -> Table:
 def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     """Spec-Bench's own form: a row per run, its speedup on each task, mean accepted tokens, overall; and beside ours,
     which are ratios of summed seconds, the overall speedup as its speed.py defines it. None without a task: the runs of
-    batch methods have no times by task."""
+    batch methods have no times by task.
+    """
     summaries = [summary for summary in summaries if not summary["drafter"]]
     if not summaries:
         return None
@@ -201,7 +205,8 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
 
 def batch_line(summary: dict) -> str:
     """How well a batch method used its places, its time, what it gains over decoding one by one, and what the interval
-    of its speedup does not cover."""
+    of its speedup does not cover.
+    """
     overall = summary["overall"]
     parts = [
         f"batch of {summary['batch_size']}: {_share(overall['occupancy'])} of the places in use",
@@ -308,7 +313,8 @@ def print_run(run: Run) -> None:
 
 def print_overview(runs: list[Run]) -> None:
     """Prints several finished runs side by side: a row each, speedups by pair, and what does not compare. A table of
-    very many rows is only named: a report has it in its files."""
+    very many rows is only named: a report has it in its files.
+    """
     out = console()
     for table in overview(run.summary for run in runs):
         if table.row_count <= ROWS_SHOWN:

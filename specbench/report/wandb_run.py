@@ -14,18 +14,21 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import PIL.Image
 import wandb
 import yaml
-from matplotlib.figure import Figure
 
 from specbench.errors import reason
 from specbench.measure import metrics, provenance, store
 from specbench.report import plots
 from specbench.report.runs import Run, read_run, summary_frame
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REACH_SECONDS = 30  # to wait for the service to answer at all
 ARTIFACT = "run"  # the artifacts of this type are run folders
@@ -152,7 +155,8 @@ def acceptance_lines(numbers: dict) -> wandb.plot.CustomChart:
 
 def artifact(run_dir: Path, upload_diff: bool = False) -> wandb.Artifact:
     """The run folder as it may leave this machine: without secrets and, unless `upload_diff`, without the difference of
-    the code from its commit, of which the checksum stays. A file in which nothing changes is not copied."""
+    the code from its commit, of which the checksum stays. A file in which nothing changes is not copied.
+    """
     found = wandb.Artifact(re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name), type=ARTIFACT)
     for file in sorted(run_dir.iterdir()):
         if not file.is_file() or file.name.startswith("."):
@@ -178,7 +182,7 @@ def main() -> int:
     try:
         print(log_run(Path(sys.argv[1]), json.loads(sys.argv[2])), flush=True)
         return 0
-    except Exception as error:  # noqa: BLE001 - whatever the client raises is told to the process that asked
+    except Exception as error:
         print(reason(error), flush=True)
         raise
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from specbench.tiny.lexicon import Lexicon, Modifier, Noun, Verb, article, harmony, mix, pick_near_equal
+
+if TYPE_CHECKING:
+    import random
 
 _CONNECTIVES = (
     ("Then", "After that", "Later", "Soon"),
@@ -84,7 +87,7 @@ class Clause:
         if self.adverb and not short:
             words.append(self.adverb.word)
         if where and not short:
-            words = [where + ","] + words if fronted else words + [where]
+            words = [where + ",", *words] if fronted else [*words, where]
         return " ".join(words)
 
     def foreign(self) -> str:
@@ -94,7 +97,7 @@ class Clause:
         words += [self.subject.foreign(""), self.object.foreign("o")]
         if self.adverb:
             words.append(self.adverb.foreign)
-        return " ".join(words + [past])
+        return " ".join([*words, past])
 
 
 def sentence(text: str, end: str = ".") -> str:

@@ -71,7 +71,7 @@ class Facts:
     def _town(self, rng: random.Random) -> Entity:
         lex = self.lexicon
         name = rng.choice(lex.places)
-        _, many, adj, one = self._things(rng)
+        _, many, adj, _ = self._things(rng)
         ing, many2, adj2, one2 = self._things(rng)
         river, founder = rng.choice(lex.people), rng.choice(lex.people)
         season = rng.choice(("spring", "summer", "autumn", "winter"))
@@ -109,8 +109,8 @@ class Facts:
 
     def _substance(self, rng: random.Random) -> Entity:
         lex = self.lexicon
-        ing, many, adj, one = self._things(rng)
-        ing2, many2, adj2, one2 = self._things(rng)
+        ing, many, adj, _ = self._things(rng)
+        _, many2, adj2, one2 = self._things(rng)
         name = rng.choice(lex.nouns).one + rng.choice(("ite", "ium", "ide", "ane"))
         town = rng.choice(lex.places)
         state = rng.choice(("metal", "salt", "gas", "oil", "crystal"))

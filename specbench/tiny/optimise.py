@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import LlamaForCausalLM
 
 from specbench.tiny.muon import Muon
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from transformers import LlamaForCausalLM
 
 CHUNK = 512  # rows of the head's matrix at a time: faster on a CPU than one big matrix
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from specbench.tiny.clauses import Phrase, Writer, sentence
 from specbench.tiny.facts import Entity, Facts, tell
 from specbench.tiny.lexicon import REGISTERS, TOPICS, Lexicon, mix, pick_near_equal
+
+if TYPE_CHECKING:
+    import random
 
 Turns = tuple[list[str], list[str]]
 
