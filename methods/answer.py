@@ -100,6 +100,7 @@ def whole_lines(path: Path) -> int:
 
 @hydra.main(version_base=None, config_path="../conf", config_name="answer")
 def main(cfg: DictConfig) -> None:
+    """The command line."""
     with one_line_errors():
         answer(cfg)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
+    from specbench.pairs import Pair
+
 ROLES = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant"),
@@ -119,9 +121,11 @@ def shuffled(rows: Iterable, rng: random.Random) -> Iterator:
     yield from waiting
 
 
-def tokenizer_of(pair, prompt_weight: float = 0.0) -> Callable[[Messages], list[Tokens]]:
-    """Messages -> rows of ids as the pair prompts them, each id with its weight: 1 for what the assistant says (its
-    stop token included), `prompt_weight` for the rest, 0 for the first, which nothing predicts.
+def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages], list[Tokens]]:
+    """Makes a function that turns messages into rows of ids, as the pair prompts them, each with its weight.
+
+    The weight is 1 for what the assistant says (its stop token included), `prompt_weight` for the rest, 0 for the first
+    id, which nothing predicts.
 
     One row holds the whole conversation, unless the template writes earlier turns anew (Qwen3 drops what was thought):
     then a row begins with each turn that does not continue the last one, and counts the answers from there on.

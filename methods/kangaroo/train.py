@@ -8,12 +8,12 @@ the research sheet calls faults: the loss counts position t when token t + 1 is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import hydra
 import torch
 
-from methods.kangaroo.adapter import Adapter, adapter_config, check_exit_layer, save_adapter
+from methods.kangaroo.adapter import Adapter, AdapterLayer, adapter_config, check_exit_layer, save_adapter
 from methods.training import (
     SETTINGS,
     Batch,
@@ -45,8 +45,8 @@ def fresh_adapter(target: Target, like_layer: int) -> Adapter:
     attention that adds nothing yet.
     """
     adapter = Adapter(adapter_config(target.config)).to(target.device)
-    adapter.norm.weight.copy_(target.norm.weight)
-    own, layer = adapter.layers[0], target.layers[like_layer]
+    adapter.norm.weight.copy_(cast("torch.Tensor", target.norm.weight))
+    own, layer = cast("AdapterLayer", adapter.layers[0]), cast("Any", target.layers[like_layer])
     shapes, others = ({k: v.shape for k, v in m.self_attn.state_dict().items()} for m in (own, layer))
     if shapes == others:
         own.self_attn.load_state_dict(layer.self_attn.state_dict())
@@ -64,6 +64,7 @@ class Distillation(torch.nn.Module):
         self.adapter, self.target, self.exit_layer = adapter, target, exit_layer
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        """The weighted sum [] of the cross-entropies of a batch."""
         adapted, finals = self.states(batch)
         return soft_cross_entropy(adapted, self.head, finals, self.head, batch)
 
@@ -82,7 +83,8 @@ class Distillation(torch.nn.Module):
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of adapter and target before each token that the assistant says."""
-        return tuple(self.head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch))
+        own, teacher = (self.head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch))
+        return own, teacher
 
 
 def train(cfg: DictConfig) -> Path:
@@ -106,6 +108,7 @@ def train(cfg: DictConfig) -> Path:
 
 @hydra.main(version_base=None, config_path="../../conf", config_name="train_kangaroo")
 def main(cfg: DictConfig) -> None:
+    """The command line."""
     with one_line_errors():
         train(cfg)
 

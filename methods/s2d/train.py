@@ -49,6 +49,7 @@ class Sorted(torch.nn.Module):
         self._norm = (Target(model).norm,)  # in a tuple: it is registered as a part of the model already
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        """The mean [] over the exits of the weighted sums of the cross-entropies of a batch."""
         weights, goals = batch["loss_weight"][:, 1:], batch["input_ids"][:, 1:]
         weights, goals = weights[weights > 0], goals[weights > 0]
         total = torch.zeros((), device=weights.device)
@@ -107,6 +108,7 @@ def train(cfg: DictConfig) -> Path:
 
 @hydra.main(version_base=None, config_path="../../conf", config_name="train_s2d")
 def main(cfg: DictConfig) -> None:
+    """The command line."""
     with one_line_errors():
         train(cfg)
 

@@ -24,6 +24,7 @@ from methods.training import (
     train_part,
 )
 from specbench.errors import one_line_errors
+from specbench.pairs import draft_of
 from specbench.values import check_all
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Distillation(torch.nn.Module):
         self._teacher = (target,)  # in a tuple: no part of this module, neither trained nor saved
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        """The weighted sum [] of the cross-entropies of a batch."""
         student, teacher = self.states(batch)
         return soft_cross_entropy(student, self.draft.lm_head, teacher, self._teacher[0].lm_head, batch)
 
@@ -55,26 +57,29 @@ class Distillation(torch.nn.Module):
         """First choices [n] of draft and target before each token that the assistant says."""
         heads = (self.draft.lm_head, self._teacher[0].lm_head)
         states = self.states(batch)
-        return tuple(head(predicting(s, batch, 1.0)).argmax(-1) for head, s in zip(heads, states))
+        own, teacher = (head(predicting(s, batch, 1.0)).argmax(-1) for head, s in zip(heads, states))
+        return own, teacher
 
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_sps.yaml) and returns the folder of the finished draft model."""
     check_all(cfg, SETTINGS)
     pair = pair_to_train(cfg)
-    module, held_out = Distillation(pair.draft, pair.target), held_out_batches(cfg, pair)
+    draft = draft_of(pair)
+    module, held_out = Distillation(draft, pair.target), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
         return {"held_out_agreement": agreement(module.choices, held_out)}
 
     def save(out: Path, figures: dict[str, float]) -> None:
-        save_model(pair.draft, pair, cfg, out)
+        save_model(draft, pair, cfg, out)
 
     return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 
 
 @hydra.main(version_base=None, config_path="../../conf", config_name="train_sps")
 def main(cfg: DictConfig) -> None:
+    """The command line."""
     with one_line_errors():
         train(cfg)
 

@@ -24,7 +24,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
-from specbench.pairs import Pair, load_pair
+from specbench.pairs import Pair, draft_of, load_pair
 from specbench.values import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) ->
     if source == "raw_text":
         yield from (pair.tokenizer.encode(text, add_special_tokens=False) for _, text in turns)
         return
-    model = pair.draft if source == "draft_generated" else pair.target
+    model = draft_of(pair) if source == "draft_generated" else pair.target
     engine = Engine(Target(model, pair.vocab_size), Drafter(), pair.stop_ids, pair.context_length)
     for number, (messages, _) in enumerate(turns):
         prompt = pair.prompt_ids(messages)
@@ -95,6 +95,7 @@ def calibrate(cfg: DictConfig) -> Path:
 
 @hydra.main(version_base=None, config_path="../../conf", config_name="calibrate_vocab")
 def main(cfg: DictConfig) -> None:
+    """The command line."""
     with one_line_errors():
         calibrate(cfg)
 
