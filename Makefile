@@ -82,8 +82,10 @@ docs: $(STAMP) ## Build the documentation into build/site; a broken link fails
 readme-figures: $(STAMP) ## Measure the methods of the README's table and write table and plot [RUNS="FOLDER ..." takes finished runs]
 	@$(PY) docs/figures.py $(RUNS)
 
-lint: $(STAMP) ## Check style and formatting
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+lint: $(STAMP) ## Check style, formatting and types
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
 
 clean: ## Remove .venv and caches; results in runs/ stay
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

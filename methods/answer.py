@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from specbench.compose import with_hydra
@@ -26,6 +25,11 @@ from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
 from specbench.pairs import Pair, load_pair
 from specbench.values import Count, Seed, Temperature, check_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omegaconf import DictConfig
 
 SETTINGS = {
     **{"count": Count, "batch_size": Count, "max_new_tokens": Count},
@@ -57,7 +61,7 @@ def answered(
 
 
 def answer(cfg: DictConfig) -> Path:
-    """Writes what conf/answer.yaml says and returns the file."""
+    """Writes conversations with answers as configured (conf/answer.yaml) and returns the file."""
     check_all(cfg, SETTINGS)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     scheduler = Scheduler(cfg.batch_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specbench.decoding.draft import Drafter, Needs
+from specbench.pairs import Pair
 
 
 class Autoregressive(Drafter):
@@ -10,5 +11,5 @@ class Autoregressive(Drafter):
 
     needs = Needs(batching=True)
 
-    def __init__(self, pair):
+    def __init__(self, pair: Pair):
         """A pair's target is all it takes, and that the engine has."""

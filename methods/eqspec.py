@@ -1,20 +1,28 @@
-"""EQSPEC (Zhang et al. 2025, arXiv 2510.22876): static batches that are lined up again after every round."""
+"""EQSPEC (Zhang et al. 2025, arXiv 2510.22876): static batches that are aligned again after every round."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from specbench.decoding.batch import Scheduler
 from specbench.decoding.rows import Aligned
 
+if TYPE_CHECKING:
+    from specbench.decoding.kv_cache import RowCache
+
 
 class EqSpec(Scheduler):
-    """A batch begins together, and the next one when its last row is done. After a round in which its rows kept
-    different numbers of tokens: unpad, append, repad, that is, all content moves up to a common end, in one gather per
-    layer. Unlike in the authors' code rows that are done leave the batch, and a fully accepted draft earns its bonus
-    token.
+    """Static batches: the sequences of one begin together, and the next batch when the last of them is done.
+
+    After a round in which its sequences kept different numbers of tokens: unpad, append, repad, that is, all content
+    moves up to a common end, in one gather per layer. Unlike in the authors' code sequences that are done leave the
+    batch, and a fully accepted draft earns its bonus token.
     """
 
-    def layout(self, cache) -> Aligned:
+    def layout(self, cache: RowCache) -> Aligned:
+        """One that aligns after every round in which sequences kept different numbers of tokens."""
         return Aligned(cache)
 
     def joining(self, held: int) -> int:
+        """A whole batch, and only once the last one is done."""
         return self.rows if held == 0 else 0

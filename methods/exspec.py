@@ -1,26 +1,37 @@
-"""EXSPEC (Zhang et al. 2025, arXiv 2510.22876): a pool of rows from which each round takes some of the same length."""
+"""EXSPEC (Zhang et al. 2025, arXiv 2510.22876): rounds of sequences of the same length, taken from a pool."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 from specbench.decoding.batch import Row, Scheduler
 from specbench.decoding.rows import Aligned
 from specbench.values import Count, NotNegative
 
+if TYPE_CHECKING:
+    from specbench.decoding.kv_cache import RowCache
+
 
 class ExSpec(Scheduler):
-    """window: prefilled rows that rounds are chosen from; a new one enters as soon as one is done.
+    """Forms each round of sequences of one length, where the pool has enough of them.
 
-    A round takes a full batch of rows of one length, if there is one. But rows outside the batch of the last round must
-    be copied into it, so a group counts only if half of it is there already, and none once a row was passed over by
-    younger ones for `patience` rounds. Otherwise the oldest rows run. Where they end in different columns holes remain;
-    up to `slack` of them are tolerated before rows are realigned (see `Aligned`), as with right positions they cost
-    attention to some empty columns and no copy.
+    A round takes a full batch of one length, if there is one. But sequences outside the batch of the last round must be
+    copied into it: a same-length group is used only if at least half of it ran in the last round, and none once a
+    sequence has been skipped `patience` times in favour of younger ones. Otherwise the oldest run. Where they end in
+    different columns holes remain; up to `slack` of them are tolerated before a realignment (see `Aligned`), as with
+    right positions they cost attention to some empty columns and no copy.
 
     Not as in the paper: its authors take the first group that reaches the batch size, in the order of the window,
-    wherever its rows are, and a row can be passed over without end. Here it is the group of which most rows ran in the
-    last round, only if that is at least half of them, and `patience` bounds the wait.
+    wherever its sequences are, and a sequence can be skipped without end. Here it is the group of which most sequences
+    ran in the last round, only if that is at least half of them, and `patience` bounds the wait.
+
+    Args:
+        batch_size: sequences in a round.
+        token_budget: as in `Scheduler`.
+        window: prefilled sequences that rounds are chosen from; a new one enters as soon as one is done.
+        slack: as in `Aligned`.
+        patience: rounds in which a sequence may be skipped in favour of younger ones.
     """
 
     def __init__(
@@ -36,11 +47,13 @@ class ExSpec(Scheduler):
         self.slack, self.patience = slack, patience
         self._last = 0  # rows that ran in the last round: the first ones
 
-    def layout(self, cache) -> Aligned:
+    def layout(self, cache: RowCache) -> Aligned:
+        """One that tolerates `slack` before it aligns."""
         self._last = 0
         return Aligned(cache, self.slack)
 
     def choose(self, held: list[Row]) -> list[int]:
+        """A group of one length, or else the oldest sequences."""
         b = min(self.batch_size, len(held))
         by_age = sorted(range(len(held)), key=lambda slot: held[slot].place)
         chosen = by_age[:b]
@@ -61,5 +74,5 @@ class ExSpec(Scheduler):
             if len(group) >= b
         ]
         staying = {tuple(group): sum(slot < self._last for slot in group) for group in full}
-        best = max(staying, key=staying.get, default=())
+        best = max(staying, key=staying.__getitem__, default=())
         return list(best) if best and 2 * staying[best] >= b else []

@@ -7,21 +7,27 @@ probability 0, so that acceptance over the full vocabulary stays exact.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch.nn.functional import linear
 
 from methods.vocab_trim.vocab_map import kept_ids
 from specbench.decoding.layers import by_columns, weight_bytes
-from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+
+if TYPE_CHECKING:
+    from specbench.decoding.sampling import Decoding
+    from specbench.decoding.target import Target
+    from specbench.pairs import Pair
 
 
 class DraftHead:
-    """The head of `model` as a drafter uses it.
+    """The head of `model` as a drafter uses it; `bytes` of weights are read by one use, the norm in front included.
 
-    vocab_size: ids that the target has, the width of the probabilities handed to verification. kept: [k] token ids in
-    ascending order whose rows are copied; None for the head as it is. bytes: weights that one use of it reads, the
-    norm in front of it included.
+    Args:
+        model: whose head it is.
+        vocab_size: ids that the target has, the width of the probabilities handed to verification.
+        kept: [k] token ids in ascending order whose rows are copied; None for the head as it is.
     """
 
     def __init__(self, model: Target, vocab_size: int, kept: torch.Tensor | None = None):
@@ -37,7 +43,7 @@ class DraftHead:
 
     @property
     def rows(self) -> int:
-        """How many tokens it scores."""
+        """The number of tokens that it scores."""
         return self.model.vocab_size if self.kept is None else self.kept.shape[0]
 
     def ids(self, rows: torch.Tensor) -> torch.Tensor:
@@ -50,22 +56,6 @@ class DraftHead:
             return self.model.unembed(normed)
         return linear(normed, self.weight, self.bias)
 
-    def draw(
-        self,
-        logits: torch.Tensor,
-        decoding: Decoding,
-        generator: torch.Generator | None = None,
-        uniforms: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [n, rows] -> chosen rows [n] and, when sampling, the distribution [n, rows] they were drawn from.
-        generator, uniforms: what to draw with, as in `Decoding.select`."""
-        rows, probs = decoding.select(logits, generator, uniforms)
-        if (
-            uniforms is not None
-        ):  # a row is looked up before anybody asks whether it was drawn; its NaN are in `probs`
-            rows = rows.clamp(min=0)
-        return rows, probs
-
     def choose(
         self,
         logits: torch.Tensor,
@@ -73,18 +63,36 @@ class DraftHead:
         generator: torch.Generator | None = None,
         uniforms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `draw`, with token ids [n] of the target in place of rows."""
-        rows, probs = self.draw(logits, decoding, generator, uniforms)
+        """Chooses draft tokens.
+
+        Args:
+            logits: [n, rows] of this head.
+            decoding: how tokens are chosen.
+            generator: to draw with, as in `Decoding.select`.
+            uniforms: to draw with, as in `Decoding.select`.
+
+        Returns:
+            Token ids [n] of the target and, when sampling, the distributions [n, rows] they were drawn from.
+        """
+        rows, probs = decoding.select(logits, generator, uniforms)
+        if uniforms is not None:
+            rows = drawable(rows)
         return self.ids(rows), probs
 
     def spread(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """What `choose` gave for each of the k tokens of a draft, [n, rows] each, as probabilities over the target's
-        vocabulary: [k, vocab_size] for one sequence (n = 1); None for a greedy draft."""
-        return self._spread(torch.cat(probs)) if probs and probs[0] is not None else None
+        """Probabilities of a draft over the target's vocabulary, for one sequence.
+
+        Args:
+            probs: what `choose` gave for each of the k tokens: [1, rows] each, or None when greedy.
+
+        Returns:
+            [k, vocab_size]; None for a greedy draft.
+        """
+        return self._spread(torch.cat(probs)) if probs and probs[0] is not None else None  # type: ignore[arg-type] # all or none
 
     def spread_rows(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """The same for the n sequences of a batch: [n, k, vocab_size]."""
-        return self._spread(torch.stack(probs, dim=1)) if probs and probs[0] is not None else None
+        """The same for the n sequences of a batch: k times [n, rows] -> [n, k, vocab_size]."""
+        return self._spread(torch.stack(probs, dim=1)) if probs and probs[0] is not None else None  # type: ignore[arg-type] # all or none
 
     def _spread(self, rows: torch.Tensor) -> torch.Tensor:
         whole = rows.new_zeros(*rows.shape[:-1], self.vocab_size)
@@ -95,7 +103,15 @@ class DraftHead:
         return whole
 
 
-def draft_head(pair, model: Target, vocab_map: str | None, vocab_size: int | None) -> DraftHead:
+def drawable(rows: torch.Tensor) -> torch.Tensor:
+    """Rows as `Decoding.select` draws them with uniforms, with row 0 where nothing could be drawn (`NOT_DRAWN`).
+
+    A row is looked up before `all_drawn` is called. The target's own draw then fails, as NaN stay in the distribution.
+    """
+    return rows.clamp(min=0)
+
+
+def draft_head(pair: Pair, model: Target, vocab_map: str | None, vocab_size: int | None) -> DraftHead:
     """The head of `model` for drafting in `pair`, trimmed to the first `vocab_size` tokens of a map if one is given."""
     kept = None
     if vocab_map is not None:
@@ -103,9 +119,10 @@ def draft_head(pair, model: Target, vocab_map: str | None, vocab_size: int | Non
     return DraftHead(model, target_ids(pair), kept)
 
 
-def target_ids(pair) -> int:
-    """Ids that the target of a pair can say, padding included."""
-    return pair.target.get_output_embeddings().weight.shape[0]
+def target_ids(pair: Pair) -> int:
+    """The number of ids that the target of a pair scores, padding included."""
+    head: Any = pair.target.get_output_embeddings()
+    return head.weight.shape[0]
 
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:
@@ -121,8 +138,11 @@ def unsure(logits: torch.Tensor, threshold: float) -> bool:
 class Going:
     """Which sequences of a batch still draft: the batch goes on until the last one is unsure.
 
-    threshold: as in `unsure`; counts: [n] tokens that each has drafted, its first unsure one the last; None when the
-    threshold is 0, which never stops anyone and never waits for the device.
+    `counts` are the tokens [n] that each has drafted, its first unsure one the last; None when the threshold is 0,
+    which never stops a sequence and never waits for the device.
+
+    Args:
+        threshold: as in `unsure`.
     """
 
     def __init__(self, threshold: float):
@@ -131,7 +151,7 @@ class Going:
         self._going: torch.Tensor | bool = True
 
     def drafted(self, logits: torch.Tensor) -> bool:
-        """A token was drafted from logits [n, rows]; returns whether any sequence goes on."""
+        """Counts a token drafted from logits [n, rows]; returns whether any sequence goes on."""
         if self.threshold <= 0:
             return True
         if self.counts is None:

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.rows import span
 from specbench.errors import at_least
+from specbench.pairs import Pair
 from specbench.values import Count
+
+if TYPE_CHECKING:
+    from specbench.decoding.batch import Rows
 
 
 class PromptLookup(Drafter):
-    """Looks for the newest tokens, longest n-gram first, at the latest earlier place that has something behind it.
+    """Finds the newest tokens, longest n-gram first, at the latest earlier place that has a token behind it.
 
-    max_draft_tokens: longest draft. max_ngram, min_ngram: lengths of the n-gram that must match.
+    Args:
+        pair: not used.
+        max_draft_tokens: longest draft.
+        max_ngram: longest n-gram that is looked for.
+        min_ngram: shortest n-gram that is looked for.
+
+    Raises:
+        UserError: `min_ngram` is above `max_ngram`.
     """
 
     needs = Needs(batching=True)
 
-    def __init__(self, pair, max_draft_tokens: Count = 10, max_ngram: Count = 3, min_ngram: Count = 1):
+    def __init__(self, pair: Pair, max_draft_tokens: Count = 10, max_ngram: Count = 3, min_ngram: Count = 1):
         at_least(min_ngram, max_ngram=max_ngram)
         self.max_draft_tokens = max_draft_tokens
         self.ngrams = range(max_ngram, min_ngram - 1, -1)
 
     def draft(self, context: Context) -> Draft:
+        """The tokens that followed the same n-gram earlier; an empty draft where there is none."""
         known = context.known()
         length = min(self.max_draft_tokens, context.max_draft)
         for n in self.ngrams:
@@ -38,6 +51,7 @@ class PromptLookup(Drafter):
         return Draft(known[:0])
 
     def draft_rows(self, rows: Rows) -> Draft:
+        """The same for the running sequences of a batch; `counts` holds the length of each draft."""
         b, device = rows.known.shape[0], rows.known.device
         tokens = rows.tokens[:b, : rows.reach]
         known = rows.known.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Ragged batches: per-row lengths and per-row places in the cache, so that nothing ever has to be lined up."""
+"""Ragged batches: each sequence has its own length and its own end in the cache, so that nothing is ever aligned."""
 
 from __future__ import annotations
 
@@ -6,5 +6,8 @@ from specbench.decoding.batch import Scheduler
 
 
 class RaggedBatch(Scheduler):
-    """What the batch engine does when it is told nothing else. With a drafter that drafts nothing it is plain batched
-    decoding that fills a freed place at once, the baseline of every batch."""
+    """The batch engine's default scheduler.
+
+    With a drafter that drafts nothing it is plain batched decoding that fills a free slot at once, the baseline of
+    every batch.
+    """

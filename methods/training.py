@@ -1,4 +1,4 @@
-"""What the training of a method's own part shares: batches of conversations, a teacher's loss, a loop that resumes.
+"""What the training of trained parts shares: batches of conversations, a teacher's loss, a loop that resumes.
 
 Several GPUs: `accelerate launch -m methods.<method>.train ...`; each process then reads its own share of the batches.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -22,9 +21,14 @@ from tqdm import tqdm
 
 from specbench.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.errors import UserError
-from specbench.pairs import load_pair
+from specbench.pairs import Pair, draft_of, load_pair
 from specbench.threads import Threads, use_threads
-from specbench.values import Count, NotNegative, Positive, Range, Seed
+from specbench.values import Count, NotNegative, Positive, Range, Seed, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers import PreTrainedModel
 
 CHUNK = 512  # positions whose logits exist at a time
 HELD_OUT_BATCHES = 8
@@ -50,7 +54,7 @@ SETTINGS = {
 Batch = dict[str, torch.Tensor]
 
 
-def batches(cfg: DictConfig, pair, held_out: bool = False) -> Iterator[Batch]:
+def batches(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
     """Endless batches of packed conversations; see `specbench.conversations`."""
     tokenize = tokenizer_of(pair, cfg.prompt_weight)
     stream = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
@@ -74,38 +78,48 @@ def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
             raise UserError(f"the conversations hold nothing that the assistant says within {length} tokens")
 
 
-def pair_to_train(cfg: DictConfig):
+def pair_to_train(cfg: DictConfig) -> Pair:
     """The pair of a trainer whose draft model learns: `cfg.draft` or the pair's own, in float32, with gradients."""
-    pair_cfg = cfg.pair if cfg.draft is None else OmegaConf.merge(cfg.pair, {"draft": cfg.draft})
+    pair_cfg = cfg.pair if cfg.draft is None else _changed(cfg.pair, draft=cfg.draft)
     pair = load_pair(training_pair(pair_cfg), cfg.seed, with_draft=True)
     torch.manual_seed(cfg.seed)
-    pair.draft.float().requires_grad_(True)
+    draft = draft_of(pair)
+    draft.float().requires_grad_(True)
     if cfg.gradient_checkpointing:
-        pair.draft.gradient_checkpointing_enable()
+        draft.gradient_checkpointing_enable()
     return pair
 
 
-def save_model(model, pair, cfg: DictConfig, out: Path) -> None:
-    """Writes a finished draft model as configured; with the tokenizer, so that it can be checked against a target's,
-    unless the pair names one that lies by itself."""
-    model.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
+def save_model(model: PreTrainedModel, pair: Pair, cfg: DictConfig, out: Path) -> None:
+    """Writes a finished draft model as configured.
+
+    The tokenizer is written too, so that it can be checked against a target's, unless the pair names one of its own
+    folder.
+    """
+    module: Any = model
+    module.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
     if cfg.pair.tokenizer is None:
         pair.tokenizer.save_pretrained(out)
 
 
 def training_pair(pair_cfg: DictConfig) -> DictConfig:
     """The pair as trainers load it: in bfloat16 where it is float16, in which gradients through the head vanish."""
-    return OmegaConf.merge(pair_cfg, {"dtype": "bfloat16"}) if pair_cfg.dtype == "float16" else pair_cfg
+    return _changed(pair_cfg, dtype="bfloat16") if pair_cfg.dtype == "float16" else pair_cfg
 
 
-def held_out_batches(cfg: DictConfig, pair) -> list[Batch]:
+def _changed(cfg: DictConfig, **settings: object) -> DictConfig:
+    """A configuration with some of its settings changed."""
+    return cast("DictConfig", OmegaConf.merge(cfg, settings))
+
+
+def held_out_batches(cfg: DictConfig, pair: Pair) -> list[Batch]:
     """A few batches of conversations that are never trained on, on the pair's device."""
     chosen = islice(batches(cfg, pair, held_out=True), HELD_OUT_BATCHES)
     return [{name: tensor.to(pair.device) for name, tensor in batch.items()} for batch in chosen]
 
 
 def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) -> torch.Tensor:
-    """States [B, T, d] -> [n, d] at the positions before each token that weighs anything (or just `weight`)."""
+    """States [B, T, d] -> [n, d] at the positions before each token of any weight (or of just `weight`)."""
     weights = batch["loss_weight"][:, 1:]
     return states[:, :-1][weights > 0 if weight is None else weights == weight]
 
@@ -113,9 +127,17 @@ def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) 
 def soft_cross_entropy(
     student: torch.Tensor, student_head: Callable, teacher: torch.Tensor, teacher_head: Callable, batch: Batch
 ) -> torch.Tensor:
-    """Weighted sum [] of the student's cross-entropies against the teacher's own next-token distribution.
+    """Weighted sum of the student's cross-entropies against the teacher's own next-token distribution.
 
-    student, teacher: states [B, T, d] that their heads turn into logits, a chunk of positions at a time.
+    Args:
+        student: states [B, T, d].
+        student_head: states [n, d] -> logits [n, vocab]; called with a chunk of positions at a time.
+        teacher: states [B, T, D].
+        teacher_head: as `student_head`.
+        batch: tokens and their weights in the loss.
+
+    Returns:
+        A scalar [].
     """
     weights = batch["loss_weight"][:, 1:]
     weights = weights[weights > 0]
@@ -132,13 +154,16 @@ def soft_cross_entropy(
 
 
 @torch.no_grad()
-def agreement(
-    choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], held_out: list[Batch]
-) -> float | list[float]:
-    """Share of positions at which student and target have the same first choice, which is what greedy drafts live on.
+def agreement(choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], held_out: list[Batch]) -> Any:
+    """Share of positions at which student and target have the same first choice, which a greedy draft depends on.
 
-    choices(batch) -> both choices at the positions before each token that the assistant says: the target's [n], the
-    student's [n], or [k, n] of k students, which then have a share each.
+    Args:
+        choices: batch -> both choices at the positions before each token that the assistant says: the student's [n],
+            or [k, n] of k students, and the target's [n].
+        held_out: batches to measure on.
+
+    Returns:
+        A float, or a list of k of them.
     """
     pairs = [choices(batch) for batch in held_out]
     return torch.cat([student == target for student, target in pairs], dim=-1).float().mean(-1).tolist()
@@ -151,15 +176,24 @@ def train_part(
     save: Callable[[Path, dict[str, float]], None],
     cfg: DictConfig,
 ) -> Path:
-    """Trains `module` in place with AdamW as conf/train.yaml says, the learning rate rising over 5 % of the steps and
-    then falling to 0; returns the folder of what was trained.
+    """Trains `module` in place with AdamW as conf/train.yaml says.
 
-    module(batch) -> the sum of the weighted losses; a step divides it by the weight of all batches in it, of every
-    process, so that each token counts the same.
+    The learning rate rises over 5 % of the steps and then falls to 0. A step divides the loss by the weight of all
+    batches in it, of every process, so that each token counts the same. A run that was stopped goes on from its last
+    state with the batch that follows.
 
-    evaluate() -> figures on held-out text, taken and logged whenever a state is saved, and at the end.
-    save(folder, figures) writes the finished part; of several processes one alone does it. A run that was stopped goes
-    on from its last state with the batch that follows.
+    Args:
+        module: batch -> the sum of the weighted losses.
+        batches: endless.
+        evaluate: returns figures on held-out text; called and logged whenever a state is saved, and at the end.
+        save: writes the finished part with its figures to a folder; of several processes one alone calls it.
+        cfg: settings of the trainer.
+
+    Returns:
+        The folder of what was trained.
+
+    Raises:
+        UserError: the kind of parallelism is not supported, or the state is that of another training.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     accelerator = Accelerator(mixed_precision=cfg.precision, cpu=parameters[0].device.type == "cpu")
@@ -178,7 +212,7 @@ def train_part(
     accelerator.register_for_checkpointing(schedule)
     done = _resume(accelerator, checkpoints, cfg)
     world, rank = accelerator.num_processes, accelerator.process_index
-    mine = islice(batches, done * cfg.accumulate * world + rank, None, world)
+    mine: Iterator[Batch] = islice(batches, done * cfg.accumulate * world + rank, None, world)
     main = accelerator.is_main_process
     if not done:
         first = next(mine)
@@ -188,16 +222,10 @@ def train_part(
             print(f"{chosen.threads} threads of torch, by {chosen.chosen_by}")
     bar = tqdm(total=cfg.steps, initial=done, desc="train", unit="step", disable=not main)
     figures: dict[str, float] = {}
-    losses = []
+    losses: list[torch.Tensor] = []
     for step in range(done + 1, cfg.steps + 1):
         wrapped.train()
-        parts = [{k: v.to(accelerator.device) for k, v in b.items()} for b in islice(mine, cfg.accumulate)]
-        weight = accelerator.reduce(sum(batch["loss_weight"][:, 1:].sum() for batch in parts))
-        for number, batch in enumerate(parts, 1):
-            with nullcontext() if number == cfg.accumulate else accelerator.no_sync(wrapped):
-                loss = wrapped(batch) * (world / weight)  # gradients are averaged over the processes
-                accelerator.backward(loss)
-            losses.append(loss.detach())
+        losses += _accumulated(accelerator, wrapped, list(islice(mine, cfg.accumulate)))
         accelerator.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
@@ -229,6 +257,22 @@ def train_part(
         print(out)
     accelerator.wait_for_everyone()
     return out
+
+
+def _accumulated(
+    accelerator: Accelerator, module: torch.nn.Module, batches: list[Batch]
+) -> list[torch.Tensor]:
+    """Adds the gradients of the batches of one step; returns the loss [] of each, as it counts in the step."""
+    parts = [{k: v.to(accelerator.device) for k, v in batch.items()} for batch in batches]
+    weight = accelerator.reduce(sum(part["loss_weight"][:, 1:].sum() for part in parts))
+    losses = []
+    for number, part in enumerate(parts, 1):
+        with nullcontext() if number == len(parts) else accelerator.no_sync(module):
+            # Gradients are averaged over the processes.
+            loss = module(part) * (accelerator.num_processes / weight)
+            accelerator.backward(loss)
+        losses.append(loss.detach())
+    return losses
 
 
 def _use_threads(
@@ -268,15 +312,18 @@ def _replace(checkpoints: Path, step: int) -> None:
 
 def _conditions(accelerator: Accelerator, cfg: DictConfig) -> dict:
     """What must be the same for a training to go on where it stopped."""
-    own = {key: value for key, value in OmegaConf.to_container(cfg, resolve=True).items() if key not in FREE}
+    own = {key: value for key, value in plain(cfg).items() if key not in FREE}
     return own | {"processes": accelerator.num_processes}
 
 
 def _resume(accelerator: Accelerator, checkpoints: Path, cfg: DictConfig) -> int:
-    """Loads the newest whole state, if there is one, and takes its number of threads, which sums are rounded by;
-    returns the steps that it has seen.
+    """Loads the newest whole state, if there is one, with its number of threads, which changes the rounding of sums.
 
-    Raises UserError if that training was another one.
+    Returns:
+        The steps that it has seen; 0 where there is none.
+
+    Raises:
+        UserError: that training was another one.
     """
     steps = [int(folder.name.removeprefix("state-")) for folder in checkpoints.glob("state-*")]
     if not steps:

@@ -11,11 +11,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from specbench.checks import check
 from specbench.compose import with_hydra
@@ -25,6 +23,11 @@ from specbench.processes import end_with_parent, heeding_sigterm
 from specbench.sweeps import OK, RUNNING, WAITING, Job, Place, open_sweep, print_failures
 from specbench.tracking import track
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from omegaconf import DictConfig
+
 # What reads run folders needs pandas, and is imported when there is one to read: bad input is answered before that.
 
 
@@ -32,10 +35,13 @@ from specbench.tracking import track
 
 
 def run(jobs: list[Job], place: Place, logs: Path, changed: Callable[[], None] = lambda: None) -> None:
-    """Checks all jobs, then measures them at a place; what became of each stands in it, and one that fails leaves the
-    others alone.
+    """Checks all jobs, then measures them; one that fails leaves the others alone.
 
-    logs: a folder for them. changed: called whenever something happened to a job.
+    Args:
+        jobs: What became of each is noted in it.
+        place: What measures run folders, on this machine or another.
+        logs: A folder for them.
+        changed: Called whenever something happened to a job.
     """
     for job in jobs:
         with blamed(job):
@@ -112,6 +118,7 @@ class Command:
         self.jobs: list[Job] = []
 
     def __call__(self, cfg: DictConfig) -> None:
+        """Measures a single run."""
         self.jobs.append(Job([], cfg))
         run(self.jobs[-1:], here, Path(cfg.runs_root))
 

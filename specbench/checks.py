@@ -135,8 +135,17 @@ def check_method(cfg: DictConfig) -> Needs:
 
 
 def check_vocab(cfg: DictConfig, what: str, group: DictConfig, takes: dict) -> None:
-    """Raises UserError where what `vocab` says of the head is not what the method or drafter of `group`, which `takes`
-    these parameters, would draft with."""
+    """Checks that the `vocab` setting agrees with the head that the method or drafter drafts with.
+
+    Args:
+        cfg: The configuration.
+        what: "method" or "drafter".
+        group: Its configuration.
+        takes: The parameters of its class.
+
+    Raises:
+        UserError: It does not.
+    """
     if cfg.vocab.name == "full":
         if cfg.vocab.map is not None or cfg.vocab.size is not None:
             raise UserError("vocab.map and vocab.size are of a trimmed head: set vocab=trim too")
@@ -158,8 +167,11 @@ def check_vocab(cfg: DictConfig, what: str, group: DictConfig, takes: dict) -> N
 
 
 def located(group: DictConfig, what: str, *kinds: type) -> type:
-    """The class that `_target_` of a method or drafter names. Raises UserError unless it is a subclass of one of
-    `kinds`."""
+    """The class that `_target_` of a method or drafter names.
+
+    Raises:
+        UserError: It cannot be imported, or is no subclass of one of `kinds`.
+    """
     target = group.get("_target_")
     try:
         cls = pkgutil.resolve_name(str(target))  # not hydra's get_class, which prints what it raises
@@ -171,8 +183,11 @@ def located(group: DictConfig, what: str, *kinds: type) -> type:
 
 
 def parameters(cls: type, what: str, group: DictConfig) -> dict[str, inspect.Parameter]:
-    """What a method or drafter can be made with. Raises UserError for a parameter that it does not have, and for a
-    value of another type than the signature of its class names."""
+    """What a method or drafter can be made with.
+
+    Raises:
+        UserError: The configuration has a parameter that it lacks, or a value of another type than its signature names.
+    """
     takes = {k: p for k, p in inspect.signature(cls, eval_str=True).parameters.items() if k != "pair"}
     for key, value in values.parameters(group).items():
         if key not in takes:

@@ -9,8 +9,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -19,6 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench.errors import UserError, near
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parent  # of a checkout; where an installed package lies, site-packages
@@ -38,8 +41,12 @@ def is_group(key: str) -> bool:
 
 
 def check_overrides(arguments: list[str]) -> None:
-    """Raises UserError for what Hydra would silently ignore or take amiss: a group that is chosen twice, of which it
-    takes the last; a choice that is no name, such as null; a launcher where there is no sweep to launch."""
+    """Checks the command line for what Hydra would silently ignore or take amiss.
+
+    Raises:
+        UserError: A group is chosen twice, of which Hydra takes the last; a choice is no name, such as null; a launcher
+            is chosen where there is no sweep to launch.
+    """
     given: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.lstrip("+").partition("=")
@@ -93,7 +100,7 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
     return f"key '{key}' is not there for every choice of this sweep"
 
 
-def with_hydra(config_name: str, task: Callable[[DictConfig], None]) -> int:
+def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:
     """Gives `task` what Hydra composes from the command line.
 
     Returns:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
 from itertools import count, dropwhile, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 import torch
-from omegaconf import DictConfig
 
 from specbench.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from omegaconf import DictConfig
+
+    from specbench.pairs import Pair
 
 ROLES = {
     "human": "user",
@@ -74,7 +80,7 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
 
     try:
         rows = load_dataset(source, split=split, streaming=True)
-    except Exception as error:  # noqa: BLE001 - whatever the library could not do is the user's to know
+    except Exception as error:
         raise UserError(f"no conversations '{source}': neither a file nor a data set ({error})") from error
     for number, row in enumerate(rows, 1):
         try:
@@ -115,9 +121,11 @@ def shuffled(rows: Iterable, rng: random.Random) -> Iterator:
     yield from waiting
 
 
-def tokenizer_of(pair, prompt_weight: float = 0.0) -> Callable[[Messages], list[Tokens]]:
-    """messages -> rows of ids as the pair prompts them, each id with its weight: 1 for what the assistant says (its
-    stop token included), `prompt_weight` for the rest, 0 for the first, which nothing predicts.
+def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages], list[Tokens]]:
+    """Makes a function that turns messages into rows of ids, as the pair prompts them, each with its weight.
+
+    The weight is 1 for what the assistant says (its stop token included), `prompt_weight` for the rest, 0 for the first
+    id, which nothing predicts.
 
     One row holds the whole conversation, unless the template writes earlier turns anew (Qwen3 drops what was thought):
     then a row begins with each turn that does not continue the last one, and counts the answers from there on.

@@ -8,11 +8,10 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -23,13 +22,16 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 
 from specbench.errors import UserError
 from specbench.questions import packaged
+from specbench.values import plain
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from omegaconf import DictConfig
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,10 +49,20 @@ os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 class Pair:
     """A loaded pair, ready to measure: models in eval mode without gradients, on one device, in one dtype.
 
-    draft: None unless asked for. stop_ids: token ids that end an answer. context_length: positions that every
-    loaded model has. vocab_size: ids that the tokenizer has; heads may be padded further. parts: trained parts of
-    methods by name, each a local path or a hub id. init: "pretrained" or "random". chat_template: Jinja text.
-    template_kwargs: variables for the template.
+    Attributes:
+        name: of the pair.
+        target: the model that verifies.
+        draft: the draft model; None unless asked for.
+        tokenizer: of both.
+        stop_ids: token ids that end an answer.
+        device: of the models.
+        dtype: of the models.
+        context_length: positions that every loaded model has.
+        vocab_size: ids that the tokenizer has; heads may be padded further.
+        parts: trained parts of methods by name, each a local path or a hub id.
+        init: "pretrained" or "random".
+        chat_template: Jinja text.
+        template_kwargs: variables for the template.
     """
 
     name: str
@@ -69,7 +81,7 @@ class Pair:
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
         """Token ids of a conversation, `[{"role": ..., "content": ...}]`, up to where the answer begins."""
-        text = self.tokenizer.apply_chat_template(
+        text: Any = self.tokenizer.apply_chat_template(
             messages,
             chat_template=self.chat_template,
             add_generation_prompt=True,
@@ -82,14 +94,21 @@ class Pair:
     def decode(self, ids: list[int]) -> str:
         """The text of an answer, without its stop token and other special tokens."""
         kept = [i for i in ids if i not in self.stop_ids]
-        return self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: Any = self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
 
 
 def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
     """Loads what `conf/pair/*.yaml` describes; everything is checked before the first weight is read.
 
-    seed: draws the weights where `init` is "random". Raises UserError when a model, tokenizer or template is
-    missing or gated, when the vocabularies of draft and target differ, or when the device is too small.
+    Args:
+        pair_cfg: the configuration of the pair.
+        seed: draws the weights where `init` is "random".
+        with_draft: whether the draft model is loaded, too.
+
+    Raises:
+        UserError: a model, tokenizer or template is missing or gated, the vocabularies of draft and target differ, or
+            the device is too small.
     """
     cfg, device, dtype = pair_cfg, choose_device(pair_cfg.device), DTYPES[pair_cfg.dtype]
     if with_draft and cfg.draft is None:
@@ -127,8 +146,15 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
         parts={name: str(packaged(path)) for name, path in cfg.parts.items() if path is not None},
         init=cfg.init,
         chat_template=chat_template,
-        template_kwargs=OmegaConf.to_container(cfg.template_kwargs),
+        template_kwargs=plain(cfg.template_kwargs),
     )
+
+
+def draft_of(pair: Pair) -> PreTrainedModel:
+    """The draft model of a pair. Raises UserError where the pair was loaded without."""
+    if pair.draft is None:
+        raise UserError(f"pair '{pair.name}' was loaded without a draft model")
+    return pair.draft
 
 
 def local_folder(name: str) -> Path | None:
@@ -225,7 +251,8 @@ class _Source:
         from transformers import AutoConfig
 
         if self.folder is None:
-            return AutoConfig.for_model(**OmegaConf.to_container(self.shape))
+            assert self.shape is not None  # else the small files would have been fetched
+            return AutoConfig.for_model(**plain(self.shape))
         with _one_line(self):
             whole = AutoConfig.from_pretrained(self.folder, trust_remote_code=self.cfg.trust_remote_code)
         return whole.get_text_config()
@@ -265,7 +292,7 @@ class _Source:
                 with device:
                     model = AutoModelForCausalLM.from_config(self.config(), **options)
             else:
-                model, info = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
                     self.path,
                     revision=self.revision or "main",
                     device_map=device_map or {"": device},
@@ -273,6 +300,7 @@ class _Source:
                     output_loading_info=True,
                     **options,
                 )
+                model, info = loaded
                 # transformers fills what a checkpoint lacks with random numbers; a benchmark must not.
                 if info["missing_keys"]:
                     missing = sorted(info["missing_keys"])

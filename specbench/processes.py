@@ -5,15 +5,20 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _LIBC = ctypes.CDLL(None)  # at once: between fork and exec is no time to load anything
 
 
 def end_with_parent() -> None:
-    """Called in a new process: the kernel ends it when its parent is gone (on Linux), and Ctrl-C, which reaches every
-    process of a terminal, is left to the parent."""
+    """Makes the kernel end this new process when its parent is gone (on Linux).
+
+    Ctrl-C, which reaches every process of a terminal, is left to the parent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

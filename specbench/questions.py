@@ -11,12 +11,15 @@ import http.client
 import json
 import os
 import urllib.request
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specbench.errors import UserError, near
 from specbench.measure.files import file_sha256, write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOWNLOAD_TIMEOUT_SECONDS = 30

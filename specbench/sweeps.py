@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from specbench.measure import store
 from specbench.measure.files import held, new_folder
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 SWEEPS, SWEEP = "sweeps", "sweep.json"
 WAITING, RUNNING, OK, FAILED = "waiting", "running", "ok", "failed"

@@ -14,7 +14,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +26,8 @@ from specbench.measure import store
 from specbench.processes import end_with_parent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     import pandas as pd
     import wandb
 
@@ -199,7 +200,7 @@ def _service_errors() -> Iterator[None]:
     """Around what asks the service: its client raises errors of several libraries, each becomes a UserError."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise UserError(f"Weights & Biases: {reason(error)}") from error
 
 

@@ -13,8 +13,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
@@ -32,6 +32,9 @@ from specbench.report import tables
 from specbench.report.runs import read_run
 from specbench.sweeps import Job
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 OWN = ("search", "trials")  # keys that a run does not have
 RUN, REASON = "run_dir", "reason"  # what Optuna keeps of a trial beside settings and score
 
@@ -43,6 +46,7 @@ class Tuner:
 
     @one_line_errors()  # here already: Hydra would say more
     def __call__(self, cfg: DictConfig) -> None:
+        """Runs trials until the study has as many as are asked for."""
         values.check("trials", cfg.trials, values.Count)
         optuna = optional("optuna", "tune")
         optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 
 from specbench.errors import UserError, near
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ Seed = Annotated[
     int, Range(0, 2**63 - 1)
 ]  # torch takes less than 2**64, and the draft model's seed is one higher
 
-NAMES = {
+NAMES: dict[Any, str] = {
     **{int: "a whole number", float: "a number", bool: "true or false", str: "text"},
     **{NoneType: "null", list: "a list", dict: "a dictionary"},
 }
@@ -84,7 +86,12 @@ def check_all(cfg: DictConfig, kinds: Mapping[str, Any]) -> None:
         check(key, OmegaConf.select(cfg, key), kind)
 
 
-def _fits(value: object, kind: Any) -> bool:
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """A configuration as a plain dictionary, its interpolations resolved."""
+    return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+
+
+def _fits(value: Any, kind: Any) -> bool:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _fits(value, arguments[0]) and all(value in bound for bound in arguments[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -114,7 +115,7 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # by default 15: beside other load its jobs would starve
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so; by default 15: beside other load its jobs would starve
     # Where Ray notes a cluster, wherever that one lives.
     Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ray") as scratch:
@@ -164,4 +165,4 @@ def test_ray_gives_a_job_a_whole_node_and_leaves_one_that_lost_a_job(monkeypatch
     assert not any(node == lost_node and begin > found[2][2] for node, begin, _ in found)
     for node in {node for node, _, _ in found}:
         spans = sorted(when for name, *when in found if name == node)
-        assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:]))
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))

@@ -102,9 +102,8 @@ def test_other_jobs_or_other_code_are_another_sweep(jobs, monkeypatch):
 
 
 def test_one_process_at_a_time(jobs):
-    with open_sweep(jobs("ar")):
-        with pytest.raises(UserError, match="another process"):
-            swept(jobs("ar"))
+    with open_sweep(jobs("ar")), pytest.raises(UserError, match="another process"):
+        swept(jobs("ar"))
 
 
 def test_a_label_tells_a_job_from_the_others():

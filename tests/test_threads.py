@@ -48,7 +48,7 @@ def test_idle_threads_do_not_spin(first_import):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name, value", [("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "1000")])
+@pytest.mark.parametrize(("name", "value"), [("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "1000")])
 def test_what_the_user_has_set_stays(name, value):
     bare = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
     show = f"import os, specbench; print(os.environ['{name}'], os.environ.get('OMP_WAIT_POLICY'))"
@@ -63,7 +63,7 @@ def test_numbers_that_are_tried():
 
 
 @pytest.mark.parametrize(
-    "seconds, chosen",
+    ("seconds", "chosen"),
     [
         ({2: 1.0, 1: 1.0}, 1),
         ({2: 0.95, 1: 1.0}, 1),  # not worth it

@@ -275,9 +275,9 @@ def test_comparing_needs_login_and_network(monkeypatch, environment, tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert says(done.stderr, "error: ... UsageError: No API key")
     monkeypatch.setattr(tracking, "API_SECONDS", 1)
-    with as_user(environment | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": NOWHERE}):
-        with pytest.raises(UserError, match=f"Failed to verify credentials with {NOWHERE}"):
-            tracking.pull("g", into=tmp_path)
+    user = as_user(environment | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": NOWHERE})
+    with user, pytest.raises(UserError, match=f"Failed to verify credentials with {NOWHERE}"):
+        tracking.pull("g", into=tmp_path)
 
 
 # -- what goes wrong

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +22,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 from specbench.decoding.kv_cache import KVCache, RowCache
 from specbench.decoding.layers import lay_out
 from specbench.errors import UserError, reason
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # A buffer that older transformers stored and newer ones compute; the only key that may be there beyond the weights.
 IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
@@ -34,7 +38,14 @@ class AdapterLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = LlamaAttention(config, layer_idx=0)
 
-    def forward(self, hidden, position_embeddings, attention_mask=None, past_key_values=None):
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: KVCache | RowCache | None = None,
+    ) -> torch.Tensor:
+        """States [batch, n, d] -> states [batch, n, d]."""
         attended, _ = self.self_attn(
             hidden_states=self.input_layernorm(hidden),
             position_embeddings=position_embeddings,
@@ -45,7 +56,11 @@ class AdapterLayer(nn.Module):
 
 
 class Adapter(nn.Module):
-    """config: a LlamaConfig with one layer, of which hidden size, heads, eps and rotary settings count."""
+    """The adapter's one layer and its norm.
+
+    Args:
+        config: one layer; hidden size, heads, eps and rotary settings are used.
+    """
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -57,8 +72,9 @@ class Adapter(nn.Module):
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for the one attention layer."""
-        layers, *shape = self._cache_shape()
-        return KVCache([self.norm.weight.device] * layers, *shape, capacity, self.norm.weight.dtype)
+        layers, heads, width = self._cache_shape()
+        weight = self.norm.weight
+        return KVCache([weight.device] * layers, heads, width, capacity, weight.dtype)
 
     def new_rows(self, rows: int, capacity: int) -> RowCache:
         """The same for `rows` sequences."""
@@ -66,18 +82,26 @@ class Adapter(nn.Module):
         return RowCache(*self._cache_shape(), rows, capacity, weight.device, weight.dtype)
 
     def _cache_shape(self) -> tuple[int, int, int]:
-        return 1, self.config.num_key_value_heads, self.layers[0].self_attn.head_dim
+        """Layers, heads of keys and values, width of a head."""
+        config, layer = self.config, cast("AdapterLayer", self.layers[0])
+        return 1, config.num_key_value_heads or config.num_attention_heads, layer.self_attn.head_dim
 
-    def rope(self, positions: torch.Tensor, like: torch.Tensor):
-        """cos and sin [1, n, head_dim] for positions [1, n]."""
+    def rope(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [1, n, head_dim] for positions [1, n], in the dtype of `like`."""
         return self.rotary(like, positions)
 
-    def forward(self, hidden, position_embeddings, attention_mask=None, past_key_values=None):
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: KVCache | RowCache | None = None,
+    ) -> torch.Tensor:
         """Exit states [batch, n, d] -> states [batch, n, d] for the target's head (its final norm is not used)."""
         return self.norm(self.layers[0](hidden, position_embeddings, attention_mask, past_key_values))
 
 
-def adapter_config(target_config) -> LlamaConfig:
+def adapter_config(target_config: PretrainedConfig) -> LlamaConfig:
     """The adapter that the paper gives a target: its width and heads, rotary base 10000."""
     heads = target_config.num_attention_heads
     return LlamaConfig(
@@ -99,11 +123,22 @@ def check_exit_layer(exit_layer: int, layers: int) -> int:
     return exit_layer
 
 
-def load_adapter(folder: str | Path, target_config, device, dtype) -> Adapter:
+def load_adapter(
+    folder: str | Path, target_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+) -> Adapter:
     """Reads `config.json` and `model.safetensors` or the authors' `pytorch_model.bin` from a folder.
 
-    Raises UserError when a file cannot be read, when a key or a shape is missing, unknown or wrong, or when the adapter
-    was made for a target of another width. Pickles are read with weights_only.
+    Pickles are read with weights_only.
+
+    Args:
+        folder: where the files are.
+        target_config: of the target.
+        device: to put the adapter on.
+        dtype: of the adapter.
+
+    Raises:
+        UserError: a file cannot be read, a key or a shape is missing, unknown or wrong, or the adapter was made for a
+            target of another width.
     """
     folder = Path(folder)
     try:
@@ -136,7 +171,7 @@ def load_adapter(folder: str | Path, target_config, device, dtype) -> Adapter:
     return adapter
 
 
-def save_adapter(adapter: Adapter, folder: str | Path, dtype: torch.dtype, **notes) -> None:
+def save_adapter(adapter: Adapter, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:
     """Writes config.json (with `notes`, such as the exit layer, added) and model.safetensors."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

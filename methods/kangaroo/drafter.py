@@ -8,33 +8,49 @@ all exit states through layers [exit_layer, N), so that no layer runs twice.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from methods.heads import Going, draft_head, unsure
-from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
-from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.layers import quick, weight_bytes
 from specbench.decoding.rows import Ragged
 from specbench.decoding.target import Prefill, Target, attention_mask, rows_mask
 from specbench.errors import UserError
+from specbench.pairs import Pair
 from specbench.questions import packaged
 from specbench.values import Count, Probability
 
+if TYPE_CHECKING:
+    from methods.kangaroo.adapter import Adapter
+    from specbench.decoding.batch import Rows
+    from specbench.decoding.kv_cache import KVCache, RowCache
+
 
 class Kangaroo(Drafter):
-    """exit_layer: layers in the drafting part; None takes the one that the adapter's config.json names (the authors'
-    does not: 2 for their 7B, 3 for their 13B adapter). max_draft_tokens: gamma. confidence_threshold: eta, tested on
-    the top-1 probability at temperature 1 (paper, table 3), with a strict <, so that 0 gives a constant draft length
-    and 1 in practice a single draft token. adapter: folder of the adapter's checkpoint. vocab_map, vocab_size: a
-    trimmed head for drafting, see `methods.heads`.
+    """Drafts with the target's first layers and an adapter; see the module.
+
+    Args:
+        pair: with the target.
+        adapter: folder of the adapter's checkpoint.
+        exit_layer: layers of the drafting part; None takes the one that the adapter's config.json names (the authors'
+            does not: 2 for their 7B, 3 for their 13B adapter).
+        max_draft_tokens: gamma.
+        confidence_threshold: eta, compared with the top-1 probability at temperature 1 (paper, table 3), with a strict
+            <, so that 0 gives a constant draft length and 1 in practice a single draft token.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_size: the size of the trimmed head; None for all tokens of the map.
+
+    Raises:
+        UserError: the adapter cannot be read, or does not fit the target or the exit layer.
     """
 
     needs = Needs(part="kangaroo", batching=True)
 
     def __init__(
         self,
-        pair,
+        pair: Pair,
         adapter: str,
         exit_layer: Count | None = None,
         max_draft_tokens: Count = 6,
@@ -55,19 +71,23 @@ class Kangaroo(Drafter):
         # The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
         self._draft_bytes = weight_bytes(self.adapter) + self.head.bytes
         self._shallow_bytes = target.pass_bytes(0, exit_layer, head=False)
-        self._cache: KVCache | None = None
+        self._cache = self.adapter.new_cache(0)  # until it is known how long the sequences are
+        # Exit states that the target has kept but the adapter has not seen.
+        self._unadapted: torch.Tensor | None = None
 
     def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
+        """Fills the adapter's cache with the prompt's exit states."""
         self.target, self.cache = target, cache
-        if self._cache is None or self._cache.capacity < cache.capacity:
+        if self._cache.capacity < cache.capacity:
             self._cache = self.adapter.new_cache(cache.capacity)
             positions = torch.arange(cache.capacity, device=target.device).unsqueeze(0)
             self._rope = self.adapter.rope(positions, prefill.logits.to(target.dtype))
         self._cache.truncate(0)
         self._adapt(prefill.hidden[self.exit_layer])  # fills the adapter's cache with the prompt
-        self._unadapted = None  # exit states the target has kept but the adapter has not seen
+        self._unadapted = None
 
     def draft(self, context: Context) -> Draft:
+        """Drafts until a token of low confidence or `max_draft_tokens`; verification resumes behind the exit layer."""
         decoding = context.decoding
         limit = min(self.max_draft_tokens, context.max_draft)
         states = [self._shallow(context.pending())]
@@ -91,6 +111,7 @@ class Kangaroo(Drafter):
         )
 
     def commit(self, context: Context, accepted: int) -> None:
+        """Drops the tokens that were not accepted from the adapter's cache."""
         known = context.length - 1  # positions that the target's caches hold
         self._cache.truncate(known)
         # After a full acceptance the last draft token went through the shallow layers but not through the adapter.
@@ -110,7 +131,8 @@ class Kangaroo(Drafter):
 
     # -- many sequences
 
-    def open_rows(self, rows: int, capacity: int, target: Target, cache) -> None:
+    def open_rows(self, rows: int, capacity: int, target: Target, cache: RowCache) -> None:
+        """Allocates the adapter's cache for a batch."""
         self._places = Ragged(self.adapter.new_rows(rows, capacity))
         positions = torch.arange(capacity, device=target.device).unsqueeze(0)
         self._rows_rope = self.adapter.rope(
@@ -122,6 +144,7 @@ class Kangaroo(Drafter):
         self.target, self.rows_cache = target, cache
 
     def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target: Target) -> None:
+        """Fills a slot of the adapter's cache with a prompt's exit states."""
         states, n = prefill.hidden[self.exit_layer], prompt.shape[1]
         cos, sin = self._rows_rope
         rope = (cos.narrow(1, 0, n), sin.narrow(1, 0, n))
@@ -129,6 +152,7 @@ class Kangaroo(Drafter):
         self._before[row] = states[0, -1:]
 
     def draft_rows(self, rows: Rows) -> Draft:
+        """Drafts for the running sequences, as many tokens for each; `counts` holds what each has really drafted."""
         b = rows.known.shape[0]
         states = [self._shallow_rows(rows, rows.newest(1), 0)]
         # Two states for every row: the adapter may not have seen the one before the pending token's.
@@ -155,11 +179,13 @@ class Kangaroo(Drafter):
         )
 
     def commit_rows(self, rows: Rows, accepted: torch.Tensor) -> None:
+        """Keeps the exit state in front of each sequence's new pending token."""
         b = accepted.shape[0]
         if rows.max_draft:
             self._before[:b, 0] = self._states[torch.arange(b, device=accepted.device), accepted]
 
     def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
+        """Copies slots of the adapter's cache."""
         self._places.move(sources, destinations, reach)
         self._before[destinations] = self._before[sources]
 
@@ -172,13 +198,17 @@ class Kangaroo(Drafter):
         """Exit states [b, n, d] at the positions from `starts` on -> states [b, n, d] for the head."""
         places = self._places.places(starts, states.shape[1], reach)
         self._places.cache.open(0, 1, places)
-        rope = tuple(table[0][places.positions] for table in self._rows_rope)
+        cos, sin = self._rows_rope
+        rope = (cos[0][places.positions], sin[0][places.positions])
         return self.adapter(states, rope, rows_mask(places, states), self._places.cache)
 
 
-def _exit_layer(asked: int | None, adapter, layers: int) -> int:
-    """The exit layer to use. Raises UserError when nobody names one, when the adapter was trained for another, or
-    when the target does not have it."""
+def _exit_layer(asked: int | None, adapter: Adapter, layers: int) -> int:
+    """The exit layer to use.
+
+    Raises:
+        UserError: none is named, the adapter was trained for another, or the target does not have it.
+    """
     trained = getattr(adapter.config, "exit_layer", None)
     chosen = trained if asked is None else asked
     if chosen is None:

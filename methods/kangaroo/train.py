@@ -9,13 +9,11 @@ the research sheet calls faults: the loss counts position t when token t + 1 is 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
-from omegaconf import DictConfig
 
-from methods.kangaroo.adapter import Adapter, adapter_config, check_exit_layer, save_adapter
+from methods.kangaroo.adapter import Adapter, AdapterLayer, adapter_config, check_exit_layer, save_adapter
 from methods.training import (
     SETTINGS,
     Batch,
@@ -33,6 +31,11 @@ from specbench.errors import one_line_errors
 from specbench.pairs import load_pair
 from specbench.values import Count, Range, check_all
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
 
 @torch.no_grad()
 def fresh_adapter(target: Target, like_layer: int) -> Adapter:
@@ -43,8 +46,8 @@ def fresh_adapter(target: Target, like_layer: int) -> Adapter:
     attention that adds nothing yet.
     """
     adapter = Adapter(adapter_config(target.config)).to(target.device)
-    adapter.norm.weight.copy_(target.norm.weight)
-    own, layer = adapter.layers[0], target.layers[like_layer]
+    adapter.norm.weight.copy_(cast("torch.Tensor", target.norm.weight))
+    own, layer = cast("AdapterLayer", adapter.layers[0]), cast("Any", target.layers[like_layer])
     shapes, others = ({k: v.shape for k, v in m.self_attn.state_dict().items()} for m in (own, layer))
     if shapes == others:
         own.self_attn.load_state_dict(layer.self_attn.state_dict())
@@ -62,6 +65,7 @@ class Distillation(torch.nn.Module):
         self.adapter, self.target, self.exit_layer = adapter, target, exit_layer
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        """The weighted sum [] of the cross-entropies of a batch."""
         adapted, finals = self.states(batch)
         return soft_cross_entropy(adapted, self.head, finals, self.head, batch)
 
@@ -80,7 +84,8 @@ class Distillation(torch.nn.Module):
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of adapter and target before each token that the assistant says."""
-        return tuple(self.head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch))
+        own, teacher = (self.head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch))
+        return own, teacher
 
 
 def train(cfg: DictConfig) -> Path:

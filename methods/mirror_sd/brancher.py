@@ -1,34 +1,46 @@
-"""The draft model's side of Mirror-SD: drafts for every likely decision of the target before it has decided.
+"""The draft model's side of Mirror-SD: drafts for every likely decision of the target before it is known.
 
 All branches grow together, in one pass at a time, as nodes behind the tokens that are being verified; they share the
-keys and values of what they have in common. The branch that the target decides for is moved to where its tokens belong,
-the others are forgotten by being overwritten.
+keys and values of common prefixes. When the decision is known, the entries of its branch are compacted; the others are
+overwritten later.
 
-With speculative streaming (Bhendawade et al. 2024) a pass also guesses the tokens further on, from stream states that
-see what the token sees which they belong to. The next pass vets them: a guess stays if it is what the draft model says
-itself, so that streams change how many passes a draft takes and nothing about the draft.
+With speculative streaming (Bhendawade et al. 2024) a pass also guesses tokens further on, from stream states that
+attend to what their token attends to. The next pass verifies them: a guess is kept if it equals the draft model's own
+token, so that streams change the number of passes of a draft and nothing about the draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from methods.heads import DraftHead
+from methods.heads import drawable
 from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_products
 from methods.mirror_sd.growth import Growth, Written, joined
 from specbench.decoding.sampling import Decoding, likeliest
 from specbench.decoding.target import Nodes, Target
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from methods.heads import DraftHead
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """depth: tokens of a draft. kappa: decisions guessed for each number of accepted tokens; most: of all; roots_only:
-    for none accepted alone. guesses: from the target's "exit", from the "draft" model's own distributions, from the
-    mean of "both", or "none" at all: then every draft is made behind the decision, as in plain speculative sampling.
-    floor: decisions less likely than this are not drafted behind."""
+    """What is drafted ahead of the target's decision.
+
+    Attributes:
+        depth: tokens of a draft.
+        kappa: decisions guessed for each number of accepted tokens.
+        most: of all guesses only so many, the likeliest; None: all.
+        roots_only: guess for no accepted token alone.
+        guesses: from the target's "exit", from the "draft" model's own distributions, from the mean of "both", or
+            "none" at all: then every draft is made after the decision, as in plain speculative sampling.
+        floor: decisions less likely than this are not drafted for.
+    """
 
     depth: int
     kappa: int
@@ -46,10 +58,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A draft behind the target's decision: tokens [n]; probs: [n, rows] that they were drawn from, None when greedy.
+    """A draft behind the target's decision.
 
-    hit: whether it had been begun before the decision was known, None when nothing had. passes: of the draft model,
-    those that drafted all branches together and those that drafted this one alone.
+    Attributes:
+        tokens: [n].
+        probs: [n, rows] that they were drawn from; None when greedy.
+        hit: whether it was begun before the decision was known; None when no draft was.
+        passes: of the draft model, those that drafted all branches together and those that drafted this one alone.
     """
 
     tokens: torch.Tensor
@@ -59,54 +74,84 @@ class Found:
 
 
 def never() -> bool:
+    """False: nothing stops a draft early."""
     return False
+
+
+def no_exit(states: torch.Tensor) -> torch.Tensor:
+    """Stands for the target's head where nothing is guessed from an exit."""
+    raise ValueError("guesses from an exit need the target's norm and head")
 
 
 class Brancher:
     """Keeps the draft model's cache of one sequence at a time.
 
-    head: the draft model's, trimmed or not. exit_head: the target's norm and head, [n, d] -> [n, vocab]; None
-    when nothing is guessed from an exit. streams: [s, d] embeddings of stream states; None for none.
-
     Everything before `_base` is settled; `_path` are the tokens behind it that the target verifies, of which the cache
     may lack the last.
+
+    Args:
+        model: the draft model.
+        head: its head, trimmed or not.
+        exit_head: the target's norm and head, [n, d] -> [n, vocab]; None when nothing is guessed from an exit.
+        plan: what is drafted ahead of the target's decision.
+        streams: [s, d] embeddings of stream states; None for none.
     """
+
+    _path: torch.Tensor  # [k] draft tokens as ids
+    _rows: torch.Tensor  # [k] the same as rows of the head
+    _own: (
+        torch.Tensor
+    )  # [at least k, rows] logits that they were chosen from, and behind the last where it was fed
+    _growth: Growth | None
+    _index: dict[tuple[int, int], int]
+    _uniforms: torch.Tensor | None
+    _generator: torch.Generator | None
 
     def __init__(
         self,
         model: Target,
         head: DraftHead,
-        exit_head: Callable | None,
+        exit_head: Callable[[torch.Tensor], torch.Tensor] | None,
         plan: Plan,
         streams: torch.Tensor | None = None,
     ):
-        self.model, self.head, self.exit_head, self.plan = model, head, exit_head, plan
+        self.model, self.head, self.plan = model, head, plan
+        self.exit_head = no_exit if exit_head is None else exit_head
         self.device = model.device
         self.streams = torch.empty(0, model.hidden_size, device=self.device) if streams is None else streams
-        # Numbers to draw with: for the longest draft, the token behind it, guesses, and one that nobody needs.
+        # Numbers to draw with: for the longest draft, the token behind it, guesses, and one to spare.
         self._width = plan.depth + 2 + self.streams.shape[0]
-        self._cache = None
+        self._cache = model.new_cache(0)  # until it is known how long the sequences are
 
     @torch.inference_mode()
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
-        """A new sequence, of up to `room` tokens. prompt: [n], without the pending token, which is the first to settle.
-        temperature, seed: of the draws; 0 takes the likeliest tokens."""
+        """Starts a sequence.
+
+        Args:
+            prompt: [n], without the pending token, which is the first to settle.
+            room: tokens of the sequence at most.
+            temperature: of the draws; 0 takes the likeliest tokens.
+            seed: of the draws.
+        """
         s = self.streams.shape[0]
         needed = room + 2 * (self.plan.depth + 2 + s) * (1 + s) * (self.plan.widest + 1)
-        if self._cache is None or self._cache.capacity < needed:
+        if self._cache.capacity < needed:
             self._cache = self.model.new_cache(needed)
         self._cache.truncate(0)
         self._decoding = Decoding(1, temperature)
         self._generator = None if self._decoding.greedy else torch.Generator(self.device).manual_seed(seed)
-        self._base, self._path, self._rows, self._own = prompt.shape[0], prompt[:0], prompt[:0], None
+        self._base, self._path, self._rows = prompt.shape[0], prompt[:0], prompt[:0]
+        self._own = torch.empty(0, 0, device=self.device)
         self._forget()
         self._draw()
         self.model.run_layers(self.model.embed(prompt.unsqueeze(0)), self._cache)
 
     @torch.inference_mode()
     def foresee(self) -> None:
-        """Feeds the last draft token, so that the draft model's own logits are known behind every one. It is time that
-        the draft's side has while the target is on its way to the exit."""
+        """Feeds the last draft token, so that the draft model's logits are known behind every one.
+
+        The draft's side has time for it while the target's pass is on its way to the exit.
+        """
         behind = self._path[self._cache.lengths[0] - self._base :]
         if behind.shape[0] and self.plan.guesses != "none":
             hidden = self.model.run_layers(self.model.embed(behind.unsqueeze(0)), self._cache)
@@ -115,10 +160,13 @@ class Brancher:
 
     @torch.inference_mode()
     def expand(self, k: int, depth: int, states: torch.Tensor, known: Callable[[], bool] = never) -> None:
-        """The first `k` tokens of the draft are being verified: up to `depth` tokens behind each likely decision.
+        """Drafts behind each likely decision about the draft that is being verified.
 
-        states: [1 + k, d] of the target at its exit, which the draft model's own guesses do without. known: asked
-        before every pass; once the decision is known there is no sense in going on with all branches.
+        Args:
+            k: tokens of the draft that are verified.
+            depth: tokens to draft behind each decision.
+            states: [1 + k, d] of the target at its exit; not used for guesses of the draft model's own.
+            known: called before every pass: whether the decision is known by now, so that branches are of no use.
         """
         self.foresee()
         self._path, self._rows = self._path[:k], self._rows[:k]
@@ -137,18 +185,22 @@ class Brancher:
     def settle(
         self, accepted: int, following: int, limit: int, unwanted: Callable[[], bool] = never
     ) -> Found:
-        """The target kept `accepted` tokens of the draft and says `following`: the next draft, of up to `limit` tokens.
+        """The next draft, behind the target's decision.
 
-        unwanted: asked before every pass; if true the draft is given up, nothing is returned, and the next that can be
-        asked is `begin`.
+        Args:
+            accepted: draft tokens that the target kept.
+            following: the target's own token behind them.
+            limit: tokens of the next draft at most.
+            unwanted: called before every pass; if true the draft is given up, the one returned is empty, and the next
+                call must be `begin`.
         """
         at, limit = self._base + accepted, min(limit, self.plan.depth)
         branch = self._index.get((accepted, following))
+        expanded = self._growth
+        hit, together = (None, 0) if expanded is None else (False, expanded.passes)
         # Where there was no time for a pass nothing is written.
-        written = [] if branch is None else self._growth.of(branch)
-        hit, together = (None, 0) if self._growth is None else (bool(written), self._growth.passes)
-        if written:
-            growth = self._pick(branch, written, accepted, at)
+        if expanded is not None and branch is not None and (written := expanded.of(branch)):
+            hit, growth = True, self._pick(expanded, branch, written, accepted, at)
         else:
             self._cache.truncate(at)
             fed = self._cache.lengths[0]
@@ -174,7 +226,15 @@ class Brancher:
 
     # -- growing
 
-    def _sprout(self, base: int, roots: torch.Tensor, offsets, seen, columns, ahead) -> Growth:
+    def _sprout(
+        self,
+        base: int,
+        roots: torch.Tensor,
+        offsets: torch.Tensor,
+        seen: torch.Tensor | None,
+        columns: torch.Tensor,
+        ahead: torch.Tensor,
+    ) -> Growth:
         """Continuations behind the tokens `roots` [m]; the rest as in `Growth`."""
         return Growth(base, roots, offsets, roots.unsqueeze(1)[:, :0], seen, columns, ahead, [], offsets * 0)
 
@@ -185,7 +245,7 @@ class Brancher:
         return int(growth.counts.min()) >= depth
 
     def _grow(self, growth: Growth) -> None:
-        """One pass: each continuation gets the draft model's next token, and as many more as its guesses come true."""
+        """One pass: each continuation gets the draft model's next token, and one more for each guess that is right."""
         growth.passes += 1
         if not self.streams.shape[0]:
             self._grow_by_one(growth)
@@ -193,6 +253,7 @@ class Brancher:
         model, cache, s = self.model, self._cache, self.streams.shape[0]
         (m, w), n = growth.guesses.shape, growth.ahead.shape[0]
         v = 1 + w  # tokens of each continuation that are fed: the newest and the guesses
+        before: torch.Tensor = growth.seen  # type: ignore[assignment] # with streams there always is one
         fed = torch.cat([growth.newest.unsqueeze(1), growth.guesses], dim=1)
         steps = torch.arange(v, device=self.device)
         offsets = growth.offsets.unsqueeze(1) + steps
@@ -201,7 +262,7 @@ class Brancher:
         columns = torch.cat([growth.columns, offsets.flatten()])
         seen = torch.cat(
             [
-                growth.seen.repeat_interleave(v, 0),
+                before.repeat_interleave(v, 0),
                 (own[:, None, :, None] & among[None, :, None, :]).reshape(m * v, m * v),
             ],
             dim=1,
@@ -209,8 +270,8 @@ class Brancher:
         hidden = model.embed(torch.cat([growth.ahead, fed.flatten()]).unsqueeze(0))
         rows_seen = seen
         if n:
-            before = growth.columns[-n:].unsqueeze(1) >= growth.columns
-            rows_seen = torch.cat([torch.cat([before, own.new_zeros(n, m * v)], dim=1), seen])
+            own_path = growth.columns[-n:].unsqueeze(1) >= growth.columns
+            rows_seen = torch.cat([torch.cat([own_path, own.new_zeros(n, m * v)], dim=1), seen])
         hidden, rows_seen, all_columns = self._with_streams(hidden, n, offsets, seen, rows_seen, columns)
         start = cache.lengths[0]
         hidden = model.run_layers(hidden, cache, nodes=Nodes(all_columns, rows_seen))[0]
@@ -219,7 +280,7 @@ class Brancher:
         rows, tokens = self._choose(growth, logits)
         right = (growth.guesses == tokens[:, :w]).long().cumprod(1).sum(1)  # [m] guesses that came true
         kept = own.unsqueeze(2) & (steps <= right.unsqueeze(1)).unsqueeze(1)
-        growth.seen = torch.cat([growth.seen, kept.reshape(m, m * v)], dim=1)
+        growth.seen = torch.cat([before, kept.reshape(m, m * v)], dim=1)
         growth.columns, growth.ahead = columns, growth.ahead[:0]
         growth.newest = tokens.gather(1, right.unsqueeze(1)).squeeze(1)
         last = torch.arange(m, device=self.device) * v + right
@@ -232,7 +293,7 @@ class Brancher:
     def _grow_by_one(self, growth: Growth) -> None:
         """The same without streams: one token each."""
         feed, nodes, m = torch.cat([growth.ahead, growth.newest]), None, growth.newest.shape[0]
-        if growth.seen is not None:  # several: they have been looked ahead for, so that none is behind
+        if growth.seen is not None:  # several: `foresee` has fed what was missing
             own = torch.eye(m, dtype=torch.bool, device=self.device)
             growth.seen = torch.cat([growth.seen, own], dim=1)
             growth.columns = torch.cat([growth.columns, growth.offsets])
@@ -244,11 +305,22 @@ class Brancher:
         growth.newest, growth.ahead = tokens[:, 0], growth.ahead[:0]
         growth.counts, growth.offsets = growth.counts + 1, growth.offsets + 1
 
-    def _with_streams(self, hidden, n: int, offsets, seen, rows_seen, columns) -> tuple:
-        """Adds s stream states for each of the m * v tokens: hidden [1, n + m v (1 + s), d], who sees whom, columns.
+    def _with_streams(
+        self,
+        hidden: torch.Tensor,
+        n: int,
+        offsets: torch.Tensor,
+        seen: torch.Tensor,
+        rows_seen: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Adds s stream states for each of the m * v tokens.
 
-        Stream j of a token starts as its embedding plus that of the stream, stands j positions behind it, and sees what
-        the token sees and the streams 1 to j of the same token (eq. 2).
+        Stream j of a token starts as its embedding plus that of the stream, stands j positions behind it, and attends
+        to what the token attends to and the streams 1 to j of the same token (eq. 2).
+
+        Returns:
+            hidden [1, n + m v (1 + s), d], the visibility and the columns with the streams.
         """
         s, count = self.streams.shape[0], seen.shape[0]
         streams = (hidden[0, n:].unsqueeze(1) + self.streams).flatten(0, 1)
@@ -264,10 +336,10 @@ class Brancher:
             torch.cat([columns, places]),
         )
 
-    def _pick(self, branch: int, written: list[Written], accepted: int, at: int) -> Growth:
-        """The branch that came true, moved to where its tokens belong, as a growth of its own."""
-        growth = self._growth
-        nodes = growth.seen[branch].nonzero().squeeze(1)[accepted:]
+    def _pick(self, growth: Growth, branch: int, written: list[Written], accepted: int, at: int) -> Growth:
+        """The branch of the target's decision as a growth of its own, its cache entries compacted."""
+        seen: torch.Tensor = growth.seen  # type: ignore[assignment] # of branches there always is one
+        nodes = seen[branch].nonzero().squeeze(1)[accepted:]
         self._cache.keep(at, nodes - accepted)
         own = slice(branch, branch + 1)
         none = growth.columns[:0]
@@ -276,7 +348,7 @@ class Brancher:
             growth.newest[own],
             none.new_zeros(1),
             growth.guesses[own],
-            growth.seen[own, :0] if self.streams.shape[0] else None,
+            seen[own, :0] if self.streams.shape[0] else None,
             none,
             none,
             written,
@@ -290,17 +362,21 @@ class Brancher:
         uniforms = None
         if self._uniforms is not None:
             place = growth.counts.unsqueeze(1) + torch.arange(v, device=self.device)
-            # What lies behind the longest draft is of no use.
+            # Tokens behind the longest draft are not used.
             uniforms = self._uniforms[place.clamp(max=self._width - 1)].flatten()
-        rows, _ = self.head.draw(logits.flatten(0, 1), self._decoding, uniforms=uniforms)
-        rows = rows.view(m, v)
+        rows, _ = self._decoding.select(logits.flatten(0, 1), uniforms=uniforms)
+        rows = (rows if uniforms is None else drawable(rows)).view(m, v)
         return rows, self.head.ids(rows)
 
-    # -- what a round knows
+    # -- the decisions and numbers of a round
 
     def _guess(self, own: torch.Tensor, states: torch.Tensor) -> Branches:
-        """The target's likely decisions about the path. own: the draft model's logits [1 + k, rows]; states: as in
-        `expand`."""
+        """The target's likely decisions about the path.
+
+        Args:
+            own: the draft model's logits [1 + k, rows].
+            states: as in `expand`.
+        """
         plan = self.plan
         own = torch.softmax(own.float(), dim=-1)
         limits = plan.kappa, plan.most, plan.floor, plan.roots_only
@@ -317,8 +393,10 @@ class Brancher:
         self._growth, self._index = None, {}
 
     def _draw(self) -> None:
-        """The numbers that the next draft is drawn with, one for each of its tokens. All branches share them: only one
-        comes true, and which one does not depend on them."""
+        """Draws the numbers for the next draft, one for each of its tokens.
+
+        All branches share them: one alone is used, and which one does not depend on them.
+        """
         self._uniforms = None
         if self._generator is not None:
             self._uniforms = torch.rand(self._width, generator=self._generator, device=self.device)

@@ -15,13 +15,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """accepted, tokens: [m] the decisions, the likeliest first."""
+    """Decisions, the likeliest first.
+
+    Attributes:
+        accepted: [m] numbers of accepted tokens.
+        tokens: [m] the target's tokens behind them.
+    """
 
     accepted: torch.Tensor
     tokens: torch.Tensor
 
     def index(self) -> dict[tuple[int, int], int]:
-        """(accepted, token) -> which branch it is."""
+        """(accepted, token) -> index of the branch."""
         pairs = torch.stack([self.accepted, self.tokens]).tolist()
         return {pair: i for i, pair in enumerate(zip(*pairs))}
 
@@ -37,12 +42,18 @@ def likely_decisions(
 ) -> Branches:
     """The `kappa` likeliest decisions for each number of accepted tokens.
 
-    probs: [1 + k, n] guesses of the target's token behind the pending token and each draft token, which are spoilt;
-    path: [k] columns of the draft tokens, each of which is no candidate at its own place: accepting it would be another
-    decision. reaching: [1 + k] probability that the target gets as far as there. most: keep only so many of all, by the
-    product of both. floor: and only those for which that product is as high, or else the likeliest alone. roots_only:
-    nothing is guessed for more than 0 accepted tokens (the narrow reading of the paper's eq. 7). The result's tokens
-    are columns.
+    Args:
+        probs: [1 + k, n] guesses of the target's token behind the pending token and each draft token; overwritten.
+        path: [k] columns of the draft tokens, each of which is no candidate at its own place: accepting it would be
+            another decision.
+        reaching: [1 + k] probability that the target accepts as far as there.
+        kappa: decisions for each number of accepted tokens.
+        most: keep only so many of all, by the product of both probabilities; None: all.
+        floor: and only those for which that product is as high, or else the likeliest alone.
+        roots_only: guess for 0 accepted tokens alone (the narrow reading of the paper's eq. 7).
+
+    Returns:
+        Decisions whose tokens are columns.
     """
     probs[torch.arange(path.shape[0], device=path.device), path] = -1.0
     if roots_only:
@@ -50,15 +61,15 @@ def likely_decisions(
     kappa = min(kappa, probs.shape[-1] - 1)
     if floor > 0:  # the likeliest of the few tokens that are likely anywhere are found in half the time
         highest = (probs * reaching.unsqueeze(1)).amax(0)
-        floor = highest.amax().clamp(max=floor)
-        likely = (highest >= floor).nonzero().squeeze(1)
+        least = highest.amax().clamp(max=floor)
+        likely = (highest >= least).nonzero().squeeze(1)
         probs, kappa = probs[:, likely], min(kappa, likely.shape[0])
     scores, columns = probs.topk(kappa, dim=-1)
     scores = (scores * reaching.unsqueeze(1)).flatten()
     scores, chosen = scores.topk(scores.numel() if most is None else min(most, scores.numel()))
     columns = columns.flatten()
     if floor > 0:
-        chosen, columns = chosen[scores >= floor], likely[columns]
+        chosen, columns = chosen[scores >= least], likely[columns]
     return Branches(chosen // kappa, columns[chosen])
 
 
@@ -69,8 +80,13 @@ def prefix_products(probs: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
 
 
 def mixture(exit_probs: torch.Tensor, own: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """The mean [n, vocab] of two distributions, one over the vocabulary, which is overwritten, and one over its tokens
-    `kept` (None: its first ones). Not by logarithms, which would take several times as long over so many tokens."""
+    """The mean [n, vocab] of two distributions; of logarithms it would take several times as long.
+
+    Args:
+        exit_probs: [n, vocab], overwritten.
+        own: [n, k] over the tokens `kept`.
+        kept: [k] token ids; None for the first k.
+    """
     if kept is None:
         exit_probs[:, : own.shape[1]] += own
     else:

@@ -1,4 +1,4 @@
-"""Drafts that grow together, a pass at a time: what each of them sees, and what was written behind it."""
+"""Drafts that grow together, a pass at a time: their visibility, and what was written behind each."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one pass adds to m continuations. tokens, rows: [m, v] what follows each token that was fed, as ids and as
-    rows of the head; logits: [m, v, head rows] that they were chosen from. taken: [m] how many of the v stand; None
-    without streams, where each takes the one."""
+    """What one pass adds to m continuations.
+
+    Attributes:
+        tokens: [m, v] what follows each token that was fed, as ids.
+        rows: [m, v] the same as rows of the head.
+        logits: [m, v, head rows] that they were chosen from.
+        taken: [m] how many of the v are kept; None without streams, where each takes the one.
+    """
 
     tokens: torch.Tensor
     rows: torch.Tensor
@@ -26,14 +31,21 @@ class Written:
 
 @dataclass(slots=True)
 class Growth:
-    """m continuations that grow together behind `base` positions that they all see; or one that is a plain sequence:
-    then `seen` is None, and so are base, offsets and columns of no use.
+    """m continuations that grow together behind `base` positions that are visible to all.
 
-    newest: [m] the token of each that no pass has seen, `offsets` [m] positions behind base. guesses: [m, w] what may
-    follow it. seen: [m, c] which of the columns from base on each sees, `columns` [c] their offsets. ahead: [n] tokens
-    at the end of `columns` that the next pass has to feed first.
+    One that is a plain sequence has no `seen`; its base, offsets and columns are not used.
 
-    written: pass by pass. counts: [m] tokens that each has. passes: so far.
+    Attributes:
+        base: positions before them.
+        newest: [m] the token of each that no pass has processed.
+        offsets: [m] its position behind base.
+        guesses: [m, w] what may follow it.
+        seen: [m, c] which of the columns from base on each attends to.
+        columns: [c] the offsets of these columns.
+        ahead: [n] tokens at the end of `columns` that the next pass has to feed first.
+        written: what was added, pass by pass.
+        counts: [m] tokens that each has.
+        passes: so far.
     """
 
     base: int
@@ -55,8 +67,8 @@ class Growth:
 
 def joined(written: list[Written]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of a single continuation: its tokens [n], their rows [n], and the logits [n, head rows] of each."""
-    counts = [1] * len(written)
-    if written[0].taken is not None:
-        counts = torch.cat([w.taken for w in written]).tolist()
+    taken = [w.taken for w in written if w.taken is not None]
+    counts = torch.cat(taken).tolist() if taken else [1] * len(written)
     parts = [(w.tokens[0, :n], w.rows[0, :n], w.logits[0, :n]) for w, n in zip(written, counts)]
-    return tuple(torch.cat(each) for each in zip(*parts))
+    tokens, rows, logits = (torch.cat(each) for each in zip(*parts))
+    return tokens, rows, logits

@@ -12,38 +12,50 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import multiprocessing
 
-from methods.mirror_sd.brancher import Brancher
 from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
 from specbench.decoding.trace import Beside
 from specbench.errors import JobError, reason
 from specbench.processes import end_with_parent
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.process import BaseProcess
+
+    from methods.mirror_sd.brancher import Brancher
+
 STARTING = 300.0  # seconds that a new process gets until it is ready
 
 
 class Ask(IntEnum):
-    """What the target's side says."""
+    """Messages of the target's side."""
 
     BEGIN, LAUNCH, SETTLE, END, CLOSE = range(5)
 
 
 class Say(IntEnum):
-    """What the draft's side says."""
+    """Messages of the draft's side."""
 
     READY, DRAFT, ENDED, FAILED = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """tokens: [n] of a draft; probs: [n, rows] when drawn; passes: as in `Found`."""
+    """A draft and how it came to be.
+
+    Attributes:
+        tokens: [n].
+        probs: [n, rows] when drawn.
+        passes: as in `Found`.
+        beside: its timings.
+    """
 
     tokens: torch.Tensor
     probs: torch.Tensor | None
@@ -52,13 +64,13 @@ class Reply:
 
 
 class Inline:
-    """Both sides in one thread: nothing runs beside anything. For tests, and to see what overlapping is worth."""
+    """Both sides in one thread, without overlap. For tests, and to compare with."""
 
     def __init__(self, brancher: Brancher):
         self.brancher = brancher
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
-        """A new sequence; the arguments are those of `Brancher.begin`."""
+        """Starts a sequence; the arguments are those of `Brancher.begin`."""
         self.brancher.begin(prompt.to(self.brancher.device), room, temperature, seed)
         self._early = self._beside = 0.0
 
@@ -83,34 +95,46 @@ class Inline:
         return Reply(found.tokens, found.probs, found.passes, beside)
 
     def end(self) -> None:
-        """The sequence is done: what still goes on for it is given up."""
+        """Ends the sequence: what still goes on for it is given up."""
 
     def close(self) -> None:
         """Ends the draft's side."""
 
 
 class Remote:
-    """The same, beside: what is asked goes over a wire to `serve`, in a thread or process that `alive` watches."""
+    """The same with overlap: requests go over a wire to `serve`, in a thread or process.
 
-    def __init__(self, wire: ThreadWire | ProcessWire, handle, patience: float):
+    Args:
+        wire: to the draft's side.
+        handle: the thread or process.
+        patience: seconds to wait for an answer.
+    """
+
+    def __init__(
+        self, wire: ThreadWire | ProcessWire, handle: threading.Thread | BaseProcess, patience: float
+    ):
         self.wire, self.handle, self.patience = wire, handle, patience
         self._active = False
         self._answer(Say.READY, max(patience, STARTING))
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
+        """Starts a sequence, and waits until its prompt is prefilled."""
         self._active = True
         self.wire.put_prompt(prompt)
         self.wire.requests.put(Ask.BEGIN, prompt.shape[0], room, seed, seconds=(temperature,))
         self._answer(Say.READY, self.patience)  # a prefill is a prefill, on both sides
 
     def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
+        """Asks for drafts behind every likely decision."""
         self.wire.put_states(states)
         self.wire.requests.put(Ask.LAUNCH, k, depth)
 
     def settle(self, accepted: int, following: int, limit: int) -> None:
+        """Hands the decision over."""
         self.wire.requests.put(Ask.SETTLE, accepted, following, limit)
 
     def collect(self) -> Reply:
+        """Waits for the draft behind the last decision."""
         start = time.perf_counter()
         message = self._answer(Say.DRAFT, self.patience)
         n, hit, together, alone = message.numbers
@@ -125,6 +149,7 @@ class Remote:
         )
 
     def end(self) -> None:
+        """Ends the sequence, and waits until the draft's side has given it up."""
         if not self._active:
             return
         self._active = False
@@ -132,6 +157,7 @@ class Remote:
         self._answer(Say.ENDED, self.patience)
 
     def close(self) -> None:
+        """Ends the draft's side, by force if it does not answer."""
         self._active = False
         if self.handle.is_alive():
             self.wire.requests.put(Ask.CLOSE)
@@ -139,7 +165,11 @@ class Remote:
         self._kill()
 
     def _answer(self, kind: Say, patience: float) -> Message:
-        """The next reply of a kind; earlier ones of another, which nobody wants any more, are passed over."""
+        """The next reply of type `kind`; earlier ones of another are discarded.
+
+        Raises:
+            JobError: the draft's side failed, is gone, or has not answered for `patience` seconds.
+        """
         try:
             while (message := self.wire.replies.take(self.handle.is_alive, patience)).kind != kind:
                 if message.kind == Say.FAILED:
@@ -189,8 +219,13 @@ class Thread(Remote):
 class Process(Remote):
     """The draft's side in a process; while an answer is decoded each side has its cores to itself.
 
-    shape: arguments of `ProcessWire`. make: called there with `arguments`, gives the `Brancher`. cores: how many the
-    draft's side gets of those that this process may use; where that leaves none, both share all.
+    Args:
+        shape: arguments of `ProcessWire`.
+        make: called there with `arguments`, returns the `Brancher`.
+        arguments: of `make`.
+        cores: how many the draft's side gets of those that this process may use; where that leaves none, both share
+            all.
+        patience: seconds to wait for an answer.
     """
 
     def __init__(self, shape: dict, make: Callable, arguments: tuple, cores: int, patience: float):
@@ -199,7 +234,7 @@ class Process(Remote):
         wire = ProcessWire(**shape, spins=bool(self._own) or sys.platform != "linux")
         if not self._own:
             self._own = theirs = self._all
-        self._threads = None  # while an answer is decoded: those that torch had before
+        self._threads: int | None = None  # while an answer is decoded: those that torch had before
         context = multiprocessing.get_context("spawn")
         handle = context.Process(
             target=_work, args=(wire, make, arguments, theirs, cores, os.getpid()), name="draft", daemon=True
@@ -208,6 +243,7 @@ class Process(Remote):
         super().__init__(wire, handle, patience)
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
+        """Starts a sequence, with cores for each side."""
         if self._own:
             _pin(self._own)
             if self._threads is None:
@@ -216,6 +252,7 @@ class Process(Remote):
         super().begin(prompt, room, temperature, seed)
 
     def end(self) -> None:
+        """Ends the sequence; this side has all cores again."""
         try:
             super().end()
         finally:
@@ -251,7 +288,7 @@ def _work(
 
 
 def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[], bool]) -> None:
-    """The draft's side: does what it is asked until it is told to close, or nobody is left to tell it."""
+    """The draft's side: answers requests until it is asked to close, or the other side is gone."""
     now = time.perf_counter
     requests = wire.requests
     idle = handover = early = beside = 0.0

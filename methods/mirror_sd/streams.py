@@ -1,14 +1,18 @@
-"""The embeddings of a draft model's streams, as they lie beside it."""
+"""The embeddings of a draft model's streams, a file in its folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specbench.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 FILE, NAME = "streams.safetensors", "streams"
 
@@ -18,8 +22,8 @@ def save_streams(streams: torch.Tensor, folder: str | Path) -> None:
     save_file({NAME: streams.cpu().contiguous()}, Path(folder) / FILE)
 
 
-def load_streams(folder: str | Path, model) -> torch.Tensor:
-    """[s, d] with the draft model's dtype and device. Raises UserError if they are not there, or another model's."""
+def load_streams(folder: str | Path, model: PreTrainedModel) -> torch.Tensor:
+    """[s, d] in the draft model's dtype, on its device. Raises UserError if they are not there, or another model's."""
     path = Path(folder) / FILE
     if not path.is_file():
         raise UserError(
@@ -29,7 +33,8 @@ def load_streams(folder: str | Path, model) -> torch.Tensor:
         streams = load_file(path)[NAME]
     except (SafetensorError, KeyError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    width = model.get_input_embeddings().weight.shape[1]
+    embeddings: Any = model.get_input_embeddings()
+    width = embeddings.weight.shape[1]
     if streams.dim() != 2 or streams.shape[1] != width:
         raise UserError(
             f"{path} holds streams of shape {list(streams.shape)}; the draft model is {width} wide"

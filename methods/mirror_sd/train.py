@@ -9,12 +9,10 @@ top. The result is a draft model like any other, with the streams' embeddings be
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import DictConfig
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
 
 from methods.mirror_sd.streams import save_streams
 from methods.training import (
@@ -29,7 +27,14 @@ from methods.training import (
 )
 from specbench.compose import with_hydra
 from specbench.errors import one_line_errors
+from specbench.pairs import draft_of
 from specbench.values import Count, NotNegative, check_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+    from transformers import PreTrainedModel
 
 
 class Streaming(torch.nn.Module):
@@ -38,10 +43,12 @@ class Streaming(torch.nn.Module):
     def __init__(self, model: PreTrainedModel, streams: int, stream_weight: float):
         super().__init__()
         self.model, self.stream_weight = model, stream_weight
-        width = model.get_input_embeddings().weight.shape[1]
+        embeddings: Any = model.get_input_embeddings()
+        width = embeddings.weight.shape[1]
         self.streams = torch.nn.Parameter(0.02 * torch.randn(streams, width, device=model.device))
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        """The weighted sum [] of the cross-entropies of a batch."""
         states = self.states(batch["input_ids"])
         total = self._loss(states[:, :, 0], batch, 1)
         for j in range(1, states.shape[2]):
@@ -79,15 +86,19 @@ class Streaming(torch.nn.Module):
         return total
 
     def _predicting(self, states: torch.Tensor, batch: Batch, ahead: int) -> tuple[torch.Tensor, ...]:
-        """States [n, d] that predict what stands `ahead` places on and weighs anything, these tokens, their weights."""
+        """States [n, d] that predict the tokens of any weight `ahead` positions on, these tokens, their weights."""
         goals, weights = batch["input_ids"][:, ahead:], batch["loss_weight"][:, ahead:]
         counts = weights > 0
         return states[:, :-ahead][counts], goals[counts], weights[counts]
 
     @torch.no_grad()
     def right(self, batch: Batch) -> torch.Tensor:
-        """[1 + s, 2]: for the next token and each stream, how many tokens of the text were its first choice, and of how
-        many."""
+        """How often the first choice was right.
+
+        Returns:
+            [1 + s, 2]: for the next token and each stream, how many tokens of the text were its first choice, and of
+            how many.
+        """
         states, rows = self.states(batch["input_ids"]), []
         for j in range(states.shape[2]):
             own, goals, _ = self._predicting(states[:, :, j], batch, 1 + j)
@@ -99,15 +110,16 @@ def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_mirror_sd.yaml) and returns the folder of the finished draft model."""
     check_all(cfg, SETTINGS | {"streams": Count, "stream_weight": NotNegative})
     pair = pair_to_train(cfg)
-    module, held_out = Streaming(pair.draft, cfg.streams, cfg.stream_weight), held_out_batches(cfg, pair)
+    draft = draft_of(pair)
+    module, held_out = Streaming(draft, cfg.streams, cfg.stream_weight), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
-        right, of = sum(module.right(batch) for batch in held_out).unbind(1)
+        right, of = torch.stack([module.right(batch) for batch in held_out]).sum(0).unbind(1)
         return {f"held_out_right_{1 + j}": share for j, share in enumerate((right / of).tolist())}
 
     def save(out: Path, figures: dict[str, float]) -> None:
-        save_model(pair.draft, pair, cfg, out)
-        save_streams(module.streams.detach().to(pair.draft.dtype), out)
+        save_model(draft, pair, cfg, out)
+        save_streams(module.streams.detach().to(draft.dtype), out)
 
     return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 

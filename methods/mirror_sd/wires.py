@@ -1,7 +1,8 @@
-"""Between the target's side and the draft's: messages of a few numbers, and where what they speak of lies.
+"""Between the target's side and the draft's: messages of a few numbers, and the tensors that they refer to.
 
 Nothing is pickled on the way: the two sides hold the same tensors (of a process: in shared memory), and a semaphore
-counts the messages in each direction. Raising and lowering it is also the barrier behind which the contents are seen.
+counts the messages in each direction. Raising and lowering it is also the memory barrier behind which contents are
+visible.
 """
 
 from __future__ import annotations
@@ -9,21 +10,33 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import multiprocessing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RING = 8  # messages that may be on their way; neither side is ever more than a few ahead
 NAP = 0.5  # seconds between two looks at whether the other side still lives
 LOOKS = 200  # looks in a row before other work on this core gets a chance
 
 
+Marked = tuple[torch.Tensor, torch.cuda.Event | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """kind: the sender's business; numbers: up to four whole ones; seconds: up to five; sent: when, by the clock that
-    all processes of a machine share."""
+    """One message.
+
+    Attributes:
+        kind: an `Ask` or a `Say`.
+        numbers: up to four whole ones.
+        seconds: up to five.
+        sent: when, by the clock that all processes of a machine share.
+    """
 
     kind: int
     numbers: tuple[int, ...]
@@ -31,11 +44,27 @@ class Message:
     sent: float
 
 
-class Box:
-    """Messages in one direction. shared: between processes. spins: whether its receiver may look again and again
-    instead of sleeping: microseconds instead of tens of them, at the cost of a core."""
+class Semaphore(Protocol):
+    """Of a thread or of a process."""
 
-    def __init__(self, semaphore, shared: bool = False, spins: bool = False):
+    def acquire(self, block: bool = True, timeout: float | None = None, /) -> bool:
+        """Lowers it; False if that was not possible in time (s)."""
+
+    def release(self) -> None:
+        """Raises it."""
+
+
+class Box:
+    """Messages in one direction.
+
+    Args:
+        semaphore: counts the messages that have arrived.
+        shared: between processes.
+        spins: whether the receiver may poll instead of sleeping: microseconds instead of tens of them, at the cost of a
+            core.
+    """
+
+    def __init__(self, semaphore: Semaphore, shared: bool = False, spins: bool = False):
         self.arrived, self.spins = semaphore, spins
         self.numbers = torch.zeros(RING, 5, dtype=torch.int64)
         self.seconds = torch.zeros(RING, 6, dtype=torch.float64)
@@ -45,6 +74,7 @@ class Box:
         self._sent = self._taken = 0  # each used on one side alone
 
     def put(self, kind: int, *numbers: int, seconds: tuple[float, ...] = ()) -> None:
+        """Sends a message; the arguments are the fields of `Message`."""
         place = self._sent % RING
         self._sent += 1
         self.numbers[place, : 1 + len(numbers)] = torch.tensor([kind, *numbers])
@@ -53,9 +83,16 @@ class Box:
         self.arrived.release()
 
     def take(self, alive: Callable[[], bool], patience: float | None = None, awake: bool = True) -> Message:
-        """The next message. Raises EOFError when nobody is alive to send one, TimeoutError after `patience` seconds.
+        """Waits for the next message.
 
-        awake: whether to spin, if that is allowed at all.
+        Args:
+            alive: whether the sender still lives.
+            patience: seconds to wait; None: for ever.
+            awake: whether to spin, if that is allowed at all.
+
+        Raises:
+            EOFError: no sender is alive.
+            TimeoutError: none came in time.
         """
         deadline = None if patience is None else time.perf_counter() + patience
         while not self._wait(awake and self.spins):
@@ -87,10 +124,15 @@ class Box:
 
 
 class ProcessWire:
-    """For two processes of one machine whose models lie on the CPU.
+    """For two processes of one machine whose models are on the CPU.
 
-    longest: tokens of a prompt; depth: of a draft; width: of the target's states; rows: of the draft's distributions, 0
-    when none are handed over. spins: as in `Box`; not where both sides share a core.
+    Args:
+        longest: tokens of a prompt at most.
+        depth: tokens of a draft at most.
+        width: of the target's states.
+        rows: width of the draft's distributions; 0 when none are handed over.
+        dtype: of the target's states.
+        spins: as in `Box`; not where both sides share a core.
     """
 
     def __init__(
@@ -105,73 +147,98 @@ class ProcessWire:
         self._reason = torch.zeros(512, dtype=torch.uint8).share_memory_()
 
     def put_prompt(self, prompt: torch.Tensor) -> None:
+        """Hands a prompt [n] to the draft's side."""
         self._prompt[: prompt.shape[0]] = prompt
 
     def prompt(self, n: int) -> torch.Tensor:
+        """The last prompt, [n]."""
         return self._prompt[:n].clone()
 
     def put_states(self, states: torch.Tensor) -> None:
+        """Hands exit states [n, d] to the draft's side."""
         self._states[: states.shape[0]] = states
 
     def states(self, n: int) -> torch.Tensor:
+        """The last exit states, [n, d]."""
         return self._states[:n]
 
     def put_draft(self, tokens: torch.Tensor, probs: torch.Tensor | None) -> None:
+        """Hands a draft [n] and its distributions [n, rows] to the target's side."""
         self._tokens[: tokens.shape[0]] = tokens
         if probs is not None:
             self._probs[: probs.shape[0]] = probs
 
     def draft(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The last draft; its distributions are of no use if it was not drawn."""
+        """The last draft [n], and distributions [n, rows], which mean nothing if it was not drawn."""
         return self._tokens[:n].clone(), self._probs[:n].clone() if self._probs.shape[0] else None
 
     def put_reason(self, text: str) -> None:
+        """Hands over why the draft's side failed."""
         data = bytearray(text.encode()[: self._reason.shape[0]])
         self._reason[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
 
     def reason(self) -> str:
+        """Why the draft's side failed."""
         return bytes(self._reason.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 class ThreadWire:
-    """For two threads of one process. On CUDA each works on a stream of its own: what is handed over comes with an
-    event that the other stream waits for, and no thread waits for a device."""
+    """For two threads of one process.
+
+    On CUDA each works on a stream of its own: what is handed over comes with an event that the other stream waits for,
+    and no thread waits for a device.
+
+    Args:
+        device: the draft model's.
+    """
 
     def __init__(self, device: torch.device):
         self.requests, self.replies = Box(threading.Semaphore(0)), Box(threading.Semaphore(0))
-        self.device = device  # the draft's
+        self.device = device
         self._copying: dict[torch.device, torch.cuda.Stream] = {}
-        self._prompt = self._states = self._tokens = self._probs = None
+        self._prompt: Marked
+        self._states: Marked
+        self._tokens: Marked
+        self._probs: Marked | None
         self._text = ""
 
     def put_prompt(self, prompt: torch.Tensor) -> None:
+        """Hands a prompt [n] to the draft's side."""
         self._prompt = _marked(prompt)
 
     def prompt(self, n: int) -> torch.Tensor:
+        """The last prompt, [n]."""
         return _taken(self._prompt, self.device, self._copying)
 
     def put_states(self, states: torch.Tensor) -> None:
+        """Hands exit states [n, d] to the draft's side."""
         self._states = _marked(states)
 
     def states(self, n: int) -> torch.Tensor:
+        """The last exit states, [n, d]."""
         return _taken(self._states, self.device, self._copying)
 
     def put_draft(self, tokens: torch.Tensor, probs: torch.Tensor | None) -> None:
+        """Hands a draft [n] and its distributions [n, rows] to the target's side."""
         self._tokens = _marked(tokens)
         self._probs = None if probs is None else _marked(probs)
 
     def draft(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The last draft [n], and its distributions [n, rows] if it was drawn."""
         probs = None if self._probs is None else _taken(self._probs, None, self._copying)
         return _taken(self._tokens, None, self._copying), probs
 
     def put_reason(self, text: str) -> None:
+        """Hands over why the draft's side failed."""
         self._text = text
 
     def reason(self) -> str:
+        """Why the draft's side failed."""
         return self._text
 
 
-def _marked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+def _marked(tensor: torch.Tensor) -> Marked:
+    """A tensor with the event behind which it is complete; None on a CPU."""
     if tensor.device.type != "cuda":
         return tensor, None
     event = torch.cuda.Event()
@@ -179,16 +246,21 @@ def _marked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None
     return tensor, event
 
 
-def _taken(marked: tuple, device: torch.device | None, copying: dict) -> torch.Tensor:
-    """The tensor, on `device` (None: where it is), usable on the current stream.
+def _taken(
+    marked: Marked, device: torch.device | None, copying: dict[torch.device, torch.cuda.Stream]
+) -> torch.Tensor:
+    """The tensor, usable on the current stream.
 
-    copying: a stream for each device that is copied from. The device's own stream would copy too late: behind all that
-    is queued there, such as the rest of the target's pass.
+    Args:
+        marked: as `_marked` gives it.
+        device: where it is wanted; None: where it is.
+        copying: a stream for each device that is copied from. The device's own stream would copy too late: behind all
+            that is queued there, such as the rest of the target's pass.
     """
     tensor, event = marked
     if event is None:
         return tensor if device is None else tensor.to(device)
-    if device in (None, tensor.device):
+    if device is None or device == tensor.device:
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(event)
         tensor.record_stream(stream)

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from omegaconf import DictConfig
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
 
 from methods.training import (
     CHUNK,
@@ -36,6 +34,12 @@ from specbench.errors import UserError, one_line_errors
 from specbench.pairs import cut, load_pair
 from specbench.values import Count, check_all
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+    from transformers import PreTrainedModel
+
 
 class Sorted(torch.nn.Module):
     """batch -> mean over the exits of the weighted sum of the text's cross-entropies, in one forward pass."""
@@ -46,6 +50,7 @@ class Sorted(torch.nn.Module):
         self._norm = (Target(model).norm,)  # in a tuple: it is registered as a part of the model already
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        """The mean [] over the exits of the weighted sums of the cross-entropies of a batch."""
         weights, goals = batch["loss_weight"][:, 1:], batch["input_ids"][:, 1:]
         weights, goals = weights[weights > 0], goals[weights > 0]
         total = torch.zeros((), device=weights.device)

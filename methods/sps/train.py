@@ -7,11 +7,9 @@ computed on the fly. It starts from the pair's draft model or another one of the
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from omegaconf import DictConfig
-from transformers import PreTrainedModel
 
 from methods.training import (
     SETTINGS,
@@ -27,7 +25,14 @@ from methods.training import (
 )
 from specbench.compose import with_hydra
 from specbench.errors import one_line_errors
+from specbench.pairs import draft_of
 from specbench.values import check_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+    from transformers import PreTrainedModel
 
 
 class Distillation(torch.nn.Module):
@@ -39,6 +44,7 @@ class Distillation(torch.nn.Module):
         self._teacher = (target,)  # in a tuple: no part of this module, neither trained nor saved
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        """The weighted sum [] of the cross-entropies of a batch."""
         student, teacher = self.states(batch)
         return soft_cross_entropy(student, self.draft.lm_head, teacher, self._teacher[0].lm_head, batch)
 
@@ -52,20 +58,22 @@ class Distillation(torch.nn.Module):
         """First choices [n] of draft and target before each token that the assistant says."""
         heads = (self.draft.lm_head, self._teacher[0].lm_head)
         states = self.states(batch)
-        return tuple(head(predicting(s, batch, 1.0)).argmax(-1) for head, s in zip(heads, states))
+        own, teacher = (head(predicting(s, batch, 1.0)).argmax(-1) for head, s in zip(heads, states))
+        return own, teacher
 
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_sps.yaml) and returns the folder of the finished draft model."""
     check_all(cfg, SETTINGS)
     pair = pair_to_train(cfg)
-    module, held_out = Distillation(pair.draft, pair.target), held_out_batches(cfg, pair)
+    draft = draft_of(pair)
+    module, held_out = Distillation(draft, pair.target), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
         return {"held_out_agreement": agreement(module.choices, held_out)}
 
     def save(out: Path, figures: dict[str, float]) -> None:
-        save_model(pair.draft, pair, cfg, out)
+        save_model(draft, pair, cfg, out)
 
     return train_part(module, batches(cfg, pair), evaluate, save, cfg)
 

@@ -12,11 +12,9 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from methods.vocab_trim.vocab_map import rank, save_vocab_map
@@ -27,8 +25,13 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
-from specbench.pairs import Pair, load_pair
+from specbench.pairs import Pair, draft_of, load_pair
 from specbench.values import Count, Seed, Temperature, check_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omegaconf import DictConfig
 
 SOURCES = ("raw_text", "draft_generated", "target_generated")
 SETTINGS = {
@@ -40,13 +43,13 @@ SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
 def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) -> Iterator[list[int]]:
-    """Endless answers as token ids: as they stand in the conversations, or as a model of the pair gives them."""
+    """Endless answers as token ids: those of the conversations, or those of a model of the pair."""
     texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
     turns = ((c[:i], m["content"]) for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
     if source == "raw_text":
         yield from (pair.tokenizer.encode(text, add_special_tokens=False) for _, text in turns)
         return
-    model = pair.draft if source == "draft_generated" else pair.target
+    model = draft_of(pair) if source == "draft_generated" else pair.target
     engine = Engine(Target(model, pair.vocab_size), Drafter(), pair.stop_ids, pair.context_length)
     for number, (messages, _) in enumerate(turns):
         prompt = pair.prompt_ids(messages)

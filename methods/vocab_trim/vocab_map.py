@@ -10,29 +10,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from specbench.errors import UserError
 from specbench.questions import packaged
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedTokenizerBase
+
+    from specbench.pairs import Pair
+
 FILE = "vocab_map.json"
 
 
-def tokenizer_checksum(tokenizer) -> str:
+def tokenizer_checksum(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 over every token and its id."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
-def always_kept(tokenizer, stop_ids: frozenset[int]) -> list[int]:
-    """Tokens that frequency has no say in: stop tokens, and whatever the tokenizer marks as special or added (chat
-    roles, tools, thinking). Without them a draft could never end an answer."""
+def always_kept(tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]) -> list[int]:
+    """Ids that are kept whatever their frequency: stop tokens, and those the tokenizer marks as special or added.
+
+    Added ones are chat roles, tools, thinking. Without them a draft could never end an answer.
+    """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return sorted({*stop_ids, *tokenizer.all_special_ids, *added})
 
 
-def rank(counts: Mapping[int, int], tokenizer, stop_ids: frozenset[int]) -> list[list]:
+def rank(
+    counts: Mapping[int, int], tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]
+) -> list[list]:
     """Rows [id, count, token]: the always kept ones, then by count, equal counts by id. Only ids that were seen."""
     forced = always_kept(tokenizer, stop_ids)
     seen = sorted((i for i in counts if i not in set(forced)), key=lambda i: (-counts[i], i))
@@ -40,7 +51,9 @@ def rank(counts: Mapping[int, int], tokenizer, stop_ids: frozenset[int]) -> list
     return [[i, counts.get(i, 0), token] for i, token in zip(order, tokenizer.convert_ids_to_tokens(order))]
 
 
-def save_vocab_map(folder: str | Path, rows: list[list], tokenizer, **facts) -> Path:
+def save_vocab_map(
+    folder: str | Path, rows: list[list], tokenizer: PreTrainedTokenizerBase, **facts: Any
+) -> Path:
     """Writes a map, one row a line."""
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,11 +63,18 @@ def save_vocab_map(folder: str | Path, rows: list[list], tokenizer, **facts) -> 
     return path
 
 
-def kept_ids(source: str | Path, pair, size: int | None) -> list[int]:
-    """Ids of the first `size` rows (None: all) of the map in folder `source`, ascending.
+def kept_ids(source: str | Path, pair: Pair, size: int | None) -> list[int]:
+    """Ids that a head trimmed by a vocabulary map keeps, ascending.
 
-    Raises UserError for a map that is missing or broken, was made for another tokenizer, or whose special tokens
-    alone do not fit into `size`. A size beyond the map keeps, after its rows, the lowest ids it does not list.
+    Args:
+        source: folder of the map.
+        pair: whose tokenizer the map must be made for.
+        size: so many of the map's rows; None for all. A size beyond the map keeps, after its rows, the lowest ids that
+            it does not list.
+
+    Raises:
+        UserError: the map is missing or broken, was made for another tokenizer, or its special tokens alone do not fit
+            into `size`.
     """
     path = packaged(source) / FILE
     if not path.is_file():

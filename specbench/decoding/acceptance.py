@@ -10,18 +10,27 @@ sampling walk tries the children of a node one after the other (SpecInfer, Miao 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.draft import Draft
 from specbench.decoding.sampling import Decoding, invert, likeliest
 from specbench.decoding.target import ancestors
+
+if TYPE_CHECKING:
+    from specbench.decoding.draft import Draft
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """count: [] draft tokens kept. next: [] the target's token that follows them. path: for a tree [k], of which the
-    first `count` are the indices of the kept nodes from the root down; None for a chain."""
+    """The outcome of one verification.
+
+    Attributes:
+        count: [] draft tokens kept; for a batch [b].
+        next: [] the target's token that follows them; for a batch [b].
+        path: for a tree [k], of which the first `count` are the indices of the kept nodes from the root down; None for
+            a chain.
+    """
 
     count: torch.Tensor
     next: torch.Tensor
@@ -31,7 +40,14 @@ class Accepted:
 def accept(
     logits: torch.Tensor, draft: Draft, decoding: Decoding, generator: torch.Generator | None
 ) -> Accepted:
-    """Applies the rule that fits. logits: [1 + k, vocab] after the pending token and each draft token."""
+    """Applies the rule that fits the draft and the decoding.
+
+    Args:
+        logits: [1 + k, vocab] after the pending token and each draft token.
+        draft: k tokens, a chain or a tree.
+        decoding: how tokens are chosen.
+        generator: to draw with; None when greedy.
+    """
     if draft.parents is not None:
         if decoding.greedy:
             return greedy_tree(likeliest(logits), draft.tokens, draft.parents)
@@ -51,20 +67,31 @@ def accept_rows(
     decoding: Decoding,
     uniforms: torch.Tensor | None,
 ) -> Accepted:
-    """The rule for b sequences at once. logits: [b, 1 + k, vocab]; drafted: [b], how many of its k tokens each row has
-    really drafted. uniforms: when sampling, two numbers in [0, 1) for each position, [b, 1 + k, 2]: one to accept
-    with, one to draw the token that follows with."""
+    """Applies the rule for b sequences at once.
+
+    Args:
+        logits: [b, 1 + k, vocab] after the pending token and each draft token of each sequence.
+        draft: tokens [b, k], a chain each.
+        drafted: [b], how many of its k tokens each sequence has really drafted.
+        decoding: how tokens are chosen.
+        uniforms: when sampling, two numbers in [0, 1) for each position, [b, 1 + k, 2]: one to accept with, one to draw
+            the token that follows with.
+    """
     live = torch.arange(draft.tokens.shape[1], device=drafted.device) < drafted.unsqueeze(1)
     if decoding.greedy:
         return greedy_chain(likeliest(logits), draft.tokens, live)
-    count, rest = sampled_chain(decoding.probs(logits), draft.tokens, draft.probs, uniforms[:, :-1, 0], live)
-    return Accepted(count, invert(rest, uniforms[..., 1].gather(1, count.unsqueeze(1)).squeeze(1)))
+    accepting, drawing = uniforms.unbind(-1)  # type: ignore[union-attr] # None only where decoding is greedy
+    count, rest = sampled_chain(decoding.probs(logits), draft.tokens, draft.probs, accepting[:, :-1], live)
+    return Accepted(count, invert(rest, drawing.gather(1, count.unsqueeze(1)).squeeze(1)))
 
 
 def greedy_chain(choices: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor | None = None) -> Accepted:
-    """choices: [..., k + 1] the target's own tokens; tokens: [..., k]. Rows of a batch are independent.
+    """Accepts draft tokens while each equals the target's own choice. Sequences of a batch are independent.
 
-    live: [..., k], which of the tokens were drafted at all; None for all of them.
+    Args:
+        choices: [..., k + 1] the target's own tokens.
+        tokens: [..., k] the draft.
+        live: [..., k], which of the tokens were drafted at all; None for all of them.
     """
     fits = choices[..., :-1] == tokens
     count = (fits if live is None else fits & live).cumprod(-1).sum(-1)
@@ -78,10 +105,17 @@ def sampled_chain(
     uniforms: torch.Tensor,
     live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """probs: [..., k + 1, vocab]; tokens, uniforms: [..., k]; draft_probs: [..., k, vocab], None for certain tokens.
-    live: as in `greedy_chain`.
+    """Accepts draft tokens by speculative sampling.
 
-    Returns the kept count [...] and the (unnormalised) distribution [..., vocab] of the token that follows.
+    Args:
+        probs: [..., k + 1, vocab] the target's distributions.
+        tokens: [..., k] the draft.
+        draft_probs: [..., k, vocab] the distributions the tokens were drawn from; None for certain tokens.
+        uniforms: [..., k] numbers in [0, 1) to accept with.
+        live: as in `greedy_chain`.
+
+    Returns:
+        The kept count [...] and the (unnormalised) distribution [..., vocab] of the token that follows.
     """
     k, index = tokens.shape[-1], tokens.unsqueeze(-1)
     p = probs[..., :-1, :].gather(-1, index).squeeze(-1)
@@ -121,7 +155,13 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def greedy_tree(choices: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Accepted:
-    """choices: [k + 1], the target's token after the pending token and after each node; tokens, parents: [k]."""
+    """Accepts the longest path of a tree on which every node equals the target's own choice.
+
+    Args:
+        choices: [k + 1], the target's token after the pending token and after each node.
+        tokens: [k] the nodes.
+        parents: [k], as in `Draft`.
+    """
     k = tokens.shape[0]
     on_path = ancestors(parents)
     fits = choices[parents + 1] == tokens
@@ -136,12 +176,13 @@ def greedy_tree(choices: torch.Tensor, tokens: torch.Tensor, parents: torch.Tens
 
 
 def sampled_tree(probs: torch.Tensor, draft: Draft, generator: torch.Generator | None) -> Accepted:
-    """The walk down a tree while sampling; probs: [k + 1, vocab].
+    """Walks down a tree while sampling; probs: [k + 1, vocab] the target's distributions.
 
     With `draft.probs` a node's children must be independent draws from the distribution there ([k, vocab], one row a
     node: the distribution it was drawn from); without, they are distinct certain tokens. Each rejected child takes
     its share out of p before the next one is tried.
     """
+    assert draft.parents is not None  # of a tree
     parents, tokens = draft.parents.tolist(), draft.tokens.tolist()
     path: list[int] = []
     node = -1

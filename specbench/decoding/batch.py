@@ -1,31 +1,43 @@
 """The draft-verify-commit loop for many sequences at once.
 
-The rows of a batch have different lengths, caps and stop tokens; they join when there is room and leave when they are
-done. Two parts can be swapped: the drafter, which proposes tokens for every row, and the scheduler, which says who
-runs when and how the rows lie in memory. Plain batched decoding is this loop with a drafter that drafts nothing.
+The sequences of a batch have different lengths, caps and stop tokens; they join when there is room and leave when they
+are done. Two components can be swapped: the drafter, which proposes tokens for every sequence, and the scheduler, which
+chooses the sequences of each round and their layout in memory. Plain batched decoding is this loop with a drafter that
+drafts nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.acceptance import accept_rows
+from specbench.decoding.acceptance import Accepted, accept_rows
 from specbench.decoding.draft import Draft, Drafter
 from specbench.decoding.engine import CACHE_STEP, check_fits, that_count
 from specbench.decoding.rows import Ragged, span
 from specbench.decoding.sampling import Decoding, all_drawn
-from specbench.decoding.target import Target
-from specbench.decoding.trace import Clock, Generation, Step
+from specbench.decoding.trace import Clock, Generation, Mark, Step
 from specbench.errors import UserError, at_least
 from specbench.values import Count
+
+if TYPE_CHECKING:
+    from specbench.decoding.kv_cache import RowCache
+    from specbench.decoding.target import Target
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to decode: as the arguments of `Engine.generate`. stop_ids: in place of the engine's."""
+    """One sequence to decode; as the arguments of `Engine.generate`.
+
+    Attributes:
+        prompt: token ids.
+        decoding: how tokens are chosen, and how many at most.
+        seed: of the sampling.
+        stop_ids: in place of the engine's; None for those.
+    """
 
     prompt: list[int]
     decoding: Decoding
@@ -35,11 +47,17 @@ class Request:
 
 @dataclass(slots=True)
 class Row:
-    """A sequence in the batch, as the host sees it.
+    """A sequence of the batch, on the host.
 
-    place: its index in the input. length: known tokens, the pending one included. waited: rounds in a row in which a
-    younger row ran and it did not. rounds: (round, place in the batch, drafted, accepted, emitted) for each round that
-    it took part in.
+    Attributes:
+        place: its index in the input.
+        request: what to decode.
+        stop_ids: token ids that end it.
+        length: known tokens, the pending one included.
+        out: new tokens.
+        waited: rounds in a row in which a younger sequence ran and it did not.
+        rounds: (round, slot in the batch, drafted, accepted, emitted) for each round that it took part in.
+        prefill: marks in time around its prefill.
     """
 
     place: int
@@ -48,8 +66,8 @@ class Row:
     length: int
     out: list[int] = field(default_factory=list)
     waited: int = 0
-    rounds: list[tuple] = field(default_factory=list)
-    prefill: tuple = ()
+    rounds: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    prefill: tuple[Mark, ...] = ()
 
     @property
     def left(self) -> int:
@@ -58,18 +76,25 @@ class Row:
 
     @property
     def done(self) -> bool:
+        """Whether it has ended, by a stop token or at its cap."""
         return self.out[-1] in self.stop_ids or self.left == 0
 
 
 @dataclass(slots=True)
 class Rows:
-    """What a drafter sees of a round: the b running rows, which are the first of every buffer.
+    """A drafter's input in one round: the b running sequences, which are the first of every buffer.
 
-    tokens: [rows, capacity] on the device. known: [b] their lengths, the pending token included. limits: [b] the
-    longest draft that each can still use; max_draft: the largest of them. reach: the largest length. layout: of the
-    target's cache. uniforms: [rows, capacity, 3] numbers in [0, 1) of each row's own, by position: to draft with, to
-    accept with, to draw with; None when greedy. A number decides one token only, at its own position: so what a row
-    says depends on its seed alone, and not on when or beside whom it runs.
+    Attributes:
+        tokens: [rows, capacity] on the device.
+        known: [b] lengths, the pending token included.
+        limits: [b] the longest draft that each can still use.
+        max_draft: the largest of them.
+        reach: the largest length.
+        decoding: how tokens are chosen.
+        layout: of the target's cache.
+        uniforms: [rows, capacity, 3] numbers in [0, 1) by sequence and position: to draft with, to accept with, to draw
+            with; None when greedy. Each is bound to one token position, so that a sequence's samples depend on its seed
+            alone, and not on batch composition or scheduling.
     """
 
     tokens: torch.Tensor
@@ -82,11 +107,11 @@ class Rows:
     uniforms: torch.Tensor | None = None
 
     def newest(self, n: int) -> torch.Tensor:
-        """[b, n] the last n known tokens of each row; in front of a shorter one its first token again."""
+        """[b, n] the last n known tokens of each sequence, a shorter one padded with its first token in front."""
         return self.tokens[: self.known.shape[0]].gather(1, span(self.known - n, n).clamp(min=0))
 
     def draws(self, offset: int, use: int = 0) -> torch.Tensor | None:
-        """[b] numbers to draw the token `offset` places behind the pending one with."""
+        """[b] numbers to draw the token `offset` positions behind the pending one with; None when greedy."""
         if self.uniforms is None:
             return None
         b = self.known.shape[0]
@@ -95,50 +120,74 @@ class Rows:
 
 @dataclass(slots=True)
 class Round:
-    """What the steps of a round have in common; as in `Step`, but for exits: [rows, k] on the device."""
+    """What the steps of a round have in common: as in `Step`.
+
+    exits: [rows, k] on the device. marks: in time, around aligning, drafting, verification and the rest.
+    """
 
     rows: int
     grouped: bool | None
     draft_bytes: int
     target_bytes: int
     exits: torch.Tensor | None
-    marks: tuple
+    marks: tuple[Mark, ...]
 
 
 class Scheduler:
-    """Who runs when: every row as long as it lives, a new one at once in the place of one that ends; each with an end
-    of its own in memory (`Ragged`).
+    """Chooses the sequences of each round.
 
-    batch_size: rows in a round. token_budget: the most tokens of a verification pass, all rows together; drafts are cut
-    to it by the batch size (not by how many rows happen to run), so that what a row drafts does not depend on others.
-    None: no limit.
+    This one runs every sequence until it ends, and a new one takes its slot at once. Each has an end of its own in
+    memory (`Ragged`).
+
+    Args:
+        batch_size: sequences in a round.
+        token_budget: the most tokens of a verification pass, all sequences together; None: no limit. Drafts are cut to
+            it by the batch size, not by how many sequences happen to run, so that a draft does not depend on others.
     """
 
     def __init__(self, batch_size: Count, token_budget: Count | None = None):
         self.batch_size = batch_size
         self.rows = batch_size  # sequences that are held at once
-        self.longest_draft = None
+        self.longest_draft: int | None = None
         if token_budget is not None:
             at_least(batch_size, token_budget=token_budget)  # every row has its pending token verified
             self.longest_draft = token_budget // batch_size - 1
-        # For a scheduler that groups: whether the rows that it has chosen are of one length.
+        # For a scheduler that groups: whether the sequences that it has chosen are of one length.
         self.grouped: bool | None = None
 
-    def layout(self, cache) -> Ragged:
-        """How the rows lie in a new cache."""
+    def layout(self, cache: RowCache) -> Ragged:
+        """The layout of the sequences in a new cache."""
         return Ragged(cache)
 
     def joining(self, held: int) -> int:
-        """How many waiting rows may be prefilled now, when `held` are in memory."""
+        """How many waiting sequences may be prefilled now, when `held` are in memory."""
         return self.rows - held
 
     def choose(self, held: list[Row]) -> list[int]:
-        """Which of the held rows run in this round, `batch_size` at most; those that ran last stand first."""
+        """Indices of the held sequences that run in this round, `batch_size` at most.
+
+        held: in memory, those that ran in the last round first.
+        """
         return list(range(min(self.batch_size, len(held))))
 
 
 class BatchEngine:
-    """Decodes many sequences with a target, a drafter and a scheduler; buffers are kept between calls."""
+    """Decodes many sequences with a target, a drafter and a scheduler; buffers are kept between calls.
+
+    Args:
+        target: the model that verifies.
+        drafter: proposes tokens; the base class for plain decoding.
+        scheduler: chooses the sequences of each round.
+        stop_ids: token ids that end an answer.
+        context_length: positions that a sequence may take; None for the target's.
+
+    Raises:
+        UserError: the drafter cannot batch.
+    """
+
+    _layout: Ragged
+    _tokens: torch.Tensor
+    _uniforms: torch.Tensor | None
 
     def __init__(
         self,
@@ -154,16 +203,24 @@ class BatchEngine:
         self.stop_ids = stop_ids
         self.context_length = context_length or target.config.max_position_embeddings
         self.clock = Clock(target.device)
-        self._cache = None
+        self._cache: RowCache | None = None
 
     @torch.inference_mode()
     def generate(self, requests: list[Request]) -> list[Generation]:
-        """Decodes every request to its end; the answers come in the order of the requests.
+        """Decodes every request to its end.
 
-        What rows have in common is shared: a row's seconds are its prefill and, of every round, one part in as many as
-        rows ran; so the seconds of all rows add up to the time of the call, but for some bookkeeping in between. Raises
-        UserError if the context cannot hold a request, when their temperatures differ, or when a token cannot be drawn
-        because logits are not finite.
+        The seconds of a sequence are its prefill and an equal share of every round that it took part in: so the seconds
+        of all sequences add up to the time of the call, but for some bookkeeping in between.
+
+        Args:
+            requests: sequences to decode, at one temperature.
+
+        Returns:
+            The answers in the order of the requests.
+
+        Raises:
+            UserError: the context cannot hold a request, their temperatures differ, or a token cannot be drawn because
+                logits are not finite.
         """
         if not requests:
             return []
@@ -176,7 +233,9 @@ class BatchEngine:
             Row(place, request, self.stop_ids if request.stop_ids is None else request.stop_ids, 0)
             for place, request in enumerate(requests)
         )
-        rows, held, rounds = [*waiting], [], []
+        rows = [*waiting]
+        held: list[Row] = []
+        rounds: list[Round] = []
         while waiting or held:
             self._admit(waiting, held)
             if all(row.done for row in held):
@@ -205,15 +264,16 @@ class BatchEngine:
         grouped = scheduler.grouped
         arranged = clock.mark()
         numbers = torch.tensor([[row.length for row in running], limits]).to(self.target.device)
+        known, longest = numbers.unbind(0)
         reach = max(row.length for row in running)
         decoding = running[0].request.decoding
-        rows = Rows(self._tokens, *numbers, max(limits), reach, decoding, layout, self._uniforms)
+        rows = Rows(self._tokens, known, longest, max(limits), reach, decoding, layout, self._uniforms)
         draft = self.drafter.draft_rows(rows) if max(limits) else Draft(self._tokens[:b, :0])
         drafted = clock.mark()
         k = draft.tokens.shape[1]
-        counts = numbers[1].clamp(max=k) if draft.counts is None else draft.counts.minimum(numbers[1])
-        places = layout.places(numbers[0] - 1, 1 + k, reach + k)
-        logits = self.target.verify_rows(rows.newest(1), draft, self._cache, places)
+        counts = longest.clamp(max=k) if draft.counts is None else draft.counts.minimum(longest)
+        places = layout.places(known - 1, 1 + k, reach + k)
+        logits = self.target.verify_rows(rows.newest(1), draft, layout.cache, places)
         verified = clock.mark()
         verdict = accept_rows(logits, draft, counts, rows.decoding, self._draws(rows, k))
         self._settle(running, rows, draft, counts, verdict, number)
@@ -244,7 +304,15 @@ class BatchEngine:
         longest = self.scheduler.longest_draft
         return limit if longest is None else min(limit, longest)
 
-    def _settle(self, running: list[Row], rows: Rows, draft: Draft, counts, verdict, number: int) -> None:
+    def _settle(
+        self,
+        running: list[Row],
+        rows: Rows,
+        draft: Draft,
+        counts: torch.Tensor,
+        verdict: Accepted,
+        number: int,
+    ) -> None:
         """Brings rows, buffers and layout up to what was accepted."""
         b, k = draft.tokens.shape
         steps = torch.arange(1 + k, device=counts.device)
@@ -321,7 +389,8 @@ class BatchEngine:
                 self._cache is not None
             ):  # what has grown once does not shrink, or two kinds of calls would take turns
                 capacity, rows = max(capacity, self._cache.capacity), max(rows, self._cache.rows)
-            self._cache = self._layout = None  # given back before what is larger is asked for
+            self._cache = None  # given back before what is larger is asked for; the layout holds it, too
+            vars(self).pop("_layout", None)
             capacity = -(-capacity // CACHE_STEP) * CACHE_STEP
             cache = self.target.new_rows(rows, capacity)
             self._tokens = torch.zeros(rows, capacity, dtype=torch.int64, device=self.target.device)

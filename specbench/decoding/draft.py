@@ -1,25 +1,29 @@
-"""What a drafter hands over (`Draft`), is told (`Context`) and needs (`Needs`), and the `Drafter` itself."""
+"""The interface of drafters: `Drafter`, its output (`Draft`), its input (`Context`), its requirements (`Needs`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Prefill, Target
-from specbench.decoding.trace import Beside
-
 if TYPE_CHECKING:
+    import torch
+    from omegaconf import DictConfig
+
     from specbench.decoding.batch import Rows
-    from specbench.decoding.kv_cache import RowCache
+    from specbench.decoding.kv_cache import KVCache, RowCache
+    from specbench.decoding.sampling import Decoding
+    from specbench.decoding.target import Prefill, Target
+    from specbench.decoding.trace import Beside
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Work on the target that the drafter has already done: its first `layer` layers, over the pending token and
-    every draft token. hidden: [1, 1 + drafted, hidden_size]."""
+    """The target's first layers, which the drafter has already run over the pending token and every draft token.
+
+    Attributes:
+        layer: how many layers were run.
+        hidden: [1, 1 + drafted, hidden_size] the states behind them; for a batch [b, 1 + k, hidden_size].
+    """
 
     layer: int
     hidden: torch.Tensor
@@ -27,17 +31,20 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens to verify.
+    """Tokens to verify; shapes are those of one sequence, with those of a batch of b sequences in brackets.
 
-    tokens: [k] int64. probs: [k, vocab] the distribution each token was drawn from, None when the tokens were chosen
-    without chance (greedy, prompt lookup): acceptance then treats each as certain under the drafter.
-    parents: None for a chain; for a tree [k], the index of each token's parent, -1 for the pending token; parents
-    stand before their children. bytes_read: weights read to make this draft. exits: for a drafter that can leave its
-    model at several depths, after how many layers it left for each token. beside: of a drafter that works beside the
-    target, how this draft came to be.
-
-    For a batch of b sequences tokens are [b, k], probs [b, k, vocab], hidden states [b, 1 + k, hidden_size], exits
-    [b, k], and counts [b] says how many of the k tokens each sequence has really drafted; None: all of them.
+    Attributes:
+        tokens: [k] ([b, k]) int64.
+        probs: [k, vocab] ([b, k, vocab]) the distribution each token was drawn from; None when the tokens were chosen
+            without chance (greedy, prompt lookup): acceptance then treats each as certain under the drafter.
+        parents: None for a chain; for a tree [k], the index of each token's parent, -1 for the pending token. Parents
+            stand before their children.
+        resume: None unless the drafter has already run the target's first layers.
+        bytes_read: bytes of weights read to make this draft.
+        exits: for a drafter that can leave its model at several depths, the number of layers that each token went
+            through: a tuple (a tensor [b, k]).
+        counts: for a batch [b], how many of the k tokens each sequence has really drafted; None: all of them.
+        beside: of a drafter that works during verification, how this draft came to be.
     """
 
     tokens: torch.Tensor
@@ -52,11 +59,16 @@ class Draft:
 
 @dataclass(slots=True)
 class Context:
-    """The state of one generation as a drafter sees it.
+    """The state of one generation, as drafters get it.
 
-    tokens: [capacity] int64 on the device, of which the first `length` are known; the last known one is pending: no
-    layer of the target has seen it; `following` is that token as the host knows it. max_draft: the longest draft that
-    can still be used.
+    Attributes:
+        tokens: [capacity] int64 on the device, of which the first `length` are known; the last known one is pending: no
+            layer of the target has processed it.
+        length: known tokens, the pending one included.
+        max_draft: the longest draft that can still be used.
+        decoding: how tokens are chosen.
+        generator: to draw with; None when greedy.
+        following: the pending token on the host.
     """
 
     tokens: torch.Tensor
@@ -79,9 +91,12 @@ class Context:
 class Needs:
     """What a drafter requires, as data, so that a combination is refused before a weight is loaded.
 
-    draft_model: a draft model in the pair. part: a trained part in the pair's `parts`, by that name; with `draft_model`
-    that part is the draft model, in place of the pair's own.
-    sampling: whether it can draft at temperature > 0. batching: whether it can serve more than one row.
+    Attributes:
+        draft_model: a draft model in the pair.
+        part: a trained part in the pair's `parts`, by that name; with `draft_model` that part is the draft model, in
+            place of the pair's own.
+        sampling: whether it can draft at temperature > 0.
+        batching: whether it can serve more than one sequence.
     """
 
     draft_model: bool = False
@@ -89,7 +104,7 @@ class Needs:
     sampling: bool = True
     batching: bool = False
 
-    def draft_of(self, pair_cfg) -> str | None:
+    def draft_of(self, pair_cfg: DictConfig) -> str | None:
         """The draft model that a pair's configuration has for this drafter, None if it has none or none is needed."""
         if not self.draft_model:
             return None
@@ -101,10 +116,13 @@ class Drafter:
 
     The base itself drafts nothing, which is plain autoregressive decoding.
 
-    taps: layers of the target whose input states the prefill must hand over. tree_nodes: the most nodes that a tree
-    of this drafter holds beyond its longest path (0: chains only). max_draft_tokens: the longest draft, which a drafter
-    that can batch must know. launch_layer: for a drafter that works beside the target, the number of layers whose
-    states it is launched with, while the target goes on through the others; `draft` then collects what came of it.
+    Attributes:
+        needs: what it requires.
+        taps: layers of the target whose input states the prefill must hand over.
+        tree_nodes: the most nodes that a tree of this drafter holds beyond its longest path (0: chains only).
+        max_draft_tokens: the longest draft; a drafter that can batch must set it.
+        launch_layer: for a drafter that works during verification, the number of layers whose states it is launched
+            with, while the target goes on through the others; `draft` then collects the result. None for others.
     """
 
     needs = Needs()
@@ -113,41 +131,58 @@ class Drafter:
     max_draft_tokens = 0
     launch_layer: int | None = None
 
-    def begin(self, context: Context, prefill: Prefill, target: Target, cache) -> None:
-        """A prompt was prefilled; its first new token is known and pending."""
+    def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
+        """Starts a generation: the prompt was prefilled, and its first new token is known and pending.
+
+        Args:
+            context: the state of the generation; the same object in every later call.
+            prefill: the prompt's logits, and hidden states of the `taps`.
+            target: the model that verifies.
+            cache: the target's, which holds the prompt.
+        """
 
     def draft(self, context: Context) -> Draft:
-        """Up to `context.max_draft` tokens to follow the pending one; an empty draft means plain decoding."""
+        """Drafts up to `context.max_draft` tokens to follow the pending one; an empty draft means plain decoding."""
         return Draft(context.tokens[:0])
 
     def launch(self, context: Context, draft: Draft, states: torch.Tensor) -> None:
-        """The verification of `draft` has reached `launch_layer`; states: [1 + k, d] of the pending token and the draft
-        tokens there. Work for the next draft can start now, beside the rest of the pass; this must not wait for it."""
+        """Starts work for the next draft, during the rest of the verification pass. It must not wait for that work.
+
+        Args:
+            context: the state of the generation, without what this verification will accept.
+            draft: the draft that is being verified.
+            states: [1 + k, d] of the pending token and the draft tokens at `launch_layer`.
+        """
 
     def commit(self, context: Context, accepted: int) -> None:
-        """`accepted` draft tokens and one token of the target joined the context, which is already up to date."""
+        """Notes that `accepted` draft tokens and one of the target joined the context, which is already up to date."""
 
     def end(self) -> None:
-        """The answer is complete, or was given up: nothing may go on working for it. Called at least once."""
+        """Stops all work for the current answer, which is complete or was given up. Called at least once per answer."""
 
     def close(self) -> None:
-        """Gives back what outlives an answer, such as processes; the drafter is of no use afterwards."""
+        """Releases what is kept between answers, such as processes. The drafter must not be used afterwards."""
 
     # -- the same for many sequences at once, for drafters with `needs.batching`
 
     def open_rows(self, rows: int, capacity: int, target: Target, cache: RowCache) -> None:
-        """From now on there are `rows` places for sequences of up to `capacity` tokens; cache: the target's."""
+        """Makes room for `rows` sequences of up to `capacity` tokens; cache: the target's."""
 
     def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target: Target) -> None:
-        """As `begin`, for the sequence that takes the place `row`; prompt: [1, n], without the pending token."""
+        """Starts the sequence in slot `row`, as `begin`; prompt: [1, n], without the pending token."""
 
     def draft_rows(self, rows: Rows) -> Draft:
-        """As `draft`, for the sequences in the first places; up to `rows.max_draft` tokens each."""
+        """Drafts for the running sequences, as `draft`; up to `rows.max_draft` tokens each."""
         return Draft(rows.tokens[: rows.known.shape[0], :0])
 
     def commit_rows(self, rows: Rows, accepted: torch.Tensor) -> None:
-        """`accepted` [b] draft tokens of each of them and one token of the target were kept; `rows` is as before."""
+        """Notes that `accepted` [b] draft tokens and one token of the target were kept; `rows` is as before."""
 
     def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
-        """What belongs to the places `sources` is copied to the places `destinations`, all at once. reach: a bound on
-        the lengths of the sequences there."""
+        """Copies all that belongs to the slots `sources` to the slots `destinations`, all at once.
+
+        Args:
+            sources: slots to copy from.
+            destinations: slots to copy to, as many.
+            reach: a bound on the lengths of the sequences there.
+        """

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.acceptance import accept
+from specbench.decoding.acceptance import Accepted, accept
 from specbench.decoding.draft import Context, Draft, Drafter
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target, ancestors
-from specbench.decoding.trace import Clock, Generation, Step
+from specbench.decoding.trace import Clock, Generation, Mark, Step
 from specbench.errors import UserError, at_least
+
+if TYPE_CHECKING:
+    from specbench.decoding.kv_cache import KVCache
+    from specbench.decoding.sampling import Decoding
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most questions
 
@@ -31,9 +36,15 @@ class Engine:
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], decoding: Decoding, seed: int = 0) -> Generation:
-        """Decodes after `prompt` (token ids) until a stop token or exactly `decoding.max_new_tokens` new tokens.
+        """Decodes after `prompt` until a stop token or exactly `decoding.max_new_tokens` new tokens.
 
-        seed: of the sampling; greedy decoding draws nothing. Raises UserError if the context cannot hold it all.
+        Args:
+            prompt: token ids.
+            decoding: how tokens are chosen, and how many at most.
+            seed: of the sampling; greedy decoding draws nothing.
+
+        Raises:
+            UserError: the context cannot hold it all.
         """
         check_fits(prompt, decoding, self.context_length)
         try:
@@ -69,11 +80,11 @@ class Engine:
             asked = context.max_draft > 0  # the last place belongs to the target alone
             draft = drafter.draft(context) if asked else nothing
             drafted = clock.mark()
-            exits = []
+            exits: list[Mark] = []
             at_exit = None
             if asked and drafter.launch_layer is not None:
 
-                def at_exit(states: torch.Tensor, draft=draft, exits=exits) -> None:
+                def at_exit(states: torch.Tensor, draft: Draft = draft, exits: list[Mark] = exits) -> None:
                     exits.append(clock.mark())
                     drafter.launch(context, draft, states)
 
@@ -97,7 +108,9 @@ class Engine:
             steps=[self._step(*r) for r in rounds],
         )
 
-    def _settle(self, verdict, draft: Draft, context: Context, cache) -> tuple[list[int], int]:
+    def _settle(
+        self, verdict: Accepted, draft: Draft, context: Context, cache: KVCache
+    ) -> tuple[list[int], int]:
         """Brings context and cache up to what was accepted; returns the new tokens and the accepted count."""
         k = draft.tokens.shape[0]
         parts = [verdict.count.view(1), verdict.next.view(1), draft.tokens]
@@ -120,21 +133,31 @@ class Engine:
         context.following = following
         return [*new, following], count
 
-    def _step(self, draft: Draft, accepted: int, emitted: int, marks: tuple, exits: list) -> Step:
+    def _step(
+        self, draft: Draft, accepted: int, emitted: int, marks: tuple[Mark, ...], exits: list[Mark]
+    ) -> Step:
         drafted = draft.tokens.shape[0]
         depth = drafted
         if draft.parents is not None:
             depth = int(ancestors(draft.parents).sum(1).max())
-        spans = [self.clock.seconds(a, b) for a, b in zip(marks, marks[1:])]
+        drafting, verifying, other = (self.clock.seconds(a, b) for a, b in pairwise(marks))
         layer = draft.resume.layer if draft.resume is not None else 0
-        target_bytes = self.target.pass_bytes(layer)
         return Step(
-            *(drafted, accepted, emitted, depth, *spans, draft.bytes_read, target_bytes, draft.exits),
+            drafted=drafted,
+            accepted=accepted,
+            emitted=emitted,
+            depth=depth,
+            draft_seconds=drafting,
+            verify_seconds=verifying,
+            other_seconds=other,
+            draft_bytes=draft.bytes_read,
+            target_bytes=self.target.pass_bytes(layer),
+            exits=tuple(draft.exits),
             exit_seconds=self.clock.seconds(marks[1], exits[0]) if exits else None,
             **({} if draft.beside is None else asdict(draft.beside)),
         )
 
-    def _empty_cache(self, capacity: int):
+    def _empty_cache(self, capacity: int) -> KVCache:
         if self._cache.capacity < capacity:
             self._cache = self.target.new_cache(-(-capacity // CACHE_STEP) * CACHE_STEP)
         self._cache.truncate(0)

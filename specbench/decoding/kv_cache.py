@@ -1,4 +1,4 @@
-"""The key/value caches, of one sequence and of many: the one file that speaks transformers' cache protocol.
+"""The key/value caches, of one sequence and of many: the one file that uses transformers' cache protocol.
 
 A decoder layer calls `update(keys, values, layer_idx)` and attends to what comes back. Everything lives in one
 preallocated tensor, so appending copies only the new rows, rolling back is an integer, and compacting an accepted
@@ -19,8 +19,15 @@ class KVCache:
     """Keys and values of attention layers for one sequence.
 
     `lengths[i]` positions of layer i are valid. Layers may hold different lengths while a drafter has run only the
-    first of them. devices: where each layer is; those that follow one another on one device share a tensor of `parts`,
-    [layers, 2, 1, kv_heads, capacity, head_dim].
+    first of them. `parts` are tensors [layers, 2, 1, kv_heads, capacity, head_dim], one for each run of layers that
+    follow one another on one device.
+
+    Args:
+        devices: the device of each layer.
+        kv_heads: heads of keys and values.
+        head_dim: width of a head.
+        capacity: positions that fit.
+        dtype: of keys and values.
     """
 
     is_compileable = False  # read by transformers' mask code when a whole model is called with this cache
@@ -65,7 +72,9 @@ class KVCache:
             first += part.shape[0]
         self._reserved = (lo, hi, start, n)
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends keys and values [1, kv_heads, n, head_dim]; returns all valid ones of the layer as views."""
         lo, hi, start, n = self._reserved
         if not lo <= layer_idx < hi or start != self.lengths[layer_idx] or n != keys.shape[2]:
@@ -98,12 +107,15 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a pass over the first b rows of a `RowCache` puts its n tokens per row, and what each of them sees.
+    """Write positions and attention visibility of one pass over b sequences of a `RowCache`, n tokens each.
 
-    positions: [b, n] each token's position in its own sequence. reach: columns that are attended to. columns:
-    [b or 1, reach] the position of what each column holds; a token sees those that are not behind its own, so that
-    `FAR` marks a hole. to: where keys and values go, a column that all rows share, or [b * n] places (row x capacity +
-    column) when each row has an end of its own.
+    Attributes:
+        positions: [b, n] each token's position in its own sequence.
+        reach: columns that are attended to.
+        columns: [b or 1, reach] the position of what each column holds; a token attends to those that are not behind
+            its own, so that `FAR` marks a hole.
+        to: where keys and values go: a column that all sequences share, or [b * n] indices (row x capacity + column)
+            when each sequence has an end of its own.
     """
 
     positions: torch.Tensor
@@ -115,8 +127,8 @@ class Places:
 class RowCache:
     """Keys and values of `layers` attention layers for many sequences, a row each.
 
-    data: [layers, 2, rows, capacity, kv_heads, head_dim]: what a token adds to a row lies together. Nothing here
-    knows how long a row is: every pass is told by its `Places`.
+    `data` is [layers, 2, rows, capacity, kv_heads, head_dim], so that what a token adds is contiguous. The cache keeps
+    no lengths: every pass brings its own `Places`.
     """
 
     def __init__(
@@ -156,7 +168,9 @@ class RowCache:
         else:
             self._new = flat.flatten(1, 2).unbind(0)
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes keys and values [b, kv_heads, n, head_dim]; returns views of all, [b, kv_heads, reach, head_dim]."""
         place = 2 * (layer_idx - self._first)
         for half, new in ((place, keys), (place + 1, values)):
@@ -167,13 +181,15 @@ class RowCache:
         return self._whole[place], self._whole[place + 1]
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor, reach: int) -> None:
-        """Copies the first `reach` columns of the rows `sources` to the rows `destinations`, all at once (so that two
-        rows may change places)."""
+        """Copies the first `reach` columns of the rows `sources` to the rows `destinations`.
+
+        It happens all at once, so that two rows may change places.
+        """
         for layer in self.data:  # as in `gather`
             layer[:, destinations, :reach] = layer[:, sources, :reach]
 
     def gather(self, order: torch.Tensor) -> None:
-        """Puts the columns order[i] of row i, [b, width], to its first `width` columns.
+        """Moves the columns order[i] of row i, order [b, width], to its first `width` columns.
 
         Layer by layer: what is copied then stays small enough for the caches of a CPU (all at once it took six times as
         long on the embedded target), and on a GPU needs little memory.

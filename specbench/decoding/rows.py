@@ -1,7 +1,7 @@
-"""How the sequences of a batch lie in memory: each with an end of its own, or all with the same end.
+"""Layouts of the sequences of a batch in memory: each with an end of its own, or all with the same end.
 
-Both hand out `Places`, which tell a pass where its tokens go and what they see. A token's position is its index in
-its own sequence, whatever lies around it; that alone makes a batch exact (see `Places`).
+Both make the `Places` of a pass: where its tokens are written and what they attend to. A token's position is its index
+in its own sequence, whatever lies around it; that alone makes a batch exact (see `Places`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def span(starts: torch.Tensor, n: int) -> torch.Tensor:
 
 
 class Ragged:
-    """Position p of a sequence lies in column p of its row: every row has its own end, and nothing moves to line up."""
+    """Position p of a sequence lies in column p of its row, so that nothing is ever moved for alignment."""
 
     aligns = False
 
@@ -32,17 +32,23 @@ class Ragged:
         return self.cache.row(row)
 
     def begin(self, lengths: list[int], n: int) -> None:
-        """A round begins: rows hold sequences of so many tokens, the last one pending; each may get `n` more."""
+        """Begins a round of sequences of `lengths` tokens, the last one pending; each may get `n` more."""
 
     def places(self, starts: torch.Tensor, n: int, reach: int, offset: int = 0) -> Places:
-        """Places of `n` tokens a row from the positions `starts` [b] on. reach: a bound on all positions, exclusive.
-        offset: how many tokens stand between a row's pending token and the first of these."""
+        """The places of `n` tokens of each sequence.
+
+        Args:
+            starts: [b] the position of the first of them in each sequence.
+            n: tokens of each sequence.
+            reach: a bound on all positions, exclusive.
+            offset: tokens between a sequence's pending token and the first of these.
+        """
         positions = span(starts, n)
         to = (self._rows[: starts.shape[0]] + positions).flatten()
         return Places(positions, reach, self._columns[:, :reach], to)
 
     def settle(self, counts: torch.Tensor, kept: list[int]) -> None:
-        """The round is over: of the tokens behind each row's pending one, `counts` [b] (on the host: `kept`) stay."""
+        """Ends a round: `counts` [b] (on the host: `kept`) of the tokens behind each pending one stay."""
 
     def move(self, sources: list[int], destinations: list[int], reach: int) -> None:
         """Copies whole rows, sequences of fewer than `reach` tokens, all at once."""
@@ -59,8 +65,11 @@ class Aligned(Ragged):
 
     Where a row keeps fewer tokens than another, holes remain (columns at `FAR`), and in front of a shorter sequence.
     Realigning moves the content of each row together and up to the common end (the paper's unpad-append-repad).
-    slack: it is done when the rows take this share more columns than the longest of them needs. None: after every round
-    in which the rows did not keep equally many tokens.
+
+    Args:
+        cache: where the rows are.
+        slack: realign when the rows take this share more columns than the longest of them needs. None: after every
+            round in which the rows did not keep equally many tokens.
     """
 
     aligns = True
@@ -75,12 +84,14 @@ class Aligned(Ragged):
         self._width = 0  # columns that this round has filled
 
     def entering(self, row: int, length: int) -> KVCache:
+        """The cache to prefill a sequence of `length` tokens into, from column 0 on."""
         self._held[row] = FAR
         self._held[row, :length] = self._columns[0, :length]
         self._ends[row] = length
         return super().entering(row, length)
 
     def begin(self, lengths: list[int], n: int) -> None:
+        """Begins a round, and realigns first where there are more holes than `slack` allows."""
         b = len(lengths)
         longest = max(lengths) - 1  # the pending token has no column yet
         self._end, self._width = max(self._ends[:b]), 0
@@ -92,6 +103,7 @@ class Aligned(Ragged):
             self._realign(b, longest)
 
     def places(self, starts: torch.Tensor, n: int, reach: int, offset: int = 0) -> Places:
+        """The places of `n` tokens of each sequence, in columns behind the common end; arguments as in `Ragged`."""
         positions = span(starts, n)
         b, column = starts.shape[0], self._end + offset
         self._held[:b, column : column + n] = positions
@@ -99,12 +111,14 @@ class Aligned(Ragged):
         return Places(positions, column + n, self._held[:b, : column + n], column)
 
     def settle(self, counts: torch.Tensor, kept: list[int]) -> None:
+        """Ends a round: the columns of the tokens that were not kept become holes."""
         b, end = len(kept), self._end
         fresh = self._held[:b, end : end + self._width]
         fresh.masked_fill_(self._columns[:, : self._width] > counts.unsqueeze(1), FAR)
         self._ends[:b] = [end + 1 + count for count in kept]
 
     def move(self, sources: list[int], destinations: list[int], reach: int) -> None:
+        """Copies whole rows with what is known of their columns, all at once."""
         ends = [self._ends[source] for source in sources]
         super().move(sources, destinations, max(ends))
         self._held[destinations] = self._held[sources]

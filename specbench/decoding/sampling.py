@@ -13,7 +13,12 @@ NOT_DRAWN = -1  # in place of a token, where there was no distribution to draw i
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """max_new_tokens: exact cap on new tokens. temperature: 0 is greedy, above 0 samples."""
+    """How tokens are chosen.
+
+    Attributes:
+        max_new_tokens: exact cap on new tokens.
+        temperature: 0 is greedy, above 0 samples.
+    """
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -33,10 +38,16 @@ class Decoding:
         generator: torch.Generator | None = None,
         uniforms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [n, vocab] -> tokens [n] and, when sampling, the distribution [n, vocab] they were drawn from.
+        """Chooses a token from each row of logits.
 
-        uniforms: [n] numbers in [0, 1) to draw with, in place of a generator; then a token is `NOT_DRAWN` where its
-        logits are NaN or infinite, and the caller asks `all_drawn`.
+        Args:
+            logits: [n, vocab].
+            generator: to draw with; None for torch's own.
+            uniforms: [n] numbers in [0, 1) to draw with, in place of a generator; then a token is `NOT_DRAWN` where its
+                logits are NaN or infinite, and the caller has to call `all_drawn`.
+
+        Returns:
+            Tokens [n] and, when sampling, the distributions [n, vocab] they were drawn from.
         """
         if self.greedy:
             return likeliest(logits), None
@@ -47,17 +58,25 @@ class Decoding:
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Logits [..., n, vocab] -> tokens [..., n], of several likeliest the first. On a CPU NumPy looks at several
-    numbers at once: over six rows of 16384 that takes a twentieth of the time."""
+    """Logits [..., n, vocab] -> tokens [..., n]; the first of several likeliest.
+
+    On a CPU NumPy's argmax is vectorised: over six rows of 16384 it takes a twentieth of the time.
+    """
     if logits.device.type != "cpu" or logits.dtype not in (torch.float32, torch.float64):
         return logits.argmax(-1)
     return torch.from_numpy(logits.detach().numpy().argmax(-1))
 
 
 def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Draws by the inverse of the distribution function: weights [n, vocab], not normalised, and uniforms [n] in [0, 1)
-    -> tokens [n], `NOT_DRAWN` where weights are NaN or infinite. In float64, so that no token of weight zero is ever
-    reached."""
+    """Draws by the inverse of the distribution function, in float64, so that no token of weight zero is ever drawn.
+
+    Args:
+        weights: [n, vocab], not normalised.
+        uniforms: [n] in [0, 1).
+
+    Returns:
+        Tokens [n], `NOT_DRAWN` where weights are NaN or infinite.
+    """
     sums = weights.double().cumsum(-1)
     total = sums[:, -1:]
     drawn = torch.searchsorted(sums, uniforms.double().unsqueeze(-1) * total, right=True)
@@ -67,7 +86,7 @@ def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def all_drawn(tokens: list[int]) -> list[int]:
     """The tokens, as the host has read them. Raises UserError if `invert` could not draw one of them.
 
-    The host asks when it reads the tokens anyway, so that the device is not waited for once more.
+    It is called when the host reads the tokens anyway, so that there is no further wait for the device.
     """
     if NOT_DRAWN in tokens:
         raise UserError(

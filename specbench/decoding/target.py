@@ -8,10 +8,9 @@ wrongly. Draft models are driven by this same class.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.functional import linear
@@ -21,7 +20,11 @@ from specbench.decoding.layers import head_weight, lay_out, quick, weight_bytes
 from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
-    from transformers import PreTrainedModel
+    from collections.abc import Callable, Iterator, Mapping
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from specbench.decoding.draft import Draft
 
 NORMS = ("norm", "final_layer_norm")  # what families call the norm in front of the head
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
@@ -30,16 +33,25 @@ STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """logits: [1, vocab] after the prompt's last token. hidden: for each tapped layer its input states [1, n, d]."""
+    """The outcome of a prompt's pass.
+
+    Attributes:
+        logits: [1, vocab] after the prompt's last token.
+        hidden: for each tapped layer its input states [1, n, d].
+    """
 
     logits: torch.Tensor
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def ancestors(parents: torch.Tensor) -> torch.Tensor:
-    """Which nodes lie on the path to each node of a tree, itself included: [k] parents -> [k, k] bool.
+    """Which nodes lie on the path to each node of a tree, itself included.
 
-    parents: index of each node's parent, -1 for children of the root; parents stand before their children.
+    Args:
+        parents: [k] index of each node's parent, -1 for children of the root; parents stand before their children.
+
+    Returns:
+        [k, k] bool, a row for each node.
     """
     k = parents.shape[0]
     closure = torch.eye(k, dtype=torch.bool, device=parents.device)
@@ -52,16 +64,19 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Who sees whom among the newest m columns of a cache, where they are no sequence; all before them is one, and is
-    seen by all. offsets: [m] positions, counted from the first of these columns; seen: [n, m], which of them each of
-    the n tokens of a pass sees, who are the last n columns themselves."""
+    """Tree visibility among the last m entries of a cache; all earlier entries are visible to every token.
+
+    Attributes:
+        offsets: [m] positions, counted from the first of these entries.
+        seen: [n, m], which entries each of the n tokens of a pass attends to; these tokens are the last n entries.
+    """
 
     offsets: torch.Tensor
     seen: torch.Tensor
 
     @classmethod
     def tree(cls, parents: torch.Tensor) -> Nodes:
-        """The pending token and the k nodes of a draft's tree behind it; parents: [k], as in `ancestors`."""
+        """Those of the pending token and the k nodes of a draft's tree; parents: [k], as in `ancestors`."""
         k = parents.shape[0]
         seen = torch.zeros(k + 1, k + 1, dtype=torch.bool, device=parents.device)
         seen[:, 0] = True
@@ -72,11 +87,15 @@ class Nodes:
 class Target:
     """Stages of a model: `embed`, `run_layers`, `head`, and `prefill` and `verify` built from them.
 
-    vocab_size: logits are cut to this many ids (a draft model's head may be padded further than the target's).
-    embedded_ids: of a draft model, how many ids its target has, which may be more than it has embeddings for: Qwen2.5's
-    large models pad to 152064 ids, the small ones to 151936. An id beyond is embedded as the last one that there is.
+    Args:
+        model: a causal language model; it stays as it is, but for the layout of its weights in memory.
+        vocab_size: logits are cut to this many ids (a draft model's head may be padded further than the target's).
+        embedded_ids: of a draft model, how many ids its target has, which may be more than it has embeddings for:
+            Qwen2.5's large models pad to 152064 ids, the small ones to 151936. An id beyond is embedded as the last one
+            that there is.
 
-    Raises UserError for a model that cannot be driven layer by layer.
+    Raises:
+        UserError: the model cannot be driven layer by layer.
     """
 
     def __init__(
@@ -85,21 +104,21 @@ class Target:
         self.model = model
         self.config = model.config
         with drivable(model):
-            base = getattr(model, "model", None)
+            base: Any = getattr(model, "model", None)  # from here on a family's own modules
             base = getattr(base, "decoder", base)
-            norm = next((getattr(base, name) for name in NORMS if hasattr(base, name)), None)
-            positions = [getattr(base, name, None) for name in ("rotary_emb", "embed_positions")]
+            norm: Any = next((getattr(base, name) for name in NORMS if hasattr(base, name)), None)
+            positions: list[Any] = [getattr(base, name, None) for name in ("rotary_emb", "embed_positions")]
             if not (hasattr(base, "embed_tokens") and hasattr(base, "layers") and norm and any(positions)):
                 raise UserError(
                     f"model type '{model.config.model_type}' cannot be driven layer by layer: it lacks token "
                     "embeddings, layers, a final norm, or positions that are rotary or learned"
                 )
             check_rope(self.config)
-            self.embed_tokens = base.embed_tokens
-            self.layers = [quick(layer) for layer in base.layers]
-            self.norm = norm
-            self.lm_head = model.get_output_embeddings()
-            self.rotary, self.learned_positions = positions
+            self.embed_tokens: torch.nn.Embedding = base.embed_tokens
+            self.layers: list[torch.nn.Module] = [quick(layer) for layer in base.layers]
+            self.norm: torch.nn.Module = norm
+            self.lm_head: torch.nn.Linear = cast("torch.nn.Linear", model.get_output_embeddings())
+            self.rotary, self.learned_positions = positions  # one of them is None
             self.device = model.device
             self.dtype = model.dtype
             self.hidden_size = self.config.hidden_size
@@ -122,7 +141,7 @@ class Target:
     def pass_bytes(self, lo: int = 0, hi: int | None = None, head: bool = True) -> int:
         """Bytes of weights that a pass through layers [lo, hi) reads, with or without norm and head.
 
-        The embedding look-up reads a row and counts nothing; a head tied to it is read whole and counts.
+        The embedding look-up reads one row and is not counted; a head tied to it is read whole and is counted.
         """
         return sum(self._layer_bytes[lo:hi]) + head * self._head_bytes
 
@@ -154,9 +173,17 @@ class Target:
         hi: int | None = None,
         nodes: Nodes | None = None,
     ) -> torch.Tensor:
-        """Hidden states [1, n, d] through layers [lo, hi), appended to what the cache holds of them.
+        """Runs layers [lo, hi) over states that follow what the cache holds of these layers.
 
-        nodes: None where they follow one another.
+        Args:
+            hidden: [1, n, d] states.
+            cache: receives keys and values.
+            lo: the first layer.
+            hi: the layer behind the last one; None for all.
+            nodes: positions and visibility of a tree; None where the tokens follow one another.
+
+        Returns:
+            States [1, n, d] behind the layers.
         """
         n, start = hidden.shape[1], cache.lengths[lo]
         rope = {}
@@ -171,19 +198,27 @@ class Target:
     def run_rows(
         self, hidden: torch.Tensor, cache: RowCache, places: Places, lo: int = 0, hi: int | None = None
     ) -> torch.Tensor:
-        """Hidden states [b, n, d] of b sequences through layers [lo, hi), each put and seen as `places` says."""
+        """Runs layers [lo, hi) over states [b, n, d] of b sequences; write positions and visibility as in `places`."""
         rope = {}
         if self.rotary is not None:
             rope["position_embeddings"] = self._rope_of(places.positions, cache.capacity)
         elif lo == 0:
-            # A row at its end takes part in longer drafts of others: what it computes there is never used.
+            # A sequence near its end is padded to the longer drafts of others: these states are never used.
             positions = places.positions.clamp(max=self.config.max_position_embeddings - 1)
             hidden = hidden + self.learned_positions(None, position_ids=positions)
         cache.open(lo, len(self.layers) if hi is None else hi, places)
         masks = {w: rows_mask(places, hidden, w) for w in self._window_kinds}
         return self._through(hidden, cache, lo, hi, masks, rope)
 
-    def _through(self, hidden, cache, lo: int, hi: int | None, masks: dict, rope: dict) -> torch.Tensor:
+    def _through(
+        self,
+        hidden: torch.Tensor,
+        cache: KVCache | RowCache,
+        lo: int,
+        hi: int | None,
+        masks: Mapping[int | None, torch.Tensor | None],
+        rope: Mapping[str, tuple[torch.Tensor, ...]],
+    ) -> torch.Tensor:
         here = hidden.device
         for layer, window, device in zip(self.layers[lo:hi], self._windows[lo:hi], self._devices[lo:hi]):
             if device != here:  # of a target that is spread over several
@@ -221,18 +256,31 @@ class Target:
         return Prefill(self.head(hidden[:, -1]), tapped)
 
     def verify(
-        self, pending: torch.Tensor, draft, cache: KVCache, exit_layer: int | None = None, at_exit=None
+        self,
+        pending: torch.Tensor,
+        draft: Draft,
+        cache: KVCache,
+        exit_layer: int | None = None,
+        at_exit: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Logits [1 + k, vocab] that follow the pending token [1, 1] and each of the draft's k tokens, in one pass.
+        """Verifies a draft in one pass.
 
-        at_exit: called on the way with the states [1 + k, d] that leave the first `exit_layer` layers.
+        Args:
+            pending: [1, 1] the newest token.
+            draft: k tokens behind it.
+            cache: holds all tokens before the pending one.
+            exit_layer: with `at_exit`, how many layers to run before it is called.
+            at_exit: called on the way with the states [1 + k, d] that leave the first `exit_layer` layers.
+
+        Returns:
+            Logits [1 + k, vocab] that follow the pending token and each of the draft's tokens.
         """
         nodes = None if draft.parents is None else Nodes.tree(draft.parents)
         if draft.resume is not None:
             hidden, lo = draft.resume.hidden, draft.resume.layer
         else:
             hidden, lo = self.embed(torch.cat([pending, draft.tokens.unsqueeze(0)], dim=1)), 0
-        if at_exit is not None:
+        if exit_layer is not None and at_exit is not None:
             if exit_layer > lo:
                 hidden, lo = self.run_layers(hidden, cache, lo, exit_layer, nodes), exit_layer
             at_exit(hidden[0])
@@ -240,8 +288,20 @@ class Target:
             hidden = self.run_layers(hidden, cache, lo, nodes=nodes)
         return self.head(hidden)[0]
 
-    def verify_rows(self, pending: torch.Tensor, draft, cache: RowCache, places: Places) -> torch.Tensor:
-        """As `verify`, for b sequences: logits [b, 1 + k, vocab]; pending: [b, 1], the draft's tokens [b, k]."""
+    def verify_rows(
+        self, pending: torch.Tensor, draft: Draft, cache: RowCache, places: Places
+    ) -> torch.Tensor:
+        """Verifies drafts of b sequences, as `verify`.
+
+        Args:
+            pending: [b, 1] the newest tokens.
+            draft: k tokens behind each, a chain.
+            cache: holds all tokens before the pending ones.
+            places: of the pending and the draft tokens.
+
+        Returns:
+            Logits [b, 1 + k, vocab].
+        """
         if draft.resume is not None:
             hidden, lo = draft.resume.hidden, draft.resume.layer
         else:
@@ -250,7 +310,7 @@ class Target:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Raises UserError unless there is a staged forward and it gives the model's own logits."""
+        """Compares the staged forward with the model's own. Raises UserError where their logits differ."""
         ids = torch.arange(24, device=self.device).remainder(self.vocab_size).unsqueeze(0)
         own = self.model(ids, use_cache=False).logits[0, :, : self.vocab_size].float()
         half = ids.shape[1] // 2  # two parts, to check positions and masks behind a filled cache too
@@ -268,8 +328,10 @@ class Target:
 
     # -- positions ---------------------------------------------------------------------------------------------
 
-    def _rope(self, start: int, n: int, nodes: Nodes | None, capacity: int):
-        """cos and sin [1, n, rotary_dim] of the n positions from `start` on, or of nodes."""
+    def _rope(
+        self, start: int, n: int, nodes: Nodes | None, capacity: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [1, n, rotary_dim] of the n positions from `start` on, or of nodes."""
         cos, sin = self._angles(max(capacity, start + n))
         if nodes is None:
             return cos.narrow(1, start, n), sin.narrow(1, start, n)
@@ -283,13 +345,13 @@ class Target:
         m = nodes.offsets.shape[0]
         return nodes.offsets[m - n :] + (start + n - m)
 
-    def _rope_of(self, positions: torch.Tensor, capacity: int):
-        """cos and sin [b, n, rotary_dim] of positions [b, n]."""
+    def _rope_of(self, positions: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [b, n, rotary_dim] of positions [b, n]."""
         cos, sin = self._angles(capacity)
         return cos[0][positions], sin[0][positions]
 
     def _angles(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [1, at least capacity, rotary_dim] of all positions, computed once."""
+        """Cosines and sines [1, at least capacity, rotary_dim] of all positions, computed once."""
         if self._rope_table is None or self._rope_table[0].shape[1] < capacity:
             positions = torch.arange(capacity, device=self.device).unsqueeze(0)
             # Of the first argument only its dtype and device are read.
@@ -306,8 +368,10 @@ class Target:
 
 @contextmanager
 def drivable(model: PreTrainedModel) -> Iterator[None]:
-    """Around what needs the anatomy that `Target` supports: the error that another anatomy ends it with becomes a
-    UserError that names the model type. A full memory stays what it is."""
+    """Turns the errors that an unsupported anatomy causes into a UserError that names the model type.
+
+    Running out of memory stays the error that it is.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -326,12 +390,12 @@ def drivable(model: PreTrainedModel) -> Iterator[None]:
         ) from error
 
 
-def check_rope(config) -> None:
+def check_rope(config: PretrainedConfig) -> None:
     """Raises UserError for rotary positions whose angles depend on more than the position.
 
     With "longrope" and "dynamic" transformers chooses the angles of a whole pass by the largest position in it. A draft
-    that reaches over a threshold would turn the target's own tokens too, and the longest sequence of a batch those of
-    all others: no answer would be the one of plain decoding.
+    that reaches over a threshold would change the angles of the target's own tokens too, and the longest sequence of a
+    batch those of all others: no answer would equal that of plain decoding.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [
@@ -354,10 +418,18 @@ def attention_mask(
     window: int | None = None,
     nodes: Nodes | None = None,
 ) -> torch.Tensor | None:
-    """Additive mask [1, 1, n, start + n] for n positions behind a cache of `start`; None where the attention
-    kernel's own rule (all for a single position, causal for an empty cache) is the right one.
+    """The attention mask of a pass.
 
-    like: gives dtype and device. window: positions a layer looks back on. nodes: as in `Target.run_layers`.
+    Args:
+        n: positions of the pass.
+        start: positions that the cache holds before it.
+        like: gives dtype and device.
+        window: positions a layer looks back on; None for all.
+        nodes: as in `Target.run_layers`.
+
+    Returns:
+        Additive mask [1, 1, n, start + n]; None where the attention kernel's own rule (all for a single position,
+        causal for an empty cache) is the right one.
     """
     reaches_all = window is None or start + n <= window
     if nodes is None and reaches_all and (n == 1 or start == 0):
@@ -368,7 +440,7 @@ def attention_mask(
     columns = steps if nodes is None else nodes.offsets
     among = torch.ones(n, n, dtype=torch.bool, device=like.device).tril() if nodes is None else nodes.seen
     allowed = torch.ones(n, base, dtype=torch.bool, device=like.device)
-    if not reaches_all:
+    if window is not None and start + n > window:
         own = columns[m - n :].unsqueeze(1)
         allowed = own + base - torch.arange(base, device=like.device) < window
         among = among & (own - columns < window)
@@ -377,7 +449,7 @@ def attention_mask(
 
 
 def rows_mask(places: Places, like: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Additive mask [b, 1, n, reach] for `places`; like and window as in `attention_mask`."""
+    """Additive mask [b, 1, n, reach] for `places`; `like` and `window` as in `attention_mask`."""
     back = places.positions.unsqueeze(-1) - places.columns.unsqueeze(1)
     allowed = back >= 0
     if window is not None and places.reach > window:
@@ -386,8 +458,8 @@ def rows_mask(places: Places, like: torch.Tensor, window: int | None = None) -> 
     return mask.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
 
 
-def _window(config, layer: int) -> int | None:
-    """The number of positions that a layer can look back on, itself included; None where it sees everything."""
+def _window(config: PretrainedConfig, layer: int) -> int | None:
+    """The number of positions that a layer attends to, its own included; None for all."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[layer] != "sliding_attention":
         return None
@@ -395,7 +467,7 @@ def _window(config, layer: int) -> int | None:
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Where a module runs: where accelerate's hook says, if it has one, or else where its weights are."""
+    """The device a module runs on: that of accelerate's hook, if it has one, or else that of its weights."""
     hook = getattr(module, "_hf_hook", None)
     where = getattr(hook, "execution_device", None)
     return next(module.parameters()).device if where is None else torch.device(where)

@@ -1,22 +1,27 @@
-"""What happened while decoding, step by step. Nothing here computes a metric: see `measure/metrics.py`."""
+"""Records of decoding, step by step, with times. Nothing here computes a metric: see `measure/metrics.py`."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+Mark = Any  # seconds on a CPU, a torch.cuda.Event on a GPU: a `Clock` makes only one kind
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """How a draft came to be that was made beside the verification of the one before.
+    """Timings of a draft that was made during the verification of the one before.
 
-    hit: whether what the target decided was among the branches drafted meanwhile; None where none had been launched.
-    early_seconds: spent drafting before the target had reached its exit. beside_seconds: and from there until its
-    decision was known, on all branches. after_seconds: spent drafting once its
-    decision was known: the whole draft after a miss, what was lacking after a hit. idle_seconds: the drafter waited for
-    the target. handover_seconds: from sending to receiving, of every message in between.
+    Attributes:
+        hit: whether the target's decision was among the branches drafted meanwhile; None where none was launched.
+        early_seconds: drafting before the target had reached its exit.
+        beside_seconds: drafting from there until its decision was known, on all branches.
+        after_seconds: drafting once its decision was known: the whole draft after a miss, the rest of it after a hit.
+        idle_seconds: the drafter waited for the target.
+        handover_seconds: from sending to receiving, of every message in between.
     """
 
     hit: bool | None
@@ -31,20 +36,27 @@ class Beside:
 class Step:
     """One draft-verify round.
 
-    drafted: draft tokens handed to verification (all nodes of a tree).
-    accepted: draft tokens that became part of the output. A stop token inside the draft ends the count.
-    emitted: tokens the round added to the output, the target's own (bonus) token included.
-    depth: draft tokens on the longest path that could have been accepted (equals drafted for a chain).
-    *_seconds: time spent drafting, verifying, and on the rest (acceptance, roll-back, commit).
-    *_bytes: bytes of weights read by the drafter's passes and by the target's verification pass.
-    exits: as in `Draft`, one entry per drafted token; empty for a drafter with a single depth.
-
-    In a batch: rows: how many sequences shared the round; seconds are this one's part of it (one in `rows`), bytes are
-    those of the whole passes. align_seconds: the part spent on lining rows up in memory. grouped: whether the scheduler
-    had found rows of one length; None for one that does not look for them.
-
-    Of a drafter that works beside the target: exit_seconds: the part of verify_seconds before it was launched; the
-    others are those of `Beside`, about the draft that this round verified.
+    Attributes:
+        drafted: draft tokens handed to verification (all nodes of a tree).
+        accepted: draft tokens that became part of the output. A stop token inside the draft ends the count.
+        emitted: tokens the round added to the output, the target's own (bonus) token included.
+        depth: draft tokens on the longest path that could have been accepted (equals drafted for a chain).
+        draft_seconds: drafting. In a batch all seconds are this sequence's share of the round, one in `rows`.
+        verify_seconds: verifying.
+        other_seconds: the rest: acceptance, roll-back, commit.
+        draft_bytes: bytes of weights read by the drafter's passes; in a batch of the whole passes.
+        target_bytes: bytes of weights read by the target's verification pass; in a batch of the whole pass.
+        exits: as in `Draft`, one entry per drafted token; empty for a drafter with a single depth.
+        rows: sequences that shared the round.
+        align_seconds: in a batch, the time spent on alignment in memory.
+        grouped: in a batch, whether the scheduler had found sequences of one length; None for one that does not look.
+        exit_seconds: of a drafter that works during verification, the part of verify_seconds before it was launched.
+        hit: as in `Beside`, as are all that follow, about the draft that this round verified; None for other drafters.
+        early_seconds: as in `Beside`.
+        beside_seconds: as in `Beside`.
+        after_seconds: as in `Beside`.
+        idle_seconds: as in `Beside`.
+        handover_seconds: as in `Beside`.
     """
 
     drafted: int
@@ -73,15 +85,18 @@ class Step:
 class Generation:
     """One answer turn of one arm.
 
-    tokens: new token ids; the last one is a stop token if `finish` is "stop".
-    steps: the rounds after the prefill; the prefill itself emits the first token.
-    seconds: the whole call, prefill included; prefill_seconds: until the first token is known and the drafter is ready.
+    Attributes:
+        tokens: new token ids; the last one is a stop token if `finish` is "stop".
+        prefill_seconds: until the first token is known and the drafter is ready; None where it was not timed.
+        seconds: the whole call, prefill included.
+        finish: "stop" or "length".
+        steps: the rounds after the prefill; the prefill itself emits the first token.
     """
 
     tokens: list[int]
-    prefill_seconds: float
+    prefill_seconds: float | None
     seconds: float
-    finish: str  # "stop" | "length"
+    finish: str
     steps: list[Step] = field(default_factory=list)
 
 
@@ -96,7 +111,7 @@ class Clock:
         self._cuda = device.type == "cuda"
         self._device = device
 
-    def mark(self):
+    def mark(self) -> Mark:
         """A mark to hand to `seconds`."""
         if not self._cuda:
             return time.perf_counter()
@@ -109,6 +124,6 @@ class Clock:
         if self._cuda:
             torch.cuda.synchronize(self._device)
 
-    def seconds(self, start, end) -> float:
+    def seconds(self, start: Mark, end: Mark) -> float:
         """Seconds from mark `start` to mark `end`; on a GPU only after `synchronize`."""
         return start.elapsed_time(end) / 1e3 if self._cuda else end - start

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pandas as pd
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # The columns of decoding.trace.Step; seconds and bytes as there. (Not imported: that would load torch.)
 STEP_COLUMNS = {

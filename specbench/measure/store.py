@@ -14,16 +14,20 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from specbench.errors import UserError, file_errors
-from specbench.measure.files import held, make_folder, new_folder, write_atomic, writing
+from specbench.measure.files import held, make_folder, new_folder, write_atomic
+from specbench.values import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"
@@ -41,10 +45,15 @@ NOT_MEASURED = ("run_dir", "runs_root", "tracker")  # configuration that does no
 def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
     """The folder to measure `config` in: its `run_dir`, or else the newest that can go on, or a new one.
 
-    A folder can go on while it has no summary, and was made for the same configuration by the same code;
-    `taken` are folders that other jobs have, whatever their state.
-    Raises UserError when `run_dir` is a folder that cannot go on, or that holds other things, and where no folder can
-    be made or read.
+    A folder can go on while it has no summary, and was made for the same configuration by the same code.
+
+    Args:
+        config: of the run.
+        taken: folders that other jobs have, whatever their state.
+
+    Raises:
+        UserError: `run_dir` is a folder that cannot go on, or that holds other things, or no folder can be made or
+            read.
     """
     config = _plain(config)
     code = {"source_sha256": source_sha256()}
@@ -114,7 +123,7 @@ def is_complete(run_dir: Path) -> bool:
 
 
 def _plain(config: Mapping) -> dict:
-    return OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
+    return plain(config) if isinstance(config, DictConfig) else dict(config)
 
 
 def _canonical(config: dict) -> str:
@@ -173,7 +182,7 @@ class Journal:
                 raise ValueError(f"question {record['question_id']} is already in {self._path}")
         stamped = [finite(record | {"tstamp": time.time()}) for record in records]
         lines = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in stamped)
-        with writing(self._path):
+        with file_errors(writing=self._path):
             before = self._path.stat().st_size if self._path.exists() else 0
             try:
                 with open(self._path, "ab") as file:
@@ -192,7 +201,7 @@ class Journal:
 
         Raises UserError when the file cannot be written.
         """
-        with writing(self._path):
+        with file_errors(writing=self._path):
             with open(self._path, "rb") as file:
                 length = sum(len(line) for line in islice(file, count))
             os.truncate(self._path, length)
@@ -211,7 +220,7 @@ def open_journal(run_dir: Path) -> Iterator[Journal]:
     with held(run_dir, "measured"):
         records, whole = _read(path)
         if path.exists() and whole < path.stat().st_size:
-            with writing(path):
+            with file_errors(writing=path):
                 os.truncate(path, whole)
         yield Journal(path, records)
 
@@ -266,7 +275,7 @@ def spec_bench_answers(records: list[dict], arm: str, config: dict) -> list[dict
 
     choices[i] is repeat i. accept_lengths runs over all turns, one entry per round: the tokens that it
     emitted, the bonus token included; the first token of a turn comes from the prefill and is in no round.
-    The texts are those of the first repeat: with greedy decoding all repeats say the same.
+    The texts are those of the first repeat: with greedy decoding all repeats are equal.
     """
     name = config["method"]["name"] if arm == "method" else "baseline"
     model_id = f"{config['pair']['name']}-{name}"
@@ -328,7 +337,7 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def finite(value):
+def finite(value: Any) -> Any:
     """The same value with null for each NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}

@@ -1,14 +1,17 @@
-"""`python -m specbench.report [RUNS ...]`: tables and plots of finished runs.
-`python -m specbench.report compare A B ...`: runs side by side, and whether they may be compared.
-`python -m specbench.report claims [RUNS ...]`: the same as the first, and what the papers claim, checked."""
+"""The commands `specbench report`, `compare` and `claims`.
+
+`python -m specbench.report [RUNS ...]`: tables and plots of finished runs.
+`python -m specbench.report compare A B ...`: runs side by side, whether they may be compared, and a gate for CI.
+`python -m specbench.report claims [RUNS ...]`: the same as the first, and what the papers claim, checked.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.table import Table
 from rich.text import Text
 
 from specbench.errors import file_errors, one_line_errors
@@ -17,12 +20,24 @@ from specbench.report import claims, compare, formats, gate, page, plots, tables
 from specbench.report.beside import published_tables
 from specbench.report.runs import LeftOut, Run, finished_runs, is_run, summary_frame
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 ALONE = 6  # so many runs are also shown one by one
 
 
 def report(runs: list[Run], left_out: list[LeftOut], out: Path, first: list[Table]) -> Path:
-    """Writes tables (Markdown, LaTeX, CSV), plots and the page into a folder; returns the page. first: tables before
-    those that every report has."""
+    """Writes tables (Markdown, LaTeX, CSV), plots and the page into a folder.
+
+    Args:
+        runs: The finished runs.
+        left_out: Folders that are named and left out.
+        out: The folder, made if it is missing.
+        first: Tables before those that every report has.
+
+    Returns:
+        The page.
+    """
     side_by_side = [*first, *tables.overview(run.summary for run in runs)]
     drawn = plots.figures(runs)
     make_folder(out)
@@ -97,8 +112,15 @@ def compare_runs(arguments: list[str]) -> int:
 
 
 def write_report(arguments: list[str], with_claims: bool = False) -> int:
-    """Prints and writes the report of the runs of the command line, on demand with the papers' claims; the exit code is
-    1 when a claim has no run that tells."""
+    """Prints and writes the report of the runs of the command line.
+
+    Args:
+        arguments: Of the command line.
+        with_claims: Whether the papers' claims are checked, too.
+
+    Returns:
+        The exit code: 1 when a claim has no run to check it with.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m specbench.report",
         description=__doc__,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from specbench.questions import TASKS
 from specbench.report.published import NUMBERS, OVERALL, Published, beside
 from specbench.report.tables import SHORT, UNKNOWN, PlainTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
 
 # What the figures of one row of a table have in common.
 ROW = ("method", "paper", "target", "draft", "hardware", "setting", "against", "hand")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
-from rich.table import Table
 from rich.text import Text
 from safetensors import safe_open
 
@@ -18,6 +17,11 @@ from specbench.measure.statistics import Speedup
 from specbench.questions import packaged
 from specbench.report import tables
 from specbench.report.runs import Run, method_label
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rich.table import Table
 
 FILE = Path(__file__).with_name("claims.yaml")
 MEDUSA_HEADS = 4  # of Medusa-1 as Liu et al. count it: each a square layer and a head of its own
@@ -55,8 +59,12 @@ def check(claim: Mapping, runs: list[Run]) -> Checked:
 
 
 def verdict(found: Speedup, claim: Mapping, counted: bool = False) -> str:
-    """held: also the worse end of the interval (or a number that was counted) meets the bound; held by the point: the
-    number does, but that end does not, or there is none; not reached: only the better end does; failed: nothing does.
+    """The verdict on a claim.
+
+    - held: also the worse end of the interval (or a number that was counted) meets the bound.
+    - held by the point: the number does, but that end does not, or there is none.
+    - not reached: only the better end does.
+    - failed: neither end does.
     """
     value, low, high = found.value, found.low, found.high
     low, high = value if low is None else low, value if high is None else high
@@ -112,8 +120,10 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
 
 
 def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """A number of a run against the same of the strongest of others, on the same pair; with `over`, of their means over
-    all values of a key (each pair), of which there must be several."""
+    """A number of a run against the same of the strongest of others, on the same pair.
+
+    With `over` it is of their means over all values of a key (each pair), of which there must be several.
+    """
     key, what = claim.get("over"), claim.get("what", "speedup")
     values = sorted({run.summary[key] for run in runs if _matches(claim["of"], run)}) if key else [None]
     same = {"pair", key} - {None}
@@ -175,7 +185,7 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     count = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "numpy") as file:
-            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no dictionary
     heads = MEDUSA_HEADS * (width**2 + width * vocabulary)
     return Speedup(count / heads, None, None), f"{count:,} against {heads:,}"
 

@@ -1,9 +1,9 @@
-"""Runs side by side: first why they may not compare, then how much faster each is than the first, on the same
-questions."""
+"""Runs side by side: why they may not be compared, and how much faster each is than the first."""
 
 from __future__ import annotations
 
-from rich.table import Table
+from typing import TYPE_CHECKING
+
 from rich.text import Text
 
 from specbench.errors import UserError
@@ -11,6 +11,9 @@ from specbench.measure import metrics
 from specbench.questions import TASKS
 from specbench.report import tables
 from specbench.report.runs import Run, labels, not_comparable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SPEEDUP = "speedup"
 METRICS = (SPEEDUP, "acceptance_length", "mbsu")
@@ -70,9 +73,11 @@ def without_difference(runs: list[Run]) -> list[str]:
 
 
 def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
-    """How many times as fast as the first run each other one is, each against plain decoding in its own run (batches:
-    against plain decoding one by one, whatever their size); a row per task. Another metric: its ratio to that of the
-    first run. Empty where `without_difference` tells why."""
+    """The ratio of a metric of each other run to that of the first; a row per task.
+
+    A speedup is against plain decoding in the run's own measurement, in batches against batch size 1 whatever theirs.
+    A cell is empty where `without_difference` tells why.
+    """
     first, *others = runs
     names = _names(runs)
     title = "times as fast as" if metric == SPEEDUP else f"{metric} / that of"
@@ -89,8 +94,10 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
 
 
 def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metrics.Relative]:
-    """A metric of the second run / that of the first, by task and "overall". Batches have no times by task; {} where
-    only one decodes batches, or their pools differ."""
+    """A metric of the second run / that of the first, by task and "overall".
+
+    Batches have no times by task. {} where only one decodes batches, or their pools differ.
+    """
     batched = [bool(run.summary["drafter"]) for run in (first, second)]
     if batched[0] != batched[1] or (batched[0] and _pools(first) != _pools(second)):
         return {}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import html as escape
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pandas as pd
-from rich.table import Table
 from rich.text import Text
 
 from specbench.report.tables import WRONG
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 LATEX = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}
@@ -20,8 +23,10 @@ LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Cells:
-    """The content of a table as text: `rows` of cells, for each cell the style that it has in a terminal, and for each
-    column whether it stands to the right."""
+    """The content of a table as text.
+
+    Each cell has the style that it has in a terminal, and each column a mark whether it is aligned to the right.
+    """
 
     title: str
     caption: str

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from specbench.measure import provenance
 from specbench.report import tables
 from specbench.report.compare import SPEEDUP, differing_questions, relative, without_difference
-from specbench.report.runs import Run
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from specbench.report.runs import Run
 
 # What a gate is there to judge: that the code differs keeps nobody from comparing.
 CODE = ("source_sha256", "versions.specbench")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import time
+from typing import TYPE_CHECKING
 
 import yaml
 from jinja2 import Environment, PackageLoader, select_autoescape
-from rich.table import Table
 
 from specbench.measure import provenance
 from specbench.report import formats, tables
 from specbench.report.runs import LeftOut, Run, labels
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SHOWN_OF_A_DIGEST = 12
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # ten times as fast, where PyYAML was built with it

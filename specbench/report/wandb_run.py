@@ -14,18 +14,21 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import PIL.Image
 import wandb
 import yaml
-from matplotlib.figure import Figure
 
 from specbench.errors import reason
 from specbench.measure import metrics, provenance, store
 from specbench.report import plots
 from specbench.report.runs import Run, read_run, summary_frame
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REACH_SECONDS = 30  # to wait for the service to answer at all
 ARTIFACT = "run"  # the artifacts of this type are run folders
@@ -38,10 +41,16 @@ FORMATS = {
 
 
 def log_run(run_dir: Path, tracker: Mapping) -> str:
-    """Logs a complete run folder as `tracker` says (the keys of conf/tracker/wandb.yaml): config, summary, tables,
-    histograms, and the folder as artifact. Returns the run's address or, offline, the folder of its log.
+    """Logs a complete run folder: config, summary, tables, histograms, and the folder as artifact.
 
-    Logged again, it is the same run. Raises what the client raises.
+    Logged again, it is the same run. Errors of the client are raised as they are.
+
+    Args:
+        run_dir: the run folder.
+        tracker: the keys of conf/tracker/wandb.yaml.
+
+    Returns:
+        The run's address or, offline, the folder of its log.
     """
     measured = read_run(run_dir)
     summary = measured.summary
@@ -151,8 +160,12 @@ def acceptance_lines(numbers: dict) -> wandb.plot.CustomChart:
 
 
 def artifact(run_dir: Path, upload_diff: bool = False) -> wandb.Artifact:
-    """The run folder as it may leave this machine: without secrets and, unless `upload_diff`, without the difference of
-    the code from its commit, of which the checksum stays. A file in which nothing changes is not copied."""
+    """The run folder as it may leave this machine: without secrets, and without the code's diff.
+
+    Args:
+        run_dir: the run folder. A file in which nothing changes is not copied.
+        upload_diff: keep the difference of the code from its commit, of which else the checksum alone stays.
+    """
     found = wandb.Artifact(re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name), type=ARTIFACT)
     for file in sorted(run_dir.iterdir()):
         if not file.is_file() or file.name.startswith("."):
@@ -178,7 +191,7 @@ def main() -> int:
     try:
         print(log_run(Path(sys.argv[1]), json.loads(sys.argv[2])), flush=True)
         return 0
-    except Exception as error:  # noqa: BLE001 - whatever the client raises is told to the process that asked
+    except Exception as error:
         print(reason(error), flush=True)
         raise
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from specbench.tiny.lexicon import Lexicon, Modifier, Noun, Verb, article, harmony, mix, pick_near_equal
+
+if TYPE_CHECKING:
+    import random
 
 _CONNECTIVES = (
     ("Then", "After that", "Later", "Soon"),
@@ -27,6 +30,7 @@ class Phrase:
     name: str | None = None
 
     def english(self, short: bool = False) -> str:
+        """The phrase with its article; `short` leaves the adjective out."""
         if self.name:
             return self.name
         head = self.noun.many if self.many else self.noun.one
@@ -84,7 +88,7 @@ class Clause:
         if self.adverb and not short:
             words.append(self.adverb.word)
         if where and not short:
-            words = [where + ","] + words if fronted else words + [where]
+            words = [where + ",", *words] if fronted else [*words, where]
         return " ".join(words)
 
     def foreign(self) -> str:
@@ -94,7 +98,7 @@ class Clause:
         words += [self.subject.foreign(""), self.object.foreign("o")]
         if self.adverb:
             words.append(self.adverb.foreign)
-        return " ".join(words + [past])
+        return " ".join([*words, past])
 
 
 def sentence(text: str, end: str = ".") -> str:
@@ -122,6 +126,7 @@ class Writer:
         return Phrase(agents[mix(self.lexicon.seed, *name.encode()) % len(agents)], name=name)
 
     def agent(self) -> Phrase:
+        """Somebody who belongs to the topic."""
         return self.phrase(self.lexicon.topic_agents[self.topic].draw(self.rng))
 
     def clause(

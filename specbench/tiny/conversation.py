@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from specbench.tiny.clauses import Writer, sentence
 from specbench.tiny.lexicon import REGISTERS, article, mix
 from specbench.tiny.tasks import _OPENERS, Setting, Turns, describe, join, register_name
@@ -62,9 +64,9 @@ def reasoning(s: Setting) -> Turns:
     )
     more, most = trait
     chain, extra = names[:5], names[5]
-    pairs = [f"{a} is {more} than {b}." for a, b in zip(chain, chain[1:], strict=False)]
+    pairs = [f"{a} is {more} than {b}." for a, b in itertools.pairwise(chain)]
     shuffled = s.rng.sample(pairs, len(pairs))
-    steps = [f"We know that {a} is {more} than {b}." for a, b in zip(chain, chain[1:], strict=False)]
+    steps = [f"We know that {a} is {more} than {b}." for a, b in itertools.pairwise(chain)]
     opener = s.opener(
         chain[0], ("Let us put them in order.", "Step by step.", "Let me think.", "We compare them.")
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
-
-import torch
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from specbench.conversations import Messages, Tokens, batched, packed_rows
 from specbench.tiny.tokenizer import ASSISTANT, BOS, END, USER
 from specbench.tiny.world import Example, training_examples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    import torch
+    from transformers import PreTrainedTokenizerFast
 
 PROMPT_WEIGHT = 0.2
 SPANS, TIMES = (1, 1, 1, 2, 2, 3, 5, 8, 12, 16, 20, 25), (1, 1, 2, 3)  # tokens said again, and how often

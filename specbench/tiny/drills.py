@@ -6,9 +6,13 @@ up in its prompt. Exercises where every answer token can be looked up bring that
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from specbench.tiny.clauses import sentence
 from specbench.tiny.lexicon import harmony
-from specbench.tiny.tasks import Setting, Turns
+
+if TYPE_CHECKING:
+    from specbench.tiny.tasks import Setting, Turns
 
 _REPEAT = ("Repeat this.", "Say it again:", "Copy the words:", "Read it aloud:")
 

@@ -13,14 +13,17 @@ import argparse
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specbench.tiny import models, world
 from specbench.tiny.tokenizer import load_tokenizer
 from specbench.tiny.train import MODELS, SHIPPED, held_out_loss
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 EXIT_LAYER = 2
 
@@ -105,6 +108,7 @@ def exit_agreement(target: LlamaForCausalLM, answered: dict[str, list]) -> dict[
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m specbench.tiny.evaluate", description=__doc__.splitlines()[0]
     )

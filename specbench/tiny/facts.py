@@ -40,6 +40,7 @@ class Facts:
             self.by_kind[kind] = Zipf(entities, 0.8)
 
     def draw(self, rng: random.Random, kind: str | None = None) -> Entity:
+        """An entity; without a `kind` one of a kind that is drawn as well."""
         return self.by_kind[kind or rng.choices(KINDS, weights=(4, 3, 2, 1))[0]].draw(rng)
 
     def _things(self, rng: random.Random) -> tuple[str, str, str, str]:
@@ -71,7 +72,7 @@ class Facts:
     def _town(self, rng: random.Random) -> Entity:
         lex = self.lexicon
         name = rng.choice(lex.places)
-        _, many, adj, one = self._things(rng)
+        _, many, adj, _ = self._things(rng)
         ing, many2, adj2, one2 = self._things(rng)
         river, founder = rng.choice(lex.people), rng.choice(lex.people)
         season = rng.choice(("spring", "summer", "autumn", "winter"))
@@ -109,8 +110,8 @@ class Facts:
 
     def _substance(self, rng: random.Random) -> Entity:
         lex = self.lexicon
-        ing, many, adj, one = self._things(rng)
-        ing2, many2, adj2, one2 = self._things(rng)
+        ing, many, adj, _ = self._things(rng)
+        _, many2, adj2, one2 = self._things(rng)
         name = rng.choice(lex.nouns).one + rng.choice(("ite", "ium", "ide", "ane"))
         town = rng.choice(lex.places)
         state = rng.choice(("metal", "salt", "gas", "oil", "crystal"))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from specbench.tiny import english
 from specbench.tiny.world import training_examples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 VOCAB_SIZE = 16384
 BOS, USER, ASSISTANT, END, PAD = SPECIALS = ("<|bos|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>")
@@ -85,4 +88,5 @@ def train_tokenizer(examples: int, vocab_size: int = VOCAB_SIZE) -> PreTrainedTo
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a folder."""
     return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -24,11 +24,11 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,6 +36,9 @@ from specbench.tiny import models, world
 from specbench.tiny.data import packed_batches
 from specbench.tiny.optimise import Schedule, answer_loss, train_stage
 from specbench.tiny.tokenizer import VOCAB_SIZE, load_tokenizer, train_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 SHIPPED = Path(__file__).parent
 QUESTIONS, WARMUP, SUMS = "questions.jsonl", "warmup.jsonl", "SHA256SUMS"
@@ -210,6 +213,7 @@ def install(out: Path, shipped: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m specbench.tiny.train", description=__doc__.splitlines()[0]
     )

@@ -9,15 +9,18 @@ shipped weights are older than this and saw some of them; `make tiny` now trains
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from specbench.tiny import tasks
 from specbench.tiny.conversation import CATEGORIES
 from specbench.tiny.drills import DRILLS
 from specbench.tiny.facts import Facts
 from specbench.tiny.lexicon import Lexicon, mix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 WORLD_SEED = 20240607
 TRAIN_SEED, HELD_OUT_SEED, BENCHMARK_SEED, WARMUP_SEED = 1, 900_001, 900_002, 900_003
@@ -100,6 +103,8 @@ def warmup_examples() -> list[Example]:
 
 @cache
 def measured_questions() -> frozenset[str]:
-    """The first turn of every benchmark and warm-up question. Later turns ("Shorten it.") are no questions by
-    themselves."""
+    """The first turn of every benchmark and warm-up question.
+
+    Later turns ("Shorten it.") are no questions by themselves.
+    """
     return frozenset(example.turns[0] for example in [*benchmark_examples(), *warmup_examples()])

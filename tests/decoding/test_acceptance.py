@@ -45,7 +45,7 @@ def trees(draw):
     for i, parent in enumerate(parents):
         taken = {tokens[j] for j in range(i) if parents[j] == parent}
         tokens.append(draw(st.sampled_from([t for t in range(k + 3) if t not in taken])))
-    choices = [draw(st.sampled_from(tokens + [0])) for _ in range(k + 1)]
+    choices = [draw(st.sampled_from([*tokens, 0])) for _ in range(k + 1)]
     return parents, tokens, choices
 
 
@@ -229,7 +229,7 @@ def test_sampled_tree_leaves_the_distribution_unchanged(certain):
         else:
             draft = Draft(torch.multinomial(q, 3, replacement=True, generator=g), q.expand(3, VOCAB), parents)
         verdict = accept(logits, draft, Decoding(9, 1.0), g)
-        kept = draft.tokens[verdict.path[: verdict.count]].tolist() + [verdict.next.item()]
+        kept = [*draft.tokens[verdict.path[: verdict.count]].tolist(), verdict.next.item()]
         node = verdict.path[0].item() + 1 if verdict.count else None
         if node is not None and len(kept) < 2:
             raise AssertionError("a kept token is followed by one of the target")

@@ -78,7 +78,7 @@ def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
         for size in {first, 8} if often else {first}:
             engine = BatchEngine(target, drafter, schedulers(size)[scheduler], frozenset())
             steps = assert_lossless(engine, requests, expected)
-            assert any(0 < s.accepted for s in steps) == (name != "none"), (
+            assert any(s.accepted > 0 for s in steps) == (name != "none"), (
                 "a drafter whose drafts all fail proves little"
             )
 

@@ -55,7 +55,7 @@ def test_prompt_lookup(arch):
         for s in assert_lossless(arch, PromptLookup(random_pair(arch), n, max_ngram=2), third=n)
     ]
     assert max(s.drafted for s in steps) >= 6
-    assert any(0 < s.accepted for s in steps)
+    assert any(s.accepted > 0 for s in steps)
 
 
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 
@@ -112,4 +112,4 @@ def test_questions_have_the_schema_of_spec_bench():
         assert set(row) == {"question_id", "category", "turns", "reference"}
         assert len(row["turns"]) == len(row["reference"]) and all(map(str.strip, row["turns"]))
     grouped = [row["category"] for row in rows[:240]]
-    assert sum(a != b for a, b in zip(grouped, grouped[1:], strict=False)) == len(set(grouped)) - 1
+    assert sum(a != b for a, b in pairwise(grouped)) == len(set(grouped)) - 1
