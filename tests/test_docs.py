@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import methods
+from specbench import cli
 from specbench.checks import check_method
 from specbench.compose import CONF
 from specbench.decoding.draft import Drafter
@@ -42,27 +43,20 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 MOST_LINES = 150
 
-# What the console command takes: the configuration that each subcommand composes, or None for one without Hydra.
-COMMANDS = {
+# Commands that Hydra composes: the configuration of each.
+COMPOSED = {
     "run": "bench",
     "sweep": "bench",
     "tune": "tune",
     "answer": "answer",
     "calibrate": "calibrate_vocab",
 }
-TRAINERS = ("kangaroo", "mirror_sd", "s2d", "sps")
-PLAIN = {
-    "report": {"--out"},
-    "compare": {"--fail-below", "--metric", "--json"},
-    "claims": set(),
-    "log": {"--group", "--mode", "--project", "--entity"},
-}
 MODULES = {  # python -m MODULE: the configuration that it composes
     "specbench.bench": "bench",
     "specbench.tune": "tune",
     "methods.answer": "answer",
     "methods.vocab_trim.calibrate": "calibrate_vocab",
-    **{f"methods.{name}.train": f"train_{name}" for name in TRAINERS},
+    **{f"methods.{name}.train": f"train_{name}" for name in cli.trainers()},
 }
 
 
@@ -217,12 +211,16 @@ def of_make(target: str, given: dict[str, str]) -> tuple[str, list[str]] | None:
 def of_console(words: list[str]) -> tuple[str, list[str]] | None:
     """As `composed_by`, for what follows `specbench`."""
     name, *rest = words
-    if name in COMMANDS:
-        return COMMANDS[name], rest
-    if name == "train" and rest and rest[0] in TRAINERS:
-        return f"train_{rest[0]}", rest[1:]
-    if name in PLAIN and {word for word in rest if word.startswith("--")} <= PLAIN[name]:
+    if name == "--help" or rest == ["--help"]:
         return None
+    if name in COMPOSED:
+        return COMPOSED[name], rest
+    if name == "train" and rest and rest[0] in cli.trainers():
+        return f"train_{rest[0]}", rest[1:]
+    if name in cli.COMMANDS and name != "train":
+        known = set(re.findall(r"--[\w-]+", cli.COMMANDS[name].takes))
+        if {word for word in rest if word.startswith("--")} <= known:
+            return None
     raise UserError(f"no such command: specbench {' '.join(words)}")
 
 
@@ -260,10 +258,8 @@ def check_command(words: list[str]) -> None:
     if overrides and overrides[-1] == "...":
         overrides = overrides[:-1]
     overrides = [override for override in overrides if not re.search(r"=(\.\.\.|FOLDER|NAME)$", override)]
-    overrides = [override for override in overrides if not override.startswith("hydra.searchpath=")]
-    overrides = [
-        override for override in overrides if override != "method=bigram"
-    ]  # of the page's own example
+    # Left out: placeholders, and the method of a page's own example.
+    overrides = [override for override in overrides if override != "method=bigram"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for job in as_jobs([*of_preset(overrides), *overrides]):
             cfg = compose(config, overrides=job)
