@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from specbench import bench, checks
-from specbench.compose import CONF
 from specbench.errors import UserError
 from specbench.measure import runner, store
+from tests.support import conf
 from tests.support.commands import (
     TIMEOUT,
     cli,
@@ -28,10 +27,7 @@ from tests.support.commands import (
 from tests.support.messages import says
 from tests.support.models import save_pair
 
-
-def composed(*overrides: str):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("bench", overrides=list(overrides))
+composed = partial(conf.composed, "bench")
 
 
 # -- names

@@ -6,10 +6,9 @@ import json
 from itertools import product
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from specbench.compose import CONF
+from tests.support.conf import composed
 from tests.support.models import save_pair
 
 # The same few words over and over, so that the held-out conversations can be learnt from the others.
@@ -54,8 +53,7 @@ def training_overrides(workplace: Path, out: Path, *more: str) -> list[str]:
 
 def training_settings(name: str, workplace: Path, out: Path, *more: str) -> DictConfig:
     """The configuration of a trainer with those arguments."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        return compose(name, overrides=training_overrides(workplace, out, *more))
+    return composed(name, *training_overrides(workplace, out, *more))
 
 
 def stop_after(monkeypatch, module: type, calls: int) -> None:
