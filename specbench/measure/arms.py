@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
@@ -25,13 +25,16 @@ def one_by_one(engine: Engine) -> Arm:
     return lambda requests: [engine.generate(r.prompt, r.decoding, r.seed) for r in requests]
 
 
-def hf_generate_arm(pair: Pair, batch_size: int = 1, **options) -> Arm:
-    """Transformers' own generate on the same target: the reference that our baseline must not be slower than.
+def hf_generate_arm(pair: Pair, batch_size: int = 1, **options: Any) -> Arm:
+    """The generate of transformers on the same target: the reference that our baseline must not be slower than.
 
-    batch_size: requests that it gets at once, padded on the left; their seconds are shared equally. options: more
-    arguments for `generate`, such as `assistant_model`.
+    Args:
+        pair: with the target.
+        batch_size: requests that it gets at once, padded on the left; their seconds are shared equally.
+        **options: more arguments for `generate`, such as `assistant_model`.
     """
     clock = Clock(pair.device)
+    target: Any = pair.target
     pad = min(pair.stop_ids, default=0)
 
     @torch.inference_mode()
@@ -57,7 +60,7 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, **options) -> Arm:
         mask = torch.tensor(
             [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in requests], device=pair.device
         )
-        output = pair.target.generate(ids, attention_mask=mask, generation_config=config, **options)
+        output = target.generate(ids, attention_mask=mask, generation_config=config, **options)
         new = output[:, longest:].tolist()
         end = clock.mark()
         clock.synchronize()
@@ -69,7 +72,7 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, **options) -> Arm:
         return Generation(tokens, None, seconds, "stop" if tokens[-1] in pair.stop_ids else "length")
 
     def fits(chunk: list[Request]) -> bool:
-        """Whether a chunk is not too large, and padding pushes none of its rows beyond the context."""
+        """Whether a chunk is not too large, and padding makes no prompt too long for the context."""
         longest, cap = max(len(r.prompt) for r in chunk), max(r.decoding.max_new_tokens for r in chunk)
         return len(chunk) <= batch_size and longest + cap <= pair.context_length
 

@@ -1,8 +1,8 @@
-"""From journal records to the numbers of a summary. Nothing else in the project computes a metric; those that rounds
-have without a baseline are in `rounds.py`.
+"""From journal records to the numbers of a summary.
 
-Every function is pure. A number that could not be measured is None. Totals (tokens, seconds) are over all
-repeats; comparisons take the mean of a question's repeats first, so that the question is what an interval drops.
+Nothing else in the project computes a metric; those that rounds have without a baseline are in `rounds.py`. Every
+function is pure. A number that could not be measured is None. Totals (tokens, seconds) are over all repeats;
+comparisons take the mean of a question's repeats first, so that the jackknife of an interval drops questions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     """The content of summary.json: the numbers over all questions (`overall`) and over each task."""
     baseline = baseline_numbers(records, facts)
     reference = ARMS[baseline["quoted_against"]]
-    tasks = {}
+    tasks: dict[str, list[dict]] = {}
     for record in sorted(records, key=lambda record: record["question_id"]):
         tasks.setdefault(record["task"], []).append(record)
     batch_size = config["batch_size"] if facts["batched"] else None
@@ -99,8 +99,14 @@ def parameters(group: Mapping) -> dict:
 def numbers(
     records: list[dict], facts: dict, reference: str, batch_size: int | None = None, whole_run: bool = True
 ) -> dict:
-    """The metrics of the method over some questions, its speedups against the arm `reference`. batch_size: None for a
-    method that decodes one sequence at a time. whole_run: whether these are all questions that were measured.
+    """The metrics of the method over some questions.
+
+    Args:
+        records: of the journal.
+        facts: of the run, as `facts.json` holds them.
+        reference: the arm that speedups are against.
+        batch_size: None for a method that decodes one sequence at a time.
+        whole_run: whether these are all questions that were measured.
     """
     generations, steps = generations_frame(records), steps_frame(records)
     method = generations[generations["arm"] == "method"]
@@ -145,12 +151,16 @@ def numbers(
 
 
 def by_question(records: list[dict], reference: str, batched: bool) -> pd.DataFrame:
-    """One row per question, in the order of their ids: QUESTION_COLUMNS; one that failed has its `error`, no numbers.
+    """One row per question, in the order of their ids: QUESTION_COLUMNS.
 
     tokens: of the method, summed over the turns, mean of the repeats. baseline_seconds (of the arm `reference`),
-    method_seconds: those that a speedup compares (see `paired_seconds`); their sums over all questions give the
-    overall one. batched: a round belongs to all its rows, so that a question has no time of its own. verdict: the
-    worst of its turns.
+    method_seconds: those that a speedup compares (see `paired_seconds`); their sums over all questions give the overall
+    one. verdict: the worst of its turns. A question that failed has its `error`, and no numbers.
+
+    Args:
+        records: of the journal.
+        reference: the arm that speedups are against.
+        batched: whether a round belongs to several sequences, so that a question has no time of its own.
     """
     generations, steps = generations_frame(records), steps_frame(records)
     turns = turn_means(generations)
@@ -161,7 +171,10 @@ def by_question(records: list[dict], reference: str, batched: bool) -> pd.DataFr
     for record in sorted(records, key=lambda record: record["question_id"]):
         number = record["question_id"]
         timed = number in seconds.index and not batched
-        baseline, method = seconds.loc[number] if timed else (None, None)
+        baseline = method = faster = None
+        if timed:
+            baseline, method = seconds.loc[number]
+            faster = ratio(baseline, method)
         own = rounds.get(number, steps.iloc[:0])
         verdicts = [turn["equivalence"]["verdict"] for turn in record["turns"]]
         rows.append(
@@ -171,7 +184,7 @@ def by_question(records: list[dict], reference: str, batched: bool) -> pd.DataFr
                 tokens.get(number),
                 baseline,
                 method,
-                ratio(baseline, method) if timed else None,
+                faster,
                 acceptance_length(own),
                 acceptance_rate(own),
                 max(filter(None, verdicts), key=VERDICTS.index, default=None),
@@ -257,10 +270,16 @@ def pool_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:
 
 
 class Relative(NamedTuple):
-    """A ratio of two runs, and what it rests on: so many of a `unit` ("question", "pool", or "repeat" of one pool)."""
+    """A ratio of two runs, and what it rests on.
+
+    Attributes:
+        ratio: with its interval.
+        count: so many of a unit.
+        unit: "question", "pool", or "repeat" of one pool.
+    """
 
     ratio: Speedup
-    count: int
+    count: int  # type: ignore[assignment] # hides the count() that a tuple has, which nothing calls
     unit: str
 
 
@@ -271,21 +290,27 @@ def relative(first: list[pd.DataFrame], second: list[pd.DataFrame], batched: boo
     """
     shared = set.intersection(*(set(run.index) for run in (*first, *second)))
     kept = [[run.loc[run.index.isin(shared)].sort_index() for run in runs] for runs in (first, second)]
-    columns = [[(run["above"].to_numpy(), run["below"].to_numpy()) for run in runs] for runs in kept]
+    ours, theirs = ([(run["above"].to_numpy(), run["below"].to_numpy()) for run in runs] for runs in kept)
     if not batched:
-        return Relative(ratio_of_means(*columns), len(shared), "question")
+        return Relative(ratio_of_means(ours, theirs), len(shared), "question")
     pools = [pool for pool, _ in sorted(shared)]
     several = len(set(pools)) > 1
-    found = ratio_of_means(*columns, pools=pools)
+    found = ratio_of_means(ours, theirs, pools)
     return Relative(found, len(set(pools) if several else shared), "pool" if several else "repeat")
 
 
 def parts(records: list[dict], what: str, batched: bool) -> pd.DataFrame:
-    """Two columns, `above` and `below`, whose sums' ratio is the number `what` of a run; by question_id, or in a run of
-    batches by (pool, repeat).
+    """The parts of a number of a run, by question, or in a run of batches by run of a pool.
 
-    speedup: seconds of plain decoding as this run measured it / of the method. throughput: the same against plain
-    decoding one by one. mbsu: bytes of weights that plain decoding would have read / that were read.
+    Args:
+        records: of the journal.
+        what: "speedup": seconds of plain decoding as this run measured it / of the method. "throughput": the same
+            against plain decoding at batch size 1. "mbsu": bytes of weights that plain decoding would have read / that
+            were read.
+        batched: whether it is a run of batches.
+
+    Returns:
+        Two columns, `above` and `below`, whose sums' ratio is the number; indexed by question_id or (pool, repeat).
     """
     if what == "mbsu":
         steps = steps_frame(records)
@@ -297,10 +322,8 @@ def parts(records: list[dict], what: str, batched: bool) -> pd.DataFrame:
     generations = generations_frame(records)
     single = what == "throughput" and (generations["arm"] == "single").any()
     reference = "single" if single else ARMS["engine"]
-    if batched:
-        seconds = pool_seconds(generations, reference)
-    else:
-        seconds = paired_seconds(turn_means(generations), reference)
+    turns = None if batched else turn_means(generations)
+    seconds = pool_seconds(generations, reference) if turns is None else paired_seconds(turns, reference)
     return seconds.rename(columns={"reference": "above", "method": "below"})
 
 
@@ -319,8 +342,8 @@ def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:
 def bandwidth_fraction(tokens_per_second: float | None, facts: dict) -> float | None:
     """A speed as a fraction of that of plain decoding if it did nothing but read the target's weights.
 
-    Above 1: faster than any plain decoding from memory on this machine. (Weights that fit into the caches can
-    be read faster than memory; keys and values are not counted.)
+    Above 1: faster than any plain decoding from memory on this machine. Weights that fit into the caches can be read
+    faster than memory; keys and values are not counted.
     """
     bandwidth = facts["bandwidth_bytes_per_second"]
     if tokens_per_second is None or bandwidth is None:

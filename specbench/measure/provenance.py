@@ -16,9 +16,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
 
@@ -26,6 +27,9 @@ from specbench.errors import UserError
 from specbench.measure import store
 from specbench.measure.files import file_sha256
 from specbench.questions import packaged
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = {
     *("torch", "transformers", "tokenizers", "accelerate", "safetensors"),
@@ -57,11 +61,16 @@ PASSES = 7
 NO_DIFF = hashlib.sha256(b"").hexdigest()  # of the code from its commit
 
 
-def collect(config: dict, questions_file: Path, command: Sequence[str] | None = None) -> dict:
-    """Everything there is to know before the first question.
+def collect(config: Any, questions_file: Path, command: Sequence[str] | None = None) -> dict:
+    """Collects what is known before the first question.
 
-    command: the command line, by default that of this process. Secrets are left out: of the environment only
-    known variables are read, and values that look like a key, or are named like one, are blanked.
+    Secrets are left out: of the environment only known variables are read, and values that look like a key, or are
+    named like one, are blanked.
+
+    Args:
+        config: the configuration as a plain dictionary.
+        questions_file: that is read.
+        command: the command line; None for that of this process.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -164,9 +173,9 @@ def git_state(root: Path) -> dict | None:
         return None if found.returncode else found.stdout
 
     top, commit, diff = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD"), git("diff", "HEAD")
-    if (
-        top is None or commit is None or Path(os.fsdecode(top.strip())) != root
-    ):  # installed into another repository
+    if top is None or commit is None or diff is None:
+        return None
+    if Path(os.fsdecode(top.strip())) != root:  # installed into another repository
         return None
     return {
         "commit": commit.decode().strip(),
@@ -176,10 +185,16 @@ def git_state(root: Path) -> dict | None:
 
 
 def weights(pair: Mapping, method: Mapping = MappingProxyType({})) -> dict[str, dict]:
-    """The weights of a pair (target, draft, parts.<name>) and what other folders a method's settings name
-    (method.<name>): where from, and checksums of the files on disk.
+    """The weights of a pair and of a method: where from, and checksums of the files on disk.
 
-    For a model of the hub: its id, the revision asked for, and the commit that the local cache has of it.
+    Of a model of the hub: its id, the revision asked for, and the commit that the local cache has of it.
+
+    Args:
+        pair: its configuration.
+        method: its settings; other folders that they name are read, too.
+
+    Returns:
+        Facts by "target", "draft", "parts.<name>", "method.<name>".
     """
     sources = {"target": pair["target"], "draft": pair["draft"]}
     sources |= {f"parts.{name}": path for name, path in pair["parts"].items()}
@@ -220,7 +235,7 @@ def _cpu_model() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def _flat(value, prefix: str = ""):
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of every leaf of nested dictionaries and lists."""
     items = (
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
@@ -250,9 +265,11 @@ URL = re.compile(r"(?<=://)(\S*@)?([^\s?#@]*)(\S*)")  # user and password, place
 BLANK = "***"
 
 
-def without_secrets(value, name: str = ""):
-    """The same value without secrets: what is named like one, texts that look like one, and of every URL user,
-    password, query and fragment. What leaves a run folder, or is shown, goes through here.
+def without_secrets(value: Any, name: str = "") -> Any:
+    """The same value without secrets; whatever leaves a run folder, or is shown, must pass through here.
+
+    Blanked are values that are named like a secret, texts that look like one, and of every URL user, password, query
+    and fragment.
     """
     if SECRET_NAME.search(name) and value is not None and not isinstance(value, bool):
         return BLANK
@@ -279,7 +296,7 @@ def _without_secret_value(argument: str) -> str:
 # -- the ceiling
 
 
-def bandwidth(device) -> float:
+def bandwidth(device: torch.device) -> float:
     """Bytes per second at which torch reads the memory of `device`: the ceiling of work that is bound by it.
 
     The median over passes that each sum a large buffer of float32 numbers, after a warm-up, with the threads
@@ -326,8 +343,8 @@ def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> in
 # -- memory
 
 
-def reset_peak_memory(device) -> None:
-    """From now on `peak_memory` counts anew."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Makes `peak_memory` count anew from now on."""
     import torch
 
     if device.type == "cuda":
@@ -336,9 +353,10 @@ def reset_peak_memory(device) -> None:
         RESET_PEAK.write_text("5")  # resets the high-water mark of resident memory, see proc(5)
 
 
-def peak_memory(device) -> int | None:
-    """The most bytes since `reset_peak_memory`: allocated on a GPU, else resident of this process, models and all; None
-    where nobody counts them.
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes in use since `reset_peak_memory`; None where the system does not count them.
+
+    On a GPU those allocated, else the resident memory of this process, models included.
     """
     import torch
 

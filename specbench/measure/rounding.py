@@ -67,8 +67,10 @@ def batch_noise(target: Target, samples: list[tuple[list[int], list[int]]], rows
 
 
 def first_two(target: Target, prompt: list[int], answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's first two choices [n, 2] for each token of an answer as plain decoding has it, and the distance
-    [n, 1] of their logits.
+    """The target's first two choices for each token of an answer, as plain decoding has them.
+
+    Returns:
+        Ids [n, 2] and the distance [n, 1] of their logits.
     """
     single = forced_logits(target, prompt, answer, block=1)
     top = single.topk(2).indices

@@ -1,4 +1,4 @@
-"""What draft-verify rounds tell without a baseline: acceptance, bytes read, drafting hidden, places of a batch in use.
+"""Metrics of draft-verify rounds that need no baseline: acceptance, bytes read, overlap, occupancy of a batch.
 
 Every function takes rows of `frames.steps_frame` of one arm and is pure. A number that could not be measured is None.
 """
@@ -50,15 +50,16 @@ def exit_shares(rounds: pd.DataFrame) -> dict[str, float] | None:
 
 
 def overlap(rounds: pd.DataFrame) -> dict | None:
-    """What drafting beside the target gains; None for a method that does not. Seconds are means per round.
+    """What drafting during verification gains; None for a method that does not. Seconds are means per round.
 
-    fall_back_rate: of the decisions that were looked up, the share for which nothing had been drafted; by_accepted: the
-    same by how many draft tokens had been accepted. hidden_share: 1 - what the target waited for a draft / what a draft
-    takes that is begun behind the decision (after a miss), as a serial method begins all of them; work on branches that
-    nobody took does not count. None without a miss. model_seconds: the latency model of Mirror-SD (Bhendawade et al.
-    2025, eq. 10) with the terms that it lacks, max(exit, draft before it) + max(rest of the pass, draft beside it) +
-    handover + draft behind the decision (the whole of it after a miss, what was lacking after a hit) + the rest of the
-    round; round_seconds: as measured.
+    - fall_back_rate: of the decisions that were looked up, the share without a prepared branch; by_accepted: the same
+      by how many draft tokens had been accepted.
+    - hidden_share: 1 - what the target waited for a draft / what a draft takes that is begun after the decision (after
+      a miss), as a serial method begins all of them; work on branches that were not used does not count. None without
+      a miss.
+    - model_seconds: the latency model of Mirror-SD (Bhendawade et al. 2025, eq. 10) with the terms that it lacks,
+      max(exit, draft before it) + max(rest of the pass, draft during it) + handover + draft after the decision (the
+      whole of it after a miss, the rest of it after a hit) + the rest of the round; round_seconds: as measured.
     """
     launched = rounds[rounds["exit_seconds"].notna()]
     if launched.empty:
@@ -76,14 +77,16 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
     rest = mean(launched["verify_seconds"] - launched["exit_seconds"])
     handover, other = mean(kinds["handover_seconds"]), mean(kinds["other_seconds"])
     parts = (exit_seconds, early, beside, rest, handover, other, fall_back)
+    known = [part for part in parts if part is not None]
     model = None
-    if None not in parts:
-        waiting = (1 - fall_back) * (after_hit or 0.0) + fall_back * (after_miss or 0.0)
-        model = max(exit_seconds, early) + max(rest, beside) + handover + waiting + other
+    if len(known) == len(parts):
+        leaving, before_exit, behind_exit, remaining, handing, settling, missing = known
+        waiting = (1 - missing) * (after_hit or 0.0) + missing * (after_miss or 0.0)
+        model = max(leaving, before_exit) + max(remaining, behind_exit) + handing + waiting + settling
     return {
         "fall_back_rate": fall_back,
         "fall_back_rate_by_accepted": {str(n): float(share) for n, share in by_accepted.items()},
-        "hidden_share": max(0.0, 1 - waited / after_miss) if after_miss else None,
+        "hidden_share": max(0.0, 1 - waited / after_miss) if after_miss and waited is not None else None,
         "exit_seconds": exit_seconds,
         "rest_seconds": rest,
         "early_seconds": early,
@@ -101,9 +104,10 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
 def batching(method: pd.DataFrame, rounds: pd.DataFrame, batch_size: int) -> dict:
     """How well a batch was used; rounds: one row per sequence and round, each with one part in `rows` of it.
 
-    occupancy: rows that ran / places that there were. alignment_share: of all seconds, those spent on lining rows up in
-    memory. group_rate: of the rounds of several rows, the share whose rows had one length; None for a scheduler that
-    does not look.
+    - occupancy: sequences that ran / slots that there were.
+    - alignment_share: of all seconds, those spent on alignment in memory.
+    - group_rate: of the rounds of several sequences, the share whose sequences had one length; None for a scheduler
+      that does not look.
     """
     whole = (1 / rounds["rows"]).sum()
     judged = rounds[rounds["grouped"].notna()]
@@ -124,7 +128,7 @@ def mbsu(rounds: pd.DataFrame, target_pass_bytes: int) -> float | None:
     For a draft length gamma and a draft model of c times the target's bytes it is acceptance_length / (1 + c
     * gamma).
     """
-    # The rows of a batch share what a pass reads.
+    # The sequences of a batch share what a pass reads.
     read = ((rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["rows"]).sum()
     return ratio(int(rounds["emitted"].sum()) * target_pass_bytes, read)
 

@@ -40,14 +40,26 @@ from specbench.threads import Threads, use_threads
 
 WARM_UP_TOKENS = 32  # of each arm on each warm-up question; the rounding noise is measured on as many
 THREADS_TOKENS = 16  # of each arm that the number of threads is chosen by
-# SINGLE, in a run with batches: plain decoding one by one, what every answer is held against and batching gains on.
+# SINGLE: plain decoding at batch size 1; in batched runs the reference for equivalence and for the throughput ratio.
 BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
 
 
 @dataclass(slots=True)
 class Bench:
-    """Everything one job needs: the loaded pair, the arms by name, and how they decode. batch_size: None for a method
-    that decodes one sequence at a time.
+    """Everything one job needs.
+
+    Attributes:
+        pair: the loaded models.
+        target: of the pair.
+        drafter: of the method.
+        arms: by name.
+        decoding: of every answer.
+        repeats: answers of each arm to each question.
+        protocol: whose earlier answers a conversation goes on with: "spec_bench": each arm's own.
+        seed: of the sampling.
+        batch_size: None for a method that decodes one sequence at a time.
+        noise: rounding noise, in logits.
+        peak_memory: bytes, while a batch method ran; None where it was not measured.
     """
 
     pair: Pair
@@ -60,11 +72,11 @@ class Bench:
     seed: int
     batch_size: int | None = None
     noise: float = 0.0
-    peak_memory: int | None = None  # bytes, while a batch method ran
+    peak_memory: int | None = None
 
     @property
     def reference(self) -> str:
-        """The arm that every answer is held against."""
+        """The arm that every answer is compared with."""
         return SINGLE if SINGLE in self.arms else BASELINE
 
     def prompt(self, question: Question, answers: list[str]) -> list[int]:
@@ -85,14 +97,25 @@ class Bench:
         return Decoding(min(self.decoding.max_new_tokens, room), self.decoding.temperature)
 
     def measure(self, questions: list[Question], place: int) -> list[dict]:
-        """The journal records of some questions, which a batch method answers together; `place` chooses the order of
-        the arms. A question whose prompt cannot be made or does not fit fails alone; everything else is raised.
+        """Measures some questions, which a batch method answers together.
+
+        A question whose prompt cannot be made or does not fit fails alone; everything else is raised.
+
+        Args:
+            questions: to ask.
+            place: number of this measurement, which chooses the order of the arms.
+
+        Returns:
+            A journal record for each question.
         """
-        said = {q.question_id: {name: [] for name in self.arms} for q in questions}
+        said: dict[int, dict[str, list[str]]] = {
+            q.question_id: {name: [] for name in self.arms} for q in questions
+        }
         turns: dict[int, list[dict]] = {q.question_id: [] for q in questions}
         failed: dict[int, str] = {}
         for turn in range(max(len(q.turns) for q in questions)):
-            asked, requests = [], {name: [] for name in self.arms}
+            asked: list[Question] = []
+            requests: dict[str, list[Request]] = {name: [] for name in self.arms}
             for q in questions:
                 if q.question_id in failed or len(q.turns) <= turn:
                     continue
@@ -192,8 +215,9 @@ class Bench:
             self.noise = max(self.noise, batch_noise(self.target, samples, self.batch_size))
 
     def use_threads(self, asked: int | None, questions: list[Question]) -> Threads:
-        """Sets torch's threads for all arms: `asked`, or as many as baseline and method together are fastest with, on
-        the first warm-up question (batches: on as many as fill one).
+        """Sets torch's threads for all arms: `asked`, or as many as baseline and method together are fastest with.
+
+        It is measured on the first warm-up question (batches: on as many as fill one).
         """
         requests = self._warm_up_requests(questions, THREADS_TOKENS)[: self.batch_size or 1]
 
@@ -236,7 +260,7 @@ def prepare(cfg: DictConfig) -> Bench:
     batched = issubclass(method, Scheduler)
     drafting = cfg.drafter if batched else cfg.method
     drafter_class = hydra.utils.get_class(drafting._target_)
-    needs = drafter_class.needs
+    needs = drafter_class.needs  # type: ignore[attr-defined] # Hydra gives a bare type
     pair_cfg = cfg.pair
     if needs.part:  # it may bring the draft model with it
         pair_cfg = OmegaConf.merge(cfg.pair, {"draft": needs.draft_of(cfg.pair), "draft_layers": None})
@@ -250,12 +274,12 @@ def prepare(cfg: DictConfig) -> Bench:
     if batched:
         scheduler = method(batch_size=size, **parameters(cfg.method))
         single = one_by_one(Engine(target, Drafter(), *ends))
-        plain = BatchEngine(target, Drafter(), Scheduler(size), *ends).generate
+        plain = BatchEngine(target, Drafter(), Scheduler(cfg.batch_size), *ends).generate
         arms: dict[str, Arm] = {
-            BASELINE: plain if size > 1 else single,
+            BASELINE: plain if cfg.batch_size > 1 else single,
             METHOD: BatchEngine(target, drafter, scheduler, *ends).generate,
         }
-        if size > 1:
+        if cfg.batch_size > 1:
             arms[SINGLE] = single
     else:
         arms = {
@@ -299,8 +323,12 @@ def _record(question: Question, pool: int, turns: list[dict]) -> dict:
 
 
 def pools(questions: list[Question], size: int | None, seed: int) -> list[list[Question]]:
-    """The questions as they are measured: one by one (size None), or in pools of about equal size, `size` at most, in
-    an order that mixes the tasks as they come to a server.
+    """The questions as they are measured: one by one, or in pools, whose order mixes the tasks as on a server.
+
+    Args:
+        questions: all of a run.
+        size: questions of a pool at most, all pools about equal; None: one by one.
+        seed: of the order.
     """
     if size is None:
         return [[question] for question in questions]
@@ -323,9 +351,10 @@ def run(run_dir: Path) -> int:
 
 
 def drop_torn_pool(journal: store.Journal, planned: list[list[Question]]) -> None:
-    """Drops from a journal the records of a pool that lacks some, and says so: a batch of the others alone has another
-    occupancy and other times, which cannot be added to those of the first. It is the last pool of the journal, since
-    pools are written one after the other, each at once.
+    """Drops from a journal the records of a pool that lacks some, and prints that.
+
+    A batch of the other questions alone has another occupancy and other times, which cannot be added to those of the
+    first. It is the last pool of the journal, since pools are written one after the other, each at once.
     """
     if not journal.records:
         return
@@ -373,7 +402,7 @@ def _measure(
 
 
 def facts(bench: Bench) -> dict:
-    """What the summary needs to know of the run beside its records."""
+    """What the summary needs of the run beside its records."""
     pair = bench.pair
     return {
         "target_pass_bytes": bench.target.pass_bytes(),

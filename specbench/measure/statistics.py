@@ -17,8 +17,9 @@ LEAST_POOLS = (
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """Sum of reference seconds / sum of method seconds, and its 95 % interval (None of fewer than 6 questions, or 2
-    pools).
+    """Sum of reference seconds / sum of method seconds, and the bounds of its 95 % interval.
+
+    The bounds are None of fewer than 6 questions, or 2 pools.
     """
 
     value: float | None

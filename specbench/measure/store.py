@@ -17,17 +17,18 @@ import uuid
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from specbench.errors import UserError, file_errors
 from specbench.measure import metrics
 from specbench.measure.files import held, make_folder, new_folder, write_atomic, writing
 from specbench.measure.frames import steps_frame
+from specbench.values import plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -48,10 +49,15 @@ NOT_MEASURED = ("run_dir", "runs_root", "tracker")  # configuration that does no
 def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
     """The folder to measure `config` in: its `run_dir`, or else the newest that can go on, or a new one.
 
-    A folder can go on while it has no summary, and was made for the same configuration by the same code;
-    `taken` are folders that other jobs have, whatever their state.
-    Raises UserError when `run_dir` is a folder that cannot go on, or that holds other things, and where no folder can
-    be made or read.
+    A folder can go on while it has no summary, and was made for the same configuration by the same code.
+
+    Args:
+        config: of the run.
+        taken: folders that other jobs have, whatever their state.
+
+    Raises:
+        UserError: `run_dir` is a folder that cannot go on, or that holds other things, or no folder can be made or
+            read.
     """
     config = _plain(config)
     code = {"source_sha256": source_sha256()}
@@ -121,7 +127,7 @@ def is_complete(run_dir: Path) -> bool:
 
 
 def _plain(config: Mapping) -> dict:
-    return OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
+    return plain(config) if isinstance(config, DictConfig) else dict(config)
 
 
 def _canonical(config: dict) -> str:
@@ -327,7 +333,7 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def finite(value):
+def finite(value: Any) -> Any:
     """The same value with null for each NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
