@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
     from types import ModuleType
 
 
@@ -61,12 +62,20 @@ def optional(package: str, extra: str) -> ModuleType:
 
 
 @contextmanager
-def file_errors() -> Iterator[None]:
-    """Around work on files that the user named: what the system refuses becomes a UserError, with the file's name."""
+def file_errors(writing: Path | None = None) -> Iterator[None]:
+    """Turns an OSError (no such file, no permission, a full disk) into a UserError with the file's name.
+
+    Args:
+        writing: the file that is written inside, which the message then names; None: the one that the system names.
+    """
     try:
         yield
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}" if error.filename else reason(error)) from error
+        if writing is not None:
+            told = f"cannot write {writing}: {error.strerror or error}"
+        else:
+            told = f"{error.filename}: {error.strerror}" if error.filename else reason(error)
+        raise UserError(told) from error
 
 
 @contextmanager

@@ -16,22 +16,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Around what writes a file: an OSError (a full disk, no permission) becomes a UserError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-
-
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a file under another name, on to the disk, then renames it: a reader never sees a part of it.
 
     Raises UserError when the disk is full or cannot be written; the file is then what it was.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing(path):
+    with file_errors(writing=path):
         try:
             with open(temporary, "wb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
@@ -81,7 +72,7 @@ def held(folder: Path, doing: str) -> Iterator[None]:
     Raises UserError when another process holds it, or when it cannot be written. doing: what a holder does with it,
     such as "measured".
     """
-    with writing(folder / ".lock"):
+    with file_errors(writing=folder / ".lock"):
         lock = open(folder / ".lock", "w")  # noqa: SIM115 - closed below
     with lock:
         try:

@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 
 from specbench.errors import UserError, file_errors
 from specbench.measure import metrics
-from specbench.measure.files import held, make_folder, new_folder, write_atomic, writing
+from specbench.measure.files import held, make_folder, new_folder, write_atomic
 from specbench.measure.frames import steps_frame
 from specbench.values import plain
 
@@ -186,7 +186,7 @@ class Journal:
                 raise ValueError(f"question {record['question_id']} is already in {self._path}")
         stamped = [finite(record | {"tstamp": time.time()}) for record in records]
         lines = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in stamped)
-        with writing(self._path):
+        with file_errors(writing=self._path):
             before = self._path.stat().st_size if self._path.exists() else 0
             try:
                 with open(self._path, "ab") as file:
@@ -205,7 +205,7 @@ class Journal:
 
         Raises UserError when the file cannot be written.
         """
-        with writing(self._path):
+        with file_errors(writing=self._path):
             with open(self._path, "rb") as file:
                 length = sum(len(line) for line in islice(file, count))
             os.truncate(self._path, length)
@@ -224,7 +224,7 @@ def open_journal(run_dir: Path) -> Iterator[Journal]:
     with held(run_dir, "measured"):
         records, whole = _read(path)
         if path.exists() and whole < path.stat().st_size:
-            with writing(path):
+            with file_errors(writing=path):
                 os.truncate(path, whole)
         yield Journal(path, records)
 
