@@ -38,12 +38,14 @@ class SweepLauncher(Launcher):
     """Composes the jobs of a sweep and hands them over together, to be measured where `place` does that."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Takes over Hydra's context. Raises UserError for a program that has no sweeps."""
         if not hasattr(task_function, "sweep"):
             raise UserError("this program has no sweeps: leave out -m, or choose hydra/launcher=basic")
         self.command, self.config = task_function, config
         self.loader = hydra_context.config_loader
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Composes and measures the jobs of a sweep; what a job returns is its exit code."""
         from specbench.sweeps import Job  # late: every program that uses Hydra looks at its plugins
 
         jobs = [Job(list(overrides), self._compose(list(overrides))) for overrides in job_overrides]
@@ -68,6 +70,7 @@ class Local(SweepLauncher):
     """On this machine, one after the other."""
 
     def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+        """Measures the run folders on this machine, one after the other."""
         from specbench.bench import here
 
         return here(run_dirs, logs)
@@ -85,6 +88,11 @@ class Submitit(SweepLauncher):
         self.parameters = {k if k in self.common else f"{self.cluster}_{k}": v for k, v in plain.items()}
 
     def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+        """Measures each run folder in a job of submitit; yields them as they are done.
+
+        Raises:
+            UserError: submitit is not installed, or the cluster does not take its parameters.
+        """
         from specbench.bench import measure
         from specbench.processes import heeding_sigterm
 
@@ -143,6 +151,11 @@ class Ray(SweepLauncher):
         self.address = address
 
     def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+        """Measures each run folder in a task of Ray; yields them as they are done.
+
+        Raises:
+            UserError: Ray is not installed, or cannot be reached.
+        """
         from specbench.processes import heeding_sigterm
 
         ray = optional("ray", "ray")
@@ -198,8 +211,15 @@ def _whole(ray: ModuleType, node: dict) -> dict:
 
 
 def measure_on_node(run_dir: Path, folder: str, variables: dict[str, str | None]) -> int:
-    """What a Ray worker does for a job: measures in the folder of the command, and with its environment `variables`
-    (None: not set) for threads, where Ray would choose others.
+    """Measures a job in a Ray worker.
+
+    Args:
+        run_dir: the run folder.
+        folder: the working directory of the command.
+        variables: its environment variables for threads, where Ray would choose others; None: not set.
+
+    Returns:
+        The exit code.
     """
     from specbench.bench import measure
 

@@ -15,8 +15,9 @@ _LIBC = ctypes.CDLL(None)  # at once: between fork and exec is no time to load a
 
 
 def end_with_parent() -> None:
-    """Called in a new process: the kernel ends it when its parent is gone (on Linux), and Ctrl-C, which reaches every
-    process of a terminal, is left to the parent.
+    """Makes the kernel end this new process when its parent is gone (on Linux).
+
+    Ctrl-C, which reaches every process of a terminal, is left to the parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":

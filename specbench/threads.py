@@ -26,8 +26,12 @@ HOPELESS = 1.5  # times the best time so far: still fewer threads are not tried
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """threads: that torch computes with now. chosen_by: "threads=", "OMP_NUM_THREADS", "measuring", or "torch" where
-    nothing was measured. seconds: median time of the work by number of threads, where it was measured.
+    """The number of torch's threads, and how it was chosen.
+
+    Attributes:
+        threads: that torch computes with now.
+        chosen_by: "threads=", "OMP_NUM_THREADS", "measuring", or "torch" where nothing was measured.
+        seconds: median time of the work by number of threads, where it was measured.
     """
 
     threads: int
@@ -92,8 +96,9 @@ def measure(work: Callable[[], object], numbers: list[int]) -> dict[int, float]:
 
 
 def fewest_worth(seconds: dict[int, float]) -> int:
-    """The number of threads to use: of the measured ones, going up, each that takes less than `WORTH` of the time of
-    the best before it; 1 where nothing was measured.
+    """The number of threads to use; 1 where nothing was measured.
+
+    Of the measured numbers, going up, each is chosen that takes less than `WORTH` of the time of the one chosen before.
     """
     chosen = min(seconds, default=1)
     for n in sorted(seconds):

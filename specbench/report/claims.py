@@ -59,8 +59,12 @@ def check(claim: Mapping, runs: list[Run]) -> Checked:
 
 
 def verdict(found: Speedup, claim: Mapping, counted: bool = False) -> str:
-    """held: also the worse end of the interval (or a number that was counted) meets the bound; held by the point: the
-    number does, but that end does not, or there is none; not reached: only the better end does; failed: nothing does.
+    """The verdict on a claim.
+
+    - held: also the worse end of the interval (or a number that was counted) meets the bound.
+    - held by the point: the number does, but that end does not, or there is none.
+    - not reached: only the better end does.
+    - failed: neither end does.
     """
     value, low, high = found.value, found.low, found.high
     low, high = value if low is None else low, value if high is None else high
@@ -116,8 +120,9 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
 
 
 def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """A number of a run against the same of the strongest of others, on the same pair; with `over`, of their means over
-    all values of a key (each pair), of which there must be several.
+    """A number of a run against the same of the strongest of others, on the same pair.
+
+    With `over` it is of their means over all values of a key (each pair), of which there must be several.
     """
     key, what = claim.get("over"), claim.get("what", "speedup")
     values = sorted({run.summary[key] for run in runs if _matches(claim["of"], run)}) if key else [None]

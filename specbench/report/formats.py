@@ -23,8 +23,9 @@ LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Cells:
-    """The content of a table as text: `rows` of cells, for each cell the style that it has in a terminal, and for each
-    column whether it stands to the right.
+    """The content of a table as text.
+
+    Each cell has the style that it has in a terminal, and each column a mark whether it is aligned to the right.
     """
 
     title: str

@@ -1,5 +1,7 @@
-"""Plots of finished runs. Every run keeps its colour, marker and hatch, so that a plot can be read without colours; the
-palette is Okabe and Ito's (2008), which the colour-blind can tell apart.
+"""Plots of finished runs.
+
+Every run keeps its colour, marker and hatch, so that a plot can be read without colours; the palette is Okabe and Ito's
+(2008), which the colour-blind can tell apart.
 """
 
 from __future__ import annotations
@@ -51,12 +53,14 @@ class Shown:
 
     @property
     def overall(self) -> dict:
+        """The numbers over all questions."""
         return self.summary["overall"]
 
 
 def figures(runs: Iterable[Run]) -> dict[str, Figure]:
-    """Every plot that the runs have data for, by its name. Of runs that share a label the last is shown, and of many
-    the fastest; which ones are left out stands in the title.
+    """Every plot that the runs have data for, by its name.
+
+    Of runs that share a label the last is shown, and of many the fastest; the title names those that are left out.
     """
     found = latest(runs)
     single, cut_single = chosen([(label, run) for label, run in found if not run.summary["drafter"]])
@@ -247,8 +251,9 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
 
 
 def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
-    """Overall speedups for each method and pair of whose settings just two were varied; of many the largest, as its
-    title says: all of them are among the tables.
+    """Overall speedups for each method and pair of whose settings just two were varied.
+
+    Of many the largest are drawn, which the title mentions; all of them are among the tables.
     """
     drawn = []
     found = [grid for grid in grids(summaries) if any(grid.cells.values())]

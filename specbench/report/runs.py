@@ -71,6 +71,7 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The folder's name."""
         return self.folder.name
 
     @cached_property
@@ -97,10 +98,14 @@ class LeftOut:
 
 
 def read_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[Run], list[LeftOut]]:
-    """The finished runs among the paths, and those that are left out. A path may also be a folder of run folders. A run
-    that is named twice is read once. with_records: reads every journal too, and leaves out those that are damaged.
+    """The finished runs among the paths, and those that are left out; a run that is named twice is read once.
 
-    Raises UserError for a path that is not there.
+    Args:
+        paths: run folders, or folders of run folders.
+        with_records: read every journal too, and leave out those that are damaged.
+
+    Raises:
+        UserError: a path is not there.
     """
     runs, left_out = [], []
     for folder in {folder.resolve(): folder for path in paths for folder in _run_folders(path)}.values():
@@ -167,8 +172,9 @@ def _summary(folder: Path) -> dict:
 
 
 def _derived(folder: Path) -> dict:
-    """The summary of a folder that an earlier version measured, as this version makes it of the records: that one knew
-    no number of pools, and had other intervals and another share of hidden drafting.
+    """The summary of a folder that an earlier version measured, as this version makes it of the records.
+
+    That version had no number of pools, and other intervals and another share of hidden drafting.
     """
     try:
         facts, config = store.read_json(folder / store.FACTS), store.read_config(folder)
@@ -201,8 +207,9 @@ def _lines(path: Path) -> int:
 
 
 def _lacking(value: object, shape: Mapping, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the keys of `shape` that nested dictionaries lack; a key whose value in `shape` is not None must
-    hold a dictionary with those keys.
+    """Dotted names of the keys of `shape` that nested dictionaries lack.
+
+    A key whose value in `shape` is not None must hold a dictionary with those keys.
     """
     if not isinstance(value, dict):
         yield prefix.removesuffix(".") or "everything"
@@ -250,8 +257,9 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
 
 
 def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[str]:
-    """A short name for each: the method, the settings that were varied, and what else the runs differ in, but for the
-    keys `without`.
+    """A short name for each: the method, the settings that were varied, and what else the runs differ in.
+
+    The keys `without` are left out.
     """
     summaries = list(summaries)
     rest = _differing(summaries, without)
@@ -296,10 +304,12 @@ class Grid:
 
     @property
     def rows(self) -> list:
+        """Values of the first setting, in the order of the cells."""
         return list(dict.fromkeys(row for row, _ in self.cells))
 
     @property
     def columns(self) -> list:
+        """Values of the second setting, in the order of the cells."""
         return list(dict.fromkeys(column for _, column in self.cells))
 
 

@@ -53,9 +53,11 @@ class PlainTable(Table):
         )
 
     def add_column(self, header: str, **options) -> None:
+        """Adds a column whose header is no markup."""
         super().add_column(Text(header), **options)
 
     def add_row(self, *cells: str | Text, **options) -> None:
+        """Adds a row whose texts are no markup."""
         super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
@@ -81,9 +83,10 @@ def run_table(summary: dict) -> Table:
 
 
 def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
-    """Spec-Bench's own form: a row per run, its speedup on each task, mean accepted tokens, overall; and beside ours,
-    which are ratios of summed seconds, the overall speedup as its speed.py defines it. None without a task: the runs of
-    batch methods have no times by task.
+    """Speedups by task in Spec-Bench's own form, a row per run, with mean accepted tokens and the overall speedup.
+
+    Ours are ratios of summed seconds; the overall speedup as its speed.py defines it stands beside. None without a
+    task: the runs of batch methods have no times by task.
     """
     summaries = [summary for summary in summaries if not summary["drafter"]]
     if not summaries:
@@ -204,9 +207,7 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
 
 
 def batch_line(summary: dict) -> str:
-    """How well a batch method used its places, its time, what it gains over decoding one by one, and what the interval
-    of its speedup does not cover.
-    """
+    """One line on a batch method: occupancy, time, gain over batch size 1, and what its interval does not cover."""
     overall = summary["overall"]
     parts = [
         f"batch of {summary['batch_size']}: {_share(overall['occupancy'])} of the places in use",
@@ -312,8 +313,9 @@ def print_run(run: Run) -> None:
 
 
 def print_overview(runs: list[Run]) -> None:
-    """Prints several finished runs side by side: a row each, speedups by pair, and what does not compare. A table of
-    very many rows is only named: a report has it in its files.
+    """Prints several finished runs side by side: a row each, speedups by pair, and what does not compare.
+
+    Of a table of very many rows only the name is printed: a report has it in its files.
     """
     out = console()
     for table in overview(run.summary for run in runs):

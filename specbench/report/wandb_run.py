@@ -41,10 +41,16 @@ FORMATS = {
 
 
 def log_run(run_dir: Path, tracker: Mapping) -> str:
-    """Logs a complete run folder as `tracker` says (the keys of conf/tracker/wandb.yaml): config, summary, tables,
-    histograms, and the folder as artifact. Returns the run's address or, offline, the folder of its log.
+    """Logs a complete run folder: config, summary, tables, histograms, and the folder as artifact.
 
-    Logged again, it is the same run. Raises what the client raises.
+    Logged again, it is the same run. Errors of the client are raised as they are.
+
+    Args:
+        run_dir: the run folder.
+        tracker: the keys of conf/tracker/wandb.yaml.
+
+    Returns:
+        The run's address or, offline, the folder of its log.
     """
     measured = read_run(run_dir)
     summary = measured.summary
@@ -154,8 +160,11 @@ def acceptance_lines(numbers: dict) -> wandb.plot.CustomChart:
 
 
 def artifact(run_dir: Path, upload_diff: bool = False) -> wandb.Artifact:
-    """The run folder as it may leave this machine: without secrets and, unless `upload_diff`, without the difference of
-    the code from its commit, of which the checksum stays. A file in which nothing changes is not copied.
+    """The run folder as it may leave this machine: without secrets, and without the code's diff.
+
+    Args:
+        run_dir: the run folder. A file in which nothing changes is not copied.
+        upload_diff: keep the difference of the code from its commit, of which else the checksum alone stays.
     """
     found = wandb.Artifact(re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name), type=ARTIFACT)
     for file in sorted(run_dir.iterdir()):

@@ -30,6 +30,7 @@ class Phrase:
     name: str | None = None
 
     def english(self, short: bool = False) -> str:
+        """The phrase with its article; `short` leaves the adjective out."""
         if self.name:
             return self.name
         head = self.noun.many if self.many else self.noun.one
@@ -125,6 +126,7 @@ class Writer:
         return Phrase(agents[mix(self.lexicon.seed, *name.encode()) % len(agents)], name=name)
 
     def agent(self) -> Phrase:
+        """Somebody who belongs to the topic."""
         return self.phrase(self.lexicon.topic_agents[self.topic].draw(self.rng))
 
     def clause(

@@ -108,6 +108,7 @@ def exit_agreement(target: LlamaForCausalLM, answered: dict[str, list]) -> dict[
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m specbench.tiny.evaluate", description=__doc__.splitlines()[0]
     )

@@ -40,6 +40,7 @@ class Facts:
             self.by_kind[kind] = Zipf(entities, 0.8)
 
     def draw(self, rng: random.Random, kind: str | None = None) -> Entity:
+        """An entity; without a `kind` one of a kind that is drawn as well."""
         return self.by_kind[kind or rng.choices(KINDS, weights=(4, 3, 2, 1))[0]].draw(rng)
 
     def _things(self, rng: random.Random) -> tuple[str, str, str, str]:

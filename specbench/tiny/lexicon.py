@@ -107,6 +107,7 @@ class Zipf:
         self.cumulative = list(accumulate(1.0 / (rank + 2) ** exponent for rank in range(len(items))))
 
     def draw(self, rng: random.Random):
+        """One of the items, by their frequencies."""
         return rng.choices(self.items, cum_weights=self.cumulative)[0]
 
 

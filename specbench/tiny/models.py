@@ -61,7 +61,7 @@ def build(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaF
 
 @torch.no_grad()
 def install_lookup(model: LlamaForCausalLM) -> None:
-    """Start a fresh model with an induction circuit (Olsson et al. 2022): "what followed this token before?"
+    """Start a fresh model with an induction circuit (Olsson et al. 2022), which finds what followed a token before.
 
     Models find this circuit by themselves, but only after some billion tokens; text that quotes its prompt needs it.
     Layer 0, head 0 attends to the token before (RoPE turns two constant vectors into that) and notes `CODE` numbers

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from specbench.tiny.muon import Muon
@@ -78,7 +78,7 @@ def weighted_loss(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], light
     for start in range(0, len(targets), CHUNK):
         rows = slice(start, start + CHUNK)
         logits = model.lm_head(hidden[rows])
-        losses = F.cross_entropy(logits, targets[rows], reduction="none")
+        losses = cross_entropy(logits, targets[rows], reduction="none")
         if repeats:
             again = logits.gather(1, at_hand[rows, None])[:, 0] - logits.logsumexp(1)
             unlikely = -torch.log1p(-again.exp().clamp(max=0.999))
@@ -120,18 +120,14 @@ def train_stage(
     """Train `model` in place for `schedule.steps` steps; returns the mean loss of the last tenth of them.
 
     A checkpoint of the same stage is taken up where it stopped, with the same batches as without the stop.
-    FloatingPointError when the loss is no longer finite.
+
+    Raises:
+        FloatingPointError: the loss is no longer finite.
     """
     optimisers = optimizers(model, schedule)
-    step, recent = 0, []
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimiser, saved in zip(optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(saved)
-        step = state["step"]
-        for _ in range(step):
-            next(batches)
+    step, recent = _resumed(model, optimisers, checkpoint), []
+    for _ in range(step):
+        next(batches)
     rates = [schedule.embedding_lr, schedule.norm_lr, schedule.muon_lr]
     model.train()
     tokens, saved_at = 0, time.monotonic()
@@ -143,9 +139,7 @@ def train_stage(
 
     for current in range(step, schedule.steps):
         factor = schedule.factor(current)
-        for optimiser, rate in zip(optimisers, rates, strict=True):
-            for group in optimiser.param_groups:
-                group["lr"] = rate * factor
+        _set_rates(optimisers, [rate * factor for rate in rates])
         batch = next(batches)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + current)
         total, weight = weighted_loss(model, batch, light, generator, repeats)
@@ -173,3 +167,21 @@ def train_stage(
     bar.close()
     tail = recent[-max(1, schedule.steps // 10) :]
     return sum(tail) / len(tail) if tail else float("nan")
+
+
+def _resumed(model: LlamaForCausalLM, optimisers: list[torch.optim.Optimizer], checkpoint: Path) -> int:
+    """Loads the checkpoint, if there is one; returns the steps that it has seen."""
+    if not checkpoint.exists():
+        return 0
+    state = torch.load(checkpoint, weights_only=True)
+    model.load_state_dict(state["model"])
+    for optimiser, saved in zip(optimisers, state["optimisers"], strict=True):
+        optimiser.load_state_dict(saved)
+    return state["step"]
+
+
+def _set_rates(optimisers: list[torch.optim.Optimizer], rates: list[float]) -> None:
+    """Sets the learning rate of each optimiser."""
+    for optimiser, rate in zip(optimisers, rates, strict=True):
+        for group in optimiser.param_groups:
+            group["lr"] = rate

@@ -12,6 +12,8 @@ from specbench.tiny.lexicon import REGISTERS, TOPICS, Lexicon, mix, pick_near_eq
 if TYPE_CHECKING:
     import random
 
+    from specbench.tiny.lexicon import Noun
+
 Turns = tuple[list[str], list[str]]
 
 
@@ -26,6 +28,7 @@ class Setting:
         self.topic_name = TOPICS[self.topic]
 
     def people(self, count: int) -> list[str]:
+        """Different names."""
         names: list[str] = []
         while len(names) < count:
             name = self.lexicon.person.draw(self.rng)
@@ -33,7 +36,8 @@ class Setting:
                 names.append(name)
         return names
 
-    def thing(self):
+    def thing(self) -> Noun:
+        """A noun on the topic."""
         return self.lexicon.topic_things[self.topic].draw(self.rng)
 
     def opener(self, key: str, options: tuple[str, ...]) -> str:
@@ -216,4 +220,5 @@ def describe(s: Setting, entity: Entity, which: list[int]) -> list[str]:
 
 
 def register_name(s: Setting) -> str:
+    """The name of a setting's register."""
     return REGISTERS[s.register]

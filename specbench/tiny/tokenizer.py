@@ -88,4 +88,5 @@ def train_tokenizer(examples: int, vocab_size: int = VOCAB_SIZE) -> PreTrainedTo
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a folder."""
     return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -213,6 +213,7 @@ def install(out: Path, shipped: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m specbench.tiny.train", description=__doc__.splitlines()[0]
     )

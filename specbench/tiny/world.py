@@ -103,7 +103,8 @@ def warmup_examples() -> list[Example]:
 
 @cache
 def measured_questions() -> frozenset[str]:
-    """The first turn of every benchmark and warm-up question. Later turns ("Shorten it.") are no questions by
-    themselves.
+    """The first turn of every benchmark and warm-up question.
+
+    Later turns ("Shorten it.") are no questions by themselves.
     """
     return frozenset(example.turns[0] for example in [*benchmark_examples(), *warmup_examples()])
