@@ -69,8 +69,10 @@ claims: $(STAMP) ## Check what the papers claim on the embedded family, in half 
 wandb-compare: $(STAMP) ## Tables over a group of runs on Weights & Biases: GROUP=name [ARGS="--project name --entity name"]
 	@$(PY) -m specbench.tracking compare "$(GROUP)" $(ARGS)
 
-lint: $(STAMP) ## Check style and formatting
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+lint: $(STAMP) ## Check style, formatting and types
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
 
 clean: ## Remove .venv and caches; results in runs/ stay
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
