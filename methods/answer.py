@@ -60,7 +60,7 @@ def answered(
 
 
 def answer(cfg: DictConfig) -> Path:
-    """Writes what conf/answer.yaml says and returns the file."""
+    """Writes conversations with answers as configured (conf/answer.yaml) and returns the file."""
     check_all(cfg, SETTINGS)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     scheduler = Scheduler(cfg.batch_size)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Kangaroo(Drafter):
-    """The target's first layers and an adapter draft; see above.
+    """Drafts with the target's first layers and an adapter; see the module.
 
     Args:
         pair: with the target.

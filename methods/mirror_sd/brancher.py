@@ -119,7 +119,7 @@ class Brancher:
         self.exit_head = no_exit if exit_head is None else exit_head
         self.device = model.device
         self.streams = torch.empty(0, model.hidden_size, device=self.device) if streams is None else streams
-        # Numbers to draw with: for the longest draft, the token behind it, guesses, and one that nobody needs.
+        # Numbers to draw with: for the longest draft, the token behind it, guesses, and one to spare.
         self._width = plan.depth + 2 + self.streams.shape[0]
         self._cache = model.new_cache(0)  # until it is known how long the sequences are
 
@@ -368,7 +368,7 @@ class Brancher:
         rows = (rows if uniforms is None else drawable(rows)).view(m, v)
         return rows, self.head.ids(rows)
 
-    # -- what a round knows
+    # -- the decisions and numbers of a round
 
     def _guess(self, own: torch.Tensor, states: torch.Tensor) -> Branches:
         """The target's likely decisions about the path.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class MirrorSD(Drafter):
-    """The next draft is made during verification; see above.
+    """Drafts the next tokens during verification; see the module.
 
     Args:
         pair: with a draft model.

@@ -1,4 +1,4 @@
-"""Drafts that grow together, a pass at a time: what each of them sees, and what was written behind it."""
+"""Drafts that grow together, a pass at a time: their visibility, and what was written behind each."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Streaming(torch.nn.Module):
         return total
 
     def _predicting(self, states: torch.Tensor, batch: Batch, ahead: int) -> tuple[torch.Tensor, ...]:
-        """States [n, d] that predict what stands `ahead` places on and weighs anything, these tokens, their weights."""
+        """States [n, d] that predict the tokens of any weight `ahead` positions on, these tokens, their weights."""
         goals, weights = batch["input_ids"][:, ahead:], batch["loss_weight"][:, ahead:]
         counts = weights > 0
         return states[:, :-ahead][counts], goals[counts], weights[counts]

@@ -42,7 +42,7 @@ SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
 def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) -> Iterator[list[int]]:
-    """Endless answers as token ids: as they stand in the conversations, or as a model of the pair gives them."""
+    """Endless answers as token ids: those of the conversations, or those of a model of the pair."""
     texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
     turns = ((c[:i], m["content"]) for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
     if source == "raw_text":

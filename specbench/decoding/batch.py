@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(slots=True)
 class Row:
-    """A sequence in the batch, as the host sees it.
+    """A sequence of the batch, on the host.
 
     Attributes:
         place: its index in the input.
@@ -82,7 +82,7 @@ class Row:
 
 @dataclass(slots=True)
 class Rows:
-    """What a drafter sees of a round: the b running sequences, which are the first of every buffer.
+    """A drafter's input in one round: the b running sequences, which are the first of every buffer.
 
     Attributes:
         tokens: [rows, capacity] on the device.

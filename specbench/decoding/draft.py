@@ -1,4 +1,4 @@
-"""What a drafter hands over (`Draft`), is told (`Context`) and needs (`Needs`), and the `Drafter` itself."""
+"""The interface of drafters: `Drafter`, its output (`Draft`), its input (`Context`), its requirements (`Needs`)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Draft:
 
 @dataclass(slots=True)
 class Context:
-    """The state of one generation as a drafter sees it.
+    """The state of one generation, as drafters get it.
 
     Attributes:
         tokens: [capacity] int64 on the device, of which the first `length` are known; the last known one is pending: no
@@ -120,7 +120,7 @@ class Drafter:
         needs: what it requires.
         taps: layers of the target whose input states the prefill must hand over.
         tree_nodes: the most nodes that a tree of this drafter holds beyond its longest path (0: chains only).
-        max_draft_tokens: the longest draft, which a drafter that can batch must know.
+        max_draft_tokens: the longest draft; a drafter that can batch must set it.
         launch_layer: for a drafter that works during verification, the number of layers whose states it is launched
             with, while the target goes on through the others; `draft` then collects the result. None for others.
     """

@@ -1,4 +1,4 @@
-"""The key/value caches, of one sequence and of many: the one file that speaks transformers' cache protocol.
+"""The key/value caches, of one sequence and of many: the one file that uses transformers' cache protocol.
 
 A decoder layer calls `update(keys, values, layer_idx)` and attends to what comes back. Everything lives in one
 preallocated tensor, so appending copies only the new rows, rolling back is an integer, and compacting an accepted

@@ -1,4 +1,4 @@
-"""How the sequences of a batch lie in memory: each with an end of its own, or all with the same end.
+"""Layouts of the sequences of a batch in memory: each with an end of its own, or all with the same end.
 
 Both make the `Places` of a pass: where its tokens are written and what they attend to. A token's position is its index
 in its own sequence, whatever lies around it; that alone makes a batch exact (see `Places`).

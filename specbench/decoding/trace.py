@@ -1,4 +1,4 @@
-"""What happened while decoding, step by step. Nothing here computes a metric: see `measure/metrics.py`."""
+"""Records of decoding, step by step, with times. Nothing here computes a metric: see `measure/metrics.py`."""
 
 from __future__ import annotations
 

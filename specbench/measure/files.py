@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file under another name, on to the disk, then renames it: a reader never sees a part of it.
+    """Writes a file under another name, on to the disk, then renames it, so that no reader gets a part of it.
 
-    Raises UserError when the disk is full or cannot be written; the file is then what it was.
+    Raises UserError when the disk is full or cannot be written; the file is then unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with file_errors(writing=path):

@@ -141,7 +141,7 @@ def machine() -> dict:
 
 
 def gpus() -> list[dict[str, str]]:
-    """What nvidia-smi says of each GPU (MiB, MHz, W); [] without one."""
+    """The fields that nvidia-smi reports of each GPU (MiB, MHz, W); [] without one."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
@@ -330,7 +330,7 @@ def buffer_bytes(kind: str) -> int:
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Bytes of all level 3 caches of this machine together; a guess on the safe side where the system does not tell."""
+    """Bytes of all level 3 caches of this machine together; a safe guess where the system does not report them."""
     sizes = {}
     for cache in folder.glob("cpu[0-9]*/cache/index3"):
         found = re.fullmatch(r"(\d+)([KM])", (cache / "size").read_text().strip())

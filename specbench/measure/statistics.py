@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 CONFIDENCE = 0.95
-# With fewer questions than six they all lie on one side of the truth more often than once in twenty (2 * 2^-5).
+# For n < 6, P(all samples on one side of the median) = 2 * 2^-n > 5 %, so that an interval covers too little.
 LEAST_QUESTIONS = 6
-LEAST_POOLS = (
-    2  # or repeats of one pool: enough for a standard error, and for Student's t to be as wide as it must
-)
+# Or repeats of one pool: enough for a standard error, and Student's t is as wide as so few need.
+LEAST_POOLS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def ratio_of_means(first: Sequence[Run], second: Sequence[Run], pools: Sequence 
 
 
 def verdict(low: float | None, high: float | None) -> str | None:
-    """What an interval says of a method; None when there is no interval."""
+    """Whether a method is "faster", "slower", or neither, by its interval; None when there is no interval."""
     if low is None or high is None:
         return None
     if low > 1:

@@ -277,7 +277,7 @@ def spec_bench_answers(records: list[dict], arm: str, config: dict) -> list[dict
 
     choices[i] is repeat i. accept_lengths runs over all turns, one entry per round: the tokens that it
     emitted, the bonus token included; the first token of a turn comes from the prefill and is in no round.
-    The texts are those of the first repeat: with greedy decoding all repeats say the same.
+    The texts are those of the first repeat: with greedy decoding all repeats are equal.
     """
     name = config["method"]["name"] if arm == "method" else "baseline"
     model_id = f"{config['pair']['name']}-{name}"
