@@ -269,18 +269,15 @@ def check_command(words: list[str]) -> None:
 
 
 def commands_of(name: str) -> list:
-    """Parameters of a test: the commands that begin with a word. Sweeps have many jobs, and so are slow."""
+    """Parameters of a test: the commands that begin with a word."""
     return [
-        pytest.param(
-            list(words),
-            id=f"{ids(page)}: {' '.join(words)}",
-            marks=[pytest.mark.slow] if words[1] == "sweep" else [],
-        )
+        pytest.param(list(words), id=f"{ids(page)}: {' '.join(words)}")
         for words, page in ALL.items()
         if words[0] == name
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", commands_of("specbench") + commands_of("python") + commands_of("accelerate")
 )
