@@ -99,12 +99,13 @@ def compare_runs(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     options = parser.parse_args(arguments)
     runs, left_out = finished_runs(options.runs, with_records=True)
+    if not options.json:
+        tables.print_left_out(left_out)
     compare.at_least_two(runs)
     judged = gate.judge(runs, options.metric, options.fail_below, options.allow)
     if options.json:
         print(gate.as_json(judged))
     else:
-        tables.print_left_out(left_out)
         compare.print_comparison(runs, options.metric)
         if options.fail_below is not None:
             print(*judged, sep="\n")
