@@ -51,6 +51,7 @@ def check(monkeypatch, tmp_path, *settings: str, accepts: bool) -> None:
     """A short run of some tasks: every answer is the target's, and the drafts are worth something, if there are any."""
     monkeypatch.setattr(provenance, "bandwidth", lambda device: 1e9)
     monkeypatch.setattr(runner, "WARM_UP_TOKENS", 8)
+    monkeypatch.setattr(runner, "NOISE_TOKENS", 8)
     monkeypatch.setattr(runner, "warmup_questions", lambda data: warmup_questions(data)[:1])
     limits = ["pair.device=cpu", f"runs_root={tmp_path}", "data.limit=1", "repeats=1"]
     limits += ["decoding.max_new_tokens=8", f"generate={not accepts}"]

@@ -42,10 +42,8 @@ from specbench.values import parameters
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WARM_UP_TOKENS = (
-    32  # of each arm on each question that it warms up with; the rounding noise is measured on as many
-)
-THREADS_TOKENS = 16  # of each arm that the number of threads is chosen by
+WARM_UP_TOKENS = 16  # of each arm on each question that it warms up with, and that the number of threads is chosen by
+NOISE_TOKENS = 32  # of each warm-up question, on which the rounding noise is measured
 # SINGLE: plain decoding at batch size 1; in batched runs the reference for equivalence and for the throughput ratio.
 BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
 
@@ -223,7 +221,7 @@ class Bench:
         It is measured when it is first needed: the first answer that differs waits for it, not the first question.
         """
         if self._noise is None:
-            requests = self._warm_up_requests(WARM_UP_TOKENS)
+            requests = self._warm_up_requests(NOISE_TOKENS)
             answers = self.arms[self.reference](requests)
             samples = [(request.prompt, answer.tokens) for request, answer in zip(requests, answers)]
             self._noise = shape_noise(self.target, samples)
@@ -236,7 +234,7 @@ class Bench:
 
         It is measured on the first warm-up question (batches: on as many as fill one).
         """
-        requests = self._filled(self._warm_up_requests(THREADS_TOKENS))[: self.batch_size or 1]
+        requests = self._filled(self._warm_up_requests(WARM_UP_TOKENS))[: self.batch_size or 1]
 
         def work() -> None:
             for name in (BASELINE, METHOD):
