@@ -6,11 +6,11 @@ import difflib
 import importlib
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
     from types import ModuleType
 
 
@@ -57,8 +57,9 @@ def optional(package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        how = f"pip install -c constraints.txt -e '.[{extra}]'"
-        raise UserError(f"{package} is not installed: {how}") from error
+        checkout = (Path(__file__).parents[1] / "constraints.txt").exists()
+        how = f"-c constraints.txt -e '.[{extra}]'" if checkout else f"'specbench[{extra}]'"
+        raise UserError(f"{package} is not installed: pip install {how}") from error
 
 
 @contextmanager

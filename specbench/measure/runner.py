@@ -42,7 +42,7 @@ from specbench.values import parameters
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WARM_UP_TOKENS = 16  # of each arm on each question that it warms up with, and that the number of threads is chosen by
+WARM_UP_TOKENS = 16  # of each arm on a warm-up question, to warm up and to choose the number of threads by
 NOISE_TOKENS = 32  # of each warm-up question, on which the rounding noise is measured
 # SINGLE: plain decoding at batch size 1; in batched runs the reference for equivalence and for the throughput ratio.
 BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
