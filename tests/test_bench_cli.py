@@ -157,6 +157,7 @@ def test_a_group_without_a_choice(monkeypatch, capfd, group, sweep):
             checks.check(composed(f"~{group}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["os.system", "nope.Nope", "os.nope", "", "null"])
 def test_a_target_that_is_no_method_is_one_line(monkeypatch, capfd, target):
     code, out, err = run_main(monkeypatch, capfd, f"method._target_={target}")

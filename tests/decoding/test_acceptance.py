@@ -214,7 +214,7 @@ def test_residual_never_vanishes():
     assert residual(nan, p).isnan().any() and residual(p, nan).isnan().any(), "a draw from it must fail"
 
 
-@pytest.mark.parametrize("certain", [True, False])
+@pytest.mark.parametrize("certain", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_sampled_tree_leaves_the_distribution_unchanged(certain):
     """Two children of the root and one grandchild: what comes first is still a draw from p."""
     g = torch.Generator().manual_seed(2)

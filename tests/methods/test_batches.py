@@ -60,9 +60,8 @@ def drafters(arch: str, folder: str) -> dict[str, Drafter]:
 @pytest.mark.parametrize(
     "scheduler",
     [
-        "ragged",
         "exspec",
-        *(pytest.param(s, marks=pytest.mark.slow) for s in ("eqspec", "exspec, never realigned")),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("ragged", "eqspec", "exspec, never realigned")),
     ],
 )
 def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):

@@ -119,7 +119,7 @@ def test_sorted_draft(arch, threshold):
     ("arch", "candidates"),
     [
         *(pytest.param(*arch.values, "exit", marks=arch.marks) for arch in EVERY_ARCHITECTURE),
-        ("llama", "draft"),
+        pytest.param("llama", "draft", marks=pytest.mark.slow),
         pytest.param("mistral", "both", marks=pytest.mark.slow),
     ],
 )
@@ -135,7 +135,9 @@ def test_mirror(arch, candidates):
 
 
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
-@pytest.mark.parametrize("method", ["sps", "kangaroo", "s2d"])
+@pytest.mark.parametrize(
+    "method", ["sps", *(pytest.param(method, marks=pytest.mark.slow) for method in ("kangaroo", "s2d"))]
+)
 def test_trimmed_head(arch, method, adapter):
     """Half of the vocabulary is out of the drafter's reach; what it drafts lies in the other half."""
     pair = sorted_pair(arch)

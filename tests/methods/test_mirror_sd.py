@@ -233,6 +233,7 @@ def test_misses():
     assert by_layer[0] > by_layer[-1] == 0
 
 
+@pytest.mark.slow
 def test_the_first_position_alone_misses_more():
     pair = random_pair("llama")
     own = {"kappa": 4, "exit_layer": 4}

@@ -123,6 +123,7 @@ def test_a_token_leaves_at_the_first_exit_whose_confidence_passes_its_threshold(
     assert {layers for s in steps for layers in s.exits} == set(EXITS)
 
 
+@pytest.mark.slow
 def test_one_exit_is_a_shallower_draft_model():
     """Fixed at an exit, the sorted draft drafts what a model of so many layers does."""
     pair = sorted_pair("llama")

@@ -20,6 +20,8 @@ from tests.support.samples import (
     runs_of,
 )
 
+pytestmark = pytest.mark.slow
+
 QA_ALONE = faster(
     1.8, method="pld", tasks={"qa": UNCLEAR}, overall__acceptance_length=1.7, overall__mbsu=1.65
 )

@@ -106,6 +106,7 @@ def test_a_diverged_stage_says_so(tokenizer, tmp_path):
         train_stage(model, _batches(1), Schedule(2, 1, 0), "boom", tmp_path / "c.pt", seed=1)
 
 
+@pytest.mark.slow
 def test_sampling_prompt_tokens_keeps_the_expected_loss(tokenizer):
     model = models.build(models.Shape(2, 64, 32), tokenizer, seed=0)
     ids = torch.randint(0, 16384, (1, 256), generator=torch.Generator().manual_seed(2))
