@@ -60,6 +60,7 @@ def test_a_command_runs_its_module_and_returns_its_exit_code(called, words, modu
     assert called == [(module, passed)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_a_module_with_a_main_function(name):
     import importlib
@@ -94,11 +95,13 @@ def test_an_unknown_name_is_told_with_near_ones(called, words, right):
     assert not called
 
 
+@pytest.mark.process
 def test_help_imports_nothing_heavy():
     asked = [[name, "--help"] for name in cli.COMMANDS]
     assert imported_by(f"from specbench import cli\nfor words in {asked}: cli.run(words)") == set()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "allowed"),
     [
