@@ -99,9 +99,8 @@ class Brancher:
 
     _path: torch.Tensor  # [k] draft tokens as ids
     _rows: torch.Tensor  # [k] the same as rows of the head
-    _own: (
-        torch.Tensor
-    )  # [at least k, rows] logits that they were chosen from, and behind the last where it was fed
+    # [at least k, rows] logits that they were chosen from, and behind the last one where it was fed
+    _own: torch.Tensor
     _growth: Growth | None
     _index: dict[tuple[int, int], int]
     _uniforms: torch.Tensor | None
