@@ -14,7 +14,7 @@ from specbench import values
 from specbench.errors import UserError, file_errors, near, reason
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
-from specbench.values import Count, Seed, Temperature
+from specbench.values import Count, Positive, Seed, Temperature
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Needs
@@ -27,6 +27,7 @@ KEYS = {
         "repeats": Count,
         "seed": Seed,
         "generate": bool,
+        "slice_seconds": Positive | None,
         "threads": Count | None,
     },
     **{"protocol": Literal["paired", "spec_bench"], "run_dir": str | None, "runs_root": str},

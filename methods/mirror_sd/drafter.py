@@ -68,6 +68,7 @@ class MirrorSD(Drafter):
     """
 
     needs = Needs(draft_model=True)
+    uninterrupted = True  # its worker drafts while the target verifies, and has cores of its own
 
     def __init__(
         self,

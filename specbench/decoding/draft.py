@@ -123,6 +123,7 @@ class Drafter:
         max_draft_tokens: the longest draft; a drafter that can batch must set it.
         launch_layer: for a drafter that works during verification, the number of layers whose states it is launched
             with, while the target goes on through the others; `draft` then collects the result. None for others.
+        uninterrupted: whether it works, or holds cores, between its rounds: no other arm may then run in between.
     """
 
     needs = Needs()
@@ -130,6 +131,7 @@ class Drafter:
     tree_nodes = 0
     max_draft_tokens = 0
     launch_layer: int | None = None
+    uninterrupted: bool = False
 
     def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
         """Starts a generation: the prompt was prefilled, and its first new token is known and pending.

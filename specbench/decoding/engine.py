@@ -12,6 +12,7 @@ from specbench.decoding.acceptance import Accepted, accept
 from specbench.decoding.draft import Context, Draft, Drafter
 from specbench.decoding.target import Target, ancestors
 from specbench.decoding.trace import Clock, Generation, Mark, Step
+from specbench.decoding.turns import between_rounds
 from specbench.errors import UserError, at_least
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Engine:
 
         nothing = Draft(tokens[:0])
         rounds = []
+        others = [between_rounds(clock, len(out))]
         while out[-1] not in self.stop_ids and len(out) < decoding.max_new_tokens:
             begun = clock.mark()
             context.max_draft = decoding.max_new_tokens - len(out) - 1
@@ -97,13 +99,14 @@ class Engine:
             out += new[:emitted]
             marks = (begun, drafted, verified, clock.mark())
             rounds.append((draft, min(accepted, emitted), emitted, marks, exits))
+            others.append(between_rounds(clock, len(out)))
         drafter.end()
         ended = clock.mark()
         clock.synchronize()
         return Generation(
             tokens=out,
             prefill_seconds=clock.seconds(started, prefilled),
-            seconds=clock.seconds(started, ended),
+            seconds=clock.seconds(started, ended) - sum(clock.seconds(*span) for span in others if span),
             finish="stop" if out[-1] in self.stop_ids else "length",
             steps=[self._step(*r) for r in rounds],
         )

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria
 
 from specbench.decoding.batch import Request
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.trace import Clock, Generation
+from specbench.decoding.trace import Clock, Generation, Mark
+from specbench.decoding.turns import between_rounds, in_turns
 from specbench.measure.equivalence import until_stop
 from specbench.pairs import Pair
 
@@ -18,6 +19,27 @@ if TYPE_CHECKING:
     from specbench.decoding.engine import Engine
 
 Arm = Callable[[list[Request]], list[Generation]]
+
+
+class Steps(StoppingCriteria):
+    """Stops nothing: lets other arms run between two steps of transformers' generate.
+
+    Args:
+        clock: of the arm.
+        prompt: tokens of the longest prompt.
+    """
+
+    def __init__(self, clock: Clock, prompt: int):
+        self.clock, self.prompt = clock, prompt
+        self.others: list[tuple[Mark, Mark]] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.Tensor:
+        """Hands over if it is time; input_ids: [batch, n] so far."""
+        batch, length = input_ids.shape
+        span = between_rounds(self.clock, batch * (length - self.prompt))
+        if span is not None:
+            self.others.append(span)
+        return torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
 
 
 def one_by_one(engine: Engine) -> Arm:
@@ -60,11 +82,14 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, **options: Any) -> Arm:
         mask = torch.tensor(
             [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in requests], device=pair.device
         )
-        output = target.generate(ids, attention_mask=mask, generation_config=config, **options)
+        steps = Steps(clock, longest)
+        stopping = {"stopping_criteria": [steps]} if in_turns() else {}
+        output = target.generate(ids, attention_mask=mask, generation_config=config, **stopping, **options)
         new = output[:, longest:].tolist()
         end = clock.mark()
         clock.synchronize()
-        seconds = clock.seconds(start, end) / len(requests)
+        seconds = clock.seconds(start, end) - sum(clock.seconds(*span) for span in steps.others)
+        seconds /= len(requests)
         return [_generation(tokens, request, seconds) for tokens, request in zip(new, requests)]
 
     def _generation(tokens: list[int], request: Request, seconds: float) -> Generation:

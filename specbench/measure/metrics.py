@@ -76,6 +76,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "dtype": facts["dtype"],
         "device": facts["device"],
         "threads": facts.get("threads"),
+        "slice_seconds": facts.get("slice_seconds"),
         "weights": facts["weights"],
         "peak_memory_bytes": facts["peak_memory_bytes"],
         "overall": overall,

@@ -1,8 +1,9 @@
 """Measures one job: `python -m specbench.measure.runner RUN_DIR`, where RUN_DIR holds `config.yaml`.
 
-Per question the arms run one after the other on the same prompt, in an order that rotates from question to question, so
-that a machine that drifts slows all of them alike. Every finished question is journalled at once; the summary is
-written last. A batch method gets a pool of questions in place of one; everything else is the same.
+Per question the arms take turns on the same prompt, slice by slice (`specbench.decoding.turns`), or answer by answer
+where one of them must not be cut, in an order that rotates from question to question: what slows the machine slows all
+of them alike. Every finished question is journalled at once; the summary is written last. A batch method gets a pool of
+questions in place of one; everything else is the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import sys
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +31,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.decoding.trace import Generation, Step
+from specbench.decoding.turns import Turns
 from specbench.errors import JobError, UserError, one_line_errors, reason
 from specbench.measure import provenance, store
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
@@ -62,7 +65,8 @@ class Bench:
         protocol: whose earlier answers a conversation goes on with: "spec_bench": each arm's own.
         seed: of the sampling.
         batch_size: None for a method that decodes one sequence at a time.
-        noise: rounding noise, in logits.
+        warmup: questions to warm up with.
+        slice_seconds: after which an arm hands over to another one; None: arms alternate by whole answers.
         peak_memory: bytes, while a batch method ran; None where it was not measured.
     """
 
@@ -76,7 +80,8 @@ class Bench:
     seed: int
     batch_size: int | None = None
     warmup: Sequence[Question] = ()
-    peak_memory: int | None = None  # bytes, while a batch method ran
+    slice_seconds: float | None = None
+    peak_memory: int | None = None
     _noise: float | None = None
 
     @property
@@ -163,12 +168,20 @@ class Bench:
             order = list(orders[(place + turn + repeat) % len(orders)])
             if SINGLE in self.arms:  # as long as all others together: first and last in turns
                 order.insert(len(order) * (repeat % 2), SINGLE)
+            seeded = {
+                name: [replace(r, seed=seed) for r, seed in zip(requests[name], seeds)] for name in order
+            }
+            if self.slice_seconds is not None:
+                turns = Turns(self.slice_seconds)
+                said = turns.run([partial(self.arms[name], seeded[name]) for name in order])
+                for name, own in zip(order, said):
+                    answers[name].append(own)
+                continue
             for name in order:
-                seeded = [replace(r, seed=seed) for r, seed in zip(requests[name], seeds)]
                 watched = name == METHOD and self.batch_size
                 if watched:
                     provenance.reset_peak_memory(self.pair.device)
-                answers[name].append(self.arms[name](seeded))
+                answers[name].append(self.arms[name](seeded[name]))
                 if watched:
                     peak = provenance.peak_memory(self.pair.device)
                     self.peak_memory = peak and max(peak, self.peak_memory or 0)
@@ -309,7 +322,20 @@ def prepare(cfg: DictConfig) -> Bench:
         arms[HF] = hf_generate_arm(pair, size or 1)
     decoding = Decoding(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
     warmup = warmup_questions(cfg.data)
-    return Bench(pair, target, drafter, arms, decoding, cfg.repeats, cfg.protocol, cfg.seed, size, warmup)
+    whole = batched or drafter.uninterrupted
+    return Bench(
+        pair=pair,
+        target=target,
+        drafter=drafter,
+        arms=arms,
+        decoding=decoding,
+        repeats=cfg.repeats,
+        protocol=cfg.protocol,
+        seed=cfg.seed,
+        batch_size=size,
+        warmup=warmup,
+        slice_seconds=None if whole else cfg.slice_seconds,
+    )
 
 
 def attempt(bench: Bench, questions: list[Question], place: int) -> list[dict]:
@@ -439,6 +465,7 @@ def facts(bench: Bench) -> dict:
         "noise": None,
         "weights": pair.init,
         "batched": bench.batch_size is not None,
+        "slice_seconds": bench.slice_seconds,
         "peak_memory_bytes": bench.peak_memory,
     }
 

@@ -26,7 +26,8 @@ def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
         UserError: fewer than two runs.
     """
     at_least_two(runs)
-    tables.print_notes([*not_comparable(runs), *differing_questions(runs), *without_difference(runs)])
+    hindrances = [*not_comparable(runs), *differing_questions(runs), *without_difference(runs)]
+    tables.print_notes(hindrances + differing_turns(runs))
     out = tables.console()
     out.print(tables.overview_table(run.summary for run in runs))
     out.print(difference_table(runs, metric))
@@ -57,6 +58,22 @@ def differing_questions(runs: list[Run]) -> list[str]:
                 f"{run.name} had other prompts than {first.name} in {differing} of {len(shared)} turns"
             )
     return lines
+
+
+def differing_turns(runs: list[Run]) -> list[str]:
+    """One line for each run whose arms took turns in another way than those of the first."""
+    first, *others = runs
+    ways = {run.name: turns(run.summary.get("slice_seconds")) for run in runs}
+    return [
+        f"arms took turns by {ways[run.name]} in {run.name}, by {ways[first.name]} in {first.name}"
+        for run in others
+        if ways[run.name] != ways[first.name]
+    ]
+
+
+def turns(slice_seconds: float | None) -> str:
+    """How arms took turns, in words."""
+    return "whole answers" if slice_seconds is None else f"slices of {slice_seconds * 1000:.0f} ms"
 
 
 def without_difference(runs: list[Run]) -> list[str]:

@@ -415,6 +415,7 @@ def _title(summary: dict) -> Text:
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
         f"batch {summary['batch_size']}, {summary['dtype']}, {summary['device']}{_threads(summary)}"
+        f"{_slices(summary)}"
     )
     if summary["weights"] == "random":
         text.append(f"\n{RANDOM}", style="yellow")
@@ -425,3 +426,9 @@ def _threads(summary: dict) -> str:
     """The threads of a run on a CPU; nothing for an older run, which does not tell."""
     threads = summary.get("threads") if summary["device"] == "cpu" else None
     return "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _slices(summary: dict) -> str:
+    """How arms took turns; nothing for whole answers, as in older runs."""
+    seconds = summary.get("slice_seconds")
+    return "" if seconds is None else f", slices of {seconds * 1000:.0f} ms"

@@ -206,6 +206,31 @@ def test_the_noise_is_measured_once_and_not_before_the_first_question(workplace,
     assert len(store.read_records(run_dir)) == 2
 
 
+@pytest.mark.parametrize("method", ["sps", "kangaroo", "pld"])
+def test_short_slices_change_no_answer(workplace, tmp_path, method):
+    """Every round hands over: the arms' caches and drafts are their own."""
+    code, summary, records = measured(workplace, method, tmp_path, "generate=true", "slice_seconds=1e-9")
+    assert code == 0 and summary["slice_seconds"] == 1e-9
+    assert summary["equivalence"]["exact"] == summary["equivalence"]["answers"] == len(CATEGORIES) + 2
+    alone = measured(workplace, method, tmp_path, "generate=true", "slice_seconds=null")[2]
+
+    def said(records: list[dict]) -> list:
+        return [
+            {name: [g["tokens"] for g in arm] for name, arm in turn["arms"].items()}
+            for record in records
+            for turn in record["turns"]
+        ]
+
+    assert said(records) == said(alone)
+
+
+def test_an_arm_that_must_not_be_cut_alternates_by_answers(workplace, tmp_path, monkeypatch):
+    assert measured(workplace, "pld", tmp_path, "task=rag")[1]["slice_seconds"] == 0.05
+    monkeypatch.setattr(Drafter, "uninterrupted", True)
+    monkeypatch.setattr(runner, "Turns", None)
+    assert measured(workplace, "pld", tmp_path, "task=qa")[1]["slice_seconds"] is None
+
+
 def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, monkeypatch):
     """With an arm that says something else in turn 1, the protocols differ in what they ask in turn 2."""
     real = Engine.generate
