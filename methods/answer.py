@@ -102,7 +102,7 @@ def whole_lines(path: Path) -> int:
 @one_line_errors()
 def main() -> int:
     """Does what the command line says; returns the exit code."""
-    return with_hydra("answer", answer)
+    return with_hydra("answer", one_line_errors()(answer))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
 
 
 def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:
-    """Gives `task` what Hydra composes from the command line.
+    """Gives `task` what Hydra composes from the command line; around what a task raises Hydra prints lines of its own.
 
     Returns:
         0, or 130 when Ctrl-C has stopped it.

@@ -127,7 +127,7 @@ def train(cfg: DictConfig) -> Path:
 @one_line_errors()
 def main() -> int:
     """Does what the command line says; returns the exit code."""
-    return with_hydra("train_mirror_sd", train)
+    return with_hydra("train_mirror_sd", one_line_errors()(train))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def train(cfg: DictConfig) -> Path:
 @one_line_errors()
 def main() -> int:
     """Does what the command line says; returns the exit code."""
-    return with_hydra("train_s2d", train)
+    return with_hydra("train_s2d", one_line_errors()(train))
 
 
 if __name__ == "__main__":

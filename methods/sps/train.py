@@ -81,7 +81,7 @@ def train(cfg: DictConfig) -> Path:
 @one_line_errors()
 def main() -> int:
     """Does what the command line says; returns the exit code."""
-    return with_hydra("train_sps", train)
+    return with_hydra("train_sps", one_line_errors()(train))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def calibrate(cfg: DictConfig) -> Path:
 @one_line_errors()
 def main() -> int:
     """Does what the command line says; returns the exit code."""
-    return with_hydra("calibrate_vocab", calibrate)
+    return with_hydra("calibrate_vocab", one_line_errors()(calibrate))
 
 
 if __name__ == "__main__":

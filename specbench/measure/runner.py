@@ -174,8 +174,8 @@ class Bench:
             if self.slice_seconds is not None:
                 turns = Turns(self.slice_seconds)
                 said = turns.run([partial(self.arms[name], seeded[name]) for name in order])
-                for name, own in zip(order, said):
-                    answers[name].append(own)
+                for name, answered in zip(order, said):
+                    answers[name].append(answered)
                 continue
             for name in order:
                 watched = name == METHOD and self.batch_size
