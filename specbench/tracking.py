@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 
 from specbench import values
+from specbench.compose import CONF
 from specbench.errors import UserError, one_line_errors, reason
 from specbench.measure import store
 from specbench.processes import end_with_parent
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import wandb
 
-DEFAULTS = store.ROOT / "conf" / "tracker" / "wandb.yaml"
+DEFAULTS = CONF / "tracker" / "wandb.yaml"
 MODES = ("online", "offline")
 CACHE = Path("runs") / "wandb"  # where `compare` puts the run folders that it gets
 OFFLINE_SECONDS = 120  # that logging may take without the service

@@ -70,6 +70,8 @@ def test_a_run_writes_to_the_working_directory(installed, tmp_path):
     assert (
         '"commit"' not in (run_dir / "provenance.json").read_text()
     )  # of whatever repository lies around it
+    logged = specbench(installed, tmp_path, "log", str(run_dir), "--mode", "offline")
+    assert logged.returncode == 0 and "wandb sync" in logged.stdout, logged.stderr
     report = specbench(installed, tmp_path, "report")
     assert report.returncode == 0 and (tmp_path / "runs" / "report" / "index.html").exists(), report.stderr
 
