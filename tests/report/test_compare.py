@@ -253,3 +253,14 @@ def test_other_pools_are_not_compared(run):
     assert compare.without_difference([first, second]) == [
         "no difference for b: its pools are not those of a"
     ]
+
+
+def test_runs_whose_arms_took_turns_in_different_ways_are_named(run):
+    journal = records(seconds(1.5, seed=1))
+    sliced, whole = (
+        run(name, journal, SUMMARY | {"slice_seconds": s}) for name, s in (("a", 0.05), ("b", None))
+    )
+    old = run("c", journal)
+    assert compare.differing_turns([whole, old]) == compare.differing_turns([sliced, sliced]) == []
+    [line] = compare.differing_turns([sliced, whole])
+    assert says(line, "whole answers ... b ... 50 ms ... a")
