@@ -21,7 +21,7 @@ DEEP = pair=tiny pair.target=$(TINY)/weights/target pair.tokenizer=$(TINY)/weigh
 SHALLOW = pair=tiny_shallow pair.target=$(TINY)/weights/target_shallow pair.tokenizer=$(TINY)/weights/tokenizer
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP) ## Make .venv and install into it: . .venv/bin/activate gives the command specbench
 
