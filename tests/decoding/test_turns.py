@@ -98,6 +98,7 @@ def test_answers_are_those_of_each_arm_alone(temperature):
     assert [answer.tokens for answer in Turns(0.0).run(arms)] == alone
 
 
+@pytest.mark.slow
 def test_the_time_of_the_others_does_not_count():
     """Three engines and an arm that sleeps: together they take no longer than the clock on the wall."""
     pair = random_pair("llama")
@@ -117,6 +118,7 @@ def test_the_time_of_the_others_does_not_count():
         assert 0 < in_rounds + answer.prefill_seconds <= answer.seconds
 
 
+@pytest.mark.slow
 def test_a_clock_that_runs_on_while_others_do_is_found(monkeypatch):
     """The test above would fail if the marks that an arm gets were not left out of its time."""
     monkeypatch.setattr(
