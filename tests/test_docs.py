@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from specbench.report.runs import Run
 
+pytestmark = pytest.mark.slow  # together: two hundred short tests
+
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
@@ -277,7 +279,6 @@ def commands_of(name: str) -> list:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", commands_of("specbench") + commands_of("python") + commands_of("accelerate")
 )
@@ -510,7 +511,6 @@ def test_pages_have_their_markers(figures):
 # -- the site
 
 
-@pytest.mark.slow
 def test_the_site_builds(tmp_path):
     pytest.importorskip("material")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
