@@ -13,7 +13,7 @@ import subprocess
 import sys
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from specbench.checks import check
 from specbench.compose import with_hydra
@@ -155,27 +155,33 @@ class Command:
 
 
 def measure(run_dir: Path, logged: bool = False) -> int:
-    """Measures a run folder in a child process that does not outlive this one; returns its exit code.
+    """Measures a run folder in child processes that do not outlive this one; returns the exit code of the last.
 
     logged: what the child says goes to `log.txt` in the run folder, instead of to where this process writes.
     """
-    command = [sys.executable, "-m", "specbench.measure.runner", str(run_dir)]
     (run_dir / store.FAILURE).unlink(missing_ok=True)
+    code = store.AGAIN
     with heeding_sigterm(), open(run_dir / "log.txt", "ab") if logged else nullcontext() as log:
-        child = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=end_with_parent)
-        try:
-            code = child.wait()
-        finally:
-            if child.poll() is None:
-                child.terminate()
-                try:
-                    child.wait(timeout=10)
-                except subprocess.TimeoutExpired:
-                    child.kill()
-                    child.wait()
+        while code == store.AGAIN:
+            code = _child([sys.executable, "-m", "specbench.measure.runner", str(run_dir)], log)
     if code < 0:
         store.note_failure(run_dir, f"killed by {signal.Signals(-code).name}")
     return code if code >= 0 else 1
+
+
+def _child(command: list[str], log: IO[bytes] | None) -> int:
+    """Runs a command to its end, or to that of this process; returns its exit code."""
+    child = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=end_with_parent)
+    try:
+        return child.wait()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
 
 
 # -- the command

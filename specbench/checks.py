@@ -14,7 +14,7 @@ from specbench import values
 from specbench.errors import UserError, file_errors, near, reason
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
-from specbench.values import Count, Positive, Seed, Temperature
+from specbench.values import Count, Natural, Positive, Seed, Temperature
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Needs
@@ -25,6 +25,10 @@ KEYS = {
         "batch_size": Count,
         "pool": Count,
         "repeats": Count,
+        "processes": Count,
+        "precision": Positive | None,
+        "max_minutes": Positive,
+        "remeasure": Natural,
         "seed": Seed,
         "generate": bool,
         "slice_seconds": Positive | None,

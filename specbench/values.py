@@ -35,6 +35,7 @@ class Range:
 
 
 Count = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Probability = Annotated[float, Range(0, 1)]

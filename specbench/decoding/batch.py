@@ -20,6 +20,7 @@ from specbench.decoding.engine import CACHE_STEP, check_fits, that_count
 from specbench.decoding.rows import Ragged, span
 from specbench.decoding.sampling import Decoding, all_drawn
 from specbench.decoding.trace import Clock, Generation, Mark, Step
+from specbench.decoding.turns import between_rounds
 from specbench.errors import UserError, at_least
 from specbench.values import Count
 
@@ -242,6 +243,7 @@ class BatchEngine:
                 held.clear()
             else:
                 rounds.append(self._round(held, len(rounds)))
+                between_rounds(self.clock, sum(len(row.out) for row in rows))
         self.clock.synchronize()
         opening = self.clock.seconds(begun, opened) / len(rows)
         timed = [self._timed(r) for r in rounds]

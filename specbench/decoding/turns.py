@@ -8,6 +8,7 @@ runs at the same time, and each arm's time on the clock is its own.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -15,17 +16,13 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from specbench.decoding.trace import Clock, Mark
 
 T = TypeVar("T")
 
 _active: Turns | None = None
-
-
-def in_turns() -> bool:
-    """Whether arms take turns now."""
-    return _active is not None
 
 
 def between_rounds(clock: Clock, tokens: int) -> tuple[Mark, Mark] | None:
@@ -52,11 +49,16 @@ class Turns:
     Arms that write the same text so stay at the same place in it, however fast each of them is.
 
     Args:
-        seconds: length of a slice; it ends with the round that exceeds it.
+        seconds: length of a slice; it ends with the round that exceeds it. Infinite: each arm runs to its end at once.
+        around: called with the number of an arm, gives a context that each slice of that arm runs in.
     """
 
-    def __init__(self, seconds: float):
+    def __init__(
+        self, seconds: float, around: Callable[[int], AbstractContextManager] = lambda number: nullcontext()
+    ):
         self.seconds = seconds
+        self.around = around
+        self.tokens: list[int] = []  # of each arm, over all its answers
 
     def run(self, arms: Sequence[Callable[[], T]]) -> list[T]:
         """Runs all arms.
@@ -76,7 +78,7 @@ class Turns:
         def running(number: int) -> None:
             results[number] = arms[number]()
 
-        self._tokens = [0] * len(arms)
+        self.tokens = [0] * len(arms)
         self._answer = [0] * len(arms)
         waiting = {number: greenlet(lambda number=number: running(number)) for number in range(len(arms))}
         _active = self
@@ -84,10 +86,10 @@ class Turns:
             # An arm enters and leaves this mode while others are within it; what it finds there, it leaves behind.
             with torch.inference_mode():
                 while waiting:
-                    self._alone = len(waiting) == 1
-                    self._current = min(waiting, key=lambda number: self._tokens[number])
-                    self._begun = time.perf_counter()
-                    waiting[self._current].switch()
+                    self._current = min(waiting, key=lambda number: self.tokens[number])
+                    with self.around(self._current):
+                        self._begun = time.perf_counter()
+                        waiting[self._current].switch()
                     if waiting[self._current].dead:
                         del waiting[self._current]
         finally:
@@ -99,8 +101,7 @@ class Turns:
     def is_over(self, tokens: int) -> bool:
         """Notes the tokens of the current arm's answer; returns whether its slice is over."""
         before = self._answer[self._current]
-        self._tokens[self._current] += (
-            tokens - before if tokens >= before else tokens
-        )  # fewer: of the next answer
+        new = tokens - before if tokens >= before else tokens  # fewer: of the next answer
+        self.tokens[self._current] += new
         self._answer[self._current] = tokens
-        return not self._alone and time.perf_counter() - self._begun >= self.seconds
+        return time.perf_counter() - self._begun >= self.seconds

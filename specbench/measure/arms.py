@@ -10,8 +10,8 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from specbench.decoding.batch import Request
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.trace import Clock, Generation, Mark
-from specbench.decoding.turns import between_rounds, in_turns
+from specbench.decoding.trace import Clock, Generation, Mark, Step
+from specbench.decoding.turns import between_rounds
 from specbench.measure.equivalence import until_stop
 from specbench.pairs import Pair
 
@@ -22,7 +22,7 @@ Arm = Callable[[list[Request]], list[Generation]]
 
 
 class Steps(StoppingCriteria):
-    """Stops nothing: lets other arms run between two steps of transformers' generate.
+    """Stops nothing: times the steps of transformers' generate, and lets other arms run between two of them.
 
     Args:
         clock: of the arm.
@@ -31,15 +31,20 @@ class Steps(StoppingCriteria):
 
     def __init__(self, clock: Clock, prompt: int):
         self.clock, self.prompt = clock, prompt
-        self.others: list[tuple[Mark, Mark]] = []
+        self.begins: list[Mark] = [clock.mark()]
+        self.ends: list[Mark] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.Tensor:
-        """Hands over if it is time; input_ids: [batch, n] so far."""
+        """Ends a step, the first of which is the prefill; input_ids: [batch, n] so far."""
         batch, length = input_ids.shape
+        self.ends.append(self.clock.mark())
         span = between_rounds(self.clock, batch * (length - self.prompt))
-        if span is not None:
-            self.others.append(span)
+        self.begins.append(self.ends[-1] if span is None else span[1])
         return torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
+
+    def seconds(self) -> list[float]:
+        """Seconds of each step; on a GPU only after the clock's `synchronize`."""
+        return [self.clock.seconds(begin, end) for begin, end in zip(self.begins, self.ends)]
 
 
 def one_by_one(engine: Engine) -> Arm:
@@ -47,12 +52,13 @@ def one_by_one(engine: Engine) -> Arm:
     return lambda requests: [engine.generate(r.prompt, r.decoding, r.seed) for r in requests]
 
 
-def hf_generate_arm(pair: Pair, batch_size: int = 1, **options: Any) -> Arm:
+def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int = 0, **options: Any) -> Arm:
     """The generate of transformers on the same target: the reference that our baseline must not be slower than.
 
     Args:
         pair: with the target.
         batch_size: requests that it gets at once, padded on the left; their seconds are shared equally.
+        pass_bytes: bytes of weights that one pass reads, for the steps.
         **options: more arguments for `generate`, such as `assistant_model`.
     """
     clock = Clock(pair.device)
@@ -74,27 +80,33 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, **options: Any) -> Arm:
         )
         torch.manual_seed(requests[0].seed)
         clock.synchronize()
-        start = clock.mark()
         longest = max(len(r.prompt) for r in requests)
+        steps = Steps(clock, longest)
         ids = torch.tensor(
             [[pad] * (longest - len(r.prompt)) + r.prompt for r in requests], device=pair.device
         )
         mask = torch.tensor(
             [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in requests], device=pair.device
         )
-        steps = Steps(clock, longest)
-        stopping = {"stopping_criteria": [steps]} if in_turns() else {}
-        output = target.generate(ids, attention_mask=mask, generation_config=config, **stopping, **options)
+        output = target.generate(
+            ids, attention_mask=mask, generation_config=config, stopping_criteria=[steps], **options
+        )
         new = output[:, longest:].tolist()
-        end = clock.mark()
+        steps.ends.append(clock.mark())  # behind the last step
         clock.synchronize()
-        seconds = clock.seconds(start, end) - sum(clock.seconds(*span) for span in steps.others)
-        seconds /= len(requests)
-        return [_generation(tokens, request, seconds) for tokens, request in zip(new, requests)]
+        seconds = steps.seconds()
+        answers = [
+            list(until_stop(tokens[: request.decoding.max_new_tokens], pair.stop_ids))
+            for tokens, request in zip(new, requests)
+        ]
+        return [_generation(tokens, seconds, len(requests)) for tokens in answers]
 
-    def _generation(tokens: list[int], request: Request, seconds: float) -> Generation:
-        tokens = list(until_stop(tokens[: request.decoding.max_new_tokens], pair.stop_ids))
-        return Generation(tokens, None, seconds, "stop" if tokens[-1] in pair.stop_ids else "length")
+    def _generation(tokens: list[int], seconds: list[float], requests: int) -> Generation:
+        finish = "stop" if tokens[-1] in pair.stop_ids else "length"
+        if requests > 1 or len(seconds) != len(tokens) + 1:  # a step is not one token of this answer
+            return Generation(tokens, None, sum(seconds) / requests, finish)
+        rounds = [Step(0, 0, 1, 0, 0.0, spent, 0.0, 0, pass_bytes) for spent in seconds[1 : len(tokens)]]
+        return Generation(tokens, seconds[0], sum(seconds), finish, rounds)
 
     def fits(chunk: list[Request]) -> bool:
         """Whether a chunk is not too large, and padding makes no prompt too long for the context."""

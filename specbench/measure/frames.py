@@ -40,6 +40,7 @@ KEYS = {
     "turn": "int32",
     "arm": "str",
     "repeat": "int32",
+    "process": "int32",
 }
 # New tokens, and seconds as in decoding.trace.Generation.
 GENERATION_COLUMNS = {"tokens": "int64", "prefill_seconds": "float64", "seconds": "float64"}
@@ -67,11 +68,14 @@ def steps_frame(records: list[dict]) -> pd.DataFrame:
 
 
 def _generations(records: list[dict]) -> Iterator[tuple[tuple, dict]]:
-    """Every generation of the questions that did not fail, with its KEYS."""
+    """Every generation of the questions that did not fail, with its KEYS.
+
+    A record holds one repeat; those of older folders hold all of them.
+    """
     for record in records:
         for turn in record["turns"]:
             for arm, repeats in turn["arms"].items():
-                for repeat, generation in enumerate(repeats):
+                for repeat, generation in enumerate(repeats, start=record.get("repeat", 0)):
                     keys = (
                         record["question_id"],
                         record["task"],
@@ -80,5 +84,6 @@ def _generations(records: list[dict]) -> Iterator[tuple[tuple, dict]]:
                         turn["turn"],
                         arm,
                         repeat,
+                        record.get("process", 0),
                     )
                     yield keys, generation

@@ -27,7 +27,8 @@ from specbench.measure.rounds import (
     ratio,
     total,
 )
-from specbench.measure.statistics import Speedup, ratio_of_means, speedup
+from specbench.measure.statistics import Run, Speedup, ratio_of_means, speedup
+from specbench.measure.statistics import over_passes as interval_over_passes
 
 SCHEMA = 4
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
@@ -54,7 +55,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         tasks.setdefault(record["task"], []).append(record)
     batch_size = config["batch_size"] if facts["batched"] else None
     overall = numbers(records, facts, reference, batch_size)
-    failed = sum(record["error"] is not None for record in records)
+    failed = len({record["question_id"] for record in records if record["error"] is not None})
     settings = values.parameters(config["method"])
     if facts["batched"]:
         settings |= {f"drafter.{key}": value for key, value in values.parameters(config["drafter"]).items()}
@@ -70,7 +71,8 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "task": config["task"]["name"],
         "temperature": config["decoding"]["temperature"],
         "batch_size": config["batch_size"],
-        "repeats": config["repeats"],
+        "repeats": len(repeats(records)) or config["repeats"],
+        "processes": len({record.get("process", 0) for record in records}),
         "experiment": config["experiment"],
         "protocol": config["protocol"],
         "dtype": facts["dtype"],
@@ -80,6 +82,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "weights": facts["weights"],
         "peak_memory_bytes": facts["peak_memory_bytes"],
         "overall": overall,
+        "machine": machine(records),
         "tasks": {
             task: numbers(of_task, facts, reference, batch_size, False) for task, of_task in tasks.items()
         },
@@ -108,10 +111,15 @@ def numbers(
     decoding = paired_seconds(turns, reference, with_prefill=False)
     rate = ratio(method["tokens"].sum(), method["seconds"].sum())
     if not batch_size:
-        faster = speedup(whole["reference"], whole["method"])
+        faster = speedup(whole["reference"], whole["method"], processes=by_process(generations, reference))
     elif whole_run:
         runs = pool_seconds(generations, reference)
-        faster = speedup(runs["reference"], runs["method"], runs.index.get_level_values("pool"))
+        faster = speedup(
+            runs["reference"],
+            runs["method"],
+            runs.index.get_level_values("pool"),
+            by_process(generations, reference),
+        )
     else:  # a round belongs to all its rows: a task has no time of its own
         faster, rate, decoding = Speedup(None, None, None), None, decoding.iloc[:0]
     return {
@@ -124,6 +132,7 @@ def numbers(
         "speedup_low": faster.low,
         "speedup_high": faster.high,
         "speedup_questions": len(whole),
+        **(passes_interval(generations, reference) if whole_run or not batch_size else NO_PASSES),
         "decode_speedup": ratio(decoding["reference"].sum(), decoding["method"].sum()),
         "spec_bench_speedup": None if batch_size else spec_bench_speedup(turns, reference),
         "acceptance_length": acceptance_length(rounds),
@@ -159,20 +168,22 @@ def by_question(records: list[dict], reference: str, batched: bool) -> pd.DataFr
     tokens = turns["tokens", "method"].groupby("question_id").sum(min_count=1)
     seconds = paired_seconds(turns, reference)
     rounds = dict(list(steps[steps["arm"] == "method"].groupby("question_id")))
+    of_question: dict[int, list[dict]] = {}
+    for record in records:
+        of_question.setdefault(record["question_id"], []).append(record)
     rows = []
-    for record in sorted(records, key=lambda record: record["question_id"]):
-        number = record["question_id"]
+    for number, repeats_of_it in sorted(of_question.items()):
         timed = number in seconds.index and not batched
         baseline = method = faster = None
         if timed:
             baseline, method = seconds.loc[number]
             faster = ratio(baseline, method)
         own = rounds.get(number, steps.iloc[:0])
-        verdicts = [turn["equivalence"]["verdict"] for turn in record["turns"]]
+        verdicts = [turn["equivalence"]["verdict"] for record in repeats_of_it for turn in record["turns"]]
         rows.append(
             (
                 number,
-                record["task"],
+                repeats_of_it[0]["task"],
                 tokens.get(number),
                 baseline,
                 method,
@@ -180,7 +191,7 @@ def by_question(records: list[dict], reference: str, batched: bool) -> pd.DataFr
                 acceptance_length(own),
                 acceptance_rate(own),
                 max(filter(None, verdicts), key=VERDICTS.index, default=None),
-                record["error"],
+                next((record["error"] for record in repeats_of_it if record["error"]), None),
             )
         )
     return pd.DataFrame(rows, columns=list(QUESTION_COLUMNS), dtype=object).astype(QUESTION_COLUMNS)
@@ -259,6 +270,103 @@ def pool_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:
         empty = pd.MultiIndex.from_arrays([[], []], names=by)
         return pd.DataFrame(columns=["reference", "method"], index=empty, dtype=float)
     return pd.concat(runs, names=by).groupby(level=by).sum()
+
+
+NO_PASSES = {"passes_low": None, "passes_high": None}
+
+
+def repeats(records: list[dict]) -> set[int]:
+    """Numbers of the passes that were made over the questions; records of older folders hold several."""
+    return {
+        record.get("repeat", 0) + i
+        for record in records
+        for turn in record["turns"]
+        for i in range(len(turn["arms"]["method"]))
+    }
+
+
+def over_passes(records: list[dict], facts: dict) -> Speedup:
+    """The overall speedup, with the interval over passes of `passes_seconds`."""
+    reference = ARMS[baseline_numbers(records, facts)["quoted_against"]]
+    sums = passes_seconds(generations_frame(records), reference)
+    return interval_over_passes(sums["reference"], sums["method"])
+
+
+def passes_interval(generations: pd.DataFrame, reference: str) -> dict[str, float | None]:
+    """The bounds of `over_passes`, as a summary holds them."""
+    sums = passes_seconds(generations, reference)
+    found = interval_over_passes(sums["reference"], sums["method"])
+    return {"passes_low": found.low, "passes_high": found.high}
+
+
+def passes_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:
+    """Seconds of all questions in each pass, or, where several processes measured, on average in each process.
+
+    Only questions that were answered in all passes count.
+    """
+    unit = "process" if generations["process"].nunique() > 1 else "repeat"
+    seconds = {
+        key: paired_seconds(turn_means(of_unit), reference) for key, of_unit in generations.groupby(unit)
+    }
+    if not seconds:
+        return pd.DataFrame({"reference": [], "method": []}, dtype=float)
+    shared = set.intersection(*(set(one.index) for one in seconds.values()))
+    return pd.DataFrame({key: one[one.index.isin(shared)].sum() for key, one in seconds.items()}).T
+
+
+def by_process(generations: pd.DataFrame, reference: str) -> list[Run]:
+    """Seconds of each process, where several measured: their questions' or pools' of the reference and the method."""
+    if generations["process"].nunique() < 2:
+        return []
+    seconds = passes_seconds(generations, reference)
+    return [([one["reference"]], [one["method"]]) for _, one in seconds.iterrows()]
+
+
+def machine(records: list[dict]) -> dict[str, float | int | None]:
+    """What others did on the machine meanwhile; None for what was not watched or cannot be counted here.
+
+    - disturbed_share: of all arms' time, that of slices which others disturbed, as measured at first.
+    - still_disturbed_share: the same of what was kept after measuring again.
+    - measured_again: turns that were.
+    - others_cores: cores that other processes computed on, on average.
+    - waited_share, stolen_share, throttled_share: seconds per second in which a thread had no core.
+    - switches_per_second: of a thread that had to give way.
+    """
+    of_pools = {  # questions of a pool share what was counted
+        (record["pool"], record["repeat"], turn["turn"]): turn["machine"]
+        for record in records
+        for turn in record["turns"]
+        if turn.get("machine")
+    }
+    watched = [*of_pools.values()]
+    seconds = sum(one["counters"]["seconds"] for one in watched)
+    if not seconds:
+        return dict.fromkeys(MACHINE)
+    first = [one["counters"]["seconds"] / one["goes"] for one in watched]
+
+    def share(name: str) -> float | None:
+        return ratio(sum(one[name] * of for one, of in zip(watched, first)), sum(first))
+
+    def rate(name: str) -> float | None:
+        known = all(name in one["counters"] for one in watched)
+        return sum(one["counters"][name] for one in watched) / seconds if known else None
+
+    return {
+        "disturbed_share": share("disturbed_share"),
+        "still_disturbed_share": share("still_disturbed_share"),
+        "measured_again": sum(one["goes"] > 1 for one in watched),
+        "others_cores": rate("others"),
+        "waited_share": rate("waited"),
+        "stolen_share": rate("stolen"),
+        "throttled_share": rate("throttled"),
+        "switches_per_second": rate("switches"),
+    }
+
+
+MACHINE = (
+    *("disturbed_share", "still_disturbed_share", "measured_again", "others_cores"),
+    *("waited_share", "stolen_share", "throttled_share", "switches_per_second"),
+)
 
 
 class Relative(NamedTuple):
@@ -346,9 +454,21 @@ def bandwidth_fraction(tokens_per_second: float | None, facts: dict) -> float | 
 
 
 def equivalence(records: list[dict], key: str = "equivalence") -> dict:
-    """Counts of the verdicts; `answers` were judged, and where none was (sampling) the counts are None."""
-    judged = [turn[key] for record in records for turn in record["turns"] if turn.get(key)]
-    judged = [certificate for certificate in judged if certificate["verdict"] is not None]
+    """Counts of the verdicts, each the worst of an answer's repeats.
+
+    `answers` were judged; where none was (sampling) the counts are None.
+    """
+    worst: dict[tuple[int, int], dict] = {}  # of the repeats of an answer
+    for record in records:
+        for turn in record["turns"]:
+            found, answer = turn.get(key), (record["question_id"], turn["turn"])
+            if not found or found["verdict"] is None:
+                continue
+            if answer not in worst or VERDICTS.index(found["verdict"]) > VERDICTS.index(
+                worst[answer]["verdict"]
+            ):
+                worst[answer] = found
+    judged = [*worst.values()]
     divergences = [c["first_divergence"] for c in judged if c["first_divergence"] is not None]
     counts = {name: sum(c["verdict"] == name for c in judged) if judged else None for name in VERDICTS}
     return {

@@ -1,4 +1,8 @@
-"""How sure a speedup is: a t-interval on the jackknifed logarithm of a ratio, over questions or, for batches, pools."""
+"""How sure a speedup is: t-intervals on the jackknifed logarithm of a ratio.
+
+Over questions (batches: pools) such an interval tells how far the figure would move with other questions; over passes
+or processes, how far it would move if the same ones were measured again.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,10 @@ CONFIDENCE = 0.95
 LEAST_QUESTIONS = 6
 # Or repeats of one pool: enough for a standard error, and Student's t is as wide as so few need.
 LEAST_POOLS = 2
+LEAST_PASSES = 2
+
+
+Run = tuple[Sequence[float], Sequence[float]]  # above and below the line of a ratio, [questions] or [runs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +35,10 @@ class Speedup:
 
 
 def speedup(
-    reference_seconds: Sequence[float], method_seconds: Sequence[float], pools: Sequence | None = None
+    reference_seconds: Sequence[float],
+    method_seconds: Sequence[float],
+    pools: Sequence | None = None,
+    processes: Sequence[Run] = (),
 ) -> Speedup:
     """Ratio of sums, with a t-interval on the delete-one jackknife of its logarithm (Efron and Tibshirani 1993, 11).
 
@@ -42,6 +53,9 @@ def speedup(
             decoded together. What disturbs a run disturbs all its questions, and what is special about a pool all its
             repeats: so the mean of a pool's repeats is dropped as a whole. Of one pool alone each repeat is, and the
             interval covers timing noise only.
+        processes: where several measured, the seconds of each, [questions] of the reference and of the method. The
+            variance between them is then added to that between questions (each counted as independent, so that the
+            noise they share counts twice), with the degrees of freedom of Satterthwaite (1946).
 
     Returns:
         All None without any time; no interval of fewer than 6 questions or 2 pools (or repeats of one pool), or where
@@ -50,12 +64,32 @@ def speedup(
     Raises:
         ValueError: arrays that are not of one length.
     """
-    return _jackknife(
-        [reference_seconds, method_seconds], lambda reference, method: reference / method, pools
-    )
+    between = None
+    if len(processes) >= LEAST_PASSES:
+        between = np.array([[np.sum(part) for part in process] for process in processes]).T
+    return _jackknife([reference_seconds, method_seconds], _quotient, pools, between)
 
 
-Run = tuple[Sequence[float], Sequence[float]]  # above and below the line of a ratio, [questions] or [runs]
+def over_passes(reference_seconds: Sequence[float], method_seconds: Sequence[float]) -> Speedup:
+    """Ratio of sums, with a t-interval over passes (or processes) on the same questions.
+
+    It tells how far the figure would move if the same questions were measured again, and says nothing of others.
+
+    Args:
+        reference_seconds: [passes], seconds of all questions.
+        method_seconds: [passes], seconds.
+
+    Returns:
+        No interval of fewer than two passes.
+
+    Raises:
+        ValueError: arrays that are not of one length.
+    """
+    return _jackknife([reference_seconds, method_seconds], _quotient, None, least=LEAST_PASSES)
+
+
+def _quotient(reference: np.ndarray, method: np.ndarray) -> np.ndarray:
+    return reference / method
 
 
 def ratio_of_means(first: Sequence[Run], second: Sequence[Run], pools: Sequence | None = None) -> Speedup:
@@ -93,9 +127,16 @@ def verdict(low: float | None, high: float | None) -> str | None:
 
 
 def _jackknife(
-    columns: Sequence[Sequence[float]], statistic: Callable[..., np.ndarray], pools: Sequence | None
+    columns: Sequence[Sequence[float]],
+    statistic: Callable[..., np.ndarray],
+    pools: Sequence | None,
+    processes: np.ndarray | None = None,
+    least: int = LEAST_QUESTIONS,
 ) -> Speedup:
-    """A statistic of the columns' sums, with the interval that `speedup` describes."""
+    """A statistic of the columns' sums, with the interval that `speedup` describes.
+
+    processes: [columns, processes], sums of the questions of each; least: entries that an interval takes.
+    """
     arrays = [np.asarray(column, float) for column in columns]
     if len({array.shape for array in arrays}) != 1 or arrays[0].ndim != 1:
         raise ValueError(f"expected arrays of one length, not {[array.shape for array in arrays]}")
@@ -104,15 +145,33 @@ def _jackknife(
     if not (sums > 0).all():
         return Speedup(None, None, None)
     value = float(statistic(*sums)[0])
-    rest = sums - seconds  # [columns, count]: without one each
-    if count < (LEAST_QUESTIONS if pools is None else LEAST_POOLS) or not (rest > 0).all():
+    if count < (least if pools is None else LEAST_POOLS):
+        return Speedup(value, None, None)
+    variances = [_variance(level, statistic) for level in (seconds, processes) if level is not None]
+    known = [found for found in variances if found is not None]
+    if len(known) < len(variances):
         return Speedup(value, None, None)
     from scipy.special import stdtrit  # here, for who only reads a summary needs none of it
 
-    logs = np.log(statistic(*rest))
-    error = np.sqrt((count - 1) / count * np.square(logs - logs.mean()).sum())
-    factor = float(np.exp(stdtrit(count - 1, 0.5 + CONFIDENCE / 2) * error))
+    variance = sum(v for v, _ in known)
+    freedom = variance**2 / sum(v**2 / degrees for v, degrees in known) if variance else 1.0
+    factor = float(np.exp(stdtrit(freedom, 0.5 + CONFIDENCE / 2) * np.sqrt(variance)))
     return Speedup(value, value / factor, value * factor)
+
+
+def _variance(seconds: np.ndarray, statistic: Callable[..., np.ndarray]) -> tuple[float, int] | None:
+    """The jackknife variance of the statistic's logarithm over the entries of `seconds` [columns, n], and n - 1.
+
+    None where one entry holds all the time.
+    """
+    rest, count = (
+        seconds.sum(axis=1, keepdims=True) - seconds,
+        seconds.shape[1],
+    )  # [columns, n]: without one each
+    if not (rest > 0).all():
+        return None
+    logs = np.log(statistic(*rest))
+    return float((count - 1) / count * np.square(logs - logs.mean()).sum()), count - 1
 
 
 def _by_pool(seconds: np.ndarray, pools: Sequence) -> np.ndarray:

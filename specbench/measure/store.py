@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"
 RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
+AGAIN = 75  # exit code of a process that has measured its share: another one is to go on (EX_TEMPFAIL)
 FAILURE = "failure.json"  # why the last attempt ended early
 ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
 NOT_MEASURING = ("specbench/report", "specbench/tiny")  # code that may change while a run is interrupted
@@ -169,7 +170,7 @@ class Journal:
     def __init__(self, path: Path, records: list[dict]):
         self.records = records
         self._path = path
-        self._known = {record["question_id"] for record in records}
+        self._known = {_key(record) for record in records}
 
     def append(self, *records: dict) -> None:
         """Adds finished questions and the time of day (`tstamp`, s); they are on the disk when this returns.
@@ -178,7 +179,7 @@ class Journal:
         is then what it was.
         """
         for record in records:
-            if record["question_id"] in self._known:
+            if _key(record) in self._known:
                 raise ValueError(f"question {record['question_id']} is already in {self._path}")
         stamped = [finite(record | {"tstamp": time.time()}) for record in records]
         lines = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in stamped)
@@ -194,7 +195,7 @@ class Journal:
                     os.truncate(self._path, before)  # what still went on to a full disk
                 raise
         self.records += stamped
-        self._known |= {record["question_id"] for record in stamped}
+        self._known |= {_key(record) for record in stamped}
 
     def keep_first(self, count: int) -> None:
         """Drops all records but the first `count`; cuts the file in place, since a full disk has no room for another.
@@ -206,7 +207,12 @@ class Journal:
                 length = sum(len(line) for line in islice(file, count))
             os.truncate(self._path, length)
         del self.records[count:]
-        self._known = {record["question_id"] for record in self.records}
+        self._known = {_key(record) for record in self.records}
+
+
+def _key(record: dict) -> tuple[int, int]:
+    """What there is one record of: a question in a pass."""
+    return record["question_id"], record.get("repeat", 0)
 
 
 @contextmanager
@@ -273,35 +279,41 @@ def finalise(run_dir: Path) -> dict:
 def spec_bench_answers(records: list[dict], arm: str, config: dict) -> list[dict]:
     """The answers of one arm in Spec-Bench's schema, sorted by question, without those that failed.
 
-    choices[i] is repeat i. accept_lengths runs over all turns, one entry per round: the tokens that it
-    emitted, the bonus token included; the first token of a turn comes from the prefill and is in no round.
-    The texts are those of the first repeat: with greedy decoding all repeats are equal.
+    choices[i] is repeat i, tstamp that of the last. accept_lengths runs over all turns, one entry per round: the tokens
+    that it emitted, the bonus token included; the first token of a turn comes from the prefill and is in no round. The
+    texts are those of the first repeat: with greedy decoding all repeats are equal.
     """
     name = config["method"]["name"] if arm == "method" else "baseline"
     model_id = f"{config['pair']['name']}-{name}"
-    return [
-        {
-            "question_id": record["question_id"],
-            "category": record["category"],
-            "answer_id": uuid.uuid5(
-                uuid.NAMESPACE_OID, f"{model_id} {record['tstamp']} {record['question_id']}"
-            ).hex,
-            "model_id": model_id,
-            "choices": [
-                _choice(record["turns"], arm, i) for i in range(len(record["turns"][0]["arms"][arm]))
-            ],
-            "tstamp": record["tstamp"],
-        }
-        for record in sorted(records, key=lambda record: record["question_id"])
-        if record["error"] is None
-    ]
+    by_question: dict[int, list[dict]] = {}
+    for record in records:
+        by_question.setdefault(record["question_id"], []).append(record)
+    answers = []
+    for question_id, repeats in sorted(by_question.items()):
+        if any(record["error"] is not None for record in repeats):
+            continue
+        last = repeats[-1]
+        choices = [  # records of older folders hold several repeats each
+            (record["turns"], i) for record in repeats for i in range(len(record["turns"][0]["arms"][arm]))
+        ]
+        answers.append(
+            {
+                "question_id": question_id,
+                "category": last["category"],
+                "answer_id": uuid.uuid5(uuid.NAMESPACE_OID, f"{model_id} {last['tstamp']} {question_id}").hex,
+                "model_id": model_id,
+                "choices": [_choice(turns, arm, i, index) for index, (turns, i) in enumerate(choices)],
+                "tstamp": last["tstamp"],
+            }
+        )
+    return answers
 
 
-def _choice(turns: list[dict], arm: str, repeat: int) -> dict:
+def _choice(turns: list[dict], arm: str, repeat: int, index: int) -> dict:
     generations = [turn["arms"][arm][repeat] for turn in turns]
     emitted = [generation["steps"]["emitted"] for generation in generations]
     return {
-        "index": repeat,
+        "index": index,
         "turns": [turn["text"][arm] for turn in turns],
         "decoding_steps": [len(rounds) for rounds in emitted],
         "new_tokens": [len(generation["tokens"]) for generation in generations],

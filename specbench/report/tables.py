@@ -31,6 +31,8 @@ SHORT = {  # column heads
 }
 RANDOM = "random weights: times and sizes are real, acceptance is not"
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
+WORST_DISTURBED = 0.1  # of the time that counts, above which a run warns of it first
+STOLEN_SHOWN = 0.001
 ONE_POOL = "interval over repeats of one pool: timing noise only"
 
 
@@ -72,6 +74,8 @@ def run_table(summary: dict) -> Table:
         caption.append(f"\n{batch_line(summary)}")
     if summary["overall"]["overlap"]:
         caption.append(f"\n{overlap_line(summary['overall']['overlap'])}")
+    for line in (passes_line(summary), machine_line(summary)):
+        caption.append(f"\n{line}" if line else "")
     table = PlainTable(_title(summary), caption)
     _add_columns(table, "task")
     tasks = sorted(summary["tasks"].items(), key=lambda item: not item[1]["equivalence"]["violation"])
@@ -235,6 +239,40 @@ def overlap_line(overlap: dict) -> str:
     )
 
 
+def passes_line(summary: dict) -> str:
+    """How far the overall speedup moves when the same questions are measured again; nothing of a single pass."""
+    overall, passes, processes = summary["overall"], summary["repeats"], summary.get("processes", 1)
+    if overall.get("passes_low") is None:
+        return ""
+    over = f"{passes} passes" if processes == 1 else f"{passes} passes in {processes} processes"
+    return (
+        f"over {over} the speedup of the same questions lies in "
+        f"[{overall['passes_low']:.3f}, {overall['passes_high']:.3f}]"
+    )
+
+
+def machine_line(summary: dict) -> str:
+    """What others did on the machine during a run; nothing where it was not watched, as in older runs."""
+    machine = summary.get("machine") or {}
+    if machine.get("disturbed_share") is None:
+        return ""
+    text = f"others disturbed {_share(machine['disturbed_share'])} of the time"
+    if machine["measured_again"]:
+        text += f" ({_share(machine['still_disturbed_share'])} after measuring {machine['measured_again']} turns again)"
+    if machine["others_cores"] is not None:
+        text += f" and used {max(machine['others_cores'], 0.0):.2f} cores on average"
+    stolen = machine["stolen_share"]
+    return text + (f"; {_share(stolen)} was stolen" if stolen and stolen > STOLEN_SHOWN else "")
+
+
+def disturbed(summary: dict) -> str:
+    """A warning of a run that stayed disturbed; nothing for others."""
+    share = (summary.get("machine") or {}).get("still_disturbed_share")
+    if share is None or share <= WORST_DISTURBED:
+        return ""
+    return f"DISTURBED: others were busy on this machine for {share:.0%} of the time that counts"
+
+
 def paired_over(count: int, unit: str) -> str:
     """On how many pairs of times a ratio rests; unit: as in `metrics.Relative`."""
     text = f"{count} {unit}" if count == 1 else f"{count} {unit}s"
@@ -287,6 +325,7 @@ def cautions(runs: Iterable[Run]) -> list[str]:
     random = [run.name for run in runs if run.summary["weights"] == "random"]
     slower = [run.name for run in runs if run.summary["baseline"]["quoted_against"] == "hf_generate"]
     lines = [f"{RANDOM}: {named(random)}"] if random else []
+    lines += [f"{run.name}: {disturbed(run.summary)}" for run in runs if disturbed(run.summary)]
     if 0 < len(slower) < len(runs):
         lines.append(
             f"speedups against {QUOTED['hf_generate']}, which was the faster, those of the others against "
@@ -411,6 +450,8 @@ def _title(summary: dict) -> Text:
     text = Text()
     for line in faults(summary, with_baseline=False):
         text.append(f"{line}\n", style=WRONG)
+    if disturbed(summary):
+        text.append(f"{disturbed(summary)}\n", style=WRONG)
     settings = f" ({', '.join(as_text(summary['settings']))})" if summary["settings"] else ""
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "

@@ -12,7 +12,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.decoding.trace import Clock
-from specbench.decoding.turns import Turns, between_rounds, in_turns
+from specbench.decoding.turns import Turns, between_rounds
 from tests.support.decoding import random_pair
 
 CLOCK = Clock(torch.device("cpu"))
@@ -63,7 +63,7 @@ def test_tokens_of_the_next_answer_are_added():
 
 
 def test_without_turns_nothing_happens():
-    assert not in_turns() and between_rounds(CLOCK, 1) is None
+    assert between_rounds(CLOCK, 1) is None
 
 
 def test_an_arm_that_fails_ends_the_others_in_good_order():
@@ -81,7 +81,7 @@ def test_an_arm_that_fails_ends_the_others_in_good_order():
 
     with pytest.raises(ValueError, match="no"):
         Turns(0.0).run([other, failing])
-    assert ended == ["other"] and not in_turns() and not torch.is_inference_mode_enabled()
+    assert ended == ["other"] and between_rounds(CLOCK, 1) is None and not torch.is_inference_mode_enabled()
 
 
 def engine(pair) -> Engine:

@@ -61,10 +61,13 @@ def test_a_run(workplace, tmp_path, method):  # noqa: F811
     assert summary["drafter"] == ("none" if method == "ar_batch" else "sps")
     counts = [summary["equivalence"][name] for name in ("answers", "exact", "tie", "violation")]
     assert counts == [len(CATEGORIES) + 2, len(CATEGORIES) + 2, 0, 0]
-    assert sorted(r["question_id"] for r in records) == list(range(1, len(CATEGORIES) + 1))
+    assert sorted((r["repeat"], r["question_id"]) for r in records) == [
+        (repeat, number) for repeat in (0, 1) for number in range(1, len(CATEGORIES) + 1)
+    ]
+    assert summary["slice_seconds"] == 0.05 and summary["repeats"] == 2
     for turn in (t for r in records for t in r["turns"]):
         said = {name: [g["tokens"] for g in repeats] for name, repeats in turn["arms"].items()}
-        assert len(said["single"]) == len(said["method"]) == len(said["baseline"]) == 2
+        assert len(said["single"]) == len(said["method"]) == len(said["baseline"]) == 1
         assert {tuple(tokens) for answers in said.values() for tokens in answers} == {
             tuple(said["single"][0])
         }
@@ -133,9 +136,9 @@ def test_a_torn_pool_is_measured_again_as_a_whole(workplace, tmp_path, monkeypat
     journal.write_bytes(b"".join(lines[:5]) + torn)
     measured_again, attempt = [], runner.attempt
 
-    def attempted(bench, questions, place):
+    def attempted(bench, questions, place, repeat):
         measured_again.append([q.question_id for q in questions])
-        return attempt(bench, questions, place)
+        return attempt(bench, questions, place, repeat)
 
     monkeypatch.setattr(runner, "attempt", attempted)
     capsys.readouterr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,8 +24,9 @@ from specbench.decoding import engine as engine_module
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
+from specbench.decoding.turns import Turns
 from specbench.errors import JobError
-from specbench.measure import runner, store
+from specbench.measure import pairing, runner, store
 from tests.support import commands
 from tests.support.messages import says
 from tests.support.models import save_pair
@@ -69,6 +71,7 @@ def overrides(workplace: Path, method: str, runs: Path) -> list[str]:
         "decoding.max_new_tokens=12",
         "generate=false",
         "pair.device=cpu",
+        "remeasure=0",  # other tests run at the same time
         f"runs_root={runs}",
     ]
 
@@ -84,8 +87,16 @@ def start(workplace: Path, method: str, runs: Path, *more: str) -> Path:
 def measured(workplace: Path, method: str, runs: Path, *more: str) -> tuple[int, dict, list[dict]]:
     """Exit code, summary and records of a run in this process."""
     run_dir = start(workplace, method, runs, *more)
-    code = runner.run(run_dir)
+    code = to_the_end(run_dir)[-1]
     return code, store.read_json(run_dir / store.SUMMARY), store.read_records(run_dir)
+
+
+def to_the_end(run_dir: Path) -> list[int]:
+    """Exit codes of the processes that measure a folder one after the other; here they are all this one."""
+    codes = [runner.run(run_dir)]
+    while codes[-1] == store.AGAIN:
+        codes.append(runner.run(run_dir))
+    return codes
 
 
 @pytest.mark.parametrize("method", ["ar", "sps", "pld", "kangaroo"])
@@ -125,13 +136,13 @@ def test_threads_are_measured_written_down_and_kept(
     """A run that goes on takes the number that it began with, whatever would be fastest now."""
     used = []
 
-    def watched(bench, *arguments, answer=runner.Bench._turn):
+    def watched(bench, *arguments, answer=pairing.Bench._turn):
         used.append(torch.get_num_threads())
         if len(used) == 2:
             raise JobError("stopped")
         return answer(bench, *arguments)
 
-    monkeypatch.setattr(runner.Bench, "_turn", watched)
+    monkeypatch.setattr(pairing.Bench, "_turn", watched)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(threads, "usable_cores", lambda: 2)
     monkeypatch.setattr(threads, "fewest_worth", lambda seconds: max(seconds))
@@ -197,7 +208,7 @@ def test_the_noise_is_measured_once_and_not_before_the_first_question(workplace,
 
     run_dir = start(workplace, "pld", tmp_path, "task=mt_bench")
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "shape_noise", measure)
+        patched.setattr(pairing, "shape_noise", measure)
         with pytest.raises(KeyboardInterrupt):
             runner.run(run_dir)
     assert journalled == [2] and not (run_dir / store.SUMMARY).exists()
@@ -224,10 +235,16 @@ def test_short_slices_change_no_answer(workplace, tmp_path, method):
     assert said(records) == said(alone)
 
 
+def only_whole(seconds, around):
+    """Stands in for `Turns`, and takes no slices."""
+    assert math.isinf(seconds)
+    return Turns(seconds, around)
+
+
 def test_an_arm_that_must_not_be_cut_alternates_by_answers(workplace, tmp_path, monkeypatch):
     assert measured(workplace, "pld", tmp_path, "task=rag")[1]["slice_seconds"] == 0.05
     monkeypatch.setattr(Drafter, "uninterrupted", True)
-    monkeypatch.setattr(runner, "Turns", None)
+    monkeypatch.setattr(pairing, "Turns", only_whole)
     assert measured(workplace, "pld", tmp_path, "task=qa")[1]["slice_seconds"] is None
 
 
@@ -244,9 +261,9 @@ def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, m
     monkeypatch.setattr(Engine, "generate", stutter)
     prompts = {"paired": [], "spec_bench": []}
     for protocol, seen in prompts.items():
-        ask = runner.Bench.prompt
+        ask = pairing.Bench.prompt
         monkeypatch.setattr(
-            runner.Bench,
+            pairing.Bench,
             "prompt",
             lambda s, q, a, seen=seen, ask=ask: (seen.append(ask(s, q, a)), ask(s, q, a))[1],
         )
@@ -259,7 +276,7 @@ def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, m
             "data.limit=1",
             f"protocol={protocol}",
         )
-        monkeypatch.setattr(runner.Bench, "prompt", ask)
+        monkeypatch.setattr(pairing.Bench, "prompt", ask)
     second = {protocol: {tuple(p) for p in seen[-3:]} for protocol, seen in prompts.items()}
     assert len(second["paired"]) == 1
     assert len(second["spec_bench"]) == 2
@@ -381,8 +398,8 @@ def test_a_full_disk_ends_a_run_in_one_line(workplace, tmp_path, monkeypatch, ca
     run_dir = start(workplace, "pld", tmp_path)
     journal, attempt = run_dir / store.RECORDS, runner.attempt
 
-    def attempted(bench, questions, place):
-        records = attempt(bench, questions, place)
+    def attempted(bench, questions, place, repeat):
+        records = attempt(bench, questions, place, repeat)
         if place == 3:
             room(journal.stat().st_size + left if left else 0)
         return records
@@ -417,6 +434,7 @@ def test_a_full_disk_at_the_summary_is_told_in_one_line(workplace, tmp_path, mon
 
 def without_times(summary: dict) -> dict:
     """A summary less its times and what is computed from them."""
+    summary.pop("machine", None)
     timed = ("seconds", "speedup", "per_second", "bandwidth", "verdict", "quoted", "noise", "low", "high")
     return {
         key: without_times(value) if isinstance(value, dict) else value
@@ -425,12 +443,23 @@ def without_times(summary: dict) -> dict:
     }
 
 
+PASSES = ["repeats=3", "processes=2", "precision=1e-9", "max_minutes=1e-6"]
+
+
 @pytest.mark.process
-def test_killed_and_started_again(workplace, tmp_path, monkeypatch):
-    """Kill -9 in the middle, half a line at the end of the journal: no question is lost or measured twice."""
+@pytest.mark.parametrize(
+    ("more", "passes", "behind"), [([], [0], 2), (PASSES, [0, 0, 1], 9), (PASSES, [0, 0, 1], 15)]
+)
+def test_killed_and_started_again(workplace, tmp_path, monkeypatch, more, passes, behind):
+    """Kill -9 in the middle, half a line at the end of the journal: no question is lost or measured twice.
+
+    passes: the process of each pass; behind: questions after which the process that measures is killed.
+    """
     runs = tmp_path / "killed"
-    process = commands.start(CONF.parent, *overrides(workplace, "sps", runs))
-    while not (journals := list(runs.glob("*/records.jsonl"))) or journals[0].read_bytes().count(b"\n") < 2:
+    process = commands.start(CONF.parent, *overrides(workplace, "sps", runs), *more)
+    while (
+        not (journals := list(runs.glob("*/records.jsonl"))) or journals[0].read_bytes().count(b"\n") < behind
+    ):
         assert process.poll() is None, "the run ended before it could be killed"
         time.sleep(0.005)
     child = int(subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()[0])
@@ -439,14 +468,19 @@ def test_killed_and_started_again(workplace, tmp_path, monkeypatch):
     assert process.returncode != 0
     (run_dir,) = runs.iterdir()
     finished = store.read_records(run_dir)
-    assert 2 <= len(finished) < len(CATEGORIES) and not store.is_complete(run_dir)
+    assert behind <= len(finished) < len(CATEGORIES) * len(passes) and not store.is_complete(run_dir)
     with open(run_dir / store.RECORDS, "a") as journal:
         journal.write('{"question_id": 3, "task": "tr')
 
-    assert start(workplace, "sps", runs) == run_dir  # what the same command finds
-    assert runner.run(run_dir) == 0
+    assert start(workplace, "sps", runs, *more) == run_dir  # what the same command finds
+    assert to_the_end(run_dir)[-1] == 0
     records = store.read_records(run_dir)
-    assert [r["question_id"] for r in records] == list(range(1, len(CATEGORIES) + 1))
+    expected = [
+        (number, repeat, process)
+        for repeat, process in enumerate(passes)
+        for number in range(1, len(CATEGORIES) + 1)
+    ]
+    assert [(r["question_id"], r["repeat"], r["process"]) for r in records] == expected
     assert records[: len(finished)] == finished
-    _, undisturbed, _ = measured(workplace, "sps", tmp_path / "whole")
+    _, undisturbed, _ = measured(workplace, "sps", tmp_path / "whole", *more)
     assert without_times(store.read_json(run_dir / store.SUMMARY)) == without_times(undisturbed)

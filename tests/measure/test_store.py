@@ -324,7 +324,7 @@ def test_steps_are_one_row_per_round(finished):
     assert table.schema.metadata[b"specbench_schema"] == str(metrics.SCHEMA).encode()
     frame = table.to_pandas()
     assert list(frame.columns) == [
-        *("question_id", "task", "category", "pool", "turn", "arm", "repeat", "step"),
+        *("question_id", "task", "category", "pool", "turn", "arm", "repeat", "process", "step"),
         *STEP_COLUMNS,
     ]
     assert frame["draft_seconds"].dtype == np.float64 and frame["draft_bytes"].dtype == np.int64

@@ -1,0 +1,135 @@
+"""Several goes at the same answers, joined so that no stretch is timed while others disturbed the machine."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from specbench.measure.watch import Counters, added, disturbance
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specbench.decoding.trace import Generation
+
+STRETCH = 16  # tokens of an answer that are replaced together, in all arms
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One slice of an arm.
+
+    Attributes:
+        tokens: of the arm at its end.
+        counted: while it ran.
+    """
+
+    tokens: int
+    counted: Counters
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the arms answered in one go, and how the machine was meanwhile.
+
+    Attributes:
+        answers: of each arm, by name.
+        slices: of each arm, by name.
+    """
+
+    answers: dict[str, list[Generation]]
+    slices: dict[str, list[Slice]]
+
+    def counted(self) -> Counters:
+        """Counters over all slices, with `disturbed`: seconds of those that were."""
+        readings = [
+            one.counted | {"disturbed": one.counted["seconds"] * (disturbance(one.counted) > 1)}
+            for slices in self.slices.values()
+            for one in slices
+        ]
+        return added(readings)
+
+
+def least_disturbed(goes: Sequence[Measured]) -> tuple[dict[str, list[Generation]], float]:
+    """Joins several goes at the same answers: each stretch of text is timed by the go that was disturbed least there.
+
+    All arms' times of a stretch come from one go, so that they stay paired. Where an arm's rounds differ between the
+    goes (it drafts by the clock), or a batch was decoded, the go that was disturbed least as a whole is taken.
+
+    Args:
+        goes: at least one; the first in time goes first where they are equal.
+
+    Returns:
+        The answers of each arm, and the share of their seconds in stretches that are still disturbed.
+    """
+    first = goes[0]
+    several = any(len(answers) > 1 for answers in first.answers.values())
+    if several or any(_structure(go) != _structure(first) for go in goes):
+        best = min(goes, key=lambda go: go.counted()["disturbed"])
+        counted = best.counted()
+        return best.answers, counted["disturbed"] / counted["seconds"]
+    pieces = [{arm: _pieces(go, arm) for arm in go.answers} for go in goes]
+    worst: list[dict[int, float]] = []  # by go: stretch -> the worst disturbance of any arm in it
+    for of_go in pieces:
+        worst.append({})
+        for stretch, _, degree in (piece for of_arm in of_go.values() for piece in of_arm):
+            worst[-1][stretch] = max(degree, worst[-1].get(stretch, 0.0))
+    chosen = {
+        stretch: min(range(len(goes)), key=[max(1.0, of_go[stretch]) for of_go in worst].__getitem__)
+        for stretch in worst[0]
+    }
+    answers = {arm: [_joined(goes, pieces, arm, chosen)] for arm in first.answers}
+    kept = [
+        (seconds, degree)
+        for arm in first.answers
+        for number, (stretch, _, _) in enumerate(pieces[0][arm])
+        for _, seconds, degree in [pieces[chosen[stretch]][arm][number]]
+    ]
+    disturbed = sum(seconds for seconds, degree in kept if degree > 1)
+    return answers, disturbed / sum(seconds for seconds, _ in kept)
+
+
+Piece = tuple[int, float, float]  # stretch, seconds, disturbance of its slice
+
+
+def _structure(go: Measured) -> dict:
+    """What must be equal for two goes to be joined round by round."""
+    return {
+        arm: [(answer.tokens, [(step.drafted, step.emitted) for step in answer.steps]) for answer in answers]
+        for arm, answers in go.answers.items()
+    }
+
+
+def _pieces(go: Measured, arm: str) -> list[Piece]:
+    """The prefill and each round of an arm's only answer; one piece where its parts were not timed."""
+    answer, slices = go.answers[arm][0], go.slices[arm]
+    ends = [one.tokens for one in slices]
+
+    def piece(tokens: int, seconds: float) -> Piece:
+        at = min(bisect_left(ends, tokens), len(slices) - 1)
+        return (tokens - 1) // STRETCH, seconds, disturbance(slices[at].counted)
+
+    if answer.prefill_seconds is None:
+        return [(0, answer.seconds, max(disturbance(one.counted) for one in slices))]
+    tokens = 1
+    found = [piece(tokens, answer.prefill_seconds)]
+    for step in answer.steps:
+        tokens += step.emitted
+        found.append(piece(tokens, step.draft_seconds + step.verify_seconds + step.other_seconds))
+    return found
+
+
+def _joined(
+    goes: Sequence[Measured], pieces: list[dict[str, list[Piece]]], arm: str, chosen: dict[int, int]
+) -> Generation:
+    """An arm's answer with each piece of the go that was chosen for its stretch."""
+    answer = goes[0].answers[arm][0]
+    sources = [chosen[stretch] for stretch, _, _ in pieces[0][arm]]
+    spent = sum(pieces[go][arm][number][1] for number, go in enumerate(sources))
+    seconds = answer.seconds - sum(seconds for _, seconds, _ in pieces[0][arm]) + spent
+    if answer.prefill_seconds is None:
+        return goes[sources[0]].answers[arm][0]
+    steps = [goes[go].answers[arm][0].steps[number] for number, go in enumerate(sources[1:])]
+    prefill = goes[sources[0]].answers[arm][0].prefill_seconds
+    return replace(answer, prefill_seconds=prefill, seconds=seconds, steps=steps)

@@ -1,0 +1,368 @@
+"""The arms of a job on the same questions: what they are asked, in which order, and what the journal gets of it.
+
+Per question the arms take turns on the same prompt, slice by slice (`specbench.decoding.turns`), or answer by answer
+where one of them must not be cut, in an order that rotates: what slows the machine slows all of them alike. A batch
+method gets a pool of questions in place of one; everything else is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import permutations
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tqdm import tqdm
+
+from specbench.decoding.batch import Request
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.trace import Generation, Step
+from specbench.decoding.turns import Turns
+from specbench.errors import JobError, UserError, reason
+from specbench.measure import provenance
+from specbench.measure.equivalence import VERDICTS, Certificate, certify
+from specbench.measure.goes import Measured, Slice, least_disturbed
+from specbench.measure.rounding import batch_noise, margin, shape_noise
+from specbench.measure.watch import Watch, added, between
+from specbench.threads import Threads, use_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from specbench.decoding.draft import Drafter
+    from specbench.decoding.target import Target
+    from specbench.measure.arms import Arm
+    from specbench.pairs import Pair
+    from specbench.questions import Question
+
+WARM_UP_TOKENS = 16  # of each arm on a warm-up question, to warm up and to choose the number of threads by
+NOISE_TOKENS = 32  # of each warm-up question, on which the rounding noise is measured
+# Of the time of all slices, above which a machine is so busy that measuring again is no use; judged after so many s.
+HOPELESS, HOPELESS_AFTER = 0.5, 10.0
+TOLERATED = 0.02  # of a turn's time may be disturbed without measuring it again
+# SINGLE: plain decoding at batch size 1; in batched runs the reference for equivalence and for the throughput ratio.
+BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
+
+
+@dataclass(slots=True)
+class Bench:
+    """Everything one job needs.
+
+    Attributes:
+        pair: the loaded models.
+        target: of the pair.
+        drafter: of the method.
+        arms: by name.
+        decoding: of every answer.
+        protocol: whose earlier answers a conversation goes on with: "spec_bench": each arm's own.
+        seed: of the sampling.
+        batch_size: None for a method that decodes one sequence at a time.
+        warmup: questions to warm up with.
+        slice_seconds: after which an arm hands over to another one; None: arms alternate by whole answers.
+        remeasure: how often a turn that others disturbed is measured again at most.
+        process: number of this process among those that share the repeats of a run.
+        peak_memory: bytes, while a batch method ran; None where it was not measured.
+        watch: of the machine.
+    """
+
+    pair: Pair
+    target: Target
+    drafter: Drafter
+    arms: dict[str, Arm]
+    decoding: Decoding
+    protocol: str
+    seed: int
+    batch_size: int | None = None
+    warmup: Sequence[Question] = ()
+    slice_seconds: float | None = None
+    remeasure: int = 0
+    process: int = 0
+    peak_memory: int | None = None
+    watch: Watch = field(default_factory=Watch)
+    _noise: float | None = None
+    _first: dict[tuple[int, int, str], list[int]] = field(default_factory=dict)
+    _seconds: float = 0.0
+    _disturbed_seconds: float = 0.0
+
+    @property
+    def reference(self) -> str:
+        """The arm that every answer is compared with."""
+        return SINGLE if SINGLE in self.arms else BASELINE
+
+    def prompt(self, question: Question, answers: list[str]) -> list[int]:
+        """Token ids of the conversation up to the turn that follows `answers`."""
+        messages = []
+        for turn, answer in zip(question.turns, answers):
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+        messages.append({"role": "user", "content": question.turns[len(answers)]})
+        return self.pair.prompt_ids(messages)
+
+    def capped(self, prompt: list[int]) -> Decoding:
+        """The decoding with a cap that the context still holds, the same for every arm."""
+        room = self.pair.context_length - len(prompt)
+        if room < 1:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens, the context only {self.pair.context_length}"
+            )
+        return Decoding(min(self.decoding.max_new_tokens, room), self.decoding.temperature)
+
+    def recall(self, records: list[dict]) -> None:
+        """Takes the answers of earlier repeats from the journal: later ones are certified against the first."""
+        for record in records:
+            for turn in record["turns"]:
+                key = (record["question_id"], turn["turn"], turn["prompt_sha256"])
+                self._first.setdefault(key, turn["arms"][self.reference][0]["tokens"])
+
+    def measure(self, questions: list[Question], place: int, repeat: int = 0) -> list[dict]:
+        """Measures some questions, which a batch method answers together.
+
+        A question whose prompt cannot be made or does not fit fails alone; everything else is raised.
+
+        Args:
+            questions: to ask.
+            place: number of this pool, which with `repeat` chooses the order of the arms.
+            repeat: number of the pass over all questions.
+
+        Returns:
+            A journal record for each question.
+        """
+        said: dict[int, dict[str, list[str]]] = {
+            q.question_id: {name: [] for name in self.arms} for q in questions
+        }
+        turns: dict[int, list[dict]] = {q.question_id: [] for q in questions}
+        failed: dict[int, str] = {}
+        for turn in range(max(len(q.turns) for q in questions)):
+            asked: list[Question] = []
+            requests: dict[str, list[Request]] = {name: [] for name in self.arms}
+            for q in questions:
+                if q.question_id in failed or len(q.turns) <= turn:
+                    continue
+                try:
+                    own = {name: self._request(q, said[q.question_id], name) for name in self.arms}
+                except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
+                    failed[q.question_id] = reason(error)
+                    continue
+                asked.append(q)
+                for name, request in own.items():
+                    requests[name].append(request)
+            if not asked:
+                continue
+            for q, record in zip(asked, self._turn(asked, turn, requests, place, repeat)):
+                texts = {n: self.pair.decode(record["arms"][n][0]["tokens"]) for n in self.arms}
+                for name, text in texts.items():
+                    said[q.question_id][name].append(text)
+                record["text"] = {name: texts[name] for name in (BASELINE, METHOD)}
+                turns[q.question_id].append(record)
+        return [
+            self.record(q, place, repeat, turns[q.question_id], failed.get(q.question_id)) for q in questions
+        ]
+
+    def _request(self, question: Question, said: dict[str, list[str]], arm: str) -> Request:
+        """The next turn of a question for one arm, still without a seed."""
+        prompt = self.prompt(question, said[arm if self.protocol == "spec_bench" else BASELINE])
+        return Request(prompt, self.capped(prompt))
+
+    def record(
+        self, question: Question, pool: int, repeat: int, turns: list[dict], error: str | None
+    ) -> dict:
+        """The journal record of a question; of one that failed with an `error`, no turns."""
+        return {
+            "question_id": question.question_id,
+            "task": question.task,
+            "category": question.category,
+            "pool": pool,  # questions of one number were measured together
+            "repeat": repeat,
+            "process": self.process,
+            "error": error,
+            "turns": [] if error else turns,
+        }
+
+    def _turn(
+        self,
+        questions: list[Question],
+        turn: int,
+        requests: dict[str, list[Request]],
+        place: int,
+        repeat: int,
+    ) -> list[dict]:
+        """One turn of every question through all arms: a record for each."""
+        orders = list(permutations(name for name in self.arms if name != SINGLE))
+        order = list(orders[(place + turn + repeat) % len(orders)])
+        if SINGLE in self.arms:  # as long as all others together: first and last in turns
+            order.insert(len(order) * (repeat % 2), SINGLE)
+        seeds = [answer_seed(self.seed, q.question_id, turn, repeat) for q in questions]
+        seeded = {name: [replace(r, seed=seed) for r, seed in zip(requests[name], seeds)] for name in order}
+        self.watch.find_children()
+        goes = [self._go(seeded)]
+        while self._is_worth_another(goes):
+            goes.append(self._go(seeded))
+        answers, still_disturbed = least_disturbed(goes)
+        machine = _journal_machine(goes, still_disturbed)
+        records = []
+        for i, question in enumerate(questions):
+            prompts = {name: asked[i].prompt for name, asked in requests.items()}
+            own = {name: answered[i] for name, answered in answers.items()}
+            prompt = prompts[BASELINE]
+            sha256 = hashlib.sha256(repr(prompt).encode()).hexdigest()
+            first = self._first.setdefault((question.question_id, turn, sha256), own[self.reference].tokens)
+            records.append(
+                {
+                    "turn": turn,
+                    "prompt_tokens": len(prompt),
+                    "prompt_sha256": sha256,
+                    "arms": {name: [_journal(generation)] for name, generation in own.items()},
+                    "equivalence": asdict(self._certify(prompts, own, METHOD, first)),
+                    "baseline_equivalence": asdict(self._certify(prompts, own, HF, first))
+                    if HF in own
+                    else None,
+                    "machine": machine,  # that of the whole pool
+                }
+            )
+        return records
+
+    def _go(self, requests: dict[str, list[Request]]) -> Measured:
+        """Lets every arm answer its requests, in turns that begin in the order of `requests`."""
+        order = list(requests)
+        slices: dict[str, list[Slice]] = {name: [] for name in order}
+
+        @contextmanager
+        def watched(number: int) -> Iterator[None]:
+            name = order[number]
+            counts_memory = name == METHOD and self.batch_size
+            if counts_memory:
+                provenance.reset_peak_memory(self.pair.device)
+            before = self.watch.read()
+            yield
+            slices[name].append(Slice(turns.tokens[number], between(before, self.watch.read())))
+            if counts_memory:
+                peak = provenance.peak_memory(self.pair.device)
+                self.peak_memory = peak and max(peak, self.peak_memory or 0)
+
+        turns = Turns(self.slice_seconds or math.inf, watched)
+        answers = turns.run([partial(self.arms[name], asked) for name, asked in requests.items()])
+        return Measured(dict(zip(order, answers)), slices)
+
+    def _is_worth_another(self, goes: list[Measured]) -> bool:
+        """Whether a turn was disturbed, and measuring it again may help."""
+        if len(goes) == 1:
+            counted = goes[0].counted()
+            self._seconds += counted["seconds"]
+            self._disturbed_seconds += counted["disturbed"]
+        busy = self._disturbed_seconds > HOPELESS * self._seconds and self._seconds > HOPELESS_AFTER
+        return (
+            len(goes) <= self.remeasure
+            and not busy
+            and self.batch_size is None  # the rounds of a batch belong to all its sequences
+            and least_disturbed(goes)[1] > TOLERATED
+        )
+
+    def _certify(
+        self, prompts: dict[str, list[int]], answers: dict[str, Generation], arm: str, first: list[int]
+    ) -> Certificate:
+        """The worst certificate of an arm's answer, and of the reference's, against the reference's first answer."""
+        if not self.decoding.greedy or prompts[arm] != prompts[self.reference]:
+            return Certificate(None, None, None, None)
+        prompt = prompts[self.reference]
+
+        def margin_at(index: int, preferred: int, other: int) -> float:
+            return margin(self.target, prompt, first, index, preferred, other)
+
+        judged = {arm, self.reference} | ({BASELINE} if arm == HF else set())
+        certificates = [
+            certify(first, answers[name].tokens, self.pair.stop_ids, margin_at, self.noise)
+            for name in sorted(judged)
+        ]
+        return max(certificates, key=lambda c: VERDICTS.index(c.verdict))
+
+    def warm_up(self) -> None:
+        """Runs every arm on the warm-up questions with the shortest and the longest prompt."""
+        by_length = sorted(self._warm_up_requests(WARM_UP_TOKENS), key=lambda request: len(request.prompt))
+        ends = [by_length[0], by_length[-1]]
+        for name, arm in self.arms.items():
+            arm(ends if name == SINGLE else self._filled(ends))
+
+    def noise(self) -> float:
+        """The rounding noise in logits, on the baseline's answers to the warm-up questions.
+
+        It is measured when it is first needed: the first answer that differs waits for it, not the first question.
+        """
+        if self._noise is None:
+            requests = self._warm_up_requests(NOISE_TOKENS)
+            answers = self.arms[self.reference](requests)
+            samples = [(request.prompt, answer.tokens) for request, answer in zip(requests, answers)]
+            self._noise = shape_noise(self.target, samples)
+            if self.batch_size:
+                self._noise = max(self._noise, batch_noise(self.target, samples, self.batch_size))
+        return self._noise
+
+    def use_threads(self, asked: int | None) -> Threads:
+        """Sets torch's threads for all arms: `asked`, or as many as baseline and method together are fastest with.
+
+        It is measured on the first warm-up question (batches: on as many as fill one).
+        """
+        requests = self._filled(self._warm_up_requests(WARM_UP_TOKENS))[: self.batch_size or 1]
+
+        def work() -> None:
+            for name in (BASELINE, METHOD):
+                self.arms[name](requests)
+
+        return use_threads(asked, work if self.pair.device.type == "cpu" else None)
+
+    def _warm_up_requests(self, most_tokens: int) -> list[Request]:
+        """A request for each warm-up question."""
+        requests = []
+        for question in self.warmup:
+            prompt = self.prompt(question, [])
+            cap = min(self.capped(prompt).max_new_tokens, most_tokens)
+            requests.append(Request(prompt, Decoding(cap, self.decoding.temperature), self.seed))
+        return requests
+
+    def _filled(self, requests: list[Request]) -> list[Request]:
+        """The same requests again until they fill a batch."""
+        return requests * -(-(self.batch_size or 1) // len(requests))
+
+
+def answer_seed(*parts: int) -> int:
+    """A seed for one answer that any of its parts changes; the same on every machine."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+def _journal(generation: Generation) -> dict:
+    """A generation as the journal holds it: steps by column."""
+    columns = {name: [getattr(step, name) for step in generation.steps] for name in Step.__dataclass_fields__}
+    return {
+        "tokens": generation.tokens,
+        "prefill_seconds": generation.prefill_seconds,
+        "seconds": generation.seconds,
+        "finish": generation.finish,
+        "steps": columns,
+    }
+
+
+def _journal_machine(goes: list[Measured], still_disturbed: float) -> dict:
+    """What the journal holds of the machine during a turn; the counters are summed over all goes and arms."""
+    return {
+        "goes": len(goes),
+        "disturbed_share": least_disturbed(goes[:1])[1],
+        "still_disturbed_share": still_disturbed,
+        "counters": added([go.counted() for go in goes]),
+    }
+
+
+def attempt(bench: Bench, questions: list[Question], place: int, repeat: int = 0) -> list[dict]:
+    """Measures some questions together; whatever goes wrong with them is recorded, and leaves the others alone."""
+    try:
+        records = bench.measure(questions, place, repeat)
+    except JobError:
+        raise
+    except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
+        records = [bench.record(question, place, repeat, [], reason(error)) for question in questions]
+    for record in records:
+        if record["error"] is not None:
+            tqdm.write(f"question {record['question_id']} failed: {record['error']}", file=sys.stderr)
+    return records

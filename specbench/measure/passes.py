@@ -1,0 +1,71 @@
+"""Passes over all questions: how many a run makes, in which process each, and when the figure is sharp enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from typing import Any
+
+LEAST_FOR_PRECISION = 3  # passes, before an interval over them says anything
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The plan of a run; what is still to do follows from its journal alone, so that a killed run goes on.
+
+    Attributes:
+        repeats: passes that are made in any case.
+        processes: fresh processes that share them.
+        precision: passes are added until the interval over them is that narrow; None: none are.
+        max_minutes: of measuring, after which no pass is added.
+    """
+
+    repeats: int
+    processes: int = 1
+    precision: float | None = None
+    max_minutes: float = float("inf")
+
+    @classmethod
+    def of(cls, cfg: Mapping[str, Any]) -> Passes:
+        """The plan that a configuration asks for; every process measures one pass at least."""
+        least = 1 if cfg["precision"] is None else LEAST_FOR_PRECISION
+        return cls(
+            max(cfg["repeats"], cfg["processes"], least),
+            cfg["processes"],
+            cfg["precision"],
+            cfg["max_minutes"],
+        )
+
+    def process_of(self, repeat: int) -> int:
+        """The number of the process that measures a pass; several processes take each added pass to a fresh one."""
+        if self.processes == 1:
+            return 0
+        if repeat < self.repeats:
+            return repeat * self.processes // self.repeats
+        return self.processes + repeat - self.repeats
+
+    def next(
+        self, done: Mapping[int, int], questions: int, width: float | None, seconds: float
+    ) -> int | None:
+        """The pass to go on with; None when the run has all it needs.
+
+        Args:
+            done: by pass, how many questions were tried.
+            questions: of a whole pass.
+            width: of the interval over the whole passes, high - low; None where there is none.
+            seconds: spent on measuring so far.
+        """
+        repeat = next(r for r in range(len(done) + 1) if done.get(r, 0) < questions)
+        if repeat < self.repeats or done.get(repeat):
+            return repeat
+        if self.precision is None or (width is not None and width <= self.precision):
+            return None
+        return repeat if seconds * (1 + 1 / repeat) <= self.max_minutes * 60 else None
+
+
+def whole(done: Mapping[int, int], questions: int) -> Collection[int]:
+    """The passes that were made to their end."""
+    return [repeat for repeat, count in done.items() if count == questions]

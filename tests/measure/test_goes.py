@@ -1,0 +1,98 @@
+"""Goes at the same answers that are joined: every stretch from the go that was disturbed least, for all arms alike."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specbench.decoding.trace import Generation, Step
+from specbench.measure.goes import STRETCH, Measured, Slice, least_disturbed
+
+QUIET = {"seconds": 0.05, "waited": 0.0, "others": 0.0}
+BUSY = {"seconds": 0.05, "waited": 0.02, "others": 0.05}
+
+
+def step(seconds: float, emitted: int = 1) -> Step:
+    return Step(emitted - 1, emitted - 1, emitted, emitted - 1, seconds / 4, seconds / 2, seconds / 4, 0, 0)
+
+
+def answer(seconds: list[float], emitted: int = 1, rest: float = 0.0) -> Generation:
+    """A prefill and rounds of so many seconds; `rest` belongs to none of them."""
+    steps = [step(s, emitted) for s in seconds[1:]]
+    tokens = list(range(1 + emitted * len(steps)))
+    return Generation(tokens, seconds[0], sum(seconds) + rest, "length", steps)
+
+
+def go(slow: dict[int, bool], factor: float) -> Measured:
+    """Two arms over four stretches, one of one and one of four tokens a round, one slice for each stretch.
+
+    slow: the stretches in which others were there, as a result of which everything takes `factor` times as long.
+    """
+    answers, slices = {}, {}
+    for name, emitted in (("baseline", 1), ("method", 4)):
+        rounds = 4 * STRETCH // emitted - (emitted == 1)
+        ends = [1, *(1 + emitted * (i + 1) for i in range(rounds))]
+        seconds = [1e-3 * (factor if slow.get((end - 1) // STRETCH) else 1.0) for end in ends]
+        answers[name] = [answer(seconds, emitted, rest=0.01)]
+        slices[name] = [Slice(STRETCH * (i + 1), BUSY if slow.get(i) else QUIET) for i in range(4)]
+        slices[name].append(Slice(ends[-1], BUSY if slow.get(4) else QUIET))
+    return Measured(answers, slices)
+
+
+@given(st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3)), st.floats(0.2, 5.0))
+def test_joined_goes_are_as_one_that_nobody_disturbed(first, second, factor):
+    """Where at least one go was left alone; whether a disturbed one was slower or faster plays no part."""
+    goes = [go(dict.fromkeys(first, True), factor), go(dict.fromkeys(second, True), factor)]
+    answers, disturbed = least_disturbed(goes)
+    quiet, _ = least_disturbed([go({}, factor)])
+    for arm in quiet:
+        for at, (ours, theirs) in enumerate(zip(answers[arm][0].steps, quiet[arm][0].steps)):
+            stretch = (1 + (at + 1) * ours.emitted - 1) // STRETCH
+            if stretch in first & second:
+                assert ours.verify_seconds == pytest.approx(theirs.verify_seconds * factor)
+            else:
+                assert ours.verify_seconds == theirs.verify_seconds
+    assert (disturbed == 0) == (not first & second)
+    if disturbed == 0:
+        for arm in quiet:
+            assert answers[arm][0].seconds == pytest.approx(quiet[arm][0].seconds)
+            assert answers[arm][0].tokens == quiet[arm][0].tokens
+
+
+def test_all_arms_take_a_stretch_from_one_go():
+    """Only the method was disturbed, and the baseline's times of that stretch are replaced as well."""
+    goes = [go({1: True}, 3.0), go({}, 3.0)]
+    goes[0].slices["baseline"] = goes[1].slices["baseline"]
+    answers, _ = least_disturbed(goes)
+    seconds = [sum(s.verify_seconds for s in answers[arm][0].steps) for arm in ("baseline", "method")]
+    whole = [sum(s.verify_seconds for s in goes[1].answers[arm][0].steps) for arm in ("baseline", "method")]
+    assert seconds == pytest.approx(whole)
+
+
+def test_the_seconds_of_an_answer_are_those_of_its_parts():
+    answers, _ = least_disturbed([go({0: True, 3: True}, 4.0), go({2: True}, 4.0)])
+    for (answer,) in answers.values():
+        rounds = sum(s.draft_seconds + s.verify_seconds + s.other_seconds for s in answer.steps)
+        assert answer.seconds == pytest.approx(answer.prefill_seconds + rounds + 0.01)
+
+
+def test_goes_whose_rounds_differ_are_not_mixed():
+    first, second = go({0: True, 1: True}, 2.0), go({3: True}, 2.0)
+    second.answers["method"][0].steps[2:4] = [step(1e-3, 8)]
+    answers, disturbed = least_disturbed([first, second])
+    assert answers is second.answers and disturbed == pytest.approx(2 / 10)
+
+
+def test_a_batch_is_taken_as_a_whole():
+    first, second = go({0: True, 1: True}, 2.0), go({3: True}, 2.0)
+    for one in (first, second):
+        one.answers["method"] *= 2
+    assert least_disturbed([first, second])[0] is second.answers
+
+
+def test_an_answer_without_rounds_that_were_timed():
+    goes = [go({1: True}, 2.0), go({}, 2.0)]
+    for number, one in enumerate(goes):
+        one.answers["generate"] = [Generation([1, 2, 3], None, 1.0 + number, "length")]
+        one.slices["generate"] = [Slice(3, BUSY if number == 0 else QUIET)]
+    answers, disturbed = least_disturbed(goes)
+    assert answers["generate"][0].seconds == 2.0 and disturbed == 0
