@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from methods.ar import Autoregressive
 from methods.kangaroo import Kangaroo
-from methods.kangaroo.adapter import save_adapter
 from methods.mirror_sd import MirrorSD
 from methods.pld import PromptLookup
 from methods.s2d import SortedDraft
@@ -25,7 +24,7 @@ from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.pairs import load_pair
 from tests.support.decoding import generate_with_transformers
-from tests.support.methods import near_identity_adapter, trimmed
+from tests.support.methods import saved_adapter, trimmed
 from tests.support.models import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -124,11 +123,10 @@ def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
     assert pair.target.config.model_type == pair_config(name).target_shape.model_type
     target = Target(pair.target)
     target.check()
-    save_adapter(near_identity_adapter(pair), tmp_path / "adapter", torch.float32)
     drafters = {
         "ar": Autoregressive(pair),
         "pld": PromptLookup(pair, 4),
-        "kangaroo": Kangaroo(pair, str(tmp_path / "adapter"), 2, 4, 0.0),
+        "kangaroo": Kangaroo(pair, saved_adapter(pair, tmp_path / "adapter"), 2, 4, 0.0),
     }
     if pair.draft is not None:
         drafters["sps"] = SpeculativeSampling(pair, 4)

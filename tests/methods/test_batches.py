@@ -6,13 +6,11 @@ import copy
 import random
 
 import pytest
-import torch
 
 from methods.ar import Autoregressive
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.kangaroo import Kangaroo
-from methods.kangaroo.adapter import save_adapter
 from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
@@ -26,7 +24,7 @@ from tests.methods import test_sampling
 from tests.support.batches import SIZES, assert_lossless, cases
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_in_a_batch
-from tests.support.methods import near_identity_adapter, sorted_pair, trimmed
+from tests.support.methods import saved_adapter, sorted_pair, trimmed
 from tests.support.models import ARCHITECTURES, EVERY_ARCHITECTURE
 
 
@@ -41,7 +39,7 @@ def schedulers(batch_size: int) -> dict[str, Scheduler]:
 
 def drafters(arch: str, folder: str) -> dict[str, Drafter]:
     pair, sorted_ = random_pair(arch), sorted_pair(arch)
-    save_adapter(near_identity_adapter(pair), folder, torch.float32)
+    saved_adapter(pair, folder)
     some = list(range(0, pair.vocab_size, 2))
     return {
         "none": Autoregressive(pair),
