@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,6 +22,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.pairs import load_pair
+from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers
 from tests.support.methods import saved_adapter, trimmed
 from tests.support.models import byte_tokenizer
@@ -54,8 +54,7 @@ VICUNA = (
 
 
 def pair_config(name: str, *overrides: str) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base=None):
-        return compose("bench", overrides=[f"pair={name}", "pair.device=cpu", *overrides]).pair
+    return composed("bench", f"pair={name}", "pair.device=cpu", *overrides).pair
 
 
 def small(shape: DictConfig, layers: int, vocab: int | None = None) -> dict:
