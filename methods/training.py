@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -28,6 +26,7 @@ from specbench.values import Count, NotNegative, Positive, Range, Seed, plain
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from accelerate import Accelerator
     from transformers import PreTrainedModel
 
 CHUNK = 512  # positions whose logits exist at a time
@@ -35,7 +34,7 @@ HELD_OUT_BATCHES = 8
 TOO_MANY = 10_000  # conversations in a row without anything to learn from
 LOG, CONDITIONS = "train_log.jsonl", "conditions.json"
 FREE = ("out", "save_every", "save_dtype")  # settings that a training may go on with when they have changed
-PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names
 
 # What the settings of every trainer take.
 SETTINGS = {
@@ -195,6 +194,8 @@ def train_part(
     Raises:
         UserError: the kind of parallelism is not supported, or the state is that of another training.
     """
+    from accelerate import Accelerator  # late: it takes seconds to import
+
     parameters = [p for p in module.parameters() if p.requires_grad]
     accelerator = Accelerator(mixed_precision=cfg.precision, cpu=parameters[0].device.type == "cpu")
     if accelerator.distributed_type not in PLAIN:

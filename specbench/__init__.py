@@ -1,8 +1,11 @@
 """A benchmark harness for speculative decoding: is this speedup real, on my models and my machine?"""
 
 import os
+from pathlib import Path
 
 __version__ = "0.2.0"
+
+ROOT = Path(__file__).resolve().parents[1]  # of a checkout; where an installed package lies, site-packages
 
 # What decides how threads compute and wait; every process of a run must have the same.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

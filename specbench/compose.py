@@ -18,13 +18,13 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from specbench import ROOT
 from specbench.errors import UserError, near
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PACKAGE = Path(__file__).resolve().parent
-ROOT = PACKAGE.parent  # of a checkout; where an installed package lies, site-packages
+PACKAGE = ROOT / "specbench"
 # A wheel has the configuration inside the package, a checkout beside it.
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else ROOT / "conf"
 

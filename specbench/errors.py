@@ -6,11 +6,13 @@ import difflib
 import importlib
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from specbench import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
     from types import ModuleType
 
 
@@ -57,7 +59,7 @@ def optional(package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        checkout = (Path(__file__).parents[1] / "constraints.txt").exists()
+        checkout = (ROOT / "constraints.txt").exists()
         how = f"-c constraints.txt -e '.[{extra}]'" if checkout else f"'specbench[{extra}]'"
         raise UserError(f"{package} is not installed: pip install {how}") from error
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbench import ROOT
 from specbench.errors import UserError, near
 from specbench.measure.files import file_sha256, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 DOWNLOAD_TIMEOUT_SECONDS = 30
 WARMUP = "specbench/tiny/warmup.jsonl"
 
@@ -95,7 +95,7 @@ def find_questions_file(data: Mapping) -> Path:
 def packaged(path: str | Path) -> Path:
     """A path from a configuration: `specbench/...` lies inside this repository, any other stands as it is."""
     path = Path(path).expanduser()
-    return REPOSITORY / path if path.parts[:1] == ("specbench",) else path
+    return ROOT / path if path.parts[:1] == ("specbench",) else path
 
 
 def read_questions(path: Path, tasks: Mapping) -> list[Question]:

@@ -8,7 +8,7 @@ import pytest
 from specbench import __version__, cli
 from specbench.errors import UserError
 
-HEAVY = ("torch", "transformers", "pandas", "pyarrow", "matplotlib", "scipy", "hydra")
+HEAVY = ("torch", "transformers", "pandas", "pyarrow", "matplotlib", "scipy", "hydra", "accelerate")
 
 
 def imported_by(code: str) -> set[str]:
@@ -103,20 +103,21 @@ def test_help_imports_nothing_heavy():
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("arguments", "allowed"),
+    ("words", "allowed"),
     [
-        (["method=kangarooo"], {"hydra"}),
-        (["decoding.max_new_tokenz=3"], {"hydra"}),
-        (["seed=x"], {"hydra"}),
-        (["method=mirror_sd", "method.max_draft_tokens=x"], {"hydra", "torch"}),
-        (["method=kangaroo", "method.exit_layer=x"], {"hydra", "torch"}),
-        (["method=ragged", "drafter=s2d", "pair.target=/nowhere"], {"hydra", "torch"}),
+        ("run method=kangarooo", {"hydra"}),
+        ("run decoding.max_new_tokenz=3", {"hydra"}),
+        ("run seed=x", {"hydra"}),
+        ("run method=mirror_sd method.max_draft_tokens=x", {"hydra", "torch"}),
+        ("run method=kangaroo method.exit_layer=x", {"hydra", "torch"}),
+        ("run method=ragged drafter=s2d pair.target=/nowhere", {"hydra", "torch"}),
+        *((f"train {name} steps=x", {"hydra", "torch"}) for name in cli.trainers()),
     ],
 )
-def test_bad_input_is_answered_before_more_is_imported(arguments, allowed):
-    """Each of pandas, transformers and scipy takes a second or more to import."""
+def test_bad_input_is_answered_before_more_is_imported(words, allowed):
+    """Each of pandas, transformers, accelerate and scipy takes a second or more to import."""
     code = f"""
-sys.argv = ["specbench", "run", *{arguments}]
+sys.argv = ["specbench", *{words.split()}]
 from specbench import cli
 try:
     code = cli.main()

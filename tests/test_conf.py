@@ -6,7 +6,6 @@ from functools import cache
 
 import hydra
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specbench.checks import check_method, check_values
@@ -14,6 +13,7 @@ from specbench.compose import CONF
 from specbench.decoding.batch import Scheduler
 from specbench.decoding.draft import Drafter
 from specbench.questions import TASKS
+from tests.support.conf import composed
 
 # All but the search spaces, which belong to the tuner, and what configures Hydra itself.
 GROUPS = sorted(
@@ -29,16 +29,15 @@ NAMES = {group: [choice for g, choice in CHOICES if g == group] for group in GRO
 
 
 @cache  # several tests ask for the same; none changes what it gets
-def composed(*overrides: str):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("bench", overrides=list(overrides))
+def resolved(*overrides: str):
+    cfg = composed("bench", *overrides)
     OmegaConf.resolve(cfg)
     return cfg
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_composes(group, choice):
-    cfg = composed(f"{group}={choice}")
+    cfg = resolved(f"{group}={choice}")
     assert not OmegaConf.missing_keys(cfg)
     if group == "experiment":
         assert cfg.experiment == choice
@@ -48,22 +47,21 @@ def test_composes(group, choice):
 
 
 def test_defaults_follow_the_data_and_the_pair():
-    cfg = composed()
+    cfg = resolved()
     assert set(GROUPS) <= set(cfg)
     assert cfg.decoding.max_new_tokens == cfg.data.max_new_tokens
     assert cfg.method.adapter == cfg.pair.parts.kangaroo
-    assert composed("data.max_new_tokens=7").decoding.max_new_tokens == 7
+    assert resolved("data.max_new_tokens=7").decoding.max_new_tokens == 7
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_entry_point_composes(path):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        OmegaConf.resolve(compose(path.stem))
+    OmegaConf.resolve(composed(path.stem))
 
 
 @pytest.mark.parametrize("method", NAMES["method"])
 def test_method(method):
-    cfg = composed(f"method={method}")
+    cfg = resolved(f"method={method}")
     cls = hydra.utils.get_class(cfg.method._target_)
     assert issubclass(cls, Drafter | Scheduler)
     if issubclass(cls, Scheduler):  # a batch, and repeats to tell noise by, since a batch is one measurement
@@ -76,21 +74,21 @@ def test_method(method):
 @pytest.mark.parametrize("drafter", NAMES["drafter"])
 def test_any_drafter_serves_any_batch_method(drafter):
     for method in ("ragged", "eqspec", "exspec"):
-        cfg = composed(f"method={method}", f"drafter={drafter}", "batch_size=4")
+        cfg = resolved(f"method={method}", f"drafter={drafter}", "batch_size=4")
         assert cfg.drafter.name == drafter and check_method(cfg).batching
 
 
 @pytest.mark.parametrize("pair", NAMES["pair"])
 def test_pairs_have_the_same_keys(pair):
-    assert set(composed(f"pair={pair}").pair) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))
+    assert set(resolved(f"pair={pair}").pair) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))
 
 
 def test_data_sets_have_the_same_keys():
-    assert len({frozenset(composed(f"data={name}").data) for name in NAMES["data"]}) == 1
+    assert len({frozenset(resolved(f"data={name}").data) for name in NAMES["data"]}) == 1
 
 
 def test_tasks_are_those_of_spec_bench():
-    everything = {name: tuple(categories) for name, categories in composed("task=all").task.tasks.items()}
+    everything = {name: tuple(categories) for name, categories in resolved("task=all").task.tasks.items()}
     assert everything == TASKS
     for name in TASKS:
-        assert composed(f"task={name}").task.tasks == {name: list(TASKS[name])}
+        assert resolved(f"task={name}").task.tasks == {name: list(TASKS[name])}

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import methods
-from specbench import cli
+from specbench import ROOT, cli
 from specbench.checks import check_method
 from specbench.compose import CONF
 from specbench.decoding.draft import Drafter
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow  # together: two hundred short tests
 
-ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 MOST_LINES = 150

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from specbench import ROOT
 
 
 def imported(path: Path) -> set[str]:

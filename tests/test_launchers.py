@@ -22,6 +22,7 @@ from specbench.compose import CONF
 from specbench.errors import UserError
 from specbench.measure import runner, store
 from tests.support.commands import cli, run_main, small_pair_and_questions
+from tests.support.conf import composed
 from tests.support.messages import says
 
 JOBS = ("ar", "pld")
@@ -47,13 +48,10 @@ def swept_here(tmp_path_factory):
     """A folder, the arguments of a sweep there, and what it answers when nothing launches it."""
     folder = tmp_path_factory.mktemp("swept")
     arguments = small_pair_and_questions(folder)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        initialize_config_dir(str(CONF), version_base="1.3"),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for method in JOBS:
-            cfg = compose("bench", [f"method={method}", "runs_root=here", *arguments])
+            cfg = composed("bench", f"method={method}", "runs_root=here", *arguments)
             assert runner.run(store.find_or_create(cfg)) == 0
     return folder, ["-m", f"method={','.join(JOBS)}", *arguments], tokens(folder / "here")
 

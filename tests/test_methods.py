@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specbench.compose import CONF
 from specbench.measure import provenance, runner, store
 from specbench.questions import warmup_questions
+from tests.support.conf import composed
 
 pytestmark = pytest.mark.slow
 
@@ -55,8 +55,7 @@ def check(monkeypatch, tmp_path, *settings: str, accepts: bool) -> None:
     monkeypatch.setattr(runner, "warmup_questions", lambda data: warmup_questions(data)[:1])
     limits = ["pair.device=cpu", f"runs_root={tmp_path}", "data.limit=1", "repeats=1"]
     limits += ["decoding.max_new_tokens=8", f"generate={not accepts}"]
-    with initialize_config_dir(str(CONF), version_base=None):
-        cfg = compose("bench", overrides=[*settings, *limits])
+    cfg = composed("bench", *settings, *limits)
     cfg.task.tasks = {name: cfg.task.tasks[name] for name in TASKS}
     OmegaConf.resolve(cfg)
     run_dir = store.find_or_create(cfg)

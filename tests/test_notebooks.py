@@ -6,10 +6,11 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from specbench import ROOT
 from specbench.measure import metrics, store
 from tests.support.synthetic import CONFIG, FACTS, answered
 
-NOTEBOOKS = sorted((store.ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def run_folder(root, method, slow):
@@ -33,7 +34,7 @@ def test_runs_on_finished_runs(path, tmp_path, monkeypatch):
         run_folder(tmp_path / "runs", method, slow)
     monkeypatch.setenv("SPECBENCH_RUNS", str(tmp_path / "runs"))
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute(cwd=str(store.ROOT / "notebooks"))
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute(cwd=str(ROOT / "notebooks"))
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/svg+xml" in output.get("data", {}) for output in outputs)
     text = "".join(output.get("data", {}).get("text/html", "") for output in outputs)

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from methods.ar import Autoregressive
 from methods.kangaroo import Kangaroo
-from methods.kangaroo.adapter import save_adapter
 from methods.mirror_sd import MirrorSD
 from methods.pld import PromptLookup
 from methods.s2d import SortedDraft
@@ -24,8 +22,9 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.pairs import load_pair
+from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers
-from tests.support.methods import near_identity_adapter, trimmed
+from tests.support.methods import saved_adapter, trimmed
 from tests.support.models import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -55,8 +54,7 @@ VICUNA = (
 
 
 def pair_config(name: str, *overrides: str) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base=None):
-        return compose("bench", overrides=[f"pair={name}", "pair.device=cpu", *overrides]).pair
+    return composed("bench", f"pair={name}", "pair.device=cpu", *overrides).pair
 
 
 def small(shape: DictConfig, layers: int, vocab: int | None = None) -> dict:
@@ -124,11 +122,10 @@ def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
     assert pair.target.config.model_type == pair_config(name).target_shape.model_type
     target = Target(pair.target)
     target.check()
-    save_adapter(near_identity_adapter(pair), tmp_path / "adapter", torch.float32)
     drafters = {
         "ar": Autoregressive(pair),
         "pld": PromptLookup(pair, 4),
-        "kangaroo": Kangaroo(pair, str(tmp_path / "adapter"), 2, 4, 0.0),
+        "kangaroo": Kangaroo(pair, saved_adapter(pair, tmp_path / "adapter"), 2, 4, 0.0),
     }
     if pair.draft is not None:
         drafters["sps"] = SpeculativeSampling(pair, 4)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from specbench import tracking
+from specbench import ROOT, tracking
 from specbench.errors import UserError
 from specbench.measure import metrics, store
 from specbench.report.runs import read_runs, summary_frame
@@ -93,7 +93,7 @@ def command(*arguments: object, **options) -> subprocess.CompletedProcess:
     """`python -m specbench.tracking`, from the folder of this checkout."""
     words = [sys.executable, "-m", "specbench.tracking", *map(str, arguments)]
     usual = {
-        "cwd": store.ROOT,
+        "cwd": ROOT,
         "stdin": subprocess.DEVNULL,
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,
@@ -248,7 +248,7 @@ def test_the_service_gets_every_run_once(service, runs):
 def test_a_group_comes_back_as_it_was(service, runs, tmp_path):
     there, user, _ = service
     there.UpsertBucket({"name": "x", "displayName": "still running", "groupName": "g", "config": "{}"})
-    done = command("compare", "g", env=user | {"PYTHONPATH": str(store.ROOT)}, cwd=tmp_path)
+    done = command("compare", "g", env=user | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     assert done.returncode == 0
     assert says(done.stderr, "warning: ... still running ... group g")
     assert done.stdout.splitlines()[-1] == "runs/wandb/g" and "\nsps " in done.stdout
@@ -357,7 +357,7 @@ def test_ctrl_c_leaves_a_hint(run_dir, environment):
         user = environment | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}
         heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a test in the background ignores it
         child = subprocess.Popen(
-            words, cwd=store.ROOT, env=user, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+            words, cwd=ROOT, env=user, stderr=subprocess.PIPE, text=True, preexec_fn=heed
         )
         silent.settimeout(TIMEOUT)
         with silent.accept()[0] as asked:

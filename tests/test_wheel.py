@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specbench.compose import ROOT
+from specbench import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 

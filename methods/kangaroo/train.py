@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 
-from methods.kangaroo.adapter import Adapter, AdapterLayer, adapter_config, check_exit_layer, save_adapter
 from methods.training import (
     SETTINGS,
     Batch,
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
+    from methods.kangaroo.adapter import Adapter, AdapterLayer
+
 
 @torch.no_grad()
 def fresh_adapter(target: Target, like_layer: int) -> Adapter:
@@ -45,6 +46,8 @@ def fresh_adapter(target: Target, like_layer: int) -> Adapter:
     attention has another form (shared key heads, biases), the adapter begins as a plain early exit instead: an
     attention that adds nothing yet.
     """
+    from methods.kangaroo.adapter import Adapter, adapter_config  # late: it takes seconds to import
+
     adapter = Adapter(adapter_config(target.config)).to(target.device)
     adapter.norm.weight.copy_(cast("torch.Tensor", target.norm.weight))
     own, layer = cast("AdapterLayer", adapter.layers[0]), cast("Any", target.layers[like_layer])
@@ -91,6 +94,8 @@ class Distillation(torch.nn.Module):
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_kangaroo.yaml) and returns the folder of the finished adapter."""
     check_all(cfg, SETTINGS | {"exit_layer": Count, "like_layer": Annotated[int, Range(0)] | None})
+    from methods.kangaroo.adapter import check_exit_layer, save_adapter
+
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     target = Target(pair.target)
     exit_layer = check_exit_layer(cfg.exit_layer, len(target.layers))

@@ -387,12 +387,11 @@ class BatchEngine:
         capacity = max(len(r.prompt) + r.decoding.max_new_tokens for r in requests) + spare
         rows = min(self.scheduler.rows, len(requests))
         if self._cache is None or self._cache.capacity < capacity or self._cache.rows < rows:
-            if (
-                self._cache is not None
-            ):  # what has grown once does not shrink, or two kinds of calls would take turns
+            if self._cache is not None:
+                # What has grown once does not shrink, or two kinds of calls would take turns.
                 capacity, rows = max(capacity, self._cache.capacity), max(rows, self._cache.rows)
-            self._cache = None  # given back before what is larger is asked for; the layout holds it, too
-            vars(self).pop("_layout", None)
+                self._cache = None  # given back before what is larger is asked for; the layout holds it, too
+                del self._layout
             capacity = -(-capacity // CACHE_STEP) * CACHE_STEP
             cache = self.target.new_rows(rows, capacity)
             self._tokens = torch.zeros(rows, capacity, dtype=torch.int64, device=self.target.device)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from specbench import ROOT
 from specbench.errors import UserError
 from specbench.measure import store
 from specbench.measure.files import file_sha256
@@ -82,7 +83,7 @@ def collect(config: Any, questions_file: Path, command: Sequence[str] | None = N
         "threads": threads(),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "source_sha256": store.source_sha256(),
-        "git": git_state(store.ROOT),
+        "git": git_state(ROOT),
         "questions": {"path": str(questions_file), "sha256": file_sha256(questions_file)},
         "weights": without_secrets(weights(config["pair"], config["method"])),
     }

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from omegaconf import DictConfig
 
+from specbench import ROOT
 from specbench.errors import UserError, file_errors
 from specbench.measure.files import held, make_folder, new_folder, write_atomic
 from specbench.values import plain
@@ -29,7 +30,6 @@ from specbench.values import plain
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"
 RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
 AGAIN = 75  # exit code of a process that has measured its share: another one is to go on (EX_TEMPFAIL)

@@ -102,13 +102,12 @@ def compare_runs(arguments: list[str]) -> int:
     if not options.json:
         tables.print_left_out(left_out)
     compare.at_least_two(runs)
-    judged = gate.judge(runs, options.metric, options.fail_below, options.allow)
-    if options.json:
-        print(gate.as_json(judged))
-    else:
+    if not options.json:
         compare.print_comparison(runs, options.metric)
-        if options.fail_below is not None:
-            print(*judged, sep="\n")
+        if options.fail_below is None:
+            return 0
+    judged = gate.judge(runs, options.metric, options.fail_below, options.allow)
+    print(gate.as_json(judged) if options.json else "\n".join(map(str, judged)))
     return gate.exit_code(judged)
 
 

@@ -63,17 +63,12 @@ def differing_questions(runs: list[Run]) -> list[str]:
 def differing_turns(runs: list[Run]) -> list[str]:
     """One line for each run whose arms took turns in another way than those of the first."""
     first, *others = runs
-    ways = {run.name: turns(run.summary.get("slice_seconds")) for run in runs}
+    ways = {run.name: tables.turns(run.summary) for run in runs}
     return [
         f"arms took turns by {ways[run.name]} in {run.name}, by {ways[first.name]} in {first.name}"
         for run in others
         if ways[run.name] != ways[first.name]
     ]
-
-
-def turns(slice_seconds: float | None) -> str:
-    """How arms took turns, in words."""
-    return "whole answers" if slice_seconds is None else f"slices of {slice_seconds * 1000:.0f} ms"
 
 
 def without_difference(runs: list[Run]) -> list[str]:

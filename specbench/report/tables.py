@@ -281,6 +281,12 @@ def paired_over(count: int, unit: str) -> str:
     return f"{text} of one pool" if count == 1 else f"{text} of one pool: timing noise only"
 
 
+def turns(summary: dict) -> str:
+    """How arms took turns, in words; older runs, which do not tell, did so by whole answers."""
+    seconds = summary.get("slice_seconds")
+    return "whole answers" if seconds is None else f"slices of {seconds * 1000:.0f} ms"
+
+
 def gain(summary: dict) -> float | None:
     """Tokens per second of a batch method / those of plain decoding of one sequence at a time, in the same run."""
     rate, single = summary["overall"]["tokens_per_second"], summary["baseline"]["single_tokens_per_second"]
@@ -448,6 +454,7 @@ def _share(value: float | None) -> str:
 
 def _title(summary: dict) -> Text:
     text = Text()
+    sliced = "" if summary.get("slice_seconds") is None else f", {turns(summary)}"
     for line in faults(summary, with_baseline=False):
         text.append(f"{line}\n", style=WRONG)
     if disturbed(summary):
@@ -456,7 +463,7 @@ def _title(summary: dict) -> Text:
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
         f"batch {summary['batch_size']}, {summary['dtype']}, {summary['device']}{_threads(summary)}"
-        f"{_slices(summary)}"
+        f"{sliced}"
     )
     if summary["weights"] == "random":
         text.append(f"\n{RANDOM}", style="yellow")
@@ -467,9 +474,3 @@ def _threads(summary: dict) -> str:
     """The threads of a run on a CPU; nothing for an older run, which does not tell."""
     threads = summary.get("threads") if summary["device"] == "cpu" else None
     return "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _slices(summary: dict) -> str:
-    """How arms took turns; nothing for whole answers, as in older runs."""
-    seconds = summary.get("slice_seconds")
-    return "" if seconds is None else f", slices of {seconds * 1000:.0f} ms"

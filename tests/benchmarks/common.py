@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hydra import compose, initialize_config_dir
 from tqdm import tqdm
 
-from specbench.compose import CONF
 from specbench.decoding.batch import Request
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Generation
@@ -18,6 +16,7 @@ from specbench.measure.statistics import Speedup
 from specbench.pairs import Pair, load_pair
 from specbench.questions import load_questions, warmup_questions
 from specbench.threads import use_threads
+from tests.support.conf import composed
 
 
 def pair_and_requests(
@@ -25,8 +24,7 @@ def pair_and_requests(
 ) -> tuple[Pair, list[Request]]:
     """A pair with its draft model, as `overrides` of the configuration say, and the first turns of `limit`
     questions per task; or of the warm-up questions, which are there to choose settings by."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        cfg = compose("bench", overrides=[f"pair={name}", f"data.limit={limit}", *overrides])
+    cfg = composed("bench", f"pair={name}", f"data.limit={limit}", *overrides)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=True)
     decoding = Decoding(cfg.decoding.max_new_tokens)
     questions = warmup_questions(cfg.data) if warmup else load_questions(cfg.data, cfg.task)

@@ -21,12 +21,11 @@ from itertools import product
 from pathlib import Path
 
 import yaml
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specbench.compose import CONF
 from specbench.measure import metrics, provenance, store
 from specbench.questions import TASKS, find_questions_file
+from tests.support.conf import composed
 from tests.support.synthetic import CONFIG, FACTS, answered
 
 QUESTIONS = 480
@@ -54,8 +53,7 @@ def example() -> tuple[dict, dict]:
         )
         for i, task in enumerate(tasks)
     ]
-    with initialize_config_dir(str(CONF), version_base=None):
-        config = OmegaConf.to_container(compose("bench"), resolve=True)
+    config = OmegaConf.to_container(composed("bench"), resolve=True)
     noted = provenance.collect(config, find_questions_file(config["data"]))
     if noted["git"]:
         noted["git"]["diff"] = DIFF

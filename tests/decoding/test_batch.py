@@ -14,7 +14,16 @@ from specbench.decoding.draft import Drafter
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
-from tests.support.batches import REQUESTS, SIZES, Chaos, Static, assert_lossless, cases
+from tests.support.batches import (
+    REQUESTS,
+    SIZES,
+    Chaos,
+    Static,
+    assert_freed_places_are_filled_at_once,
+    assert_lossless,
+    assert_static_batches_wait_for_their_last_row,
+    cases,
+)
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_in_a_batch
 from tests.support.drafters import EarlyExit, ModelChain
@@ -127,20 +136,11 @@ def test_what_a_call_leaves_behind_serves_the_next():
 
 
 def test_freed_places_are_filled_at_once():
-    pair = random_pair("llama")
-    requests = [Request(p.prompt, Decoding(6 + 5 * (i % 3))) for i, p in enumerate(cases("llama")[0])]
-    answers = BatchEngine(Target(pair.target), Drafter(), Scheduler(4), frozenset()).generate(requests)
-    rounds = sum(1 / s.rows for a in answers for s in a.steps)
-    full = sum(1 / s.rows for a in answers for s in a.steps if s.rows == 4)
-    assert rounds - full < 17, "only while the last rows end may places be empty"
-    assert rounds == pytest.approx(round(rounds))
+    assert_freed_places_are_filled_at_once(Drafter(), Scheduler(4))
 
 
 def test_static_batches_wait_for_their_last_row():
-    pair = random_pair("llama")
-    requests = [Request([3, 4, 5], Decoding(cap)) for cap in (2, 9, 4, 4)]
-    answers = BatchEngine(Target(pair.target), Drafter(), Static(2), frozenset()).generate(requests)
-    assert [[s.rows for s in a.steps] for a in answers] == [[2], [2] + [1] * 7, [2] * 3, [2] * 3]
+    assert_static_batches_wait_for_their_last_row(Drafter(), Static(2))
 
 
 def test_the_seconds_of_all_rows_are_the_time_of_the_call():

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 import torch
 
+from specbench import ROOT
 from specbench.errors import UserError
 from specbench.measure import provenance, store
 from tests.support.synthetic import CONFIG
@@ -158,7 +159,7 @@ def test_commit_and_diff(tmp_path):
 
 def test_git_is_not_needed(monkeypatch):
     monkeypatch.setattr(provenance.shutil, "which", lambda name: None)
-    assert provenance.git_state(store.ROOT) is None and provenance.gpus() == []
+    assert provenance.git_state(ROOT) is None and provenance.gpus() == []
 
 
 def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import AutoConfig
 
@@ -28,6 +27,7 @@ from specbench.decoding.turns import Turns
 from specbench.errors import JobError
 from specbench.measure import pairing, runner, store
 from tests.support import commands
+from tests.support.conf import composed
 from tests.support.messages import says
 from tests.support.models import save_pair
 from tests.support.synthetic import full_disk
@@ -78,8 +78,7 @@ def overrides(workplace: Path, method: str, runs: Path) -> list[str]:
 
 def start(workplace: Path, method: str, runs: Path, *more: str) -> Path:
     """The folder of a run that is yet to be measured."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        cfg = compose("bench", overrides=[*overrides(workplace, method, runs), *more])
+    cfg = composed("bench", *overrides(workplace, method, runs), *more)
     OmegaConf.resolve(cfg)
     return store.find_or_create(cfg)
 

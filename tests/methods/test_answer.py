@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from methods.answer import answer
-from specbench.compose import CONF
 from specbench.conversations import read
 from specbench.errors import UserError
 from specbench.pairs import load_pair
+from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers
 from tests.support.models import save_pair
 
@@ -46,8 +45,7 @@ def settings(workplace, out, *more: str):
         "batch_size=3",
         *more,
     ]
-    with initialize_config_dir(str(CONF), version_base=None):
-        return compose("answer", overrides=overrides)
+    return composed("answer", *overrides)
 
 
 def test_every_turn_is_answered_by_the_target(workplace, tmp_path):

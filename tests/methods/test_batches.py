@@ -6,13 +6,11 @@ import copy
 import random
 
 import pytest
-import torch
 
 from methods.ar import Autoregressive
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.kangaroo import Kangaroo
-from methods.kangaroo.adapter import save_adapter
 from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
@@ -23,10 +21,16 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from tests.methods import test_sampling
-from tests.support.batches import SIZES, assert_lossless, cases
+from tests.support.batches import (
+    SIZES,
+    assert_freed_places_are_filled_at_once,
+    assert_lossless,
+    assert_static_batches_wait_for_their_last_row,
+    cases,
+)
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_in_a_batch
-from tests.support.methods import near_identity_adapter, sorted_pair, trimmed
+from tests.support.methods import saved_adapter, sorted_pair, trimmed
 from tests.support.models import ARCHITECTURES, EVERY_ARCHITECTURE
 
 
@@ -41,7 +45,7 @@ def schedulers(batch_size: int) -> dict[str, Scheduler]:
 
 def drafters(arch: str, folder: str) -> dict[str, Drafter]:
     pair, sorted_ = random_pair(arch), sorted_pair(arch)
-    save_adapter(near_identity_adapter(pair), folder, torch.float32)
+    saved_adapter(pair, folder)
     some = list(range(0, pair.vocab_size, 2))
     return {
         "none": Autoregressive(pair),
@@ -147,24 +151,11 @@ def test_exspec_without_a_group_runs_the_oldest_rows():
 
 @pytest.mark.parametrize("scheduler", [RaggedBatch(4), ExSpec(4, window=6)], ids=["ragged", "exspec"])
 def test_freed_places_are_filled_at_once(scheduler):
-    pair = random_pair("llama")
-    requests = [Request(p.prompt, Decoding(6 + 5 * (i % 3))) for i, p in enumerate(cases("llama")[0])]
-    answers = BatchEngine(Target(pair.target), Autoregressive(pair), scheduler, frozenset()).generate(
-        requests
-    )
-    rounds = sum(1 / s.rows for a in answers for s in a.steps)
-    full = sum(1 / s.rows for a in answers for s in a.steps if s.rows == 4)
-    assert rounds - full < 17, "only while the last rows end may places be empty"
-    assert rounds == pytest.approx(round(rounds))
+    assert_freed_places_are_filled_at_once(Autoregressive(random_pair("llama")), scheduler)
 
 
 def test_static_batches_wait_for_their_last_row():
-    pair = random_pair("llama")
-    requests = [Request([3, 4, 5], Decoding(cap)) for cap in (2, 9, 4, 4)]
-    answers = BatchEngine(Target(pair.target), Autoregressive(pair), EqSpec(2), frozenset()).generate(
-        requests
-    )
-    assert [[s.rows for s in a.steps] for a in answers] == [[2], [2] + [1] * 7, [2] * 3, [2] * 3]
+    assert_static_batches_wait_for_their_last_row(Autoregressive(random_pair("llama")), EqSpec(2))
 
 
 def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_batch():

@@ -8,13 +8,11 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from methods.ar import Autoregressive
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.kangaroo import Kangaroo
-from methods.kangaroo.adapter import save_adapter
 from methods.mirror_sd import MirrorSD
 from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
@@ -26,7 +24,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from tests.support.decoding import STOP, generate_with_transformers, random_prompt
 from tests.support.drafters import EarlyExit, ModelChain, ModelTree
-from tests.support.methods import near_identity_adapter, sorted_pair
+from tests.support.methods import sorted_pair
 
 pytestmark = pytest.mark.cuda
 
@@ -61,19 +59,6 @@ def pair_on():
         return SimpleNamespace(**(vars(pair) | models | {"device": models["target"].device}))
 
     return moved
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
-    """The folder of an adapter for the pair of an architecture."""
-
-    @cache
-    def saved(arch: str) -> str:
-        folder = str(tmp_path_factory.mktemp(arch))
-        save_adapter(near_identity_adapter(sorted_pair(arch)), folder, torch.float32)
-        return folder
-
-    return saved
 
 
 def prompts(pair) -> list[list[int]]:

@@ -7,11 +7,10 @@ import torch
 
 from methods.heads import DraftHead
 from methods.kangaroo import Kangaroo
-from methods.kangaroo.adapter import save_adapter
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.target import Target
-from tests.support.methods import drafts, near_identity_adapter, sorted_pair, trimmed
+from tests.support.methods import drafts, saved_adapter, sorted_pair, trimmed
 
 METHODS = ("sps", "kangaroo", "s2d")
 
@@ -21,8 +20,7 @@ def make(method: str, pair, folder: str):
         return SpeculativeSampling(pair, 4)
     if method == "s2d":
         return SortedDraft(pair, thresholds=[0.2, 0.2], max_draft_tokens=4)
-    save_adapter(near_identity_adapter(pair), folder, torch.float32)
-    return Kangaroo(pair, folder, 2, 4, 0.0)
+    return Kangaroo(pair, saved_adapter(pair, folder), 2, 4, 0.0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

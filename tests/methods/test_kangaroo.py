@@ -11,21 +11,20 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from methods.kangaroo import Kangaroo
-from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter, save_adapter
+from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from tests.support.decoding import random_pair
-from tests.support.methods import near_identity_adapter
+from tests.support.methods import saved_adapter
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    save_adapter(near_identity_adapter(random_pair("llama")), tmp_path, torch.float32)
-    return str(tmp_path)
+    return saved_adapter(random_pair("llama"), tmp_path)
 
 
 def run(folder: str, gamma: int, eta: float, kind=Kangaroo, cap: int = 40):
@@ -207,7 +206,7 @@ def test_the_exit_layer_is_the_adapters_own_or_said(folder):
             UserError, match=r"set method\.exit_layer" if layer is None else r"exit_layer .*\b99\b"
         ):
             Kangaroo(pair, folder, layer)
-    save_adapter(near_identity_adapter(pair), folder, torch.float32, exit_layer=3)
+    saved_adapter(pair, folder, exit_layer=3)
     assert Kangaroo(pair, folder).exit_layer == Kangaroo(pair, folder, 3).exit_layer == 3
     with pytest.raises(UserError, match=r"exit layer .*\b3\b.*\b2\b"):
         Kangaroo(pair, folder, 2)

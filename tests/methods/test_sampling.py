@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from methods.kangaroo import Kangaroo
-from methods.kangaroo.adapter import save_adapter
 from methods.mirror_sd import MirrorSD
 from methods.pld import PromptLookup
 from methods.s2d import SortedDraft
@@ -17,7 +16,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding import acceptance
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, VOCAB, p_value_alone
-from tests.support.methods import near_identity_adapter, sorted_pair, trimmed
+from tests.support.methods import saved_adapter, sorted_pair, trimmed
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +42,7 @@ def drafter(pair, method: str, folder: str):
         return MirrorSD(pair, 3, kappa=2, acceptance=method.split()[-1], placement="inline")
     if method == "pld":
         return PromptLookup(pair, 3)
-    save_adapter(near_identity_adapter(pair), folder, torch.float32)
-    kangaroo = Kangaroo(pair, folder, 1, 3, 0.5)
+    kangaroo = Kangaroo(pair, saved_adapter(pair, folder), 1, 3, 0.5)
     return trimmed(kangaroo, KEPT) if "trimmed" in method else kangaroo
 
 

@@ -19,8 +19,7 @@ from methods.mirror_sd.streams import load_streams
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from methods.training import LOG, agreement, batches, held_out_batches, train_part, training_pair
-from specbench import threads
-from specbench.compose import ROOT
+from specbench import ROOT, threads
 from specbench.errors import UserError
 from specbench.pairs import cut, load_pair
 from tests.support.decoding import random_pair

@@ -7,12 +7,11 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from methods.vocab_trim.calibrate import SOURCES, calibrate, coverage
 from methods.vocab_trim.vocab_map import FILE, always_kept, kept_ids, rank, save_vocab_map
-from specbench.compose import CONF
 from specbench.errors import UserError
+from tests.support.conf import composed
 from tests.support.models import BYTES, byte_tokenizer, save_pair
 from tests.support.training import saved_pair
 
@@ -92,8 +91,7 @@ def test_calibration(workplace, tmp_path, source, capsys):
         "max_new_tokens=16",
         f"out={tmp_path}",
     ]
-    with initialize_config_dir(str(CONF), version_base=None):
-        cfg = compose("calibrate_vocab", overrides=overrides)
+    cfg = composed("calibrate_vocab", *overrides)
     content = json.loads((calibrate(cfg) / FILE).read_text())
     assert content["source"] == source and 300 <= content["tokens"] < 320
     counts = {row[0]: row[1] for row in content["rows"]}

@@ -94,3 +94,14 @@ def test_the_command_prints_json_and_ends_with_the_exit_code(pair, monkeypatch, 
     assert code == 0 and "passed: speedup of" in out
     code, out = command(monkeypatch, capsys, *folders, "--metric", "acceptance_length")
     assert code == 0 and "acceptance_length / that of" in out
+
+
+def test_the_command_judges_only_when_it_is_asked_to(pair, monkeypatch, capsys):
+    folders = [one.folder for one in pair(1.2)]
+    asked = []
+    monkeypatch.setattr(gate, "judge", lambda *given: asked.append(given) or [])
+    monkeypatch.setattr(gate, "exit_code", lambda judged: 7)
+    code, out = command(monkeypatch, capsys, *folders)
+    assert code == 0 and "times as fast as" in out and not asked
+    assert command(monkeypatch, capsys, *folders, "--json") == (7, "[]\n")
+    assert command(monkeypatch, capsys, *folders, "--fail-below", "0.9")[0] == 7 and len(asked) == 2

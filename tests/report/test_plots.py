@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from specbench.measure import store
+from specbench import ROOT
 from specbench.report import plots
 from specbench.report.runs import Run
 from tests.support.samples import (
@@ -273,9 +273,7 @@ sys.exit("matplotlib.pyplot" in sys.modules)
 
 @pytest.mark.process
 def test_the_same_runs_give_the_same_svg_and_pyplot_is_left_alone():
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], cwd=store.ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     figure = plots.figures(RUNS[3:])["throughput"]
     again = [hashlib.sha256(plots.svg(figure)).hexdigest() for _ in range(2)]

@@ -2,13 +2,13 @@ import pandas as pd
 import pytest
 from yaml.constructor import ConstructorError
 
+from specbench import ROOT
 from specbench.errors import UserError
-from specbench.measure import store
 from specbench.questions import TASKS
 from specbench.report import published as module
 from specbench.report.published import Published, beside, frame, published, rows_of
 
-OUR_METHODS = {path.stem for path in (store.ROOT / "conf" / "method").glob("*.yaml")}
+OUR_METHODS = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")}
 MINIMAL = {"method": "pld", "paper": "A 2024", "source": "there", "hand": "first"}
 PLAUSIBLE = {
     "speedup": (0.5, 6),

@@ -8,6 +8,7 @@ import sys
 import pandas as pd
 import pytest
 
+from specbench import ROOT
 from specbench.measure import store
 from specbench.report import __main__ as command
 from specbench.report.beside import published_tables
@@ -18,7 +19,7 @@ from tests.support.samples import PROVENANCE, SUMMARY, batched, changed, faster,
 
 def report(*arguments, cwd) -> subprocess.CompletedProcess:
     line = [sys.executable, "-m", "specbench.report", *arguments]
-    environment = {"PYTHONPATH": str(store.ROOT), "PATH": "", "HOME": str(cwd)}
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(cwd)}
     environment |= {"MPLCONFIGDIR": os.environ["MPLCONFIGDIR"]} if "MPLCONFIGDIR" in os.environ else {}
     return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from specbench.measure import store
+from specbench import ROOT
 from specbench.report import formats, tables
 from tests.support.messages import says
 from tests.support.samples import (
@@ -373,4 +373,4 @@ def test_importing_the_tables_loads_no_torch():
     code = (
         "import sys, specbench.report.tables; sys.exit(not {'torch', 'scipy.stats'}.isdisjoint(sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=store.ROOT, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -5,9 +5,13 @@ from __future__ import annotations
 import random
 from functools import cache
 
+import pytest
+
 from specbench.decoding.batch import BatchEngine, Request, Scheduler
+from specbench.decoding.draft import Drafter
 from specbench.decoding.rows import Aligned, Ragged
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import Target
 from tests.support.decoding import STOP, generate_with_transformers, random_pair, random_prompt
 
 SIZES = (1, 3, 8, 16)
@@ -66,3 +70,22 @@ def assert_lossless(engine: BatchEngine, requests: list[Request], expected: list
         ended = answer.tokens[-1] in request.stop_ids
         assert answer.finish == ("stop" if ended else "length")
     return [s for a in answers for s in a.steps]
+
+
+def assert_freed_places_are_filled_at_once(drafter: Drafter, scheduler: Scheduler) -> None:
+    """With a drafter that drafts nothing and a scheduler of four sequences, which run in every round while any wait."""
+    pair = random_pair("llama")
+    requests = [Request(p.prompt, Decoding(6 + 5 * (i % 3))) for i, p in enumerate(cases("llama")[0])]
+    answers = BatchEngine(Target(pair.target), drafter, scheduler, frozenset()).generate(requests)
+    rounds = sum(1 / s.rows for a in answers for s in a.steps)
+    full = sum(1 / s.rows for a in answers for s in a.steps if s.rows == 4)
+    assert rounds - full < 17, "only while the last rows end may places be empty"
+    assert rounds == pytest.approx(round(rounds))
+
+
+def assert_static_batches_wait_for_their_last_row(drafter: Drafter, scheduler: Scheduler) -> None:
+    """With a drafter that drafts nothing and a scheduler of two sequences, which take no new one while any runs."""
+    pair = random_pair("llama")
+    requests = [Request([3, 4, 5], Decoding(cap)) for cap in (2, 9, 4, 4)]
+    answers = BatchEngine(Target(pair.target), drafter, scheduler, frozenset()).generate(requests)
+    assert [[s.rows for s in a.steps] for a in answers] == [[2], [2] + [1] * 7, [2] * 3, [2] * 3]

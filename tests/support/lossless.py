@@ -49,6 +49,16 @@ def assert_lossless(arch: str, drafter: Drafter, third: int | None = None) -> li
     return steps
 
 
+def assert_rounds_of_every_kind(steps: list, partly: bool = False) -> None:
+    """A test is worth something only if some rounds accepted nothing of their draft and some all of it.
+
+    partly: some must have accepted a part, too.
+    """
+    shares = {s.accepted / s.drafted for s in steps if s.drafted}
+    assert {0, 1} <= shares
+    assert not partly or any(0 < share < 1 for share in shares)
+
+
 @cache
 def free_answers() -> list[tuple[list[int], list[int]]]:
     """(prompt, what transformers says where nothing stops it)."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from methods.heads import DraftHead
-from methods.kangaroo.adapter import Adapter, adapter_config
+from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from specbench.decoding.draft import Context, Draft, Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
@@ -48,6 +49,12 @@ def near_identity_adapter(pair) -> Adapter:
         adapter.layers[0].self_attn.o_proj.weight.mul_(0.1)
         adapter.norm.weight.copy_(Target(pair.target).norm.weight)
     return adapter.eval().requires_grad_(False)
+
+
+def saved_adapter(pair, folder: str | Path, **notes: object) -> str:
+    """Saves such an adapter in fp32 with `notes`, such as its exit layer; returns the folder."""
+    save_adapter(near_identity_adapter(pair), folder, torch.float32, **notes)
+    return str(folder)
 
 
 def drafts(drafter: Drafter, pair, temperature: float) -> list[tuple[torch.Tensor, torch.Tensor | None]]:

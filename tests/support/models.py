@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+from specbench.compose import CONF
 
 # Vocabularies differ, so that no test depends on one; the window of Mistral is shorter than most prompts.
 ARCHITECTURES = {
