@@ -48,21 +48,25 @@ QUESTION_COLUMNS = {
 
 def summary(records: list[dict], facts: dict, config: dict) -> dict:
     """The content of summary.json: the numbers over all questions (`overall`) and over each task."""
-    baseline = baseline_numbers(records, facts)
-    reference = ARMS[baseline["quoted_against"]]
+    failed = {record["question_id"] for record in records if record["error"] is not None}
     tasks: dict[str, list[dict]] = {}
     for record in sorted(records, key=lambda record: record["question_id"]):
-        tasks.setdefault(record["task"], []).append(record)
+        tasks.setdefault(record["task"], [])
+        if record["question_id"] not in failed:  # in any pass
+            tasks[record["task"]].append(record)
+    total_records, records = len(records), [record for of_task in tasks.values() for record in of_task]
+    baseline = baseline_numbers(records, facts)
+    reference = ARMS[baseline["quoted_against"]]
     batch_size = config["batch_size"] if facts["batched"] else None
     overall = numbers(records, facts, reference, batch_size)
-    failed = len({record["question_id"] for record in records if record["error"] is not None})
     settings = values.parameters(config["method"])
     if facts["batched"]:
         settings |= {f"drafter.{key}": value for key, value in values.parameters(config["drafter"]).items()}
     return {
         "schema": SCHEMA,
         "status": "failed" if failed else "complete",
-        "failed": failed,
+        "failed": len(failed),
+        "records": total_records,
         "method": config["method"]["name"],
         "drafter": config["drafter"]["name"] if batch_size else None,
         "settings": settings,

@@ -54,8 +54,8 @@ def speedup(
             repeats: so the mean of a pool's repeats is dropped as a whole. Of one pool alone each repeat is, and the
             interval covers timing noise only.
         processes: where several measured, the seconds of each, [questions] of the reference and of the method. The
-            variance between them is then added to that between questions (each counted as independent, so that the
-            noise they share counts twice), with the degrees of freedom of Satterthwaite (1946).
+            interval over processes, as in `over_passes`, and that over questions are then joined: the squares of
+            their half widths (of the logarithm) are added. Noise that both hold counts twice.
 
     Returns:
         All None without any time; no interval of fewer than 6 questions or 2 pools (or repeats of one pool), or where
@@ -153,9 +153,8 @@ def _jackknife(
         return Speedup(value, None, None)
     from scipy.special import stdtrit  # here, for who only reads a summary needs none of it
 
-    variance = sum(v for v, _ in known)
-    freedom = variance**2 / sum(v**2 / degrees for v, degrees in known) if variance else 1.0
-    factor = float(np.exp(stdtrit(freedom, 0.5 + CONFIDENCE / 2) * np.sqrt(variance)))
+    squares = [variance * stdtrit(freedom, 0.5 + CONFIDENCE / 2) ** 2 for variance, freedom in known]
+    factor = float(np.exp(np.sqrt(sum(squares))))
     return Speedup(value, value / factor, value * factor)
 
 

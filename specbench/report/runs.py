@@ -165,9 +165,11 @@ def _summary(folder: Path) -> dict:
     lacking = list(_lacking(summary, shape))
     if lacking:
         raise UserError(f"damaged: {path.name} lacks {named(lacking)}")
-    measured, written = summary["overall"]["questions"] + summary["failed"], _lines(folder / store.RECORDS)
+    # Older folders hold one record for each question, whatever the repeats.
+    measured = summary.get("records", summary["overall"]["questions"] + summary["failed"])
+    written = _lines(folder / store.RECORDS)
     if measured != written:
-        raise UserError(f"damaged: {store.RECORDS} has {written} of the {measured} questions of {path.name}")
+        raise UserError(f"damaged: {store.RECORDS} has {written} of the {measured} records of {path.name}")
     return summary if "pools" in summary["overall"] else _derived(folder)
 
 

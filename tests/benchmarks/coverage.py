@@ -56,6 +56,25 @@ def pools(
     return np.stack([np.ones_like(method), method], axis=1), np.repeat(np.arange(pools), repeats)
 
 
+def processes(
+    questions: int,
+    processes: int,
+    count: int,
+    own: float = 0.2,
+    shift: float = 0.05,
+    noise: float = 0.02,
+    seed: int = 0,
+) -> np.ndarray:
+    """Seconds [count, processes, 2, questions] of reference and method. The true ratio is 1; its logarithm varies by
+    `own` from question to question, by `shift` from process to process, and by `noise` in each time."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.lognormal(0, LENGTHS, (count, 1, questions))
+    ratios = draw.normal(0, own, (count, 1, questions)) + draw.normal(0, shift, (count, processes, 1))
+    ratios -= (own**2 + shift**2 + noise**2) / 2  # the mean of a lognormal number lies above its median
+    method = lengths * np.exp(ratios + draw.normal(0, noise, (count, processes, questions)))
+    return np.stack([np.broadcast_to(lengths, method.shape), method], axis=2)
+
+
 def misses(found: list[Speedup], truth: float) -> tuple[float, float]:
     """Shares of the intervals that lie wholly above the truth (flattering), and wholly below it."""
     return np.mean([one.low > truth for one in found]), np.mean([one.high < truth for one in found])

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from specbench.measure.statistics import ratio_of_means, speedup
-from tests.benchmarks.coverage import SIZES, SPREADS, misses, pools, runs, runs_against_itself
+from specbench.measure.statistics import over_passes, ratio_of_means, speedup
+from tests.benchmarks.coverage import SIZES, SPREADS, misses, pools, processes, runs, runs_against_itself
 
 pytestmark = pytest.mark.slow
 
@@ -50,3 +50,29 @@ def test_pools(count):
 def test_repeats_of_one_pool_cover_what_they_vary_by():
     seconds, names = pools(1, 3, COUNT, between=0.0)
     assert sum(misses([speedup(*run, names) for run in seconds], 1.0)) <= 0.1
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("own", [0.02, 0.2])
+def test_processes(count, own):
+    """What differs between processes (5 %) is in the interval over questions and processes, and in that over processes.
+
+    An interval over the questions alone misses it, where questions vary little themselves.
+    """
+    draws = processes(36, count, COUNT, own)
+    found = [speedup(*run.mean(axis=0), processes=[tuple(one) for one in run]) for run in draws]
+    assert sum(misses(found, 1.0)) <= 0.07
+    over_questions = sum(misses([speedup(*run.mean(axis=0)) for run in draws], 1.0))
+    assert over_questions > 0.3 or own > 0.1
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_passes_on_the_same_questions(count):
+    """The truth is the ratio of these very questions, to which passes add noise of their own."""
+    questions = processes(36, 1, COUNT, shift=0.0, noise=0.0)  # [runs, 1, arms, questions]
+    passes = np.repeat(questions, count, axis=1).sum(axis=3)
+    passes[:, :, 1] *= np.random.default_rng(1).lognormal(0, 0.03, (COUNT, count))
+    truth = questions[:, 0, 0].sum(axis=1) / questions[:, 0, 1].sum(axis=1)
+    found = [over_passes(run[:, 0], run[:, 1]) for run in passes]
+    missed = [not one.low <= true <= one.high for one, true in zip(found, truth)]
+    assert np.mean(missed) <= 0.08

@@ -3,8 +3,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from scipy import stats
 
-from specbench.measure.statistics import LEAST_QUESTIONS, Speedup, ratio_of_means, speedup, verdict
+from specbench.measure.statistics import (
+    LEAST_QUESTIONS,
+    Speedup,
+    over_passes,
+    ratio_of_means,
+    speedup,
+    verdict,
+)
 
 pairs = st.integers(LEAST_QUESTIONS, 12).flatmap(
     lambda n: arrays(float, (2, n), elements=st.floats(1e-3, 1e3))
@@ -164,3 +172,34 @@ def test_what_has_no_ratio_of_means():
     assert ratio_of_means([(ones[:0], ones[:0])], [(ones[:0], ones[:0])]) == Speedup(None, None, None)
     with pytest.raises(ValueError, match="one length"):
         ratio_of_means([(ones, ones)], [(ones[:2], ones[:2])])
+
+
+def test_the_variance_between_processes_is_added_to_that_between_questions():
+    """By hand: the squares of both half widths are added."""
+    rng = np.random.default_rng(4)
+    runs = rng.lognormal(size=(3, 2, 8))
+    sums = runs.sum(axis=2)
+
+    def variance(times: np.ndarray) -> float:
+        left = [np.log(np.delete(times, i, axis=1).sum(axis=1)) for i in range(times.shape[1])]
+        logs = np.array([above - below for above, below in left])
+        return (len(logs) - 1) * np.var(logs)
+
+    a, b = variance(runs.sum(axis=0)), variance(sums.T)
+    half = np.sqrt(a * stats.t.ppf(0.975, 7) ** 2 + b * stats.t.ppf(0.975, 2) ** 2)
+    found = speedup(*runs.sum(axis=0), processes=[tuple(run) for run in runs])
+    value = sums[:, 0].sum() / sums[:, 1].sum()
+    assert found.value == pytest.approx(value)
+    assert (found.low, found.high) == pytest.approx((value * np.exp(-half), value * np.exp(half)))
+
+
+def test_one_process_adds_nothing():
+    times = np.random.default_rng(0).lognormal(size=(2, 8))
+    assert speedup(*times, processes=[tuple(times)]) == speedup(*times)
+
+
+def test_an_interval_over_passes_takes_two():
+    assert over_passes([3.0], [2.0]) == Speedup(1.5, None, None)
+    found = over_passes([3.0, 3.0], [2.0, 2.1])
+    assert found.value == pytest.approx(6 / 4.1) and found.low < found.value < found.high
+    assert over_passes([3.0, 6.0], [2.0, 4.0]) == Speedup(1.5, 1.5, 1.5)
