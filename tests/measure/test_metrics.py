@@ -4,13 +4,14 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS, generations_frame, steps_frame
-from specbench.measure.statistics import Speedup
+from specbench.measure.statistics import Speedup, over_passes
 from specbench.questions import TASKS
 from tests.support.synthetic import (
     CONFIG,
@@ -520,3 +521,109 @@ def test_relative_counts_the_questions_that_are_in_all_runs():
     assert metrics.relative([first], [nothing]) == none
     for what, batched in [("throughput", True), ("mbsu", False), ("mbsu", True)]:
         assert metrics.parts([], what, batched).empty
+
+
+# -- passes, processes, the machine
+
+
+def passes(count: int, processes: int = 1, questions: int = 7) -> list[dict]:
+    """Records of a run whose method is 2, 2.1, 2.2, ... times as fast in its passes."""
+    return [
+        answered(i, slow=2 + repeat / 10) | {"repeat": repeat, "process": repeat * processes // count}
+        for repeat in range(count)
+        for i in range(questions)
+    ]
+
+
+def test_records_of_passes_are_those_of_older_folders_taken_apart():
+    """A folder of an older version holds all repeats of a question in one record."""
+    apart = passes(3)
+    together = [
+        record(
+            i,
+            turns=[
+                turn(
+                    **{
+                        arm: [r["turns"][0]["arms"][arm][0] for r in apart[i::7]]
+                        for arm in ("baseline", "method")
+                    }
+                )
+            ],
+        )
+        for i in range(7)
+    ]
+    for table in (generations_frame, steps_frame):
+        one, other = (
+            table(records).sort_values(["question_id", "repeat", "arm"], kind="stable", ignore_index=True)
+            for records in (apart, together)
+        )
+        columns = [name for name in one.columns if name != "pool"]
+        pd.testing.assert_frame_equal(one[columns], other[columns])
+    assert overall(apart) == overall(together)
+
+
+def test_the_interval_over_passes_by_hand():
+    numbers = overall(passes(3))
+    found = over_passes([2.0, 2.1, 2.2], [1.0, 1.0, 1.0])
+    assert (numbers["passes_low"], numbers["passes_high"]) == pytest.approx((found.low, found.high))
+    assert numbers["speedup"] == pytest.approx(2.1)
+    single = overall(passes(1))
+    assert (single["passes_low"], single["passes_high"]) == (None, None)
+
+
+def test_processes_are_the_unit_where_there_are_several():
+    numbers, alone = overall(passes(4, processes=2)), overall(passes(4))
+    found = over_passes([2.05, 2.25], [1.0, 1.0])
+    assert (numbers["passes_low"], numbers["passes_high"]) == pytest.approx((found.low, found.high))
+    assert numbers["speedup_high"] > alone["speedup_high"] and numbers["speedup"] == alone["speedup"]
+
+
+def test_only_questions_that_all_passes_have_count_in_their_interval():
+    records = [r for r in passes(3) if (r["repeat"], r["question_id"]) != (2, 3)]
+    records[0]["turns"][0]["arms"]["baseline"][0]["seconds"] *= 5
+    without = [r for r in records if r["question_id"] != 3]
+    assert overall(records)["passes_low"] == overall(without)["passes_low"]
+
+
+def test_a_question_that_failed_in_one_pass_is_left_out_of_all():
+    records = passes(3)
+    records[9] |= {"error": "no memory", "turns": []}
+    found = metrics.summary(records, FACTS, CONFIG)
+    assert found["failed"] == 1 and found["overall"]["questions"] == 6 and found["records"] == 21
+    rest = metrics.summary([r for r in records if r["question_id"] != 2], FACTS, CONFIG)
+    assert found["overall"] == rest["overall"]
+    assert (found["repeats"], found["processes"]) == (3, 1)
+
+
+def test_the_worst_verdict_of_an_answers_passes_counts():
+    records = passes(3)
+    records[8]["turns"][0]["equivalence"] = TIE
+    records[15]["turns"][0]["equivalence"] = VIOLATION
+    found = overall(records)["equivalence"]
+    assert (found["answers"], found["exact"], found["tie"], found["violation"]) == (7, 6, 0, 1)
+    table = metrics.by_question(records, "baseline", batched=False)
+    assert list(table["question_id"]) == list(range(7)) and table["verdict"][1] == "violation"
+
+
+def test_what_was_seen_of_the_machine():
+    """Of the turns, by the seconds that each took at first; a pool's questions share what was counted."""
+    records = passes(1, questions=3)
+    calm = {"goes": 1, "disturbed_share": 0.0, "still_disturbed_share": 0.0}
+    busy = {"goes": 2, "disturbed_share": 0.6, "still_disturbed_share": 0.1}
+    counters = {"seconds": 10.0, "waited": 1.0, "others": 5.0, "switches": 40, "disturbed": 3.0}
+    records[0]["turns"][0]["machine"] = calm | {"counters": counters}
+    for one in records[1:]:
+        one["pool"] = 1
+        one["turns"][0]["machine"] = busy | {"counters": counters | {"seconds": 40.0}}
+    found = metrics.machine(records)
+    assert found == {
+        "disturbed_share": pytest.approx(20 * 0.6 / 30),
+        "still_disturbed_share": pytest.approx(20 * 0.1 / 30),
+        "measured_again": 1,
+        "others_cores": pytest.approx(10 / 50),
+        "waited_share": pytest.approx(2 / 50),
+        "stolen_share": None,
+        "throttled_share": None,
+        "switches_per_second": pytest.approx(80 / 50),
+    }
+    assert set(metrics.machine(passes(1)).values()) == {None}

@@ -174,7 +174,7 @@ def test_what_has_no_ratio_of_means():
         ratio_of_means([(ones, ones)], [(ones[:2], ones[:2])])
 
 
-def test_the_variance_between_processes_is_added_to_that_between_questions():
+def test_what_differs_between_processes_widens_the_interval():
     """By hand: the squares of both half widths are added."""
     rng = np.random.default_rng(4)
     runs = rng.lognormal(size=(3, 2, 8))

@@ -374,3 +374,36 @@ def test_importing_the_tables_loads_no_torch():
         "import sys, specbench.report.tables; sys.exit(not {'torch', 'scipy.stats'}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+MACHINE = {
+    "disturbed_share": 0.3, "still_disturbed_share": 0.04, "measured_again": 5, "others_cores": 0.42,
+    "waited_share": 0.1, "stolen_share": 0.02, "throttled_share": 0.0, "switches_per_second": 9.0,
+}  # fmt: skip
+
+
+def test_what_others_did_on_the_machine_is_told():
+    text = shown(tables.run_table(SUMMARY | {"machine": MACHINE}))
+    words = " ".join(text.split())
+    assert "others disturbed 30% of the time (4.0% after measuring 5 turns again)" in words
+    assert "used 0.42 cores on average; 2.0% was stolen" in words and "DISTURBED" not in text
+    unknown = dict.fromkeys(MACHINE)
+    assert "disturbed" not in shown(tables.run_table(SUMMARY | {"machine": unknown}))
+
+
+def test_a_run_that_stayed_disturbed_says_so_first():
+    stayed = SUMMARY | {"machine": MACHINE | {"still_disturbed_share": 0.25}}
+    first, *_ = shown(tables.run_table(stayed)).splitlines()
+    assert first.startswith("DISTURBED: others were busy") and "25% of the time that counts" in first
+    noted = tables.cautions(runs_of(calm=SUMMARY | {"machine": MACHINE}, busy=stayed))
+    assert [line.split(":")[0] for line in noted] == ["busy"]
+
+
+def test_passes_are_told_with_their_interval():
+    measured = changed(SUMMARY, overall__passes_low=1.51, overall__passes_high=1.531, repeats=4)
+    assert "over 4 passes the speedup of the same questions lies in [1.510, 1.531]" in " ".join(
+        shown(tables.run_table(measured)).split()
+    )
+    several = " ".join(shown(tables.run_table(measured | {"processes": 2})).split())
+    assert "over 4 passes in 2 processes" in several
+    assert "same questions" not in shown(tables.run_table(SUMMARY))
