@@ -27,7 +27,7 @@ def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
     """
     at_least_two(runs)
     hindrances = [*not_comparable(runs), *differing_questions(runs), *without_difference(runs)]
-    tables.print_notes(hindrances + differing_turns(runs))
+    tables.print_notes(hindrances + differing_turns(runs) + tables.disturbances(runs))
     out = tables.console()
     out.print(tables.overview_table(run.summary for run in runs))
     out.print(difference_table(runs, metric))

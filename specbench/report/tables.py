@@ -273,6 +273,11 @@ def disturbed(summary: dict) -> str:
     return f"DISTURBED: others were busy on this machine for {share:.0%} of the time that counts"
 
 
+def disturbances(runs: Iterable[Run]) -> list[str]:
+    """One line for each run that stayed disturbed."""
+    return [f"{run.name}: {disturbed(run.summary)}" for run in runs if disturbed(run.summary)]
+
+
 def paired_over(count: int, unit: str) -> str:
     """On how many pairs of times a ratio rests; unit: as in `metrics.Relative`."""
     text = f"{count} {unit}" if count == 1 else f"{count} {unit}s"
@@ -331,7 +336,7 @@ def cautions(runs: Iterable[Run]) -> list[str]:
     random = [run.name for run in runs if run.summary["weights"] == "random"]
     slower = [run.name for run in runs if run.summary["baseline"]["quoted_against"] == "hf_generate"]
     lines = [f"{RANDOM}: {named(random)}"] if random else []
-    lines += [f"{run.name}: {disturbed(run.summary)}" for run in runs if disturbed(run.summary)]
+    lines += disturbances(runs)
     if 0 < len(slower) < len(runs):
         lines.append(
             f"speedups against {QUOTED['hf_generate']}, which was the faster, those of the others against "

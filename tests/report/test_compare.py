@@ -264,3 +264,13 @@ def test_runs_whose_arms_took_turns_in_different_ways_are_named(run):
     assert compare.differing_turns([whole, old]) == compare.differing_turns([sliced, sliced]) == []
     [line] = compare.differing_turns([sliced, whole])
     assert says(line, "whole answers ... b ... 50 ms ... a")
+
+
+def test_a_run_that_stayed_disturbed_is_named(run, capsys):
+    journal = records(seconds(1.5, seed=1))
+    calm, busy = (
+        run(name, journal, SUMMARY | {"machine": {"still_disturbed_share": share}})
+        for name, share in (("a", 0.02), ("b", 0.4))
+    )
+    compare.print_comparison([calm, busy])
+    assert says(" ".join(capsys.readouterr().out.split()), "b: DISTURBED: ... 40% of the time")
