@@ -55,9 +55,9 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     batch_size = config["batch_size"] if facts["batched"] else None
     overall = numbers(records, facts, reference, batch_size)
     failed = sum(record["error"] is not None for record in records)
-    settings = values.parameters(config["method"])
+    settings = values.settings(config["method"])
     if facts["batched"]:
-        settings |= {f"drafter.{key}": value for key, value in values.parameters(config["drafter"]).items()}
+        settings |= {f"drafter.{key}": value for key, value in values.settings(config["drafter"]).items()}
     return {
         "schema": SCHEMA,
         "status": "failed" if failed else "complete",

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from specbench.decoding.batch import BatchEngine, Request, Scheduler
-from specbench.decoding.draft import Drafter
+from specbench.decoding.draft import Drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
@@ -163,6 +163,7 @@ class Bench:
         """One turn of every question through all arms: a record for each."""
         orders = list(permutations(name for name in self.arms if name != SINGLE))
         answers: dict[str, list[list[Generation]]] = {name: [] for name in self.arms}  # by arm, then repeat
+        self._foretell(requests[METHOD])
         for repeat in range(self.repeats):
             seeds = [answer_seed(self.seed, q.question_id, turn, repeat) for q in questions]
             order = list(orders[(place + turn + repeat) % len(orders)])
@@ -202,6 +203,12 @@ class Bench:
             )
         return records
 
+    def _foretell(self, requests: list[Request]) -> None:
+        """Gives a drafter that needs them the target's own answers to what it is asked next; not timed."""
+        if self.drafter.needs.continuation:
+            answers = self.arms[BASELINE](requests)
+            self.drafter.foretell([r.prompt for r in requests], [a.tokens for a in answers])
+
     def _certify(
         self, prompts: dict[str, list[int]], answers: dict[str, list[Generation]], arm: str
     ) -> Certificate:
@@ -225,6 +232,7 @@ class Bench:
         """Runs every arm on the warm-up questions with the shortest and the longest prompt."""
         by_length = sorted(self._warm_up_requests(WARM_UP_TOKENS), key=lambda request: len(request.prompt))
         ends = [by_length[0], by_length[-1]]
+        self._foretell(ends)
         for name, arm in self.arms.items():
             arm(ends if name == SINGLE else self._filled(ends))
 
@@ -248,6 +256,8 @@ class Bench:
         It is measured on the first warm-up question (batches: on as many as fill one).
         """
         requests = self._filled(self._warm_up_requests(WARM_UP_TOKENS))[: self.batch_size or 1]
+
+        self._foretell(requests)
 
         def work() -> None:
             for name in (BASELINE, METHOD):
@@ -292,7 +302,7 @@ def prepare(cfg: DictConfig) -> Bench:
     batched = issubclass(method, Scheduler)
     drafting = cfg.drafter if batched else cfg.method
     drafter_class = hydra.utils.get_class(drafting._target_)
-    needs = drafter_class.needs  # type: ignore[attr-defined] # Hydra gives a bare type
+    needs = needs_of(drafting)
     pair_cfg = cfg.pair
     if needs.part:  # it may bring the draft model with it
         pair_cfg = OmegaConf.merge(cfg.pair, {"draft": needs.draft_of(cfg.pair), "draft_layers": None})
