@@ -125,7 +125,9 @@ class Oracle(Drafter):
         if self.feeds:
             self.inner.head = OracleHead(self.inner.head, self._next)  # type: ignore[attr-defined]
         self._foretold: dict[tuple[int, ...], Foretold] = {}
-        self._known: Foretold | None = None  # of the sequence that is decoded alone, while it is what was foretold
+        self._known: Foretold | None = (
+            None  # of the sequence that is decoded alone, while it is what was foretold
+        )
 
     def foretell(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
         """Draws what will be proposed."""
@@ -150,10 +152,10 @@ class Oracle(Drafter):
         """The wrapped drafter's draft with the oracle's tokens."""
         self._at = context.length - self._prompt_length
         k = min(self.max_draft_tokens, context.max_draft)
-        known = self._known is not None
-        self._propose(self._tokens[self._at : self._at + k] if known else None)
+        proposed = None if self._known is None else self._tokens[self._at : self._at + k]
+        self._propose(proposed)
         draft = self.inner.draft(context)
-        return replace(draft, tokens=self._proposed) if known and not self.feeds else draft
+        return draft if self.feeds or proposed is None else replace(draft, tokens=proposed)
 
     def commit(self, context: Context, accepted: int) -> None:
         """Notes whether the answer is still the known one."""
@@ -170,12 +172,10 @@ class Oracle(Drafter):
 
     def _compare(self, at: int, accepted: int, following: int) -> None:
         """Forgets the known answer unless the tokens from place `at` on, and the one that follows, are its own."""
-        known = self._known
-        if known is None:
+        known, place = self._known, at + accepted
+        if known is None or (known.answer[place : place + 1] == [following] and all(known.right[at:place])):
             return
-        known_next = known.answer[at + accepted] if at + accepted < len(known.answer) else following
-        if following != known_next or not all(known.right[at : at + accepted]):
-            self._known = None
+        self._known = None
 
     # -- many sequences
 
@@ -199,7 +199,8 @@ class Oracle(Drafter):
         """The wrapped drafter's draft with the oracle's tokens."""
         k = min(self.max_draft_tokens, rows.max_draft)
         proposed = self._table[: rows.known.shape[0]].gather(1, span(rows.known, k))
-        self._propose(proposed)
+        unknown = proposed == UNKNOWN
+        self._propose(proposed, unknown)
         draft = self.inner.draft_rows(rows)
         if self.feeds:
             return draft
@@ -207,8 +208,8 @@ class Oracle(Drafter):
         counts = torch.full_like(rows.known, own.shape[1]) if draft.counts is None else draft.counts
         return replace(
             draft,
-            tokens=torch.where(self._unknown, pad(own, (0, missing)), proposed),
-            counts=torch.where(self._unknown[:, 0], counts, k),
+            tokens=torch.where(unknown, pad(own, (0, missing)), proposed),
+            counts=torch.where(unknown[:, 0], counts, k),
         )
 
     def commit_rows(self, rows: Rows, accepted: torch.Tensor) -> None:
@@ -230,10 +231,14 @@ class Oracle(Drafter):
 
     # -- the tokens of a draft
 
-    def _propose(self, tokens: torch.Tensor | None) -> None:
-        """Sets the tokens of the next draft: [k], in a batch [b, k] with `UNKNOWN` among them; None: nothing is known."""
-        self._proposed, self._step = tokens, 0
-        self._unknown = tokens == UNKNOWN if tokens is not None and tokens.dim() > 1 else None
+    def _propose(self, tokens: torch.Tensor | None, unknown: torch.Tensor | None = None) -> None:
+        """Sets the tokens of the next draft.
+
+        Args:
+            tokens: [k], in a batch [b, k]; None: the wrapped drafter's own.
+            unknown: in a batch [b, k], where the wrapped drafter's own are proposed.
+        """
+        self._proposed, self._unknown, self._step = tokens, unknown, 0
 
     def _next(self, own: torch.Tensor) -> torch.Tensor:
         """The tokens [n] to propose in place of the wrapped drafter's own [n], each time at the next place."""

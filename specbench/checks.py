@@ -100,11 +100,9 @@ def check_method(cfg: DictConfig) -> Needs:
             f"method {name} drafts by itself: set drafter=none, or method=ragged drafter={cfg.drafter.name}"
         )
 
-    needs, inner = needs_of(group), group.get(WRAPPED, group)
-    if inner is not group:  # the weights that are needed, and the head, are those of the wrapped drafter
-        if WRAPPED in inner:
-            raise UserError(f"{what} {name} cannot wrap {inner.name}, which wraps a drafter itself")
-        takes = parameters(located(inner, f"{what}.{WRAPPED}", Drafter), f"{what}.{WRAPPED}", inner)
+    inner, needs = group, needs_of(group)
+    if WRAPPED in group:  # the weights that are needed, and the head, are those of the wrapped drafter
+        inner, takes = check_wrapped(group, what)
     if needs.draft_model and needs.part is None and cfg.pair.draft is None:
         raise UserError(
             f"{what} {name} needs a draft model and pair {cfg.pair.name} has none: set pair.draft"
@@ -138,6 +136,24 @@ def check_method(cfg: DictConfig) -> Needs:
     if cfg.decoding.temperature > 0 and not needs.sampling:
         raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
     return needs
+
+
+def check_wrapped(group: DictConfig, what: str) -> tuple[DictConfig, dict[str, inspect.Parameter]]:
+    """The configuration of the drafter that another one wraps, and what it can be made with.
+
+    Args:
+        group: Of the drafter that wraps it.
+        what: "method" or "drafter".
+
+    Raises:
+        UserError: It wraps a drafter itself, or has a parameter that it lacks.
+    """
+    from specbench.decoding.draft import WRAPPED, Drafter
+
+    inner, name = group[WRAPPED], f"{what}.{WRAPPED}"
+    if WRAPPED in inner:
+        raise UserError(f"{what} {group.name} cannot wrap {inner.name}, which wraps a drafter itself")
+    return inner, parameters(located(inner, name, Drafter), name, inner)
 
 
 def check_vocab(cfg: DictConfig, what: str, group: DictConfig, takes: dict) -> None:

@@ -113,8 +113,12 @@ class Needs:
 
     def around(self, inner: Needs) -> Needs:
         """What a drafter with these needs requires when it wraps one that needs `inner`."""
-        both = {"sampling": self.sampling and inner.sampling, "batching": self.batching and inner.batching}
-        return replace(inner, **both, continuation=self.continuation or inner.continuation)
+        return replace(
+            inner,
+            sampling=self.sampling and inner.sampling,
+            batching=self.batching and inner.batching,
+            continuation=self.continuation or inner.continuation,
+        )
 
     def draft_of(self, pair_cfg: DictConfig) -> str | None:
         """The draft model that a pair's configuration has for this drafter, None if it has none or none is needed."""
