@@ -82,7 +82,7 @@ def check_values(cfg: DictConfig) -> None:
 def check_method(cfg: DictConfig) -> Needs:
     """What the drafter needs. Raises UserError when pair or decoding lack it, or for an unknown parameter."""
     from specbench.decoding.batch import Scheduler  # late: a misspelt name need not wait for torch
-    from specbench.decoding.draft import WRAPPED, Drafter, needs_of
+    from specbench.decoding.draft import Drafter, needs_of
 
     cls = located(cfg.method, "method", Drafter, Scheduler)
     takes = parameters(cls, "method", cfg.method)
@@ -100,9 +100,7 @@ def check_method(cfg: DictConfig) -> Needs:
             f"method {name} drafts by itself: set drafter=none, or method=ragged drafter={cfg.drafter.name}"
         )
 
-    inner, needs = group, needs_of(group)
-    if WRAPPED in group:  # the weights that are needed, and the head, are those of the wrapped drafter
-        inner, takes = check_wrapped(group, what)
+    needs, (inner, takes) = needs_of(group), innermost(group, what, takes)
     if needs.draft_model and needs.part is None and cfg.pair.draft is None:
         raise UserError(
             f"{what} {name} needs a draft model and pair {cfg.pair.name} has none: set pair.draft"
@@ -138,18 +136,26 @@ def check_method(cfg: DictConfig) -> Needs:
     return needs
 
 
-def check_wrapped(group: DictConfig, what: str) -> tuple[DictConfig, dict[str, inspect.Parameter]]:
-    """The configuration of the drafter that another one wraps, and what it can be made with.
+def innermost(
+    group: DictConfig, what: str, takes: dict[str, inspect.Parameter]
+) -> tuple[DictConfig, dict[str, inspect.Parameter]]:
+    """Whose weights and head a drafter drafts with: its own, or those of the drafter that it wraps.
 
     Args:
-        group: Of the drafter that wraps it.
+        group: The drafter's configuration.
         what: "method" or "drafter".
+        takes: The parameters of its class.
+
+    Returns:
+        The configuration, and the parameters of its class.
 
     Raises:
         UserError: It wraps a drafter itself, or has a parameter that it lacks.
     """
     from specbench.decoding.draft import WRAPPED, Drafter
 
+    if WRAPPED not in group:
+        return group, takes
     inner, name = group[WRAPPED], f"{what}.{WRAPPED}"
     if WRAPPED in inner:
         raise UserError(f"{what} {group.name} cannot wrap {inner.name}, which wraps a drafter itself")

@@ -29,6 +29,7 @@ COMBINATIONS = [
     ("ragged", "s2d", "trim"),
     ("eqspec", "s2d", "full"),
     ("ragged", "sps", "trim"),
+    ("ragged", "oracle", "full"),
 ]
 
 

@@ -16,6 +16,8 @@ from methods.exspec import ExSpec
 from methods.kangaroo.adapter import save_adapter
 from methods.oracle import Foretold, Oracle
 from methods.ragged import RaggedBatch
+from specbench.decoding import acceptance as acceptance_rules
+from specbench.decoding.acceptance import Accepted
 from specbench.decoding.batch import BatchEngine, Request
 from specbench.decoding.draft import Drafter, needs_of
 from specbench.decoding.engine import Engine
@@ -177,6 +179,20 @@ def test_an_answer_that_is_not_the_known_one_is_drafted_by_the_wrapped_drafter(c
         assert drafter._known is None
 
 
+def test_an_answer_that_goes_on_behind_the_known_one(tmp_path):
+    prompt, answer = known_answers(1)[0]
+    drafter = oracle("none", tmp_path, 1.0, 4)
+    target = Target(random_pair("llama").target)
+    drafter.foretell([prompt], [answer[:11]])
+    alone = Engine(target, drafter, frozenset()).generate(prompt, Decoding(LENGTH))
+    (batch,) = BatchEngine(target, drafter, RaggedBatch(1), frozenset()).generate(
+        [Request(prompt, Decoding(LENGTH))]
+    )
+    for said in (alone, batch):
+        assert said.tokens == answer
+        assert [s.accepted for s in said.steps[:2]] == [4, 4]
+
+
 @pytest.mark.parametrize("cost", ["none", "sps", "kangaroo"])
 def test_it_stops_anywhere(cost, tmp_path):
     def drafter(prompt: list[int], free: list[int]) -> Drafter:
@@ -284,3 +300,17 @@ def test_a_run_has_the_asked_acceptance(monkeypatch, capfd, place, chosen, accep
     for record in map(json.loads, (run_dir / store.RECORDS).read_text().splitlines()):
         first, second = record["turns"][0]["arms"]["method"]
         assert first["steps"]["accepted"] == second["steps"]["accepted"]
+
+
+@pytest.mark.slow
+def test_a_wrong_token_that_is_taken_is_found(monkeypatch, capfd, place):
+    """A verification that accepts every draft token lets the oracle's wrong ones into the answers."""
+
+    def takes_all(choices: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor | None = None) -> Accepted:
+        return Accepted(torch.tensor(tokens.shape[-1]), choices[..., -1])
+
+    monkeypatch.setattr(acceptance_rules, "greedy_chain", takes_all)
+    settings = ["method=oracle", "method.acceptance=0.6", "runs_root=runs", "repeats=1"]
+    _, out, _ = commands.run_main(monkeypatch, capfd, *place, *settings)
+    summary = store.read_json(Path(out.splitlines()[-1]) / store.SUMMARY)
+    assert summary["equivalence"]["violation"] == 3
