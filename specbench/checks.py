@@ -61,8 +61,9 @@ def check(cfg: DictConfig) -> None:
     try:
         OmegaConf.resolve(cfg)
         missing = OmegaConf.missing_keys(cfg)
-    except OmegaConfBaseException as error:
-        raise UserError(str(error)) from error
+    except OmegaConfBaseException as error:  # also around what a resolver of ours says
+        said = str(error).removeprefix("UserError raised while resolving interpolation: ")
+        raise UserError(said) from error
     if missing:
         raise UserError(f"there is no value for {', '.join(sorted(missing))}")
     check_values(cfg)
@@ -85,7 +86,7 @@ def check_values(cfg: DictConfig) -> None:
 def check_method(cfg: DictConfig) -> Needs:
     """What the drafter needs. Raises UserError when pair or decoding lack it, or for an unknown parameter."""
     from specbench.decoding.batch import Scheduler  # late: a misspelt name need not wait for torch
-    from specbench.decoding.draft import Drafter
+    from specbench.decoding.draft import Drafter, needs_of
 
     cls = located(cfg.method, "method", Drafter, Scheduler)
     takes = parameters(cls, "method", cfg.method)
@@ -103,20 +104,20 @@ def check_method(cfg: DictConfig) -> Needs:
             f"method {name} drafts by itself: set drafter=none, or method=ragged drafter={cfg.drafter.name}"
         )
 
-    needs = cls.needs
+    needs, (inner, takes) = needs_of(group), innermost(group, what, takes)
     if needs.draft_model and needs.part is None and cfg.pair.draft is None:
         raise UserError(
             f"{what} {name} needs a draft model and pair {cfg.pair.name} has none: set pair.draft"
         )
     required = [key for key, parameter in takes.items() if parameter.default is parameter.empty]
-    by_hand = required and all(group.get(key) is not None for key in required)
+    by_hand = required and all(inner.get(key) is not None for key in required)
     if needs.part is not None and cfg.pair.parts.get(needs.part) is None and not by_hand:
-        training = f"python -m {group._target_.rpartition('.')[0]}.train pair={cfg.pair.name}"
+        training = f"python -m {inner._target_.rpartition('.')[0]}.train pair={cfg.pair.name}"
         raise UserError(
             f"pair {cfg.pair.name} has no part '{needs.part}', which {what} {name} needs: "
             f"train it with `{training}`, then name it with ++pair.parts.{needs.part}=FOLDER"
         )
-    check_vocab(cfg, what, group, takes)
+    check_vocab(cfg, what, inner, takes)
     if batched and cfg.pool < cfg.batch_size:
         raise UserError(
             f"pool={cfg.pool} questions cannot fill batch_size={cfg.batch_size} rows: set pool higher"
@@ -137,6 +138,32 @@ def check_method(cfg: DictConfig) -> Needs:
     if cfg.decoding.temperature > 0 and not needs.sampling:
         raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
     return needs
+
+
+def innermost(
+    group: DictConfig, what: str, takes: dict[str, inspect.Parameter]
+) -> tuple[DictConfig, dict[str, inspect.Parameter]]:
+    """Whose weights and head a drafter drafts with: its own, or those of the drafter that it wraps.
+
+    Args:
+        group: The drafter's configuration.
+        what: "method" or "drafter".
+        takes: The parameters of its class.
+
+    Returns:
+        The configuration, and the parameters of its class.
+
+    Raises:
+        UserError: It wraps a drafter itself, or has a parameter that it lacks.
+    """
+    from specbench.decoding.draft import WRAPPED, Drafter
+
+    if WRAPPED not in group:
+        return group, takes
+    inner, name = group[WRAPPED], f"{what}.{WRAPPED}"
+    if WRAPPED in inner:
+        raise UserError(f"{what} {group.name} cannot wrap {inner.name}, which wraps a drafter itself")
+    return inner, parameters(located(inner, name, Drafter), name, inner)
 
 
 def check_vocab(cfg: DictConfig, what: str, group: DictConfig, takes: dict) -> None:

@@ -9,11 +9,13 @@ import os
 import re
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import hydra
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -98,6 +100,27 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
             return f"unknown key '{key}': {near(part, known)}"
         node = known[part]
     return f"key '{key}' is not there for every choice of this sweep"
+
+
+def choice(group: str, name: str, *, _parent_: DictConfig) -> DictConfig:
+    """The file `name` of a group: in a YAML, `${choice:drafter,${.cost_of}}` is what the value of `cost_of` names.
+
+    Interpolations in it are resolved where it then stands.
+
+    Raises:
+        UserError: the group has no such file.
+    """
+    known = choices_of(group)
+    if name not in known:
+        raise UserError(f"unknown {group} '{name}': {near(str(name), known)}")
+    # Within a command its own folders are searched.
+    known_folders = GlobalHydra.instance().is_initialized()
+    with nullcontext() if known_folders else initialize_config_dir(str(CONF), version_base="1.3"):
+        found = OmegaConf.to_container(compose(f"{group}/{name}")[group])
+    return OmegaConf.create(cast("dict", found), parent=_parent_)
+
+
+OmegaConf.register_new_resolver("choice", choice, replace=True)
 
 
 def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
+from specbench.decoding.draft import WRAPPED
 from specbench.errors import UserError, near
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats")
 def parameters(group: Mapping) -> dict:
     """What a method or drafter is made with, of its configuration."""
     return {key: value for key, value in group.items() if key not in NO_PARAMETERS}
+
+
+def settings(group: Mapping) -> dict:
+    """The parameters that a user sets: without the configuration of a wrapped drafter, which one of them names."""
+    return {key: value for key, value in parameters(group).items() if key != WRAPPED}
 
 
 def check(name: str, value: object, kind: Any) -> None:

@@ -13,6 +13,7 @@ from specbench.compose import CONF
 from specbench.decoding.batch import Scheduler
 from specbench.decoding.draft import Drafter
 from specbench.questions import TASKS
+from specbench.values import parameters, settings
 from tests.support.conf import composed
 
 # All but the search spaces, which belong to the tuner, and what configures Hydra itself.
@@ -92,3 +93,18 @@ def test_tasks_are_those_of_spec_bench():
     assert everything == TASKS
     for name in TASKS:
         assert resolved(f"task={name}").task.tasks == {name: list(TASKS[name])}
+
+
+@pytest.mark.parametrize("drafter", [name for name in NAMES["drafter"] if name != "oracle"])
+def test_a_value_names_the_configuration_of_a_wrapped_drafter(drafter):
+    """`${choice:...}` gives what the group's file gives, its interpolations resolved where it stands."""
+    cfg = composed("bench", "method=oracle", f"method.cost_of={drafter}", "vocab=trim")
+    assert cfg.method.drafter == composed("bench", f"drafter={drafter}", "vocab=trim").drafter
+    batch = composed("bench", "method=ragged", "drafter=oracle", f"drafter.cost_of={drafter}", "vocab=trim")
+    assert batch.drafter.drafter == cfg.method.drafter
+
+
+def test_settings_of_a_summary_leave_out_the_wrapped_drafter():
+    cfg = composed("bench", "method=oracle")
+    assert set(parameters(cfg.method)) - set(settings(cfg.method)) == {"drafter"}
+    assert settings(cfg.method)["cost_of"] == "sps"

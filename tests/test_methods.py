@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench.compose import CONF
-from specbench.measure import provenance, runner, store
+from specbench.measure import pairing, provenance, runner, store
 from specbench.questions import warmup_questions
 from tests.support.conf import composed
 
@@ -29,6 +29,7 @@ COMBINATIONS = [
     ("ragged", "s2d", "trim"),
     ("eqspec", "s2d", "full"),
     ("ragged", "sps", "trim"),
+    ("ragged", "oracle", "full"),
 ]
 
 
@@ -50,8 +51,8 @@ def test_drafters_in_batches(method, drafter, vocab, tmp_path, monkeypatch):
 def check(monkeypatch, tmp_path, *settings: str, accepts: bool) -> None:
     """A short run of some tasks: every answer is the target's, and the drafts are worth something, if there are any."""
     monkeypatch.setattr(provenance, "bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(runner, "WARM_UP_TOKENS", 8)
-    monkeypatch.setattr(runner, "NOISE_TOKENS", 8)
+    monkeypatch.setattr(pairing, "WARM_UP_TOKENS", 8)
+    monkeypatch.setattr(pairing, "NOISE_TOKENS", 8)
     monkeypatch.setattr(runner, "warmup_questions", lambda data: warmup_questions(data)[:1])
     limits = ["pair.device=cpu", f"runs_root={tmp_path}", "data.limit=1", "repeats=1"]
     limits += ["decoding.max_new_tokens=8", f"generate={not accepts}"]

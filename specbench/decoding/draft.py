@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pkgutil
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import torch
     from omegaconf import DictConfig
 
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Decoding
     from specbench.decoding.target import Prefill, Target
     from specbench.decoding.trace import Beside
+
+WRAPPED = "drafter"  # of a drafter around another one: that one's configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +102,39 @@ class Needs:
             place of the pair's own.
         sampling: whether it can draft at temperature > 0.
         batching: whether it can serve more than one sequence.
+        continuation: the target's own greedy answer to a prompt, which `Drafter.foretell` is given before it is timed.
     """
 
     draft_model: bool = False
     part: str | None = None
     sampling: bool = True
     batching: bool = False
+    continuation: bool = False
+
+    def around(self, inner: Needs) -> Needs:
+        """What a drafter with these needs requires when it wraps one that needs `inner`."""
+        return replace(
+            inner,
+            sampling=self.sampling and inner.sampling,
+            batching=self.batching and inner.batching,
+            continuation=self.continuation or inner.continuation,
+        )
 
     def draft_of(self, pair_cfg: DictConfig) -> str | None:
         """The draft model that a pair's configuration has for this drafter, None if it has none or none is needed."""
         if not self.draft_model:
             return None
         return pair_cfg.draft if self.part is None else pair_cfg.parts.get(self.part)
+
+
+def needs_of(group: Mapping) -> Needs:
+    """What the drafter of a configuration requires, together with the drafter that it wraps, if it does.
+
+    Args:
+        group: with `_target_`; `drafter` holds the configuration of the wrapped one.
+    """
+    own = pkgutil.resolve_name(group["_target_"]).needs
+    return own.around(needs_of(group[WRAPPED])) if WRAPPED in group else own
 
 
 class Drafter:
@@ -132,6 +158,14 @@ class Drafter:
     max_draft_tokens = 0
     launch_layer: int | None = None
     uninterrupted: bool = False
+
+    def foretell(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+        """For a drafter with `needs.continuation`: the answers to the prompts that come next, outside of what is timed.
+
+        Args:
+            prompts: token ids.
+            answers: to each of them the new token ids of the target's own greedy decoding.
+        """
 
     def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
         """Starts a generation: the prompt was prefilled, and its first new token is known and pending.

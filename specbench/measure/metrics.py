@@ -59,9 +59,9 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     reference = ARMS[baseline["quoted_against"]]
     batch_size = config["batch_size"] if facts["batched"] else None
     overall = numbers(records, facts, reference, batch_size)
-    settings = values.parameters(config["method"])
+    settings = values.settings(config["method"])
     if facts["batched"]:
-        settings |= {f"drafter.{key}": value for key, value in values.parameters(config["drafter"]).items()}
+        settings |= {f"drafter.{key}": value for key, value in values.settings(config["drafter"]).items()}
     return {
         "schema": SCHEMA,
         "status": "failed" if failed else "complete",

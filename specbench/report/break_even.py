@@ -1,0 +1,127 @@
+"""The acceptance at which speculation pays off, by interpolation between runs whose acceptance was chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specbench.report.runs import labels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+# Settings of the method, or of the drafter in a batch.
+ACCEPTANCE, LENGTH, COST = "acceptance", "max_draft_tokens", "cost_of"
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Where the speedup is 1, for one draft length and batch size.
+
+    Attributes:
+        acceptance: from there on speculation pays off; -inf: at every measured acceptance, inf: at none.
+        low: the same for the upper ends of the speedups' intervals; None where a run has none.
+        high: the same for their lower ends.
+        measured: the lowest and the highest acceptance that was measured.
+    """
+
+    acceptance: float
+    low: float | None
+    high: float | None
+    measured: tuple[float, float]
+
+
+Curve = dict[tuple[int, int], BreakEven]  # by draft length and batch size
+
+
+def break_evens(summaries: Iterable[Mapping]) -> dict[str, Curve]:
+    """What runs with a chosen acceptance have in common but for acceptance, draft length and batch size: its curve.
+
+    Of runs that differ in nothing the last counts. A draft length and batch size with a single acceptance has no entry.
+    """
+    chosen = [summary for summary in summaries if _setting(summary, ACCEPTANCE) is not None]
+    chosen = [s for s in chosen if _setting(s, LENGTH) is not None and s["overall"]["speedup"] is not None]
+    names = labels(map(_reduced, chosen), without=("batch_size", "pair"))
+    speedups: dict[str, dict[tuple[int, int], dict[float, Mapping]]] = {}
+    for label, summary in zip(names, chosen):
+        cost = _settings(summary).get(COST)
+        name = f"{label}{f' at the cost of {cost}' if cost else ''}, {summary['pair']}"
+        at = int(_setting(summary, LENGTH) or 0), summary["batch_size"]
+        of_name = speedups.setdefault(name, {}).setdefault(at, {})
+        of_name[_setting(summary, ACCEPTANCE) or 0.0] = summary["overall"]
+    curves = {
+        name: {at: _of_runs(of_name[at], at[0]) for at in sorted(of_name) if len(of_name[at]) > 1}
+        for name, of_name in speedups.items()
+    }
+    return {name: curve for name, curve in curves.items() if curve}
+
+
+def expected_length(acceptance: float, draft_length: int) -> float:
+    """Tokens that a round emits where each draft token is accepted independently (Leviathan et al. 2023, eq. 1)."""
+    return sum(acceptance**i for i in range(draft_length + 1))
+
+
+def crossing(points: Mapping[float, float], draft_length: int) -> float:
+    """The acceptance from which on the speedup stays at 1 or above.
+
+    Between two points it is interpolated: speedup = expected tokens of a round / cost of a round, and the logarithm of
+    the cost is taken as linear.
+
+    Args:
+        points: speedup by acceptance.
+        draft_length: of all of them.
+
+    Returns:
+        -inf where every speedup is 1 or above; inf where the last is below.
+    """
+    from scipy.optimize import bisect  # late: few reports need it
+
+    known = sorted(points.items())
+    below = [place for place, (_, speedup) in enumerate(known) if speedup < 1]
+    if not below:
+        return -math.inf
+    if below[-1] == len(known) - 1:
+        return math.inf
+    ends = known[below[-1] : below[-1] + 2]
+    acceptances = [acceptance for acceptance, _ in ends]
+    costs = [math.log(expected_length(acceptance, draft_length) / speedup) for acceptance, speedup in ends]
+
+    def log_speedup(acceptance: float) -> float:
+        cost = float(np.interp(acceptance, acceptances, costs))
+        return math.log(expected_length(acceptance, draft_length)) - cost
+
+    return bisect(log_speedup, *acceptances)
+
+
+def _of_runs(overall: Mapping[float, Mapping], draft_length: int) -> BreakEven:
+    def at(key: str) -> float | None:
+        ends = {acceptance: numbers[key] for acceptance, numbers in overall.items()}
+        return None if None in ends.values() else crossing(ends, draft_length)
+
+    value = crossing(
+        {acceptance: numbers["speedup"] for acceptance, numbers in overall.items()}, draft_length
+    )
+    return BreakEven(value, at("speedup_high"), at("speedup_low"), (min(overall), max(overall)))
+
+
+def _settings(summary: Mapping) -> dict:
+    """The settings of whatever drafts."""
+    settings = summary["settings"]
+    own = {key.removeprefix("drafter."): value for key, value in settings.items() if "drafter." in key}
+    return own or settings
+
+
+def _setting(summary: Mapping, name: str) -> float | None:
+    """A number among the settings of whatever drafts; None without one."""
+    value = _settings(summary).get(name)
+    return value if type(value) in (int, float) else None
+
+
+def _reduced(summary: Mapping) -> dict:
+    """The summary without the settings that a curve is drawn over, or named by."""
+    left_out = (ACCEPTANCE, LENGTH, COST)
+    kept = {k: v for k, v in summary["settings"].items() if k.removeprefix("drafter.") not in left_out}
+    return dict(summary) | {"settings": kept}
