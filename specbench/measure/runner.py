@@ -28,6 +28,7 @@ from tqdm import tqdm
 from specbench.decoding.batch import BatchEngine, Request, Scheduler
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.decoding.trace import Generation, Step
@@ -253,7 +254,8 @@ class Bench:
             for name in (BASELINE, METHOD):
                 self.arms[name](requests)
 
-        return use_threads(asked, work if self.pair.device.type == "cpu" else None)
+        on_cpu = self.pair.device.type == "cpu"
+        return use_threads(asked, work if on_cpu else None, partial(choose_layouts, self.batch_size))
 
     def _warm_up_requests(self, most_tokens: int) -> list[Request]:
         """A request for each warm-up question."""
@@ -422,12 +424,14 @@ def _measure(
     planned = pools(questions, cfg.pool if bench.batch_size else None, cfg.seed)
     drop_torn_pool(journal, planned)
     done = {record["question_id"] for record in journal.records}
-    asked = cfg.threads
-    if (run_dir / store.PROVENANCE).exists():  # gone on with: the same number, not one that is measured anew
-        asked = store.read_json(run_dir / store.PROVENANCE)["threads"]["torch"]
+    asked, begun = cfg.threads, {}
+    if (run_dir / store.PROVENANCE).exists():  # gone on with: the same threads and layouts, not measured anew
+        begun = store.read_json(run_dir / store.PROVENANCE)
+        asked = begun["threads"]["torch"]
     chosen = bench.use_threads(asked)
+    layouts = choose_layouts(bench.batch_size, begun.get("layouts"))
     found = provenance.collect(OmegaConf.to_container(cfg), find_questions_file(cfg.data))
-    provenance.record(run_dir, found | {"thread_choice": asdict(chosen)})
+    provenance.record(run_dir, found | {"thread_choice": asdict(chosen), "layouts": layouts})
     bench.warm_up()
     if (run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
         bench.peak_memory = store.read_json(run_dir / store.FACTS)["peak_memory_bytes"]
