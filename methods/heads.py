@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import linear
 
 from methods.vocab_trim.vocab_map import kept_ids
-from specbench.decoding.layers import by_columns, weight_bytes
+from specbench.decoding.layers import weight_bytes
+from specbench.decoding.layouts import laid_linear
 
 if TYPE_CHECKING:
     from specbench.decoding.sampling import Decoding
@@ -36,10 +36,9 @@ class DraftHead:
             self.bytes = model.pass_bytes(0, 0)
             return
         head = model.lm_head
-        self.weight = by_columns(head.weight[kept])  # a copy: the rows of a tied embedding stay whole
-        self.bias = None if head.bias is None else head.bias[kept].clone()
-        parts = [self.weight] if self.bias is None else [self.weight, self.bias]
-        self.bytes = weight_bytes(model.norm) + sum(p.nbytes for p in parts)
+        # A copy: the rows of a tied embedding stay whole.
+        self.trimmed = laid_linear(head.weight[kept], None if head.bias is None else head.bias[kept])
+        self.bytes = weight_bytes(model.norm) + weight_bytes(self.trimmed)
 
     @property
     def rows(self) -> int:
@@ -54,7 +53,7 @@ class DraftHead:
         """Normed states [..., d] -> logits over the head's own rows."""
         if self.kept is None:
             return self.model.unembed(normed)
-        return linear(normed, self.weight, self.bias)
+        return self.trimmed(normed)
 
     def choose(
         self,

@@ -39,13 +39,16 @@ class Threads:
     seconds: dict[int, float]
 
 
-def use_threads(asked: int | None, work: Callable[[], object] | None) -> Threads:
+def use_threads(
+    asked: int | None, work: Callable[[], object] | None, prepare: Callable[[], object] = lambda: None
+) -> Threads:
     """Sets the number of torch's threads for the rest of this process.
 
     Args:
         asked: the number set by hand; None leaves it to $OMP_NUM_THREADS, and without that to measuring.
         work: what the process will spend its time on, some tenths of a second of it; called several times with each
             number. None: nothing to measure by, as on a GPU.
+        prepare: called before each measurement, when the number is set; it is not timed.
     """
     if asked is not None:
         torch.set_num_threads(asked)
@@ -54,7 +57,7 @@ def use_threads(asked: int | None, work: Callable[[], object] | None) -> Threads
         return Threads(torch.get_num_threads(), "OMP_NUM_THREADS", {})
     if work is None:
         return Threads(torch.get_num_threads(), "torch", {})
-    seconds = measure(work, counts(usable_cores()))
+    seconds = measure(work, counts(usable_cores()), prepare)
     chosen = fewest_worth(seconds)
     torch.set_num_threads(chosen)
     return Threads(chosen, "measuring", seconds)
@@ -71,7 +74,9 @@ def counts(most: int) -> list[int]:
     return [most, *(2**i for i in reversed(range(most.bit_length())) if 2**i < most)]
 
 
-def measure(work: Callable[[], object], numbers: list[int]) -> dict[int, float]:
+def measure(
+    work: Callable[[], object], numbers: list[int], prepare: Callable[[], object] = lambda: None
+) -> dict[int, float]:
     """Median seconds of `work` with each number of threads, in rounds over all of them, after one call as warm-up.
 
     numbers: falling. The lowest ones are left out once they are far slower than more threads: of a large model they
@@ -85,6 +90,7 @@ def measure(work: Callable[[], object], numbers: list[int]) -> dict[int, float]:
         best = float("inf")
         for n in list(times):
             torch.set_num_threads(n)
+            prepare()
             start = time.perf_counter()
             work()
             times[n].append(time.perf_counter() - start)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from methods.heads import DraftHead, draft_head
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.link import Inline, Process, Thread
 from methods.mirror_sd.streams import load_streams
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
-from specbench.decoding.layers import head_weight, weight_bytes
+from specbench.decoding.layers import weight_bytes
+from specbench.decoding.layouts import laid_linear
 from specbench.decoding.target import Prefill, Target
 from specbench.errors import UserError
 from specbench.pairs import Pair, draft_of
@@ -192,7 +192,7 @@ def _bytes(part: torch.nn.Module | torch.Tensor) -> int:
 def _exit_parts(target: Target, model: Target) -> tuple[Any, ...]:
     """The target's norm and its head's weight and bias, over the ids that the draft model can be given."""
     head, device = target.lm_head, model.device
-    weight = head_weight(head.weight)[: model.vocab_size].to(device)
+    weight = head.weight[: model.vocab_size].to(device)
     bias = [] if head.bias is None else [head.bias[: model.vocab_size].to(device)]
     return copy.deepcopy(target.norm).to(device), weight, *bias
 
@@ -220,9 +220,10 @@ def make_brancher(
     model = Target(draft, vocab_size, width)
     exit_head = None
     if exit_parts is not None:
-        norm, *weights = exit_parts
+        norm, weight, *bias = exit_parts
+        head = laid_linear(weight, bias[0] if bias else None)
 
         def exit_head(states: torch.Tensor) -> torch.Tensor:
-            return linear(norm(states), *weights)
+            return head(norm(states))
 
     return Brancher(model, DraftHead(model, width, kept), exit_head, plan, streams)

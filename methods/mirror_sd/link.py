@@ -21,6 +21,7 @@ import torch
 from torch import multiprocessing
 
 from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
+from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.trace import Beside
 from specbench.errors import JobError, reason
 from specbench.processes import end_with_parent
@@ -281,6 +282,7 @@ def _work(
     torch.set_num_threads(threads)
     try:
         brancher = make(*arguments)
+        choose_layouts()
     except Exception as error:  # noqa: BLE001 - told to the other side, which ends the run
         _give_up(wire, error)
         return

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import rms_norm
-from torch.utils.weak import WeakIdKeyDictionary
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -66,43 +65,6 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
         return False
     states = torch.linspace(-3, 5, 8 * weight.numel(), dtype=weight.dtype).sin().view(8, -1)
     return torch.equal(module(states), _rms_norm(module, states))
-
-
-def by_columns(weight: torch.Tensor) -> torch.Tensor:
-    """Lays `weight` [out, in] out in memory so that the product with it is fastest; the values stay the same.
-
-    In fp32 on a CPU that is column after column: for one position a head of 16384 x 128 then takes a third of the
-    time, and six positions through the layers of the embedded target a fifth less. Columns that begin a whole number
-    of pages apart compete for the same lines of the CPU's caches; a gap of two cache lines between them takes off
-    another tenth. Elsewhere it is the weight itself.
-    """
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.stride(0) == 1:
-        return weight
-    rows, columns = weight.shape
-    gap = 32 if rows % 1024 == 0 else 0
-    with torch.inference_mode(False), torch.no_grad():  # gradients may pass through a frozen weight
-        return weight.new_empty(columns, rows + gap)[:, :rows].copy_(weight.detach().t()).t()
-
-
-def lay_out(module: torch.nn.Module) -> None:
-    """Lays out the frozen linear weights of a module, in place, for decoding: see `by_columns`."""
-    for part in module.modules():
-        if type(part) is torch.nn.Linear and not part.weight.requires_grad:
-            part.weight.data = by_columns(part.weight)
-
-
-# Of a head that is tied to the embedding, whose rows must stay rows: the weight -> its version and a copy by columns.
-_HEADS = WeakIdKeyDictionary()
-
-
-def head_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of a head's weight by columns, made once for all who use the weight, and again when it was changed."""
-    version, laid = _HEADS.get(weight, (None, None))
-    if version != weight._version:
-        laid = by_columns(weight)
-        if laid is not weight:
-            _HEADS[weight] = (weight._version, laid)
-    return laid
 
 
 def weight_bytes(module: torch.nn.Module) -> int:

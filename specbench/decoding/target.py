@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.nn.functional import linear
 
 from specbench.decoding.kv_cache import KVCache, Places, RowCache
-from specbench.decoding.layers import head_weight, lay_out, quick, weight_bytes
+from specbench.decoding.layers import quick, weight_bytes
+from specbench.decoding.layouts import lay_out
 from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
@@ -115,9 +115,12 @@ class Target:
                 )
             check_rope(self.config)
             self.embed_tokens: torch.nn.Embedding = base.embed_tokens
-            self.layers: list[torch.nn.Module] = [quick(layer) for layer in base.layers]
             self.norm: torch.nn.Module = norm
             self.lm_head: torch.nn.Linear = cast("torch.nn.Linear", model.get_output_embeddings())
+            lay_out(base.layers)
+            lay_out(self.lm_head, fixed=self.lm_head.weight is self.embed_tokens.weight)
+            self.layers: list[torch.nn.Module] = [quick(layer) for layer in base.layers]
+            self._head = quick(self.lm_head)
             self.rotary, self.learned_positions = positions  # one of them is None
             self.device = model.device
             self.dtype = model.dtype
@@ -132,9 +135,6 @@ class Target:
             self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
             self._layer_bytes = [weight_bytes(layer) for layer in self.layers]
             self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
-            tied = self.lm_head.weight is self.embed_tokens.weight
-        for module in [*base.layers] if tied else [*base.layers, self.lm_head]:
-            lay_out(module)
 
     # -- what a pass costs -------------------------------------------------------------------------------------
 
@@ -240,8 +240,7 @@ class Target:
 
     def unembed(self, normed: torch.Tensor) -> torch.Tensor:
         """The head without the final norm, for drafters that bring a norm of their own."""
-        weight = head_weight(self.lm_head.weight)
-        logits = linear(normed.to(weight.device), weight, self.lm_head.bias).to(self.device)
+        logits = self._head(normed.to(self.lm_head.weight.device)).to(self.device)
         return logits[..., : self.vocab_size] if self._cut_head else logits
 
     # -- passes ------------------------------------------------------------------------------------------------

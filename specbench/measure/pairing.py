@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from specbench.decoding.batch import Request
+from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Generation, Step
 from specbench.decoding.turns import Turns
@@ -320,7 +321,8 @@ class Bench:
             for name in (BASELINE, METHOD):
                 self.arms[name](requests)
 
-        return use_threads(asked, work if self.pair.device.type == "cpu" else None)
+        on_cpu = self.pair.device.type == "cpu"
+        return use_threads(asked, work if on_cpu else None, partial(choose_layouts, self.batch_size))
 
     def _warm_up_requests(self, most_tokens: int) -> list[Request]:
         """A request for each warm-up question."""

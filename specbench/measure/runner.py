@@ -24,6 +24,7 @@ from tqdm import tqdm
 from specbench.decoding.batch import BatchEngine, Scheduler
 from specbench.decoding.draft import Drafter, needs_of
 from specbench.decoding.engine import Engine
+from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError, one_line_errors, reason
@@ -186,17 +187,20 @@ class Job:
 
     def _begin(self, bench: Bench) -> dict:
         """Chooses the threads, warms up, and writes provenance and facts, which it returns."""
-        asked, path = self.cfg.threads, self.run_dir / store.PROVENANCE
-        if path.exists():  # gone on with: the same number, not one that is measured anew
-            asked = store.read_json(path)["threads"]["torch"]
+        asked, begun, path = self.cfg.threads, {}, self.run_dir / store.PROVENANCE
+        if path.exists():  # gone on with: the same threads and layouts, not measured anew
+            begun = store.read_json(path)
+            asked = begun["threads"]["torch"]
         chosen = bench.use_threads(asked)
+        layouts = choose_layouts(bench.batch_size, begun.get("layouts"))
         found = provenance.collect(OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data))
         before = bench.watch.read()
         bench.warm_up()
         reasons = unfit(before, bench.watch.read(), torch.get_num_threads())
         if reasons:
             print(f"this machine is not fit for measuring now: {'; '.join(reasons)}", file=sys.stderr)
-        provenance.record(self.run_dir, found | {"thread_choice": asdict(chosen), "unfit": reasons})
+        more = {"thread_choice": asdict(chosen), "layouts": layouts, "unfit": reasons}
+        provenance.record(self.run_dir, found | more)
         if (self.run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
             bench.peak_memory = store.read_json(self.run_dir / store.FACTS)["peak_memory_bytes"]
         known = facts(bench)

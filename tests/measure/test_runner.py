@@ -20,6 +20,7 @@ from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from specbench import threads
 from specbench.compose import CONF
 from specbench.decoding import engine as engine_module
+from specbench.decoding import layouts
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
@@ -149,7 +150,10 @@ def test_threads_are_measured_written_down_and_kept(
     with pytest.raises(JobError):
         runner.run(run_dir)
     monkeypatch.setattr(threads, "fewest_worth", lambda seconds: min(seconds))
+    monkeypatch.setattr(layouts, "_fastest", lambda *shape: pytest.fail(f"{shape} was measured anew"))
     torch.set_num_threads(1)
+    chosen = store.read_json(run_dir / store.PROVENANCE)["layouts"]
+    assert chosen and all(of.keys() == {"one_token", "several"} for of in chosen.values())
     assert runner.run(run_dir) == 0
     assert used[:3] == [2, 2, 2]
     found = store.read_json(run_dir / store.PROVENANCE)
