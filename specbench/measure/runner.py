@@ -37,7 +37,7 @@ from specbench.measure import provenance, store
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
 from specbench.measure.equivalence import VERDICTS, Certificate, certify
 from specbench.measure.rounding import batch_noise, margin, shape_noise
-from specbench.pairs import Pair, load_pair
+from specbench.pairs import Pair, load_pair, with_part
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.threads import Threads, use_threads
 from specbench.values import parameters
@@ -295,7 +295,7 @@ def prepare(cfg: DictConfig) -> Bench:
     needs = drafter_class.needs  # type: ignore[attr-defined] # Hydra gives a bare type
     pair_cfg = cfg.pair
     if needs.part:  # it may bring the draft model with it
-        pair_cfg = OmegaConf.merge(cfg.pair, {"draft": needs.draft_of(cfg.pair), "draft_layers": None})
+        pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     target = Target(pair.target)
     target.check()
@@ -464,6 +464,7 @@ def facts(bench: Bench) -> dict:
         "bandwidth_bytes_per_second": provenance.bandwidth(pair.device),
         "noise": None,
         "weights": pair.init,
+        "anatomy": pair.anatomy,
         "batched": bench.batch_size is not None,
         "slice_seconds": bench.slice_seconds,
         "peak_memory_bytes": bench.peak_memory,

@@ -30,6 +30,7 @@ SHORT = {  # column heads
     "math_reasoning": "math",
 }
 RANDOM = "random weights: times and sizes are real, acceptance is not"
+EXPANDED = "expanded weights: text and acceptance are the embedded family's, times and sizes those of the dimensions"
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
 ONE_POOL = "interval over repeats of one pool: timing noise only"
 
@@ -284,9 +285,12 @@ def notes(runs: list[Run]) -> list[str]:
 def cautions(runs: Iterable[Run]) -> list[str]:
     """What a reader of several runs would else see only in the tables of each."""
     runs = list(runs)
-    random = [run.name for run in runs if run.summary["weights"] == "random"]
+    made = {RANDOM: "random", EXPANDED: "expanded"}
     slower = [run.name for run in runs if run.summary["baseline"]["quoted_against"] == "hf_generate"]
-    lines = [f"{RANDOM}: {named(random)}"] if random else []
+    lines = []
+    for said, weights in made.items():
+        if names := [run.name for run in runs if run.summary["weights"] == weights]:
+            lines.append(f"{said}: {named(names)}")
     if 0 < len(slower) < len(runs):
         lines.append(
             f"speedups against {QUOTED['hf_generate']}, which was the faster, those of the others against "
@@ -419,6 +423,8 @@ def _title(summary: dict) -> Text:
     )
     if summary["weights"] == "random":
         text.append(f"\n{RANDOM}", style="yellow")
+    if summary["weights"] == "expanded":
+        text.append(f"\n{EXPANDED}: {summary['anatomy']}, as {summary['pair']}", style="yellow")
     return text
 
 
