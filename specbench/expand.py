@@ -124,7 +124,7 @@ class Expansion:
         for key, what in NAMES.items():
             least, there = getattr(old, key), getattr(new, key)
             if there < least:
-                hint = ": set pair.draft_layers" if key == "layers" else ""
+                hint = f" (pair.draft_layers={there} cuts a draft model)" if key == "layers" else ""
                 raise UserError(
                     f"pair.init=expanded cannot build '{name}' from the embedded family: it has {what} of {there}, "
                     f"and {least} is the least{hint}"
@@ -132,6 +132,15 @@ class Expansion:
         if new.vocab > old.vocab and new.hidden == old.hidden:
             raise UserError(
                 f"pair.init=expanded cannot build '{name}': a larger vocabulary needs a hidden size above {old.hidden}"
+            )
+        if self.shape.get("tie_word_embeddings", False) > settings.get("tie_word_embeddings", False):
+            raise UserError(
+                f"pair.init=expanded cannot build '{name}': it ties head and embedding, the model does not"
+            )
+        if new.hidden % (new.kv_heads * new.group):
+            raise UserError(
+                f"pair.init=expanded cannot build '{name}': Llama needs a hidden size that is a multiple of the number "
+                f"of heads, not {new.hidden} with {new.kv_heads * new.group}"
             )
         half, self._stride = old.head_dim // 2, (new.head_dim // 2) // (old.head_dim // 2)
         rotary = [self._stride * i for i in range(half)]
@@ -153,8 +162,8 @@ class Expansion:
         return layer_at(count, self.old.layers, self.new.layers)
 
     def anatomy(self) -> str:
-        """What was built, for tables: "Llama, 36 layers x 4096"."""
-        return f"Llama, {self.new.layers} layers x {self.new.hidden}"
+        """What was built, for tables: "Llama of 36 layers x 4096"."""
+        return f"Llama of {self.new.layers} layers x {self.new.hidden}"
 
     def config(self) -> LlamaConfig:
         """The config of the new model; what has nothing to do with dimensions is that of the old one."""
@@ -259,7 +268,9 @@ class Expansion:
                 parameter[dimension] = NORM_WEIGHT * scale
 
 
-def expand_model(source: PreTrainedModel, expansion: Expansion, device: torch.device, dtype: torch.dtype) -> Any:
+def expand_model(
+    source: PreTrainedModel, expansion: Expansion, device: torch.device, dtype: torch.dtype
+) -> Any:
     """The expanded model, ready to decode; the ids that end an answer are the source's."""
     from transformers import LlamaForCausalLM
 
@@ -354,8 +365,10 @@ def _check_anatomy(settings: Mapping[str, Any], name: str) -> None:
 def _materialise(
     module: torch.nn.Module, config: LlamaConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Gives a module of the meta device zeros, written and not only reserved: pages that nothing has written cost less
-    to read than memory does."""
+    """Gives a module of the meta device zeros, which are written and not only reserved.
+
+    To read pages that nothing has written costs less than reading memory does.
+    """
     import torch
     from transformers import PreTrainedModel
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

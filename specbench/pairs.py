@@ -87,7 +87,7 @@ class Pair:
 
     @property
     def anatomy(self) -> str | None:
-        """What an expanded target is, for tables: "Llama, 36 layers x 4096"; None for any other."""
+        """What an expanded target is, for tables: "Llama of 36 layers x 4096"; None for any other."""
         return self.expansion and self.expansion.anatomy()
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:

@@ -60,9 +60,7 @@ class Kangaroo(Drafter):
     ):
         from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
 
-        loaded = load_adapter(
-            packaged(adapter), pair.target.config, pair.device, pair.dtype, pair.expansion
-        )
+        loaded = load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype, pair.expansion)
         self.adapter = quick(loaded)
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer

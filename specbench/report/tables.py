@@ -30,7 +30,7 @@ SHORT = {  # column heads
     "math_reasoning": "math",
 }
 RANDOM = "random weights: times and sizes are real, acceptance is not"
-EXPANDED = "expanded weights: text and acceptance are the embedded family's, times and sizes those of the dimensions"
+EXPANDED = "text and acceptance are those of the embedded family, times and sizes those of the dimensions"
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
 ONE_POOL = "interval over repeats of one pool: timing noise only"
 
@@ -285,10 +285,10 @@ def notes(runs: list[Run]) -> list[str]:
 def cautions(runs: Iterable[Run]) -> list[str]:
     """What a reader of several runs would else see only in the tables of each."""
     runs = list(runs)
-    made = {RANDOM: "random", EXPANDED: "expanded"}
+    made = {"random": RANDOM, "expanded": f"expanded weights: {EXPANDED}"}
     slower = [run.name for run in runs if run.summary["baseline"]["quoted_against"] == "hf_generate"]
     lines = []
-    for said, weights in made.items():
+    for weights, said in made.items():
         if names := [run.name for run in runs if run.summary["weights"] == weights]:
             lines.append(f"{said}: {named(names)}")
     if 0 < len(slower) < len(runs):
@@ -424,7 +424,8 @@ def _title(summary: dict) -> Text:
     if summary["weights"] == "random":
         text.append(f"\n{RANDOM}", style="yellow")
     if summary["weights"] == "expanded":
-        text.append(f"\n{EXPANDED}: {summary['anatomy']}, as {summary['pair']}", style="yellow")
+        built = f"expanded, {summary['anatomy']} at {summary['pair']}'s dimensions"
+        text.append(f"\n{built}: {EXPANDED}", style="yellow")
     return text
 
 
