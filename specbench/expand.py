@@ -170,7 +170,6 @@ class Expansion:
         from transformers import LlamaConfig
 
         old, new = self.old, self.new
-        squares = CONSTANT**2 if self._grows else 0.0
         base = self.settings["rope_parameters"]["rope_theta"]
         changes = {
             "hidden_size": new.hidden,
@@ -183,7 +182,7 @@ class Expansion:
             "max_position_embeddings": self.shape.get("max_position_embeddings")
             or self.settings["max_position_embeddings"],
             "tie_word_embeddings": self.shape.get("tie_word_embeddings", False),
-            "rms_norm_eps": (self.settings["rms_norm_eps"] * old.hidden - squares) / new.hidden,
+            "rms_norm_eps": self.settings["rms_norm_eps"] * old.hidden / new.hidden,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": base ** ((new.head_dim // 2) / (self._stride * (old.head_dim // 2))),
@@ -252,10 +251,10 @@ class Expansion:
     def _exclude_added_tokens(self, module: torch.nn.Module) -> None:
         """Gives every added token a logit below -200, so that it is neither chosen nor drawn.
 
-        One added dimension of every token's embedding holds a small constant, which no layer reads or writes; eps is
-        less by its square. The last norm alone lets it through, to the head, whose rows of added tokens hold a large
-        negative number there. Where head and embedding are tied, the constant adds the same to the logits of all old
-        tokens: some 1e-4.
+        One added dimension of every token's embedding holds a small constant, which no layer reads or writes, and whose
+        square is lost in the sums that norms divide by (1e-6 of 50 and more). The last norm alone lets it through, to
+        the head, whose rows of added tokens hold a large negative number there. Where head and embedding are tied, the
+        constant adds the same to the logits of all old tokens: some 1e-4.
         """
         dimension, scale = self.old.hidden, (self.old.hidden / self.new.hidden) ** 0.5
         for name, parameter in module.named_parameters(remove_duplicate=False):

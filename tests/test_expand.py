@@ -55,8 +55,8 @@ IDS = torch.arange(3, 45).unsqueeze(0)
 @cache
 @torch.inference_mode(False)
 def source(tied: bool = False) -> LlamaForCausalLM:
-    """A small random model."""
-    return random_model("llama", 3, tie_word_embeddings=tied)
+    """A small random model, with an eps that matters."""
+    return random_model("llama", 3, tie_word_embeddings=tied, rms_norm_eps=1e-3)
 
 
 def expanded(
@@ -104,20 +104,20 @@ def test_layers_of_the_new_model_compute_what_the_first_ones_of_the_old_did():
             if layers
         ]
         if states:
-            assert torch.allclose(states[1][..., :64], states[0], rtol=1e-4, atol=1e-4)
+            assert (states[1][..., :64] - states[0]).abs().max() < 1e-4 * states[0].abs().max()
         seen.add(expansion.layers(count))
     assert sorted(seen) == [0, 2, 4, 7, 9, 12]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
-    """It rounds as the model itself does in that dtype, though not alike where a scale is no power of two."""
+    """It rounds as the model itself does in that dtype, though not alike: scales are no powers of two."""
     old, new, _ = expanded(CHANGES["of another family"], dtype)
     assert {p.dtype for p in new.parameters()} == {dtype} and new.dtype == dtype
     assert new.model.rotary_emb.inv_freq.dtype == torch.float32
-    expected = old(IDS).logits
-    error = (new(IDS).logits[..., :61].float() - expected).abs().max()
-    assert error < 2 * (copy.deepcopy(old).to(dtype)(IDS).logits.float() - expected).abs().max()
+    expected, own = old(IDS).logits, copy.deepcopy(old).to(dtype)(IDS).logits
+    error = (new(IDS).logits[..., :61].float() - expected).abs().mean()
+    assert error < 2 * (own.float() - expected).abs().mean()
 
 
 def test_no_denormal_numbers():
