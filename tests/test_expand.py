@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from contextlib import closing
 from functools import cache
 
@@ -16,6 +18,7 @@ from methods.kangaroo.adapter import load_adapter, save_adapter
 from methods.mirror_sd.streams import load_streams, save_streams
 from methods.s2d import SortedDraft
 from specbench.checks import check
+from specbench.compose import CONF, ROOT
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
@@ -194,7 +197,7 @@ def test_a_real_pair_is_built_from_the_embedded_family():
     assert (pair.name, pair.dtype, pair.target_shape.num_hidden_layers) == ("llama-3.1-8b", "bfloat16", 32)
     assert pair.target.startswith("specbench/tiny/") and pair.tokenizer.startswith("specbench/tiny/")
     assert not pair.gated and pair.stop_ids is None and pair.target_revision is None
-    assert set(pair) == set(OmegaConf.load("conf/pair/_base.yaml"))
+    assert set(pair) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))
     # The preset of the embedded pair: its draft model, cut, and its layer 5 of 24, of 32.
     assert (pair.draft, pair.draft_layers) == (pair.parts.s2d, 4)
     assert (cfg.method.exit_layer, cfg.method.kappa) == (6, 12)
@@ -246,6 +249,32 @@ def test_tiny_wide():
     assert sum(p.numel() for p in pair.target.parameters()) == 90202624
     assert pair.draft.config.hidden_size == 96 and pair.draft_expansion is None
     assert pair.stop_ids == {3} and pair.context_length == 4096
+
+
+MEASURED = """
+import resource, sys
+from specbench.pairs import load_pair
+from tests.support.conf import composed
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = []
+for overrides in (["pair=tiny"], ["pair=tiny_wide", "pair.width=1024"]):
+    pair = load_pair(composed("bench", *overrides, "pair.device=cpu", "pair.dtype=bfloat16").pair, 0, False)
+    before.append(peak())
+print(before[1] - before[0], sum(weight.nbytes for weight in pair.target.parameters()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_memory_is_written_once_and_for_all():
+    """All of the 660 MB is in memory, and there is no second copy of it while it is built."""
+    command = [sys.executable, "-c", MEASURED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+    risen, size = map(int, done.stdout.split()[-2:])
+    assert 0.9 * size < risen < 1.2 * size
 
 
 # -- trained parts
@@ -323,9 +352,9 @@ def _acceptance(answers) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("shape", ["grouped heads", "all of it"])
-def test_methods_say_and_accept_what_they_do_on_the_embedded_pair(shape, method):
-    _, _, plain, drafted = _answers(shape, method)
+def test_methods_say_and_accept_what_they_do_on_the_embedded_pair(method):
+    """At every shape: `python -m tests.benchmarks.expansion`."""
+    _, _, plain, drafted = _answers("all of it", method)
     _, _, expected, own = _own(method)
     assert [one.tokens for one in plain] == [one.tokens for one in expected]
     assert [one.tokens for one in drafted] == [one.tokens for one in expected]
