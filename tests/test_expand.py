@@ -25,6 +25,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError
 from specbench.expand import Expansion, embedded, expand_model, wide
+from specbench.measure.provenance import differences
 from specbench.measure.runner import prepare
 from specbench.pairs import load_pair
 from specbench.questions import load_questions
@@ -249,6 +250,27 @@ def test_tiny_wide():
     assert sum(p.numel() for p in pair.target.parameters()) == 90202624
     assert pair.draft.config.hidden_size == 96 and pair.draft_expansion is None
     assert pair.stop_ids == {3} and pair.context_length == 4096
+
+
+def test_runs_at_other_dimensions_are_not_comparable():
+    pairs = [
+        OmegaConf.to_container(composed("bench", "pair=tiny_wide", f"pair.width={width}").pair)
+        for width in (512, 1024)
+    ]
+    assert differences(*({"config": {"pair": pair}} for pair in pairs)) == [
+        "config.pair.width 512 against 1024"
+    ]
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_nothing_is_allocated_twice():
+    cuda = torch.device("cuda")
+    load_pair(composed("bench", "pair=tiny", "pair.device=cuda").pair, 0, with_draft=False)
+    torch.cuda.reset_peak_memory_stats(cuda)
+    before = torch.cuda.memory_allocated(cuda)
+    pair = load_pair(composed("bench", "pair=tiny_wide", "pair.device=cuda").pair, 0, with_draft=False)
+    size = sum(weight.nbytes for weight in pair.target.parameters())
+    assert size <= torch.cuda.max_memory_allocated(cuda) - before < 1.1 * size
 
 
 MEASURED = """
