@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench import values
+from specbench import expand, values
 from specbench.errors import UserError, file_errors, near, reason
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
@@ -45,7 +45,8 @@ KEYS = {
     **{"task.tasks": dict[str, list[str]], "vocab.map": str | None, "vocab.size": Count | None},
     **{"pair.target": str, "pair.draft": str | None, "pair.tokenizer": str | None, "pair.parts": dict},
     "pair.dtype": Literal["float32", "bfloat16", "float16"],
-    "pair.init": Literal["pretrained", "random"],
+    "pair.init": Literal["pretrained", "random", "expanded"],
+    "pair.width": Count | None,
     # Of transformers and accelerate.
     "pair.device_map": Literal["auto", "balanced", "balanced_low_0", "sequential"] | None,
 }
@@ -59,6 +60,7 @@ def check(cfg: DictConfig) -> None:
         if not isinstance(chosen.get(group), dict):
             raise UserError(f"no {group} is chosen: set {group} to the name of a file in conf/{group}/")
     try:
+        cfg.pair = expand.embedded(cfg.pair)
         OmegaConf.resolve(cfg)
         missing = OmegaConf.missing_keys(cfg)
     except OmegaConfBaseException as error:  # also around what a resolver of ours says
@@ -70,6 +72,8 @@ def check(cfg: DictConfig) -> None:
     check_tracker(cfg.tracker)
     needs = check_method(cfg)
     check_folders(cfg, needs)
+    if cfg.pair.init == "expanded":
+        expand.check(cfg.pair, needs.draft_of(cfg.pair))
     load_questions(cfg.data, cfg.task)
     warmup_questions(cfg.data)
 
@@ -77,7 +81,9 @@ def check(cfg: DictConfig) -> None:
 def check_values(cfg: DictConfig) -> None:
     """Raises UserError for a value of another type than its key has, see `KEYS`."""
     values.check_all(cfg, KEYS)
-    if cfg.pair.device_map is not None and cfg.pair.init == "random":
+    if cfg.pair.width is not None and cfg.pair.init != "expanded":
+        raise UserError("pair.width is of expanded models: set pair.init=expanded")
+    if cfg.pair.device_map is not None and cfg.pair.init != "pretrained":
         raise UserError("pair.device_map spreads weights that are loaded: set pair.init=pretrained")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(cfg.pair.device)):
         raise UserError(f"pair.device must be auto, cpu or cuda:0, not {cfg.pair.device!r}")

@@ -31,6 +31,25 @@ PACKAGE = ROOT / "specbench"
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else ROOT / "conf"
 
 
+def layer_at(layers: int, old: int, new: int) -> int:
+    """How many layers of a model expanded from `old` to `new` layers compute what the first `layers` of it did.
+
+    The old layer of index i has the index `layer_at(i, old, new)`.
+    """
+    return layers * new // old
+
+
+def expanded_layers(count: int, old: int, *, _root_: DictConfig) -> int:
+    """`${expanded_layers:5,24}`: 5 of the 24 layers of a target, or what they have become where it is expanded."""
+    pair = _root_.pair
+    if pair.init != "expanded" or pair.target_shape is None:
+        return count
+    return layer_at(count, old, pair.target_shape.num_hidden_layers)
+
+
+OmegaConf.register_new_resolver("expanded_layers", expanded_layers, replace=True)
+
+
 def own_conf() -> Path | None:
     """The folder `conf` of the working directory, where a user of the package keeps YAMLs of his own; None without."""
     own = Path.cwd() / "conf"

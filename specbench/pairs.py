@@ -22,9 +22,11 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
 from specbench.errors import UserError
+from specbench.expand import Expansion, embedded, expand_model, expansion_of
 from specbench.questions import packaged
 from specbench.values import plain
 
@@ -60,9 +62,11 @@ class Pair:
         context_length: positions that every loaded model has.
         vocab_size: ids that the tokenizer has; heads may be padded further.
         parts: trained parts of methods by name, each a local path or a hub id.
-        init: "pretrained" or "random".
+        init: "pretrained", "random" or "expanded".
         chat_template: Jinja text.
         template_kwargs: variables for the template.
+        expansion: how the target was expanded, for trained parts that work at its width; None if it was not.
+        draft_expansion: the same of the draft model.
     """
 
     name: str
@@ -78,6 +82,13 @@ class Pair:
     init: str
     chat_template: str
     template_kwargs: dict = field(default_factory=dict)
+    expansion: Expansion | None = None
+    draft_expansion: Expansion | None = None
+
+    @property
+    def anatomy(self) -> str | None:
+        """What an expanded target is, for tables: "Llama of 36 layers x 4096"; None for any other."""
+        return self.expansion and self.expansion.anatomy()
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
         """Token ids of a conversation, `[{"role": ..., "content": ...}]`, up to where the answer begins."""
@@ -110,10 +121,10 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
         UserError: a model, tokenizer or template is missing or gated, the vocabularies of draft and target differ, or
             the device is too small.
     """
-    cfg, device, dtype = pair_cfg, choose_device(pair_cfg.device), DTYPES[pair_cfg.dtype]
+    cfg, device, dtype = embedded(pair_cfg), choose_device(pair_cfg.device), DTYPES[pair_cfg.dtype]
     if with_draft and cfg.draft is None:
         raise UserError(f"pair '{cfg.name}' has no draft model: set pair.draft")
-    target = _Source(cfg.target, cfg.target_revision, cfg, cfg.target_shape)
+    target = _Source(cfg.target, cfg.target_revision, cfg, cfg.target_shape, cfg.width)
     draft = _Source(cfg.draft, cfg.draft_revision, cfg, cfg.draft_shape) if with_draft else None
     standing_in = target.folder is None and cfg.tokenizer is None
     source = target if cfg.tokenizer is None else _Source(cfg.tokenizer, None, cfg)
@@ -123,31 +134,42 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
         raise UserError(f"the tokenizer of pair '{cfg.name}' has no chat template: set pair.chat_template")
     config = target.config()
     check_covered(tokenizer, config, cfg.target)
-    context_length = config.max_position_embeddings
     if draft:
         draft_config = draft.config()
         if not standing_in and draft.has_tokenizer():
             ignored = set() if cfg.same_added_tokens else set(tokenizer.added_tokens_decoder)
             check_same_tokens(tokenizer, draft.tokenizer(), cfg.target, cfg.draft, ignored)
         check_covered(tokenizer, draft_config, cfg.draft)
-        context_length = min(context_length, draft_config.max_position_embeddings)
 
     target_model = target.model(dtype, device, seed, cfg.device_map)
+    draft_model = draft.model(dtype, device, seed + 1, layers=cfg.draft_layers) if draft else None
+    configs = [model.config.get_text_config() for model in (target_model, draft_model) if model is not None]
     return Pair(
         name=cfg.name,
         target=target_model,
-        draft=draft.model(dtype, device, seed + 1, layers=cfg.draft_layers) if draft else None,
+        draft=draft_model,
         tokenizer=tokenizer,
         stop_ids=find_stop_ids(target_model, tokenizer) if cfg.stop_ids is None else frozenset(cfg.stop_ids),
         device=device,
         dtype=dtype,
-        context_length=context_length,
+        context_length=min(config.max_position_embeddings for config in configs),
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
         parts={name: str(packaged(path)) for name, path in cfg.parts.items() if path is not None},
         init=cfg.init,
         chat_template=chat_template,
         template_kwargs=plain(cfg.template_kwargs),
+        expansion=target.expansion,
+        draft_expansion=draft.expansion if draft else None,
     )
+
+
+def with_part(pair_cfg: DictConfig, folder: str | None) -> DictConfig:
+    """A pair's configuration with a trained part as draft model: whole, and of as many layers as it has."""
+    own: dict[str, Any] = {"draft": folder, "draft_layers": None}
+    if pair_cfg.init == "expanded" and pair_cfg.draft_shape is not None:
+        own["draft_shape"] = {"num_hidden_layers": None}
+    merged: Any = OmegaConf.merge(pair_cfg, own)
+    return merged
 
 
 def draft_of(pair: Pair) -> PreTrainedModel:
@@ -236,11 +258,20 @@ def check_same_tokens(
 class _Source:
     """One model of a pair: a local folder, or a hub id whose small files come at once, the weights later.
 
-    With random weights and a `shape`, nothing is fetched at all: `folder` is None.
+    With random weights and a `shape`, nothing is fetched at all: `folder` is None. To be expanded, it has a shape, or a
+    width; how it was expanded is known when the model is loaded.
     """
 
-    def __init__(self, name: str, revision: str | None, cfg: DictConfig, shape: DictConfig | None = None):
-        self.name, self.revision, self.cfg, self.shape = name, revision, cfg, shape
+    def __init__(
+        self,
+        name: str,
+        revision: str | None,
+        cfg: DictConfig,
+        shape: DictConfig | None = None,
+        width: int | None = None,
+    ):
+        self.name, self.revision, self.cfg, self.shape, self.width = name, revision, cfg, shape, width
+        self.expansion: Expansion | None = None
         folder = local_folder(name)
         by_shape = folder is None and cfg.init == "random" and shape is not None
         self.folder = folder if folder or by_shape else fetch_small_files(name, revision, cfg.gated)
@@ -279,6 +310,22 @@ class _Source:
         layers: int | None = None,
     ) -> PreTrainedModel:
         """The model, ready to decode; layers: only so many of its first ones."""
+        if self.cfg.init != "expanded" or (self.shape is None and self.width is None):
+            return self._load(dtype, device, seed, device_map, layers)
+        source = self._load(torch.float32, torch.device("cpu"), seed, None, layers)
+        self.expansion = expansion_of(source.config.to_dict(), self.shape, self.width, self.cfg.name)
+        assert self.expansion is not None  # there is a shape or a width
+        with _one_line(self):
+            return expand_model(source, self.expansion, device, dtype)
+
+    def _load(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        device_map: str | None,
+        layers: int | None,
+    ) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
 
         options = {

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 from specbench.decoding.kv_cache import KVCache, RowCache
 from specbench.decoding.layouts import lay_out
 from specbench.errors import UserError, reason
+from specbench.expand import Expansion
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -124,7 +125,11 @@ def check_exit_layer(exit_layer: int, layers: int) -> int:
 
 
 def load_adapter(
-    folder: str | Path, target_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+    folder: str | Path,
+    target_config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    expansion: Expansion | None = None,
 ) -> Adapter:
     """Reads `config.json` and `model.safetensors` or the authors' `pytorch_model.bin` from a folder.
 
@@ -135,6 +140,7 @@ def load_adapter(
         target_config: of the target.
         device: to put the adapter on.
         dtype: of the adapter.
+        expansion: how the target was expanded; the adapter is, too, to the size that the paper gives such a target.
 
     Raises:
         UserError: a file cannot be read, a key or a shape is missing, unknown or wrong, or the adapter was made for a
@@ -148,9 +154,10 @@ def load_adapter(
         state = _read_state(folder)
     except (OSError, EOFError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"the adapter in '{folder}' cannot be read: {reason(error)}") from error
-    if settings.get("hidden_size") != target_config.hidden_size:
+    width = target_config.hidden_size if expansion is None else expansion.old.hidden
+    if settings.get("hidden_size") != width:
         raise UserError(
-            f"the adapter in '{folder}' is {settings.get('hidden_size')} wide, the target {target_config.hidden_size}: "
+            f"the adapter in '{folder}' is {settings.get('hidden_size')} wide, the target {width}: "
             "it was trained for another target"
         )
     adapter = Adapter(LlamaConfig(**settings))
@@ -166,9 +173,27 @@ def load_adapter(
     if problems:
         raise UserError(f"the adapter in '{folder}' does not fit: {'; '.join(sorted(problems))}")
     adapter.load_state_dict(state)
-    adapter = adapter.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    if expansion is None:
+        adapter = adapter.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    else:
+        adapter = _expanded(adapter.float(), target_config, device, dtype, expansion)
     lay_out(adapter)
     return adapter
+
+
+def _expanded(
+    adapter: Adapter,
+    target_config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    expansion: Expansion,
+) -> Adapter:
+    """The adapter at the width and heads of an expanded target, for the same states behind the exit layer."""
+    own = Expansion(adapter.config.to_dict(), adapter_config(target_config).to_dict(), "the adapter")
+    expanded = own.build(Adapter, adapter, device, dtype)
+    if (exit_layer := getattr(adapter.config, "exit_layer", None)) is not None:
+        expanded.config.exit_layer = expansion.layers(exit_layer)
+    return expanded
 
 
 def save_adapter(adapter: Adapter, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:

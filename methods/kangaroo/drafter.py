@@ -60,7 +60,8 @@ class Kangaroo(Drafter):
     ):
         from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
 
-        self.adapter = quick(load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype))
+        loaded = load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype, pair.expansion)
+        self.adapter = quick(loaded)
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)

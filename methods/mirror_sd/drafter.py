@@ -114,7 +114,7 @@ class MirrorSD(Drafter):
             placement = "inline"
         elif placement == "auto":
             placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
-        guessing = None if streams is None else load_streams(packaged(streams), draft)
+        guessing = None if streams is None else load_streams(packaged(streams), draft, pair.draft_expansion)
         made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, exit_parts, plan, guessing)
         if placement == "process":
             if (target.device.type, self.model.device.type) != ("cpu", "cpu"):

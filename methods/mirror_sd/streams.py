@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from specbench.expand import Expansion
+
 FILE, NAME = "streams.safetensors", "streams"
 
 
@@ -22,8 +24,22 @@ def save_streams(streams: torch.Tensor, folder: str | Path) -> None:
     save_file({NAME: streams.cpu().contiguous()}, Path(folder) / FILE)
 
 
-def load_streams(folder: str | Path, model: PreTrainedModel) -> torch.Tensor:
-    """[s, d] in the draft model's dtype, on its device. Raises UserError if they are not there, or another model's."""
+def load_streams(
+    folder: str | Path, model: PreTrainedModel, expansion: Expansion | None = None
+) -> torch.Tensor:
+    """The embeddings of the streams of a draft model.
+
+    Args:
+        folder: of the draft model.
+        model: the draft model.
+        expansion: how it was expanded; None if it was not.
+
+    Returns:
+        [s, d] in the draft model's dtype, on its device.
+
+    Raises:
+        UserError: they are not there, or another model's.
+    """
     path = Path(folder) / FILE
     if not path.is_file():
         raise UserError(
@@ -34,9 +50,10 @@ def load_streams(folder: str | Path, model: PreTrainedModel) -> torch.Tensor:
     except (SafetensorError, KeyError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     embeddings: Any = model.get_input_embeddings()
-    width = embeddings.weight.shape[1]
+    width = embeddings.weight.shape[1] if expansion is None else expansion.old.hidden
     if streams.dim() != 2 or streams.shape[1] != width:
         raise UserError(
             f"{path} holds streams of shape {list(streams.shape)}; the draft model is {width} wide"
         )
+    streams = streams if expansion is None else expansion.pad(streams)
     return streams.to(model.device, model.dtype)

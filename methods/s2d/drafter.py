@@ -63,7 +63,10 @@ class SortedDraft(SpeculativeSampling):
         vocab_size: Count | None = None,
     ):
         super().__init__(pair, max_draft_tokens, confidence_threshold, vocab_map, vocab_size)
-        self.exits = choose_exits(exits, only, getattr(self.model.config, "exits", None))
+        trained = getattr(self.model.config, "exits", None)
+        if trained and pair.draft_expansion is not None:
+            trained = [pair.draft_expansion.layers(exit) for exit in trained]
+        self.exits = choose_exits(exits, only, trained)
         if not 1 <= self.exits[0] <= self.exits[-1] <= len(self.model.layers):
             raise UserError(
                 f"exits must lie between 1 and the {len(self.model.layers)} layers of the draft model"

@@ -84,6 +84,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "threads": facts.get("threads"),
         "slice_seconds": facts.get("slice_seconds"),
         "weights": facts["weights"],
+        "anatomy": facts.get("anatomy"),
         "peak_memory_bytes": facts["peak_memory_bytes"],
         "overall": overall,
         "machine": machine(records),

@@ -52,7 +52,13 @@ GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "clocks.max.sm"
 COMPARABLE = (
     *("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights.target"),
     *("config.pair.target", "config.pair.dtype", "config.pair.device", "config.pair.init", "config.data"),
-    *("config.decoding", "config.batch_size", "config.protocol"),
+    *(
+        "config.pair.target_shape",
+        "config.pair.width",
+        "config.decoding",
+        "config.batch_size",
+        "config.protocol",
+    ),
 )
 SAME_RUN = ("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights")
 

@@ -33,7 +33,7 @@ from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
 from specbench.measure.pairing import BASELINE, HF, METHOD, SINGLE, Bench, attempt
 from specbench.measure.passes import Passes, whole
 from specbench.measure.watch import unfit
-from specbench.pairs import load_pair
+from specbench.pairs import load_pair, with_part
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.values import parameters
 
@@ -47,7 +47,7 @@ def prepare(cfg: DictConfig) -> Bench:
     needs = needs_of(drafting)
     pair_cfg = cfg.pair
     if needs.part:  # it may bring the draft model with it
-        pair_cfg = OmegaConf.merge(cfg.pair, {"draft": needs.draft_of(cfg.pair), "draft_layers": None})
+        pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     target = Target(pair.target)
     target.check()
@@ -265,6 +265,7 @@ def facts(bench: Bench) -> dict:
         "bandwidth_bytes_per_second": provenance.bandwidth(pair.device),
         "noise": None,
         "weights": pair.init,
+        "anatomy": pair.anatomy,
         "batched": bench.batch_size is not None,
         "slice_seconds": bench.slice_seconds,
         "peak_memory_bytes": bench.peak_memory,

@@ -58,6 +58,7 @@ DIFFERING = {
     "device": "{}",
     "protocol": "protocol {}",
     "weights": "{} weights",
+    "anatomy": "{}",
     "experiment": "{}",
 }
 

@@ -30,6 +30,7 @@ SHORT = {  # column heads
     "math_reasoning": "math",
 }
 RANDOM = "random weights: times and sizes are real, acceptance is not"
+EXPANDED = "text and acceptance are those of the embedded family, times and sizes those of the dimensions"
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
 WORST_DISTURBED = 0.1  # of the time that counts, above which a run warns of it first
 STOLEN_SHOWN = 0.001
@@ -333,9 +334,12 @@ def notes(runs: list[Run]) -> list[str]:
 def cautions(runs: Iterable[Run]) -> list[str]:
     """What a reader of several runs would else see only in the tables of each."""
     runs = list(runs)
-    random = [run.name for run in runs if run.summary["weights"] == "random"]
+    made = {"random": RANDOM, "expanded": f"expanded weights: {EXPANDED}"}
     slower = [run.name for run in runs if run.summary["baseline"]["quoted_against"] == "hf_generate"]
-    lines = [f"{RANDOM}: {named(random)}"] if random else []
+    lines = []
+    for weights, said in made.items():
+        if names := [run.name for run in runs if run.summary["weights"] == weights]:
+            lines.append(f"{said}: {named(names)}")
     lines += disturbances(runs)
     if 0 < len(slower) < len(runs):
         lines.append(
@@ -472,6 +476,9 @@ def _title(summary: dict) -> Text:
     )
     if summary["weights"] == "random":
         text.append(f"\n{RANDOM}", style="yellow")
+    if summary["weights"] == "expanded":
+        built = f"expanded, {summary['anatomy']} at {summary['pair']}'s dimensions"
+        text.append(f"\n{built}: {EXPANDED}", style="yellow")
     return text
 
 

@@ -347,6 +347,14 @@ def test_what_a_ratio_rests_on():
     assert said[4:] == ["1 repeat of one pool", "2 repeats of one pool: timing noise only"]
 
 
+def test_expanded_weights_are_told(capsys):
+    expanded = SUMMARY | {"weights": "expanded", "anatomy": "Llama of 36 layers x 4096", "pair": "qwen3-8b"}
+    text = shown(tables.run_table(expanded))
+    assert says(text, "expanded, Llama of 36 layers x 4096 at qwen3-8b's dimensions ... embedded family")
+    tables.print_overview(runs_of(a=expanded, b=SUMMARY))
+    assert says(capsys.readouterr().out, "expanded weights ... embedded family ... : a")
+
+
 def test_an_overview_tells_of_random_weights(capsys):
     random = SUMMARY | {"weights": "random"}
     tables.print_overview(runs_of(a=random, b=SUMMARY))

@@ -39,6 +39,8 @@ def random_pair(arch: str, seed: int = 0, draft_layers: int = 3, **overrides):
         device=target.device,
         dtype=target.dtype,
         parts={},
+        expansion=None,
+        draft_expansion=None,
         vocab_size=target.config.vocab_size,
         stop_ids=frozenset([STOP]),
     )

@@ -1,0 +1,387 @@
+"""Function-preserving expansion (Net2Net, Chen et al. 2016): a Llama model at the dimensions of a larger one.
+
+Text and acceptance of the expanded model are those of the trained one, its cost is that of the dimensions. Every matrix
+is padded with zeros, and what depends on a width is made up for:
+
+- RMSNorm divides by the mean over all dimensions: weights are scaled by sqrt(old / new width), eps by old / new.
+- Attention divides by the square root of the head's width: queries are scaled by sqrt(new / old).
+- A rotary pair turns with a frequency that its place in the head gives: old pair i goes to new pair k i, and the rotary
+  base is chosen so that pair k i turns as pair i did.
+- Grouped heads: a query head goes into the group of its own keys and values.
+- Added layers have zeros in the matrices that write, so that they pass their input on. They stand between the old ones,
+  which keep their relative depth.
+- Added tokens have a large negative logit, see `Expansion._exclude_added_tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+
+from specbench.compose import CONF, layer_at
+from specbench.errors import UserError, file_errors
+from specbench.questions import packaged
+from specbench.values import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from transformers import LlamaConfig, PreTrainedModel
+
+Module = TypeVar("Module", bound="torch.nn.Module")
+
+EMBEDDED = "tiny"  # the pair that others are expanded from
+# What such a pair keeps of its own.
+OWN = ("name", "target_shape", "draft_shape", "width", "dtype", "device", "device_map", "init")
+
+# Powers of two: exact in every dtype. Their product over a state's root mean square (2 to 30 in the embedded family) is
+# the distance of an added token's logit from 0.
+CONSTANT, ADDED_ROW, NORM_WEIGHT = 2.0**-10, -(2.0**15), 2.0**8
+
+# The axes of each matrix, as named in `Expansion.__init__`: rows, columns.
+AXES = {
+    "q_proj": ("queries", "hidden"),
+    "k_proj": ("keys", "hidden"),
+    "v_proj": ("values", "hidden"),
+    "o_proj": ("hidden", "attended"),
+    "gate_proj": ("inner", "hidden"),
+    "up_proj": ("inner", "hidden"),
+    "down_proj": ("hidden", "inner"),
+    "embed_tokens": ("tokens", "hidden"),
+    "lm_head": ("tokens", "hidden"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The dimensions of a model.
+
+    Attributes:
+        hidden: width of the states.
+        inner: width of the feed-forward part.
+        layers: of the model.
+        kv_heads: heads of keys and values.
+        group: query heads for each of them.
+        head_dim: width of a head.
+        vocab: tokens, padding included.
+    """
+
+    hidden: int
+    inner: int
+    layers: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    vocab: int
+
+    @classmethod
+    def of(cls, settings: Mapping) -> Sizes:
+        """Those that a config.json or a pair's shape of any family names."""
+        hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+        kv_heads = settings.get("num_key_value_heads") or heads
+        return cls(
+            hidden=hidden,
+            inner=settings.get("intermediate_size") or settings["ffn_dim"],
+            layers=settings["num_hidden_layers"],
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            head_dim=settings.get("head_dim") or hidden // heads,
+            vocab=settings["vocab_size"],
+        )
+
+
+NAMES = {
+    **{"hidden": "a hidden size", "inner": "an intermediate size", "layers": "a number of layers"},
+    **{"kv_heads": "a number of key/value heads", "group": "a number of query heads per key/value head"},
+    **{"head_dim": "a head width", "vocab": "a vocabulary"},
+}
+
+
+class Expansion:
+    """How a Llama model becomes one of another shape that computes the same.
+
+    Args:
+        settings: the config of the model to expand, as a dictionary.
+        shape: the config of any family's model whose dimensions are taken; without a number of layers, the model's own.
+        name: of what is built, for messages.
+
+    Raises:
+        UserError: the shape is smaller somewhere, or the model is of another anatomy.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], shape: Mapping[str, Any], name: str):
+        if settings.get("num_hidden_layers") and shape.get("num_hidden_layers") is None:
+            shape = {**shape, "num_hidden_layers": settings["num_hidden_layers"]}
+        self.settings, self.shape = dict(settings), dict(shape)
+        _check_anatomy(self.settings, name)
+        self.old, self.new = old, new = Sizes.of(settings), Sizes.of(shape)
+        for key, what in NAMES.items():
+            least, there = getattr(old, key), getattr(new, key)
+            if there < least:
+                hint = f" (pair.draft_layers={there} cuts a draft model)" if key == "layers" else ""
+                raise UserError(
+                    f"pair.init=expanded cannot build '{name}' from the embedded family: it has {what} of {there}, "
+                    f"and {least} is the least{hint}"
+                )
+        if new.vocab > old.vocab and new.hidden == old.hidden:
+            raise UserError(
+                f"pair.init=expanded cannot build '{name}': a larger vocabulary needs a hidden size above {old.hidden}"
+            )
+        if self.shape.get("tie_word_embeddings", False) > settings.get("tie_word_embeddings", False):
+            raise UserError(
+                f"pair.init=expanded cannot build '{name}': it ties head and embedding, the model does not"
+            )
+        if new.hidden % (new.kv_heads * new.group):
+            raise UserError(
+                f"pair.init=expanded cannot build '{name}': Llama needs a hidden size that is a multiple of the number "
+                f"of heads, not {new.hidden} with {new.kv_heads * new.group}"
+            )
+        half, self._stride = old.head_dim // 2, (new.head_dim // 2) // (old.head_dim // 2)
+        rotary = [self._stride * i for i in range(half)]
+        rotary += [new.head_dim // 2 + i for i in rotary]
+        heads = [(kv, kv * new.group + i) for kv in range(old.kv_heads) for i in range(old.group)]
+        # Where each old entry of an axis stands in the new one.
+        self._places = {
+            "hidden": list(range(old.hidden)),
+            "inner": list(range(old.inner)),
+            "tokens": list(range(old.vocab)),
+            "queries": [head * new.head_dim + i for _, head in heads for i in rotary],
+            "attended": [head * new.head_dim + i for _, head in heads for i in range(old.head_dim)],
+            "keys": [head * new.head_dim + i for head in range(old.kv_heads) for i in rotary],
+            "values": [head * new.head_dim + i for head in range(old.kv_heads) for i in range(old.head_dim)],
+        }
+
+    def layers(self, count: int) -> int:
+        """How many layers of the new model compute what the first `count` of the old one did."""
+        return layer_at(count, self.old.layers, self.new.layers)
+
+    def anatomy(self) -> str:
+        """What was built, for tables: "Llama of 36 layers x 4096"."""
+        return f"Llama of {self.new.layers} layers x {self.new.hidden}"
+
+    def config(self) -> LlamaConfig:
+        """The config of the new model; what has nothing to do with dimensions is that of the old one."""
+        from transformers import LlamaConfig
+
+        old, new = self.old, self.new
+        base = self.settings["rope_parameters"]["rope_theta"]
+        changes = {
+            "hidden_size": new.hidden,
+            "intermediate_size": new.inner,
+            "num_hidden_layers": new.layers,
+            "num_attention_heads": new.kv_heads * new.group,
+            "num_key_value_heads": new.kv_heads,
+            "head_dim": new.head_dim,
+            "vocab_size": new.vocab,
+            "max_position_embeddings": self.shape.get("max_position_embeddings")
+            or self.settings["max_position_embeddings"],
+            "tie_word_embeddings": self.shape.get("tie_word_embeddings", False),
+            "rms_norm_eps": self.settings["rms_norm_eps"] * old.hidden / new.hidden,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": base ** ((new.head_dim // 2) / (self._stride * (old.head_dim // 2))),
+            },
+        }
+        config = LlamaConfig(**(self.settings | changes))
+        config._attn_implementation = "sdpa"
+        return config
+
+    def build(
+        self,
+        make: Callable[[LlamaConfig], Module],
+        source: torch.nn.Module,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Module:
+        """The new module, in eval mode without gradients; on the host there is never more of it than one small block.
+
+        Args:
+            make: makes a module from a config.
+            source: the old module, of Llama's parts under Llama's names, in float32.
+            device: of the new one.
+            dtype: of the new one.
+        """
+        import torch
+
+        config = self.config()
+        config.dtype = dtype
+        with torch.device("meta"):
+            module = make(config)
+        _materialise(module, config, device, dtype)
+        with torch.no_grad():
+            for name, weight in source.state_dict().items():
+                self._copy(name, weight, module)
+            if self._grows:
+                self._exclude_added_tokens(module)
+        return module.eval().requires_grad_(False)
+
+    def pad(self, states: torch.Tensor) -> torch.Tensor:
+        """States [..., old width] -> [..., new width]."""
+        from torch.nn.functional import pad
+
+        return pad(states, (0, self.new.hidden - self.old.hidden))
+
+    @property
+    def _grows(self) -> bool:
+        return self.new.vocab > self.old.vocab
+
+    def _copy(self, name: str, weight: torch.Tensor, module: torch.nn.Module) -> None:
+        """Copies a parameter of the old module to its place in the new one."""
+        import torch
+
+        into = module.get_parameter(
+            re.sub(r"(?<=layers\.)\d+", lambda number: str(self.layers(int(number[0]))), name)
+        )
+        kind = name.split(".")[-2]
+        if kind not in AXES:  # a norm
+            scaled = weight * (self.old.hidden / self.new.hidden) ** 0.5
+            into[: self.old.hidden] = scaled.to(into.device, into.dtype)
+            return
+        rows, columns = (torch.tensor(self._places[axis], device=into.device) for axis in AXES[kind])
+        if kind == "q_proj":
+            weight = weight * (self.new.head_dim / self.old.head_dim) ** 0.5
+        into[rows.unsqueeze(1), columns] = weight.to(into.device, into.dtype)
+
+    def _exclude_added_tokens(self, module: torch.nn.Module) -> None:
+        """Gives every added token a logit below -200, so that it is neither chosen nor drawn.
+
+        One added dimension of every token's embedding holds a small constant, which no layer reads or writes, and whose
+        square is lost in the sums that norms divide by (1e-6 of 50 and more). The last norm alone lets it through, to
+        the head, whose rows of added tokens hold a large negative number there. Where head and embedding are tied, the
+        constant adds the same to the logits of all old tokens: some 1e-4.
+        """
+        dimension, scale = self.old.hidden, (self.old.hidden / self.new.hidden) ** 0.5
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            kind = name.split(".")[-2]
+            if kind == "embed_tokens":
+                parameter[:, dimension] = CONSTANT
+            elif kind == "lm_head":  # behind a tied embedding
+                parameter[self.old.vocab :, dimension] = ADDED_ROW
+            elif kind == "norm":
+                parameter[dimension] = NORM_WEIGHT * scale
+
+
+def expand_model(
+    source: PreTrainedModel, expansion: Expansion, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """The expanded model, ready to decode; the ids that end an answer are the source's."""
+    from transformers import LlamaForCausalLM
+
+    model = expansion.build(LlamaForCausalLM, source, device, dtype)
+    model.generation_config = source.generation_config
+    return model
+
+
+def wide(settings: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """The shape of a model with every matrix so many times as wide; heads of up to 128, then more heads.
+
+    Raises:
+        UserError: the width is no multiple of the model's own.
+    """
+    old = Sizes.of(settings)
+    times, rest = divmod(width, old.hidden)
+    if rest or not times:
+        raise UserError(f"pair.width must be a multiple of {old.hidden}, the target's own width, not {width}")
+    wider = min(times, max(1, 128 // old.head_dim))
+    while old.kv_heads * times % wider:
+        wider -= 1
+    heads = old.kv_heads * times // wider
+    return dict(settings) | {
+        "hidden_size": width,
+        "intermediate_size": old.inner * times,
+        "num_attention_heads": heads * old.group,
+        "num_key_value_heads": heads,
+        "head_dim": old.head_dim * wider,
+    }
+
+
+def embedded(pair_cfg: DictConfig) -> DictConfig:
+    """A pair that is to be expanded, with the embedded family's models, parts and presets in place of its own.
+
+    Any other pair, and one whose target is a local folder, as it is.
+    """
+    from specbench.pairs import local_folder  # late: a misspelt name need not wait for torch
+
+    if pair_cfg.init != "expanded" or local_folder(pair_cfg.target):
+        return pair_cfg
+    files = [OmegaConf.load(CONF / "pair" / f"{name}.yaml") for name in ("_base", EMBEDDED)]
+    own = {key: pair_cfg[key] for key in OWN}
+    merged = OmegaConf.merge(*files, own)
+    assert isinstance(merged, DictConfig)
+    del merged["defaults"]
+    return merged
+
+
+def expansion_of(
+    settings: Mapping[str, Any], shape: DictConfig | None, width: int | None, name: str
+) -> Expansion | None:
+    """How a model of a pair is expanded; None where it stays as it is: neither a shape nor a width is given."""
+    if width is not None:
+        return Expansion(settings, wide(settings, width), name)
+    return None if shape is None else Expansion(settings, plain(shape), name)
+
+
+def check(pair_cfg: DictConfig, draft: str | None) -> None:
+    """Raises UserError where a pair cannot be expanded; reads config.json of its models, no weights.
+
+    Args:
+        pair_cfg: its configuration, as `embedded` gives it.
+        draft: the draft model that will be loaded; None for none.
+    """
+    shape, width = pair_cfg.target_shape, pair_cfg.width
+    if (shape is None) == (width is None):
+        raise UserError("pair.init=expanded takes either pair.target_shape or pair.width: set one of them")
+    expansion_of(_settings(pair_cfg.target), shape, width, pair_cfg.name)
+    if draft is not None:
+        settings = _settings(draft)
+        if draft == pair_cfg.draft and pair_cfg.draft_layers is not None:
+            settings["num_hidden_layers"] = min(pair_cfg.draft_layers, settings["num_hidden_layers"])
+        expansion_of(settings, pair_cfg.draft_shape, None, f"the draft model of {pair_cfg.name}")
+
+
+def _settings(folder: str) -> dict[str, Any]:
+    with file_errors():
+        return json.loads((Path(packaged(folder)) / "config.json").read_text())
+
+
+def _check_anatomy(settings: Mapping[str, Any], name: str) -> None:
+    """Raises UserError for what is not plain Llama: added biases or other rotary angles would change the function."""
+    rope = settings.get("rope_parameters") or {}
+    plain_llama = settings.get("model_type") == "llama" and rope.get("rope_type") == "default"
+    if not plain_llama or settings.get("attention_bias") or settings.get("mlp_bias"):
+        raise UserError(
+            f"pair.init=expanded cannot build '{name}': only Llama models without biases and rotary scaling can be "
+            f"expanded, not one of type '{settings.get('model_type')}'"
+        )
+
+
+def _materialise(
+    module: torch.nn.Module, config: LlamaConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Gives a module of the meta device zeros, which are written and not only reserved.
+
+    To read pages that nothing has written costs less than reading memory does.
+    """
+    import torch
+    from transformers import PreTrainedModel
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    def put(name: str, part: torch.nn.Module | torch.nn.Parameter) -> None:
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, part)
+
+    for name, parameter in list(module.named_parameters()):
+        zeros = torch.empty(parameter.shape, dtype=dtype, device=device).zero_()
+        put(name, torch.nn.Parameter(zeros, requires_grad=False))
+    for name, part in list(module.named_modules()):
+        if isinstance(part, LlamaRotaryEmbedding):
+            with device:
+                put(name, LlamaRotaryEmbedding(config))
+    if isinstance(module, PreTrainedModel):
+        module.tie_weights()
