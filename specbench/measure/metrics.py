@@ -85,6 +85,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "slice_seconds": facts.get("slice_seconds"),
         "weights": facts["weights"],
         "anatomy": facts.get("anatomy"),
+        "target_pass_bytes": facts["target_pass_bytes"],
         "peak_memory_bytes": facts["peak_memory_bytes"],
         "overall": overall,
         "machine": machine(records),

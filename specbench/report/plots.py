@@ -18,10 +18,11 @@ from matplotlib.figure import Figure
 
 from specbench.questions import TASKS
 from specbench.report.break_even import BreakEven, break_evens
+from specbench.report.regimes import baseline_fractions, by_size
 from specbench.report.runs import Run, grids, labels, latest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -79,6 +80,7 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
             "throughput": (throughput(summaries), ""),
             "mbsu_and_speedup": (mbsu_and_speedup(single), cut_single),
             "break_even": (break_even(summaries), ""),
+            "regimes": (regimes(summaries), ""),
         }
         plots |= {f"heat_map_{i}": (figure, "") for i, figure in enumerate(heat_maps(summaries), start=1)}
         drawn = {name: figure for name, (figure, _) in plots.items() if figure is not None}
@@ -286,6 +288,60 @@ def break_even(summaries: Iterable[dict]) -> Figure | None:
     panels[-1].plot([], [], "v", color="grey", fillstyle="none", label=f"below {low:g}: at all measured")
     _legend(panels[-1])
     return figure
+
+
+def regimes(summaries: Iterable[dict]) -> Figure | None:
+    """Over the size of a target that computes the same at every size: bandwidth, speedup with MBSU, and their ratio."""
+    found = dict(list(by_size(summaries).items())[:MOST])
+    if not found:
+        return None
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    bandwidth, speedups, reached = figure.subplots(1, 3)
+    fractions = baseline_fractions(found)
+    bandwidth.plot([size / 1e6 for size in fractions], list(fractions.values()), "o-", color=PALETTE[6])
+    bandwidth.set(ylabel="baseline / memory-bandwidth ceiling", ylim=(0, None))
+    drafting = {name: sizes for name, sizes in found.items() if _drafts(sizes)}
+    for place, (name, sizes) in enumerate(drafting.items()):
+        style = {
+            "color": PALETTE[place % len(PALETTE)],
+            "marker": MARKERS[place % len(MARKERS)],
+            "markersize": 5,
+        }
+        numbers = {size / 1e6: summary["overall"] for size, summary in sizes.items()}
+        known = {size: one for size, one in numbers.items() if one["speedup"] and one["mbsu"]}
+        values = [one["speedup"] for one in known.values()]
+        errors = [
+            [one["speedup"] - (one["speedup_low"] or one["speedup"]) for one in known.values()],
+            [(one["speedup_high"] or one["speedup"]) - one["speedup"] for one in known.values()],
+        ]
+        speedups.errorbar(list(known), values, yerr=errors, capsize=2, **style)
+        speedups.plot(
+            list(known), [one["mbsu"] for one in known.values()], "--", color=style["color"], linewidth=1
+        )
+        ratios = [one["speedup"] / one["mbsu"] for one in known.values()]
+        reached.plot(list(known), ratios, label=name, **style)
+    speedups.plot([], [], "--", color="grey", linewidth=1, label="MBSU")
+    speedups.legend(fontsize=7, loc="upper left")
+    speedups.axhline(1, color="grey", linewidth=0.7)
+    speedups.set(ylabel="speedup (95 % interval)")
+    reached.axhline(1, color="grey", linewidth=0.7)
+    reached.set(ylabel="speedup / MBSU", ylim=(0, None))
+    for axes in (bandwidth, speedups, reached):
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+        ticks = [size / 1e6 for size in fractions]
+        axes.set(
+            xticks=ticks,
+            xticklabels=[f"{size:.0f}" for size in ticks],
+            xlabel="MB of weights in a target pass",
+        )
+    _legend(reached)
+    return figure
+
+
+def _drafts(sizes: Mapping[int, Mapping]) -> bool:
+    """Whether a method drafts at all: plain decoding has no speedup to draw."""
+    return any(summary["overall"]["acceptance_rate"] is not None for summary in sizes.values())
 
 
 def heat_maps(summaries: Iterable[dict]) -> list[Figure]:

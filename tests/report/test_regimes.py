@@ -1,0 +1,73 @@
+"""Speedups over the size of an expanded target: which runs belong together, and that they are drawn."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbench.report import plots
+from specbench.report.regimes import baseline_fractions, by_size
+from tests.support.samples import SUMMARY, batched, changed, runs_of
+
+
+def sized(method: str, megabytes: int, fraction: float | None = 0.5, **changes) -> dict:
+    own = {"method": method, "weights": "expanded", "anatomy": f"Llama of {megabytes}", "settings": {}}
+    summary = SUMMARY | own | {"target_pass_bytes": megabytes * 10**6}
+    return changed(summary, baseline__bandwidth_fraction=fraction, **changes)
+
+
+def test_runs_of_one_method_are_a_line():
+    again = sized("sps", 100, overall__speedup=2.5)
+    runs = [
+        sized("sps", 400),
+        sized("sps", 100),
+        sized("s2d", 100),
+        sized("s2d", 200),
+        again,
+        sized("pld", 100),
+    ]
+    found = by_size(runs)
+    assert {name: list(sizes) for name, sizes in found.items()} == {
+        "sps": [100 * 10**6, 400 * 10**6],
+        "s2d": [100 * 10**6, 200 * 10**6],
+    }
+    assert found["sps"][100 * 10**6] is again
+
+
+def test_other_runs_are_left_out():
+    """Real models of two sizes say other things; a batch is another regime; older folders do not tell the size."""
+    real = [run | {"weights": "pretrained"} for run in (sized("sps", 1), sized("sps", 2))]
+    batches = [
+        batched() | {"weights": "expanded", "target_pass_bytes": size, "anatomy": str(size)}
+        for size in (1, 2)
+    ]
+    old = [SUMMARY | {"weights": "expanded"}, SUMMARY | {"weights": "expanded"}]
+    assert by_size([*real, *batches, *old]) == {}
+    assert plots.regimes([*real, *batches, *old]) is None
+
+
+def test_the_baselines_share_of_the_bandwidth():
+    found = by_size([
+        *(sized("sps", 100, fraction) for fraction in (0.3,)),
+        *(sized("s2d", 100, fraction) for fraction in (0.5,)),
+        sized("pld", 100, 0.4), sized("sps", 400, None), sized("s2d", 400, 0.8), sized("pld", 400, None),
+    ])  # fmt: skip
+    assert baseline_fractions(found) == {100 * 10**6: 0.4, 400 * 10**6: 0.8}
+
+
+def test_the_plot_has_each_methods_speedups_and_their_bound():
+    none = {"overall__acceptance_rate": None, "overall__mbsu": 1.0}
+    summaries = [
+        *(sized("ar", size, **none) for size in (100, 400)),
+        *(
+            sized("sps", size, overall__speedup=speed, overall__mbsu=2.0)
+            for size, speed in ((100, 1.2), (400, 1.8))
+        ),
+    ]
+    drawn = plots.figures(runs_of(**{f"r{i}": summary for i, summary in enumerate(summaries)}))["regimes"]
+    bandwidth, speedups, reached = drawn.axes
+    assert [text.get_text() for text in bandwidth.get_xticklabels()] == ["100", "400"]
+    lines = [list(line.get_ydata()) for line in speedups.get_lines()]
+    assert [1.2, 1.8] in lines and [2.0, 2.0] in lines
+    ratios = next(line for line in reached.get_lines() if line.get_label() == "sps")
+    assert list(ratios.get_ydata()) == pytest.approx([0.6, 0.9])
+    assert not any(line.get_label() == "ar" for line in reached.get_lines())
