@@ -68,7 +68,6 @@ class MirrorSD(Drafter):
     """
 
     needs = Needs(draft_model=True)
-    uninterrupted = True  # its worker drafts while the target verifies, and has cores of its own
 
     def __init__(
         self,
@@ -114,6 +113,9 @@ class MirrorSD(Drafter):
             placement = "inline"
         elif placement == "auto":
             placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
+        self.uninterrupted = (
+            placement != "inline"
+        )  # a worker drafts while the target verifies, on cores of its own
         guessing = None if streams is None else load_streams(packaged(streams), draft, pair.draft_expansion)
         made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, exit_parts, plan, guessing)
         if placement == "process":

@@ -31,6 +31,7 @@ class Steps(StoppingCriteria):
 
     def __init__(self, clock: Clock, prompt: int):
         self.clock, self.prompt = clock, prompt
+        self._none = torch.zeros(0, dtype=torch.bool)  # which answers are to stop
         self.begins: list[Mark] = [clock.mark()]
         self.ends: list[Mark] = []
 
@@ -40,7 +41,9 @@ class Steps(StoppingCriteria):
         self.ends.append(self.clock.mark())
         span = between_rounds(self.clock, batch * (length - self.prompt))
         self.begins.append(self.ends[-1] if span is None else span[1])
-        return torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
+        if len(self._none) != batch:
+            self._none = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
+        return self._none
 
     def seconds(self) -> list[float]:
         """Seconds of each step; on a GPU only after the clock's `synchronize`."""

@@ -68,12 +68,13 @@ def steps_frame(records: list[dict]) -> pd.DataFrame:
 
 
 def _generations(records: list[dict]) -> Iterator[tuple[tuple, dict]]:
-    """Every generation of the questions that did not fail, with its KEYS.
+    """Every generation of the questions that failed in no pass, with its KEYS.
 
     A record holds one repeat; those of older folders hold all of them.
     """
+    failed = {record["question_id"] for record in records if record["error"] is not None}
     for record in records:
-        for turn in record["turns"]:
+        for turn in record["turns"] if record["question_id"] not in failed else ():
             for arm, repeats in turn["arms"].items():
                 for repeat, generation in enumerate(repeats, start=record.get("repeat", 0)):
                     keys = (

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from specbench.measure.watch import Counters, added, disturbance
+from specbench.measure.watch import Counters, added
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +23,12 @@ class Slice:
     Attributes:
         tokens: of the arm at its end.
         counted: while it ran.
+        degree: of its disturbance, see `Watch.disturbance`; above 1 it was disturbed.
     """
 
     tokens: int
     counted: Counters
+    degree: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Measured:
     def counted(self) -> Counters:
         """Counters over all slices, with `disturbed`: seconds of those that were."""
         readings = [
-            one.counted | {"disturbed": one.counted["seconds"] * (disturbance(one.counted) > 1)}
+            one.counted | {"disturbed": one.counted["seconds"] * (one.degree > 1)}
             for slices in self.slices.values()
             for one in slices
         ]
@@ -108,10 +110,10 @@ def _pieces(go: Measured, arm: str) -> list[Piece]:
 
     def piece(tokens: int, seconds: float) -> Piece:
         at = min(bisect_left(ends, tokens), len(slices) - 1)
-        return (tokens - 1) // STRETCH, seconds, disturbance(slices[at].counted)
+        return (tokens - 1) // STRETCH, seconds, slices[at].degree
 
     if answer.prefill_seconds is None:
-        return [(0, answer.seconds, max(disturbance(one.counted) for one in slices))]
+        return [(0, answer.seconds, max(one.degree for one in slices))]
     tokens = 1
     found = [piece(tokens, answer.prefill_seconds)]
     for step in answer.steps:
@@ -126,10 +128,10 @@ def _joined(
     """An arm's answer with each piece of the go that was chosen for its stretch."""
     answer = goes[0].answers[arm][0]
     sources = [chosen[stretch] for stretch, _, _ in pieces[0][arm]]
-    spent = sum(pieces[go][arm][number][1] for number, go in enumerate(sources))
-    seconds = answer.seconds - sum(seconds for _, seconds, _ in pieces[0][arm]) + spent
     if answer.prefill_seconds is None:
         return goes[sources[0]].answers[arm][0]
+    spent = sum(pieces[go][arm][number][1] for number, go in enumerate(sources))
+    seconds = answer.seconds - sum(seconds for _, seconds, _ in pieces[0][arm]) + spent
     steps = [goes[go].answers[arm][0].steps[number] for number, go in enumerate(sources[1:])]
     prefill = goes[sources[0]].answers[arm][0].prefill_seconds
     return replace(answer, prefill_seconds=prefill, seconds=seconds, steps=steps)

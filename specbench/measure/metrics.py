@@ -329,14 +329,15 @@ def by_process(generations: pd.DataFrame, reference: str) -> list[Run]:
 
 
 def machine(records: list[dict]) -> dict[str, float | int | None]:
-    """What others did on the machine meanwhile; None for what was not watched or cannot be counted here.
+    """What others did on the machine meanwhile; None for what cannot be counted here, {} for older folders.
 
     - disturbed_share: of all arms' time, that of slices which others disturbed, as measured at first.
     - still_disturbed_share: the same of what was kept after measuring again.
     - measured_again: turns that were.
     - others_cores: cores that other processes computed on, on average.
     - waited_share, stolen_share, throttled_share: seconds per second in which a thread had no core.
-    - switches_per_second: of a thread that had to give way.
+    - switches_per_second: of a thread that had to give way; throttlings_per_second: of a core that was too hot.
+    - clock_mhz_low, clock_mhz_high: the mean frequency of the cores, read after each turn.
     """
     of_pools = {  # questions of a pool share what was counted
         (record["pool"], record["repeat"], turn["turn"]): turn["machine"]
@@ -347,16 +348,19 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
     watched = [*of_pools.values()]
     seconds = sum(one["counters"]["seconds"] for one in watched)
     if not seconds:
-        return dict.fromkeys(MACHINE)
+        return {}
     first = [one["counters"]["seconds"] / one["goes"] for one in watched]
 
     def share(name: str) -> float | None:
+        if any(one[name] is None for one in watched):
+            return None
         return ratio(sum(one[name] * of for one, of in zip(watched, first)), sum(first))
 
     def rate(name: str) -> float | None:
         known = all(name in one["counters"] for one in watched)
         return sum(one["counters"][name] for one in watched) / seconds if known else None
 
+    clocks = [one["clock_mhz"] for one in watched if one.get("clock_mhz")]
     return {
         "disturbed_share": share("disturbed_share"),
         "still_disturbed_share": share("still_disturbed_share"),
@@ -366,13 +370,10 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
         "stolen_share": rate("stolen"),
         "throttled_share": rate("throttled"),
         "switches_per_second": rate("switches"),
+        "throttlings_per_second": rate("throttlings"),
+        "clock_mhz_low": min(clocks, default=None),
+        "clock_mhz_high": max(clocks, default=None),
     }
-
-
-MACHINE = (
-    *("disturbed_share", "still_disturbed_share", "measured_again", "others_cores"),
-    *("waited_share", "stolen_share", "throttled_share", "switches_per_second"),
-)
 
 
 class Relative(NamedTuple):

@@ -29,7 +29,7 @@ from specbench.measure import provenance
 from specbench.measure.equivalence import VERDICTS, Certificate, certify
 from specbench.measure.goes import Measured, Slice, least_disturbed
 from specbench.measure.rounding import batch_noise, margin, shape_noise
-from specbench.measure.watch import Watch, added, between
+from specbench.measure.watch import LOST, Watch, added, between
 from specbench.threads import Threads, use_threads
 
 if TYPE_CHECKING:
@@ -204,11 +204,12 @@ class Bench:
         while self._is_worth_another(goes):
             goes.append(self._go(seeded))
         answers, still_disturbed = least_disturbed(goes)
-        machine = _journal_machine(goes, still_disturbed)
+        machine = _journal_machine(goes, still_disturbed) | {"clock_mhz": self.watch.clock_mhz()}
         records = []
         for i, question in enumerate(questions):
             prompts = {name: asked[i].prompt for name, asked in requests.items()}
             own = {name: answered[i] for name, answered in answers.items()}
+            every = {name: [go.answers[name][i] for go in goes] for name in own}
             prompt = prompts[BASELINE]
             sha256 = hashlib.sha256(repr(prompt).encode()).hexdigest()
             first = self._first.setdefault((question.question_id, turn, sha256), own[self.reference].tokens)
@@ -218,8 +219,8 @@ class Bench:
                     "prompt_tokens": len(prompt),
                     "prompt_sha256": sha256,
                     "arms": {name: [_journal(generation)] for name, generation in own.items()},
-                    "equivalence": asdict(self._certify(prompts, own, METHOD, first)),
-                    "baseline_equivalence": asdict(self._certify(prompts, own, HF, first))
+                    "equivalence": asdict(self._certify(prompts, every, METHOD, first)),
+                    "baseline_equivalence": asdict(self._certify(prompts, every, HF, first))
                     if HF in own
                     else None,
                     "machine": machine,  # that of the whole pool
@@ -246,7 +247,8 @@ class Bench:
                 provenance.reset_peak_memory(self.pair.device)
             before = self.watch.read()
             yield
-            slices[name].append(Slice(turns.tokens[number], between(before, self.watch.read())))
+            counted = between(before, self.watch.read())
+            slices[name].append(Slice(turns.tokens[number], counted, self.watch.disturbance(counted)))
             if counts_memory:
                 peak = provenance.peak_memory(self.pair.device)
                 self.peak_memory = peak and max(peak, self.peak_memory or 0)
@@ -270,9 +272,12 @@ class Bench:
         )
 
     def _certify(
-        self, prompts: dict[str, list[int]], answers: dict[str, Generation], arm: str, first: list[int]
+        self, prompts: dict[str, list[int]], answers: dict[str, list[Generation]], arm: str, first: list[int]
     ) -> Certificate:
-        """The worst certificate of an arm's answer, and of the reference's, against the reference's first answer."""
+        """The worst certificate of an arm's answers, and of the reference's, against the reference's first answer.
+
+        answers: of each arm, in every go: also one that is not timed must be right.
+        """
         if not self.decoding.greedy or prompts[arm] != prompts[self.reference]:
             return Certificate(None, None, None, None)
         prompt = prompts[self.reference]
@@ -281,9 +286,9 @@ class Bench:
             return margin(self.target, prompt, first, index, preferred, other)
 
         judged = {arm, self.reference} | ({BASELINE} if arm == HF else set())
+        texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}
         certificates = [
-            certify(first, answers[name].tokens, self.pair.stop_ids, margin_at, self.noise)
-            for name in sorted(judged)
+            certify(first, list(text), self.pair.stop_ids, margin_at, self.noise) for text in texts
         ]
         return max(certificates, key=lambda c: VERDICTS.index(c.verdict))
 
@@ -357,11 +362,13 @@ def _journal(generation: Generation) -> dict:
 
 def _journal_machine(goes: list[Measured], still_disturbed: float) -> dict:
     """What the journal holds of the machine during a turn; the counters are summed over all goes and arms."""
+    counted = added([go.counted() for go in goes])
+    watched = any(name in counted for name in (*LOST, "others"))
     return {
         "goes": len(goes),
-        "disturbed_share": least_disturbed(goes[:1])[1],
-        "still_disturbed_share": still_disturbed,
-        "counters": added([go.counted() for go in goes]),
+        "disturbed_share": least_disturbed(goes[:1])[1] if watched else None,
+        "still_disturbed_share": still_disturbed if watched else None,
+        "counters": counted,
     }
 
 

@@ -61,8 +61,8 @@ class Passes:
         repeat = next(r for r in range(len(done) + 1) if done.get(r, 0) < questions)
         if repeat < self.repeats or done.get(repeat):
             return repeat
-        if self.precision is None or (width is not None and width <= self.precision):
-            return None
+        if self.precision is None or width is None or width <= self.precision:
+            return None  # None: nothing was answered, of which more passes would change nothing
         return repeat if seconds * (1 + 1 / repeat) <= self.max_minutes * 60 else None
 
 

@@ -32,7 +32,6 @@ from specbench.measure import provenance, store
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
 from specbench.measure.pairing import BASELINE, HF, METHOD, SINGLE, Bench, attempt
 from specbench.measure.passes import Passes, whole
-from specbench.measure.watch import unfit
 from specbench.pairs import load_pair, with_part
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.values import parameters
@@ -194,9 +193,11 @@ class Job:
         chosen = bench.use_threads(asked)
         layouts = choose_layouts(bench.batch_size, begun.get("layouts"))
         found = provenance.collect(OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data))
+        bench.watch.threads = torch.get_num_threads()
+        bench.watch.find_children()
         before = bench.watch.read()
         bench.warm_up()
-        reasons = unfit(before, bench.watch.read(), torch.get_num_threads())
+        reasons = bench.watch.unfit(before, bench.watch.read())
         if reasons:
             print(f"this machine is not fit for measuring now: {'; '.join(reasons)}", file=sys.stderr)
         more = {"thread_choice": asdict(chosen), "layouts": layouts, "unfit": reasons}

@@ -280,8 +280,8 @@ def spec_bench_answers(records: list[dict], arm: str, config: dict) -> list[dict
     """The answers of one arm in Spec-Bench's schema, sorted by question, without those that failed.
 
     choices[i] is repeat i, tstamp that of the last. accept_lengths runs over all turns, one entry per round: the tokens
-    that it emitted, the bonus token included; the first token of a turn comes from the prefill and is in no round. The
-    texts are those of the first repeat: with greedy decoding all repeats are equal.
+    that it emitted, the bonus token included; the first token of a turn comes from the prefill and is in no round. Each
+    choice has its own texts: with greedy decoding they are equal.
     """
     name = config["method"]["name"] if arm == "method" else "baseline"
     model_id = f"{config['pair']['name']}-{name}"

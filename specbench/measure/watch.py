@@ -1,14 +1,16 @@
 """What else runs on the machine while it measures: read from the kernel's counters between two slices of an arm.
 
 A slice is *disturbed* where this process had to wait for a core, or others computed beside it. Whether it was is judged
-by these counters alone, never by how long the slice took: so leaving out what was disturbed favours no arm.
+by these counters, never by how long the slice took.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,93 +23,187 @@ Counters = dict[str, float]  # by name; what this system does not count is missi
 
 LOST = ("waited", "stolen", "throttled")  # seconds in which a thread of ours could not run
 WORST_LOST = 0.05  # of a slice's time, above which it is disturbed
-WORST_OTHERS = 0.25  # cores that others computed on during it
-TICKS = os.sysconf("SC_CLK_TCK")
+WORST_OTHERS = 1 / 8  # of our cores that others computed on during it
+TICKS = os.sysconf("SC_CLK_TCK")  # in a second, of the counters of `stat`
+PROC, SYSTEM = Path("/proc"), Path("/sys")
 
 
 class Watch:
     """Counters of this process and of the cores that it may run on.
 
     - seconds: on the wall.
-    - waited: its threads were ready and had no core; summed over the threads.
-    - stolen: the hypervisor gave the cores to other guests.
+    - waited: its threads were ready and had no core; the mean over `threads`.
+    - stolen: the hypervisor gave the cores to other guests; the mean over the cores.
     - throttled: its control group had used up its share of CPU time.
     - others: CPU time of all other processes on these cores; those of its children are its own.
     - switches: times that a thread had to give way before it was done.
+    - throttlings: times that one of the cores was slowed for its heat.
+
+    Args:
+        threads: that this process computes with.
+        proc: where the kernel shows processes.
+        system: where it shows devices and control groups.
     """
 
-    def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")):
+    def __init__(self, threads: int = 1, proc: Path = PROC, system: Path = SYSTEM):
+        self.threads = threads
         self._stat, self._tasks = proc / "stat", proc / "self" / "task"
-        self._throttling = next(
-            (file for file in (cgroup / "cpu.stat", cgroup / "cpu" / "cpu.stat") if file.exists()), None
-        )
-        self._cores = {f"cpu{core}" for core in usable_cores()}
+        self._cgroup = cgroup_folder("cpu", proc, system)
+        self._cores = own_cores()
+        devices = system / "devices" / "system" / "cpu"
+        self._heat = [devices / f"cpu{core}/thermal_throttle/core_throttle_count" for core in self._cores]
+        self._heat = [file for file in self._heat if file.exists()]
+        self._clocks = [devices / f"cpu{core}/cpufreq/scaling_cur_freq" for core in self._cores]
+        self._clocks = [file for file in self._clocks if file.exists()]
         self._children: list[psutil.Process] = []
-        self._gone = 0.0  # CPU time of children that have ended since they were found
+        # By thread and child; what one that has ended had counted stays.
+        self._waited_by: dict[str, int] = {}
+        self._spent_by: dict[int, float] = {}
 
     def find_children(self) -> None:
         """Looks for child processes, whose CPU time is not that of others. Takes milliseconds."""
         self._children = psutil.Process().children(recursive=True)
 
     def read(self) -> Counters:
-        """All counters now, in seconds."""
+        """All counters now; times in seconds."""
         counters = {"seconds": time.perf_counter()}
         counters["switches"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         waited = self._waited()
         if waited is not None:
-            counters["waited"] = waited
-        if self._stat.exists():
-            busy, counters["stolen"] = self._cpu_seconds()
+            counters["waited"] = waited / self.threads
+        found = self._cpu_seconds()
+        if found is not None:
+            busy, stolen = found
+            counters["stolen"] = stolen / len(self._cores)
             counters["others"] = busy - time.process_time() - self._seconds_of_children()
-        if self._throttling is not None:
-            counters |= self._throttled(self._throttling)
+        if self._cgroup is not None:
+            counters |= _throttled(self._cgroup / "cpu.stat")
+        if self._heat:
+            counters["throttlings"] = sum(int(file.read_text()) for file in self._heat)
         return counters
+
+    def clock_mhz(self) -> float | None:
+        """The mean frequency of our cores now; None where the system does not tell."""
+        if not self._clocks:
+            return None
+        return sum(int(file.read_text()) for file in self._clocks) / len(self._clocks) / 1e3
+
+    def disturbance(self, counted: Counters) -> float:
+        """How much others disturbed a slice, in units of what is still taken for undisturbed.
+
+        `others` is counted in ticks, of which each of our threads may have one too few or too many. With more threads
+        than cores, or than a quota gives, waiting is this process's own doing and does not count.
+        """
+        seconds = counted["seconds"]
+        if seconds <= 0:
+            return 0.0
+        lost = sum(counted.get(name, 0.0) for name in self._lost()) / seconds
+        others = max(0.0, counted.get("others", 0.0) - self.threads / TICKS) / seconds / len(self._cores)
+        return max(lost / WORST_LOST, others / WORST_OTHERS)
+
+    def unfit(self, before: Counters, after: Counters) -> list[str]:
+        """Why this machine is not fit for measuring, each as part of a sentence; [] if nothing was seen.
+
+        Args:
+            before: counters before some work of this process.
+            after: counters after it.
+        """
+        counted = between(before, after)
+        seconds, cores, reasons = counted["seconds"], len(self._cores), []
+        others = counted.get("others", 0.0) / seconds
+        if others > WORST_OTHERS * cores:
+            reasons.append(f"other processes kept {others:.1f} of {cores} cores busy")
+        elif self.disturbance(counted) > 1:
+            most = max(LOST, key=lambda name: counted.get(name, 0.0))
+            share = counted[most] / seconds
+            reasons.append(
+                {
+                    "waited": f"threads waited for a core for {share:.0%} of the time",
+                    "stolen": f"the hypervisor took the cores away for {share:.0%} of the time",
+                    "throttled": f"the CPU quota stopped this process for {share:.0%} of the time",
+                }[most]
+            )
+        if self.threads > cores:
+            reasons.append(f"{self.threads} threads share {cores} cores")
+        quota = self._quota()
+        if quota is not None and quota < self.threads:
+            reasons.append(f"{self.threads} threads share a CPU quota of {quota:.1f} cores")
+        if _on_battery():
+            reasons.append("it runs on battery")
+        return reasons
+
+    def _lost(self) -> Sequence[str]:
+        quota = self._quota()
+        crowded = self.threads > len(self._cores) or (quota is not None and quota < self.threads)
+        return ("stolen",) if crowded else LOST
 
     def _waited(self) -> float | None:
         """Seconds that the threads of this process have waited for a core (sched/stats in the kernel's manual)."""
-        total = 0
-        try:
-            for task in os.listdir(self._tasks):
-                total += int((self._tasks / task / "schedstat").read_bytes().split()[1])
-        except OSError:  # not counted here, or a thread that has just ended
+        if not self._tasks.exists():
             return None
-        return total / 1e9
+        for task in os.listdir(self._tasks):
+            with suppress(
+                OSError, IndexError
+            ):  # a thread that has just ended, or a kernel without the counter
+                fields = (self._tasks / task / "schedstat").read_bytes().split()
+                self._waited_by[task] = int(fields[1])
+        return sum(self._waited_by.values()) / 1e9 if self._waited_by else None
 
-    def _cpu_seconds(self) -> tuple[float, float]:
-        """Seconds that our cores were busy, and that they were stolen (proc(5))."""
+    def _cpu_seconds(self) -> tuple[float, float] | None:
+        """Seconds that our cores were busy, and that they were stolen (proc(5)); None where they are not counted."""
+        if not self._stat.exists():
+            return None
         busy = stolen = 0
         for line in self._stat.read_text().splitlines():
             name, *fields = line.split()
-            if name in self._cores:
+            if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in self._cores:
                 user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
                 busy += user + nice + system + irq + softirq
                 stolen += steal
             elif not name.startswith("cpu"):
                 break
-        return busy / TICKS, stolen / TICKS
-
-    def _throttled(self, file: Path) -> Counters:
-        fields = dict(line.split() for line in file.read_text().splitlines())
-        if "throttled_usec" in fields:
-            return {"throttled": int(fields["throttled_usec"]) / 1e6}
-        return {"throttled": int(fields["throttled_time"]) / 1e9} if "throttled_time" in fields else {}
+        return (busy / TICKS, stolen / TICKS) if busy else None
 
     def _seconds_of_children(self) -> float:
-        total = 0.0
         for child in self._children:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 times = child.cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            total += times.user + times.system
-        return total
+                self._spent_by[child.pid] = times.user + times.system
+        return sum(self._spent_by.values())
+
+    def _quota(self) -> float | None:
+        """Cores' worth of time that the control group of this process may use; None without a limit."""
+        if self._cgroup is None:
+            return None
+        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            if all((self._cgroup / file).exists() for file in files):
+                quota, period = " ".join((self._cgroup / file).read_text() for file in files).split()
+                return None if quota in ("max", "-1") else int(quota) / int(period)
+        return None
 
 
-def usable_cores() -> set[int]:
+def own_cores() -> set[int]:
     """Numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
+
+
+def cgroup_folder(controller: str, proc: Path = PROC, system: Path = SYSTEM) -> Path | None:
+    """The folder of this process's control group (cgroups(7)), the old or the new kind; None where there is none."""
+    mounted, listed = system / "fs" / "cgroup", proc / "self" / "cgroup"
+    if not listed.exists():
+        return None
+    groups = [line.split(":", 2) for line in listed.read_text().splitlines()]
+    candidates = [
+        mounted / controller / path.lstrip("/") for _, names, path in groups if controller in names.split(",")
+    ]
+    candidates += [
+        mounted / path.lstrip("/") for number, names, path in groups if number == "0" and not names
+    ]
+    # In a container the path is often that outside of it: its own group is then at the root of the mount.
+    candidates += [mounted / controller, mounted]
+    return next((folder for folder in candidates if (folder / f"{controller}.stat").exists()), None)
 
 
 def between(before: Counters, after: Counters) -> Counters:
@@ -121,57 +217,13 @@ def added(readings: Sequence[Counters]) -> Counters:
     return {name: sum(reading[name] for reading in readings) for name in sorted(names)}
 
 
-def disturbance(counted: Counters) -> float:
-    """How much others disturbed a slice, in units of what is still taken for undisturbed."""
-    seconds = counted["seconds"]
-    if seconds <= 0:
-        return 0.0
-    lost = sum(counted.get(name, 0.0) for name in LOST) / seconds
-    return max(lost / WORST_LOST, counted.get("others", 0.0) / seconds / WORST_OTHERS)
+def _throttled(file: Path) -> Counters:
+    found = re.search(r"throttled_(usec|time) (\d+)", file.read_text())  # us, or in the old kind of groups ns
+    return {"throttled": int(found[2]) / (1e6 if found[1] == "usec" else 1e9)} if found else {}
 
 
-# -- before measuring
-
-
-def unfit(
-    before: Counters, after: Counters, threads: int, cgroup: Path = Path("/sys/fs/cgroup")
-) -> list[str]:
-    """Why this machine is not fit for measuring, each as part of a sentence; [] if nothing was seen.
-
-    Args:
-        before: counters before the warm-up.
-        after: counters after it.
-        threads: that this process computes with.
-        cgroup: where the kernel tells what the control group may use.
-    """
-    counted = between(before, after)
-    seconds, cores, reasons = counted["seconds"], len(usable_cores()), []
-    others = counted.get("others", 0.0) / seconds
-    if others > WORST_OTHERS:
-        reasons.append(f"other processes kept {others:.1f} of {cores} cores busy")
-    elif sum(counted.get(name, 0.0) for name in LOST) > WORST_LOST * seconds:
-        lost = max(LOST, key=lambda name: counted.get(name, 0.0))
-        share = counted[lost] / seconds
-        reasons.append(
-            {
-                "waited": f"threads waited for a core for {share:.0%} of the time",
-                "stolen": f"the hypervisor took the cores away for {share:.0%} of the time",
-                "throttled": f"the CPU quota stopped this process for {share:.0%} of the time",
-            }[lost]
-        )
-    quota = cpu_quota(cgroup)
-    if quota is not None and quota < threads:
-        reasons.append(f"{threads} threads share a CPU quota of {quota:.1f} cores")
-    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
-    if battery is not None and not battery.power_plugged:
-        reasons.append("it runs on battery")
-    return reasons
-
-
-def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Cores' worth of time that the control group of this process may use; None without a limit."""
-    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        if all((cgroup / file).exists() for file in files):
-            quota, period = " ".join((cgroup / file).read_text() for file in files).split()
-            return None if quota in ("max", "-1") else int(quota) / int(period)
-    return None
+def _on_battery() -> bool:
+    with suppress(OSError, AttributeError):  # no such folder, or a system of which psutil does not know it
+        battery = psutil.sensors_battery()
+        return battery is not None and not battery.power_plugged
+    return False

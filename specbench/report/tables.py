@@ -463,7 +463,7 @@ def _share(value: float | None) -> str:
 
 def _title(summary: dict) -> Text:
     text = Text()
-    sliced = "" if summary.get("slice_seconds") is None else f", {turns(summary)}"
+    sliced = f", {turns(summary)}" if "slice_seconds" in summary else ""
     for line in faults(summary, with_baseline=False):
         text.append(f"{line}\n", style=WRONG)
     if disturbed(summary):

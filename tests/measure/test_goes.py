@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from specbench.decoding.trace import Generation, Step
 from specbench.measure.goes import STRETCH, Measured, Slice, least_disturbed
 
-QUIET = {"seconds": 0.05, "waited": 0.0, "others": 0.0}
-BUSY = {"seconds": 0.05, "waited": 0.02, "others": 0.05}
+TIME = {"seconds": 0.05}
+QUIET, BUSY = (TIME, 0.3), (TIME, 4.0)  # counted, degree
 
 
 def step(seconds: float, emitted: int = 1) -> Step:
@@ -33,8 +33,8 @@ def go(slow: dict[int, bool], factor: float) -> Measured:
         ends = [1, *(1 + emitted * (i + 1) for i in range(rounds))]
         seconds = [1e-3 * (factor if slow.get((end - 1) // STRETCH) else 1.0) for end in ends]
         answers[name] = [answer(seconds, emitted, rest=0.01)]
-        slices[name] = [Slice(STRETCH * (i + 1), BUSY if slow.get(i) else QUIET) for i in range(4)]
-        slices[name].append(Slice(ends[-1], BUSY if slow.get(4) else QUIET))
+        slices[name] = [Slice(STRETCH * (i + 1), *(BUSY if slow.get(i) else QUIET)) for i in range(4)]
+        slices[name].append(Slice(ends[-1], *(BUSY if slow.get(4) else QUIET)))
     return Measured(answers, slices)
 
 
@@ -93,6 +93,6 @@ def test_an_answer_without_rounds_that_were_timed():
     goes = [go({1: True}, 2.0), go({}, 2.0)]
     for number, one in enumerate(goes):
         one.answers["generate"] = [Generation([1, 2, 3], None, 1.0 + number, "length")]
-        one.slices["generate"] = [Slice(3, BUSY if number == 0 else QUIET)]
+        one.slices["generate"] = [Slice(3, *(BUSY if number == 0 else QUIET))]
     answers, disturbed = least_disturbed(goes)
     assert answers["generate"][0].seconds == 2.0 and disturbed == 0

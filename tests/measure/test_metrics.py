@@ -625,5 +625,13 @@ def test_what_was_seen_of_the_machine():
         "stolen_share": None,
         "throttled_share": None,
         "switches_per_second": pytest.approx(80 / 50),
+        "throttlings_per_second": None,
+        "clock_mhz_low": None,
+        "clock_mhz_high": None,
     }
-    assert set(metrics.machine(passes(1)).values()) == {None}
+    assert metrics.machine(passes(1)) == {}
+    unknown = calm | {"disturbed_share": None, "still_disturbed_share": None}
+    records[0]["turns"][0]["machine"] = unknown | {"counters": {"seconds": 1.0}, "clock_mhz": 2100.0}
+    found = metrics.machine(records)
+    assert found["disturbed_share"] is None and found["others_cores"] is None
+    assert found["clock_mhz_low"] == found["clock_mhz_high"] == 2100.0

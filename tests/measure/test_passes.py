@@ -34,13 +34,17 @@ def test_processes_share_the_passes(repeats, processes):
 @pytest.mark.parametrize("processes", [1, 3])
 def test_passes_are_added_until_the_interval_is_narrow(processes):
     plan = Passes.of(CONFIG | {"precision": 0.02, "processes": processes})
-    found = walk(plan, lambda n: 0.16 / n if n > 1 else None)
+    found = walk(plan, lambda n: 0.16 / max(n, 1))
     assert len(found) == 8
     assert len(set(process for _, process in found)) == (1 if processes == 1 else 8)
 
 
 def test_a_narrow_interval_needs_some_passes():
     assert len(walk(Passes.of(CONFIG | {"precision": 0.02}), lambda n: 0.0)) == LEAST_FOR_PRECISION
+
+
+def test_without_any_answer_no_pass_is_added():
+    assert len(walk(Passes.of(CONFIG | {"precision": 0.02}), lambda n: None)) == LEAST_FOR_PRECISION
 
 
 def test_no_pass_is_added_that_would_end_too_late():

@@ -2,21 +2,23 @@
 
 import multiprocessing
 import os
+import shutil
 import time
 
 import psutil
 import pytest
 
 from specbench.measure import watch
-from specbench.measure.watch import Watch, added, between, cpu_quota, disturbance, unfit
+from specbench.measure.watch import Watch, added, between, cgroup_folder
 
 
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
     """Files as the kernel of a machine with four cores writes them; this process may use the first two."""
-    monkeypatch.setattr(watch, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(watch, "own_cores", lambda: {0, 1})
     monkeypatch.setattr(watch, "TICKS", 100)
     monkeypatch.setattr(time, "process_time", lambda: 3.0)
+    monkeypatch.setattr(watch, "_on_battery", lambda: False)
     tasks = tmp_path / "proc" / "self" / "task"
     for task, waited in ((1, 500_000_000), (2, 250_000_000)):
         (tasks / str(task)).mkdir(parents=True)
@@ -25,27 +27,60 @@ def kernel(tmp_path, monkeypatch):
         "cpu  1 1 1 1 1 1 1 1 0 0\ncpu0 100 20 30 9 9 40 10 7 0 0\ncpu1 300 0 0 9 9 0 0 3 0 0\n"
         "cpu2 777 0 0 0 0 0 0 50 0 0\nintr 12 0 0\n"
     )
-    cgroup = tmp_path / "cgroup"
-    cgroup.mkdir()
-    (cgroup / "cpu.stat").write_text("usage_usec 9\nnr_throttled 2\nthrottled_usec 1500000\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/user/me\n")
+    group = tmp_path / "sys" / "fs" / "cgroup" / "user" / "me"
+    group.mkdir(parents=True)
+    (group / "cpu.stat").write_text("usage_usec 9\nnr_throttled 2\nthrottled_usec 1500000\n")
+    for core, mhz in ((0, 2000), (1, 3000), (2, 9000)):
+        frequency = tmp_path / "sys" / "devices" / "system" / "cpu" / f"cpu{core}" / "cpufreq"
+        frequency.mkdir(parents=True)
+        (frequency / "scaling_cur_freq").write_text(f"{mhz * 1000}\n")
+        (frequency.parent / "thermal_throttle").mkdir()
+        (frequency.parent / "thermal_throttle" / "core_throttle_count").write_text(f"{core + 1}\n")
     return tmp_path
 
 
+def of(kernel, threads: int = 1) -> Watch:
+    return Watch(threads, kernel / "proc", kernel / "sys")
+
+
 def test_counters_as_the_kernel_writes_them(kernel):
-    found = Watch(kernel / "proc", kernel / "cgroup").read()
-    assert found["waited"] == 0.75 and found["stolen"] == 0.1 and found["throttled"] == 1.5
-    assert found["others"] == pytest.approx((200 + 300) / 100 - 3.0)
+    found = of(kernel, threads=2).read()
+    assert found["waited"] == 0.75 / 2 and found["stolen"] == 0.1 / 2 and found["throttled"] == 1.5
+    assert found["others"] == pytest.approx((200 + 300) / 100 - 3.0) and found["throttlings"] == 3
+    assert of(kernel).clock_mhz() == 2500
 
 
-def test_the_older_form_of_control_groups(kernel):
-    (kernel / "cgroup" / "cpu.stat").unlink()
-    (kernel / "cgroup" / "cpu").mkdir()
-    (kernel / "cgroup" / "cpu" / "cpu.stat").write_text("nr_periods 1\nthrottled_time 2500000000\n")
-    assert Watch(kernel / "proc", kernel / "cgroup").read()["throttled"] == 2.5
+def test_what_a_thread_has_waited_stays_when_it_ends(kernel):
+    seen = of(kernel)
+    assert seen.read()["waited"] == 0.75
+    shutil.rmtree(kernel / "proc" / "self" / "task" / "1")
+    assert seen.read()["waited"] == 0.75
+
+
+def test_the_older_kind_of_control_groups(kernel):
+    shutil.rmtree(kernel / "sys" / "fs" / "cgroup")
+    (kernel / "proc" / "self" / "cgroup").write_text("5:devices:/x\n3:cpu,cpuacct:/me\n")
+    group = kernel / "sys" / "fs" / "cgroup" / "cpu" / "me"
+    group.mkdir(parents=True)
+    (group / "cpu.stat").write_text("nr_periods 1\nthrottled_time 2500000000\n")
+    assert cgroup_folder("cpu", kernel / "proc", kernel / "sys") == group
+    assert of(kernel).read()["throttled"] == 2.5
+
+
+def test_the_group_of_a_container_is_at_the_root_of_its_mount(kernel):
+    (kernel / "proc" / "self" / "cgroup").write_text("0::/what/the/host/calls/it\n")
+    mounted = kernel / "sys" / "fs" / "cgroup"
+    (mounted / "cpu.stat").write_text("usage_usec 1\n")
+    assert cgroup_folder("cpu", kernel / "proc", kernel / "sys") == mounted
+    assert "throttled" not in of(kernel).read()
 
 
 def test_what_a_system_does_not_count_is_missing(tmp_path):
-    assert Watch(tmp_path, tmp_path).read().keys() == {"seconds", "switches"}
+    seen = Watch(1, tmp_path, tmp_path)
+    assert seen.read().keys() == {"seconds", "switches"} and seen.clock_mhz() is None
+    (tmp_path / "stat").write_text("cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n")  # a sandbox's
+    assert seen.read().keys() == {"seconds", "switches"}
 
 
 def test_sums_hold_what_all_readings_have():
@@ -54,17 +89,32 @@ def test_sums_hold_what_all_readings_have():
 
 
 @pytest.mark.parametrize(
-    ("counted", "degree"),
+    ("counted", "threads", "degree"),
     [
-        ({"seconds": 2.0}, 0.0),
-        ({"seconds": 2.0, "waited": 0.05, "stolen": 0.05, "others": 0.1}, 1.0),
-        ({"seconds": 2.0, "throttled": 0.2}, 2.0),
-        ({"seconds": 2.0, "waited": 0.0, "others": 1.0}, 2.0),
-        ({"seconds": 0.0, "waited": 1.0}, 0.0),
+        ({"seconds": 2.0}, 1, 0.0),
+        ({"seconds": 2.0, "waited": 0.05, "stolen": 0.05, "others": 0.1}, 1, 1.0),
+        ({"seconds": 2.0, "throttled": 0.2}, 2, 2.0),
+        (
+            {"seconds": 2.0, "waited": 0.0, "others": 1.01},
+            1,
+            2.0,
+        ),  # a tick less, of two cores a quarter of one
+        ({"seconds": 0.05, "others": 0.02}, 2, 0.0),  # which the ticks of two threads may be
+        (
+            {"seconds": 2.0, "waited": 1.0, "throttled": 1.0},
+            3,
+            0.0,
+        ),  # three threads on two cores wait for each other
+        ({"seconds": 0.0, "waited": 1.0}, 1, 0.0),
     ],
 )
-def test_how_much_a_slice_was_disturbed(counted, degree):
-    assert disturbance(counted) == pytest.approx(degree)
+def test_how_much_a_slice_was_disturbed(kernel, counted, threads, degree):
+    assert of(kernel, threads).disturbance(counted) == pytest.approx(degree)
+
+
+def test_more_cores_are_not_disturbed_by_what_leaves_them_free(kernel, monkeypatch):
+    monkeypatch.setattr(watch, "own_cores", lambda: set(range(32)))
+    assert of(kernel, 4).disturbance({"seconds": 1.0, "others": 2.0, "waited": 0.01}) < 1
 
 
 def _busy(seconds: float) -> None:
@@ -104,24 +154,23 @@ def test_a_process_that_burns_a_core_is_seen_unless_it_is_a_child():
         ({"others": 3.0}, 2, ["other processes kept 1.5 of 2 cores busy"]),
         ({"others": 0.1, "waited": 0.4}, 2, ["threads waited for a core for 20% of the time"]),
         ({"stolen": 0.4}, 2, ["the hypervisor took the cores away for 20% of the time"]),
-        ({"throttled": 0.4}, 2, ["the CPU quota stopped this process for 20% of the time"]),
-        ({}, 4, ["4 threads share a CPU quota of 2.5 cores"]),
+        ({"throttled": 0.4}, 1, ["the CPU quota stopped this process for 20% of the time"]),
+        ({"waited": 1.0}, 4, ["4 threads share 2 cores", "4 threads share a CPU quota of 2.5 cores"]),
     ],
 )
-def test_why_a_machine_is_not_fit(tmp_path, monkeypatch, counted, threads, said):
-    monkeypatch.setattr(watch, "usable_cores", lambda: {0, 1})
-    monkeypatch.setattr(psutil, "sensors_battery", lambda: None, raising=False)
-    (tmp_path / "cpu.max").write_text("250000 100000\n")
+def test_why_a_machine_is_not_fit(kernel, counted, threads, said):
+    (kernel / "sys" / "fs" / "cgroup" / "user" / "me" / "cpu.max").write_text("250000 100000\n")
     start = {"seconds": 5.0} | dict.fromkeys(counted, 1.0)
     end = {"seconds": 7.0} | {name: 1.0 + value for name, value in counted.items()}
-    assert unfit(start, end, threads, tmp_path) == said
+    assert of(kernel, threads).unfit(start, end) == said
 
 
-def test_the_quota_of_a_control_group(tmp_path):
-    assert cpu_quota(tmp_path) is None
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert cpu_quota(tmp_path) == 0.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cpu_quota(tmp_path) is None
+def test_a_group_without_a_quota_and_a_machine_without_a_battery(kernel, monkeypatch):
+    monkeypatch.undo()
+    (kernel / "sys" / "fs" / "cgroup" / "user" / "me" / "cpu.max").write_text("max 100000\n")
+
+    def none() -> None:
+        raise FileNotFoundError("/sys/class/power_supply")
+
+    monkeypatch.setattr(psutil, "sensors_battery", none, raising=False)
+    assert of(kernel, 1).unfit({"seconds": 0.0}, {"seconds": 1.0}) == []
