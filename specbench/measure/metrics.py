@@ -7,6 +7,7 @@ comparisons take the mean of a question's repeats first, so that the jackknife o
 
 from __future__ import annotations
 
+import re
 from statistics import median
 from typing import NamedTuple
 
@@ -337,7 +338,8 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
     - others_cores: cores that other processes computed on, on average.
     - waited_share, stolen_share, throttled_share: seconds per second in which a thread had no core.
     - switches_per_second: of a thread that had to give way; throttlings_per_second: of a core that was too hot.
-    - clock_mhz_low, clock_mhz_high: the mean frequency of the cores, read after each turn.
+    - clock_mhz_low, clock_mhz_high: the mean frequency of the cores, read after each turn; likewise the GPUs' clocks,
+      watts and degrees Celsius.
     """
     of_pools = {  # questions of a pool share what was counted
         (record["pool"], record["repeat"], turn["turn"]): turn["machine"]
@@ -360,6 +362,11 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
         known = all(name in one["counters"] for one in watched)
         return sum(one["counters"][name] for one in watched) / seconds if known else None
 
+    def gpus(field: str) -> list[float]:
+        """What the driver told of all GPUs; of an unknown number it says so in words."""
+        told = [gpu[field] for one in watched for gpu in one.get("gpus", [])]
+        return [float(text) for text in told if re.fullmatch(r"\d+(\.\d+)?", text)]
+
     clocks = [one["clock_mhz"] for one in watched if one.get("clock_mhz")]
     return {
         "disturbed_share": share("disturbed_share"),
@@ -371,9 +378,15 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
         "throttled_share": rate("throttled"),
         "switches_per_second": rate("switches"),
         "throttlings_per_second": rate("throttlings"),
-        "clock_mhz_low": min(clocks, default=None),
-        "clock_mhz_high": max(clocks, default=None),
+        **_ends("clock_mhz", clocks),
+        **_ends("gpu_mhz", gpus("clocks.sm")),
+        **_ends("gpu_watts", gpus("power.draw")),
+        **_ends("gpu_celsius", gpus("temperature.gpu")),
     }
+
+
+def _ends(name: str, values: list[float]) -> dict[str, float | None]:
+    return {f"{name}_low": min(values, default=None), f"{name}_high": max(values, default=None)}
 
 
 class Relative(NamedTuple):

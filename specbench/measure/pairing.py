@@ -204,7 +204,10 @@ class Bench:
         while self._is_worth_another(goes):
             goes.append(self._go(seeded))
         answers, still_disturbed = least_disturbed(goes)
-        machine = _journal_machine(goes, still_disturbed) | {"clock_mhz": self.watch.clock_mhz()}
+        machine = _journal_machine(goes, still_disturbed) | {
+            "clock_mhz": self.watch.clock_mhz(),
+            "gpus": provenance.gpus(provenance.GPU_STATE) if self.pair.device.type == "cuda" else [],
+        }
         records = []
         for i, question in enumerate(questions):
             prompts = {name: asked[i].prompt for name, asked in requests.items()}

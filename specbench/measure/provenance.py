@@ -47,6 +47,7 @@ ENVIRONMENT = (
     *("NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 )
 GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "clocks.max.sm", "power.limit")
+GPU_STATE = ("index", "clocks.sm", "power.draw", "temperature.gpu")
 
 # What must be equal for two runs to be compared, and for one to go on: dotted names, each with all below it.
 COMPARABLE = (
@@ -147,16 +148,16 @@ def machine() -> dict:
     }
 
 
-def gpus() -> list[dict[str, str]]:
-    """The fields that nvidia-smi reports of each GPU (MiB, MHz, W); [] without one."""
+def gpus(fields: Sequence[str] = GPU_FIELDS) -> list[dict[str, str]]:
+    """The fields that nvidia-smi reports of each GPU (MiB, MHz, W, degrees Celsius); [] without one."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     if found.returncode:  # installed, but there is no GPU
         return []
     rows = csv.reader(found.stdout.splitlines(), skipinitialspace=True)
-    return [dict(zip(GPU_FIELDS, row, strict=True)) for row in rows]
+    return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
 def threads() -> dict:

@@ -605,6 +605,9 @@ def test_the_worst_verdict_of_an_answers_passes_counts():
     assert list(table["question_id"]) == list(range(7)) and table["verdict"][1] == "violation"
 
 
+GPU = ("gpu_mhz", "gpu_watts", "gpu_celsius")
+
+
 def test_what_was_seen_of_the_machine():
     """Of the turns, by the seconds that each took at first; a pool's questions share what was counted."""
     records = passes(1, questions=3)
@@ -626,12 +629,24 @@ def test_what_was_seen_of_the_machine():
         "throttled_share": None,
         "switches_per_second": pytest.approx(80 / 50),
         "throttlings_per_second": None,
-        "clock_mhz_low": None,
-        "clock_mhz_high": None,
+        **{f"{name}_{end}": None for name in (*GPU, "clock_mhz") for end in ("low", "high")},
     }
     assert metrics.machine(passes(1)) == {}
     unknown = calm | {"disturbed_share": None, "still_disturbed_share": None}
-    records[0]["turns"][0]["machine"] = unknown | {"counters": {"seconds": 1.0}, "clock_mhz": 2100.0}
+    gpus = [
+        {"index": str(i), "clocks.sm": mhz, "power.draw": "[N/A]", "temperature.gpu": "60"}
+        for i, mhz in enumerate(("1755", "1980"))
+    ]
+    more = {"counters": {"seconds": 1.0}, "clock_mhz": 2100.0, "gpus": gpus}
+    records[0]["turns"][0]["machine"] = unknown | more
     found = metrics.machine(records)
     assert found["disturbed_share"] is None and found["others_cores"] is None
     assert found["clock_mhz_low"] == found["clock_mhz_high"] == 2100.0
+    assert [found[f"{name}_{end}"] for name in GPU for end in ("low", "high")] == [
+        1755,
+        1980,
+        None,
+        None,
+        60,
+        60,
+    ]

@@ -169,6 +169,9 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert [g["name"] for g in provenance.gpus()] == ["NVIDIA H200"]
     assert provenance.gpus()[0]["driver_version"] == "570.1"
+    tool.write_text("#!/bin/sh\necho '0, 1755, 412.33, 61'\n")
+    state = {"index": "0", "clocks.sm": "1755", "power.draw": "412.33", "temperature.gpu": "61"}
+    assert provenance.gpus(provenance.GPU_STATE) == [state]
     tool.write_text("#!/bin/sh\necho 'no driver' >&2\nexit 9\n")
     assert provenance.gpus() == []
 
