@@ -306,9 +306,11 @@ def embedded(pair_cfg: DictConfig) -> DictConfig:
 
     Any other pair, and one whose target is a local folder, as it is.
     """
+    if pair_cfg.init != "expanded":
+        return pair_cfg
     from specbench.pairs import local_folder  # late: a misspelt name need not wait for torch
 
-    if pair_cfg.init != "expanded" or local_folder(pair_cfg.target):
+    if local_folder(pair_cfg.target):
         return pair_cfg
     files = [OmegaConf.load(CONF / "pair" / f"{name}.yaml") for name in ("_base", EMBEDDED)]
     own = {key: pair_cfg[key] for key in OWN}
