@@ -58,14 +58,18 @@ def test_joined_goes_are_as_one_that_nobody_disturbed(first, second, factor):
             assert answers[arm][0].tokens == quiet[arm][0].tokens
 
 
-def test_all_arms_take_a_stretch_from_one_go():
-    """Only the method was disturbed, and the baseline's times of that stretch are replaced as well."""
+@pytest.mark.parametrize("arm", ["baseline", "method"])
+def test_all_arms_take_a_stretch_from_one_go(arm):
+    """Only this one was disturbed, and the times of that stretch are replaced in the other as well."""
     goes = [go({1: True}, 3.0), go({}, 3.0)]
-    goes[0].slices["baseline"] = goes[1].slices["baseline"]
+    other = {"baseline": "method", "method": "baseline"}[arm]
+    goes[0].slices[other] = goes[1].slices[other]
     answers, _ = least_disturbed(goes)
-    seconds = [sum(s.verify_seconds for s in answers[arm][0].steps) for arm in ("baseline", "method")]
-    whole = [sum(s.verify_seconds for s in goes[1].answers[arm][0].steps) for arm in ("baseline", "method")]
-    assert seconds == pytest.approx(whole)
+    for name in (arm, other):
+        seconds = [
+            sum(step.verify_seconds for step in of[name][0].steps) for of in (answers, goes[1].answers)
+        ]
+        assert seconds[0] == pytest.approx(seconds[1])
 
 
 def test_the_seconds_of_an_answer_are_those_of_its_parts():
