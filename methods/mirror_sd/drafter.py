@@ -113,9 +113,8 @@ class MirrorSD(Drafter):
             placement = "inline"
         elif placement == "auto":
             placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
-        self.uninterrupted = (
-            placement != "inline"
-        )  # a worker drafts while the target verifies, on cores of its own
+        # A worker drafts while the target verifies, on cores of its own.
+        self.uninterrupted = placement != "inline"
         guessing = None if streams is None else load_streams(packaged(streams), draft, pair.draft_expansion)
         made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, exit_parts, plan, guessing)
         if placement == "process":

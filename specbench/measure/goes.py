@@ -67,7 +67,8 @@ def least_disturbed(goes: Sequence[Measured]) -> tuple[dict[str, list[Generation
     """
     first = goes[0]
     several = any(len(answers) > 1 for answers in first.answers.values())
-    if several or any(_structure(go) != _structure(first) for go in goes):
+    structure = _structure(first)
+    if several or any(_structure(go) != structure for go in goes[1:]):
         best = min(goes, key=lambda go: go.counted()["disturbed"])
         counted = best.counted()
         return best.answers, counted["disturbed"] / counted["seconds"]
@@ -81,15 +82,12 @@ def least_disturbed(goes: Sequence[Measured]) -> tuple[dict[str, list[Generation
         stretch: min(range(len(goes)), key=[max(1.0, of_go[stretch]) for of_go in worst].__getitem__)
         for stretch in worst[0]
     }
-    answers = {arm: [_joined(goes, pieces, arm, chosen)] for arm in first.answers}
-    kept = [
-        (seconds, degree)
-        for arm in first.answers
-        for number, (stretch, _, _) in enumerate(pieces[0][arm])
-        for _, seconds, degree in [pieces[chosen[stretch]][arm][number]]
-    ]
-    disturbed = sum(seconds for seconds, degree in kept if degree > 1)
-    return answers, disturbed / sum(seconds for seconds, _ in kept)
+    # By arm: the go that each piece is taken from.
+    sources = {arm: [chosen[stretch] for stretch, _, _ in pieces[0][arm]] for arm in first.answers}
+    answers = {arm: [_joined(goes, pieces, arm, sources[arm])] for arm in first.answers}
+    kept = [pieces[go][arm][number] for arm in sources for number, go in enumerate(sources[arm])]
+    disturbed = sum(seconds for _, seconds, degree in kept if degree > 1)
+    return answers, disturbed / sum(seconds for _, seconds, _ in kept)
 
 
 Piece = tuple[int, float, float]  # stretch, seconds, disturbance of its slice
@@ -123,11 +121,10 @@ def _pieces(go: Measured, arm: str) -> list[Piece]:
 
 
 def _joined(
-    goes: Sequence[Measured], pieces: list[dict[str, list[Piece]]], arm: str, chosen: dict[int, int]
+    goes: Sequence[Measured], pieces: list[dict[str, list[Piece]]], arm: str, sources: list[int]
 ) -> Generation:
-    """An arm's answer with each piece of the go that was chosen for its stretch."""
+    """An arm's answer with each piece of the go that `sources` names for it."""
     answer = goes[0].answers[arm][0]
-    sources = [chosen[stretch] for stretch, _, _ in pieces[0][arm]]
     if answer.prefill_seconds is None:
         return goes[sources[0]].answers[arm][0]
     spent = sum(pieces[go][arm][number][1] for number, go in enumerate(sources))

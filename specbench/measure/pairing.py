@@ -201,10 +201,12 @@ class Bench:
         self._foretell(requests[METHOD])
         self.watch.find_children()
         goes = [self._go(seeded)]
-        while self._is_worth_another(goes):
+        answers, disturbed = least_disturbed(goes)
+        still_disturbed = disturbed
+        while self._is_worth_another(goes, still_disturbed):
             goes.append(self._go(seeded))
-        answers, still_disturbed = least_disturbed(goes)
-        machine = _journal_machine(goes, still_disturbed) | {
+            answers, still_disturbed = least_disturbed(goes)
+        machine = _journal_machine(goes, disturbed, still_disturbed) | {
             "clock_mhz": self.watch.clock_mhz(),
             "gpus": provenance.gpus(provenance.GPU_STATE) if self.pair.device.type == "cuda" else [],
         }
@@ -260,8 +262,8 @@ class Bench:
         answers = turns.run([partial(self.arms[name], asked) for name, asked in requests.items()])
         return Measured(dict(zip(order, answers)), slices)
 
-    def _is_worth_another(self, goes: list[Measured]) -> bool:
-        """Whether a turn was disturbed, and measuring it again may help."""
+    def _is_worth_another(self, goes: list[Measured], disturbed: float) -> bool:
+        """Whether a turn of which this share is disturbed is to be measured again, and that may help."""
         if len(goes) == 1:
             counted = goes[0].counted()
             self._seconds += counted["seconds"]
@@ -271,7 +273,7 @@ class Bench:
             len(goes) <= self.remeasure
             and not busy
             and self.batch_size is None  # the rounds of a batch belong to all its sequences
-            and least_disturbed(goes)[1] > TOLERATED
+            and disturbed > TOLERATED
         )
 
     def _certify(
@@ -363,13 +365,13 @@ def _journal(generation: Generation) -> dict:
     }
 
 
-def _journal_machine(goes: list[Measured], still_disturbed: float) -> dict:
+def _journal_machine(goes: list[Measured], disturbed: float, still_disturbed: float) -> dict:
     """What the journal holds of the machine during a turn; the counters are summed over all goes and arms."""
     counted = added([go.counted() for go in goes])
     watched = any(name in counted for name in (*LOST, "others"))
     return {
         "goes": len(goes),
-        "disturbed_share": least_disturbed(goes[:1])[1] if watched else None,
+        "disturbed_share": disturbed if watched else None,
         "still_disturbed_share": still_disturbed if watched else None,
         "counters": counted,
     }

@@ -163,10 +163,8 @@ def _variance(seconds: np.ndarray, statistic: Callable[..., np.ndarray]) -> tupl
 
     None where one entry holds all the time.
     """
-    rest, count = (
-        seconds.sum(axis=1, keepdims=True) - seconds,
-        seconds.shape[1],
-    )  # [columns, n]: without one each
+    count = seconds.shape[1]
+    rest = seconds.sum(axis=1, keepdims=True) - seconds  # [columns, n]: without one each
     if not (rest > 0).all():
         return None
     logs = np.log(statistic(*rest))

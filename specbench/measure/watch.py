@@ -50,6 +50,7 @@ class Watch:
         self._stat, self._tasks = proc / "stat", proc / "self" / "task"
         self._cgroup = cgroup_folder("cpu", proc, system)
         self._cores = own_cores()
+        self._quota = cpu_quota(self._cgroup)  # read once: a slice is too short for it
         devices = system / "devices" / "system" / "cpu"
         self._heat = [devices / f"cpu{core}/thermal_throttle/core_throttle_count" for core in self._cores]
         self._heat = [file for file in self._heat if file.exists()]
@@ -125,16 +126,14 @@ class Watch:
             )
         if self.threads > cores:
             reasons.append(f"{self.threads} threads share {cores} cores")
-        quota = self._quota()
-        if quota is not None and quota < self.threads:
-            reasons.append(f"{self.threads} threads share a CPU quota of {quota:.1f} cores")
+        if self._quota is not None and self._quota < self.threads:
+            reasons.append(f"{self.threads} threads share a CPU quota of {self._quota:.1f} cores")
         if _on_battery():
             reasons.append("it runs on battery")
         return reasons
 
     def _lost(self) -> Sequence[str]:
-        quota = self._quota()
-        crowded = self.threads > len(self._cores) or (quota is not None and quota < self.threads)
+        crowded = self.threads > len(self._cores) or (self._quota is not None and self._quota < self.threads)
         return ("stolen",) if crowded else LOST
 
     def _waited(self) -> float | None:
@@ -171,15 +170,16 @@ class Watch:
                 self._spent_by[child.pid] = times.user + times.system
         return sum(self._spent_by.values())
 
-    def _quota(self) -> float | None:
-        """Cores' worth of time that the control group of this process may use; None without a limit."""
-        if self._cgroup is None:
-            return None
-        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-            if all((self._cgroup / file).exists() for file in files):
-                quota, period = " ".join((self._cgroup / file).read_text() for file in files).split()
-                return None if quota in ("max", "-1") else int(quota) / int(period)
+
+def cpu_quota(cgroup: Path | None) -> float | None:
+    """Cores' worth of time that a control group may use; None without a limit."""
+    if cgroup is None:
         return None
+    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        if all((cgroup / file).exists() for file in files):
+            quota, period = " ".join((cgroup / file).read_text() for file in files).split()
+            return None if quota in ("max", "-1") else int(quota) / int(period)
+    return None
 
 
 def own_cores() -> set[int]:
