@@ -11,14 +11,12 @@ NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
 
 METHOD ?= kangaroo
 LIMIT ?= 2
-CLAIM = $(PY) -m specbench.bench -m runs_root=runs/claims
-SOME = $(CLAIM) data.limit=$(LIMIT)
+THREADS ?= 1
+CLAIM = $(PY) -m specbench.bench -m runs_root=runs/claims threads=$(THREADS)
+SOME = $(CLAIM) data.limit=$(LIMIT) decoding.max_new_tokens=64
+BATCHES = $(CLAIM) experiment=batch_scaling pair=tiny_wide,tiny data.limit=3 decoding.max_new_tokens=32 repeats=3 generate=false
 TINY := build/tiny
-ANSWERS := $(TINY)/answers/both.jsonl
 FAST := not slow and not process and not cluster and not browser and not cuda
-PART := OMP_NUM_THREADS=1 $(PY) -m
-DEEP = pair=tiny pair.target=$(TINY)/weights/target pair.tokenizer=$(TINY)/weights/tokenizer
-SHALLOW = pair=tiny_shallow pair.target=$(TINY)/weights/target_shallow pair.tokenizer=$(TINY)/weights/tokenizer
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,34 +40,19 @@ benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on a
 	@$(PY) -m tests.benchmarks.decoding $(ARGS)
 	@$(PY) -m tests.benchmarks.batching $(ARGS)
 
-tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny, and compare it with the shipped one
-	@$(PY) -m specbench.tiny.train --out $(TINY) $(ARGS)
-	@$(PART) methods.answer $(SHALLOW) count=2500 seed=1 max_new_tokens=200 out=$(TINY)/answers/shallow.jsonl
-	@$(PART) methods.answer $(DEEP) count=2500 seed=2 max_new_tokens=200 out=$(TINY)/answers/deep.jsonl
-	@yes | head -c 20000000 > $(TINY)/answers/order
-	@cat $(TINY)/answers/shallow.jsonl $(TINY)/answers/deep.jsonl | shuf --random-source=$(TINY)/answers/order > $(ANSWERS)
-	@$(PART) methods.s2d.train $(SHALLOW) layers=[0,2,4,6,8,10] exits=[2,4,6] steps=500 save_every=50 \
-		prompt_weight=0.2 conversations=$(ANSWERS) out=$(TINY)/weights/s2d
-	@$(PART) methods.mirror_sd.train $(DEEP) pair.draft=$(TINY)/weights/draft steps=300 save_every=50 \
-		prompt_weight=0.2 conversations=$(ANSWERS) out=$(TINY)/weights/streaming
-	@$(PART) methods.kangaroo.train $(DEEP) like_layer=4 steps=400 save_every=50 \
-		prompt_weight=0.2 out=$(TINY)/weights/kangaroo
-	@$(PART) methods.kangaroo.train $(SHALLOW) like_layer=2 steps=300 save_every=50 \
-		prompt_weight=0.2 out=$(TINY)/weights/kangaroo_shallow
-	@$(PART) methods.vocab_trim.calibrate $(DEEP) out=$(TINY)/weights/vocab_map
-	@$(PY) -m specbench.tiny.train --out $(TINY) --only sums
+tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny; goes on where it was stopped
+	@$(PY) -m methods.family --out $(TINY) $(ARGS)
 
 report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="FOLDER ..."]
 	@$(PY) -m specbench.report $(RUNS) $(ARGS)
 
-claims: $(STAMP) ## Check what the papers claim on the embedded family, in half an hour [LIMIT=2 questions per task, ARGS="key=value ..."]
-	@$(SOME) experiment=kangaroo method=kangaroo $(ARGS)
-	@$(SOME) experiment=kangaroo method=pld generate=false $(ARGS)
-	@$(SOME) experiment=vocab_trim generate=false $(ARGS)
-	@$(SOME) experiment=s2d_multi_target generate=false $(ARGS)
-	@$(SOME) experiment=mirror_sd generate=false $(ARGS)
-	@$(CLAIM) experiment=batch_scaling method=exspec,ragged batch_size=1,8 data.limit=6 repeats=1 generate=false $(ARGS)
-	@$(CLAIM) experiment=batch_scaling method=eqspec batch_size=8 data.limit=6 repeats=1 $(ARGS)
+claims: $(STAMP) ## Check what the papers claim on pairs of their cost and on small ones, in 45 minutes [LIMIT=2 questions per task, THREADS=1, ARGS="key=value ..."]
+	@$(SOME) experiment=kangaroo method=kangaroo pair=tiny_wide,tiny $(ARGS)
+	@$(SOME) experiment=vocab_trim pair=tiny_wide_draft,tiny generate=false $(ARGS)
+	@$(SOME) experiment=s2d_multi_target pair=tiny_wide,tiny_shallow_wide,tiny,tiny_shallow generate=false $(ARGS)
+	@$(SOME) experiment=mirror_sd method=sps,sps_ss,mirror_sd pair=tiny_wide,tiny generate=false $(ARGS)
+	@$(BATCHES) method=exspec,ragged batch_size=1,8 $(ARGS)
+	@$(BATCHES) method=eqspec batch_size=8 $(ARGS)
 	@$(PY) -m specbench.report claims runs/claims
 
 wandb-compare: $(STAMP) ## Tables over a group of runs on Weights & Biases: GROUP=name [ARGS="--project name --entity name"]

@@ -13,7 +13,7 @@ import torch
 
 from methods.vocab_trim.vocab_map import kept_ids
 from specbench.decoding.layers import weight_bytes
-from specbench.decoding.layouts import laid_linear
+from specbench.decoding.linear import laid_linear
 
 if TYPE_CHECKING:
     from specbench.decoding.sampling import Decoding

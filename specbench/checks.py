@@ -14,7 +14,7 @@ from specbench import expand, values
 from specbench.errors import UserError, file_errors, near, reason
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
-from specbench.values import Count, Natural, Positive, Seed, Temperature
+from specbench.values import WRAPPED, Count, Natural, Positive, Seed, Temperature
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Needs
@@ -47,6 +47,7 @@ KEYS = {
     "pair.dtype": Literal["float32", "bfloat16", "float16"],
     "pair.init": Literal["pretrained", "random", "expanded"],
     "pair.width": Count | None,
+    "pair.draft_width": Count | None,
     # Of transformers and accelerate.
     "pair.device_map": Literal["auto", "balanced", "balanced_low_0", "sequential"] | None,
 }
@@ -81,8 +82,9 @@ def check(cfg: DictConfig) -> None:
 def check_values(cfg: DictConfig) -> None:
     """Raises UserError for a value of another type than its key has, see `KEYS`."""
     values.check_all(cfg, KEYS)
-    if cfg.pair.width is not None and cfg.pair.init != "expanded":
-        raise UserError("pair.width is of expanded models: set pair.init=expanded")
+    for name in ("width", "draft_width"):
+        if cfg.pair[name] is not None and cfg.pair.init != "expanded":
+            raise UserError(f"pair.{name} is of expanded models: set pair.init=expanded")
     if cfg.pair.device_map is not None and cfg.pair.init != "pretrained":
         raise UserError("pair.device_map spreads weights that are loaded: set pair.init=pretrained")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(cfg.pair.device)):
@@ -162,7 +164,7 @@ def innermost(
     Raises:
         UserError: It wraps a drafter itself, or has a parameter that it lacks.
     """
-    from specbench.decoding.draft import WRAPPED, Drafter
+    from specbench.decoding.draft import Drafter
 
     if WRAPPED not in group:
         return group, takes

@@ -38,7 +38,7 @@ Module = TypeVar("Module", bound="torch.nn.Module")
 
 EMBEDDED = "tiny"  # the pair that others are expanded from
 # What such a pair keeps of its own.
-OWN = ("name", "target_shape", "draft_shape", "width", "dtype", "device", "device_map", "init")
+OWN = ("name", "target_shape", "draft_shape", "width", "draft_width", "dtype", "device", "device_map", "init")
 
 # Powers of two: exact in every dtype. Their product over a state's root mean square (2 to 30 in the embedded family) is
 # the distance of an added token's logit from 0.
@@ -287,7 +287,9 @@ def wide(settings: Mapping[str, Any], width: int) -> dict[str, Any]:
     old = Sizes.of(settings)
     times, rest = divmod(width, old.hidden)
     if rest or not times:
-        raise UserError(f"pair.width must be a multiple of {old.hidden}, the target's own width, not {width}")
+        raise UserError(
+            f"the width of an expanded model must be a multiple of its own, {old.hidden}, not {width}"
+        )
     wider = min(times, max(1, 128 // old.head_dim))
     while old.kv_heads * times % wider:
         wider -= 1
@@ -344,7 +346,10 @@ def check(pair_cfg: DictConfig, draft: str | None) -> None:
         settings = _settings(draft)
         if draft == pair_cfg.draft and pair_cfg.draft_layers is not None:
             settings["num_hidden_layers"] = min(pair_cfg.draft_layers, settings["num_hidden_layers"])
-        expansion_of(settings, pair_cfg.draft_shape, None, f"the draft model of {pair_cfg.name}")
+        if pair_cfg.draft_shape is not None and pair_cfg.draft_width is not None:
+            raise UserError("set pair.draft_shape or pair.draft_width, not both")
+        name = f"the draft model of {pair_cfg.name}"
+        expansion_of(settings, pair_cfg.draft_shape, pair_cfg.draft_width, name)
 
 
 def _settings(folder: str) -> dict[str, Any]:

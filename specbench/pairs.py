@@ -125,7 +125,9 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
     if with_draft and cfg.draft is None:
         raise UserError(f"pair '{cfg.name}' has no draft model: set pair.draft")
     target = _Source(cfg.target, cfg.target_revision, cfg, cfg.target_shape, cfg.width)
-    draft = _Source(cfg.draft, cfg.draft_revision, cfg, cfg.draft_shape) if with_draft else None
+    draft = (
+        _Source(cfg.draft, cfg.draft_revision, cfg, cfg.draft_shape, cfg.draft_width) if with_draft else None
+    )
     standing_in = target.folder is None and cfg.tokenizer is None
     source = target if cfg.tokenizer is None else _Source(cfg.tokenizer, None, cfg)
     tokenizer = (_Source(STAND_IN, None, cfg) if standing_in else source).tokenizer()

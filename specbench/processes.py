@@ -1,8 +1,9 @@
-"""Processes that do not outlive the one that started them, and leave in good order when they are asked to."""
+"""Processes that do not outlive the one that started them, and leave in good order when asked to; their cores."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 from contextlib import contextmanager
@@ -12,6 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LIBC = ctypes.CDLL(None)  # at once: between fork and exec is no time to load anything
+
+
+def own_cores() -> set[int]:
+    """Numbers of the cores that this process may run on: those of its affinity, or all where a system has none."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def end_with_parent() -> None:

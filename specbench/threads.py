@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbench.processes import own_cores
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -64,9 +66,8 @@ def use_threads(
 
 
 def usable_cores() -> int:
-    """Cores that this process may compute on: those of its affinity, and no more than torch would take by itself."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(allowed, torch.get_num_threads())
+    """How many cores this process may compute on: its own, and no more than torch would take by itself."""
+    return min(len(own_cores()), torch.get_num_threads())
 
 
 def counts(most: int) -> list[int]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
-from specbench.decoding.draft import WRAPPED
 from specbench.errors import UserError, near
 
 if TYPE_CHECKING:
@@ -53,6 +52,7 @@ NAMES: dict[Any, str] = {
 
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
 NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats")
+WRAPPED = "drafter"  # of a drafter around another one: that one's configuration
 
 
 def parameters(group: Mapping) -> dict:

@@ -175,7 +175,10 @@ def test_models_that_cannot_be_expanded(changes):
         (["pair=glm-4-9b", "pair.init=expanded", "method=pld"], "'glm-4-9b'.* key/value heads of 2, and 4"),
         (["pair=tiny", "pair.init=expanded"], r"pair\.target_shape or pair\.width: set one"),
         (["pair=llama-3.1-8b", "pair.init=expanded", "pair.width=512"], r"pair\.target_shape or pair\.width"),
-        (["pair=tiny_wide", "pair.width=500"], "multiple of 128"),
+        (["pair=tiny_wide", "pair.width=500"], "multiple of its own, 128"),
+        (["pair=tiny_wide", "pair.draft_width=200", "method=sps"], "multiple of its own, 96, not 200"),
+        (["pair=tiny_wide", "pair.draft_width=192", "method=s2d"], "multiple of its own, 128, not 192"),
+        (["pair=tiny", "pair.draft_width=192"], r"pair\.draft_width .* set pair\.init=expanded"),
         (["pair=tiny_wide", "pair.width=wide"], r"pair\.width must be a whole number"),
         (["pair=tiny", "pair.width=512"], r"set pair\.init=expanded"),
         (["pair=tiny_wide", "pair.device_map=auto"], r"set pair\.init=pretrained"),
@@ -250,6 +253,27 @@ def test_tiny_wide():
     assert sum(p.numel() for p in pair.target.parameters()) == 90202624
     assert pair.draft.config.hidden_size == 96 and pair.draft_expansion is None
     assert pair.stop_ids == {3} and pair.context_length == 4096
+
+
+def test_a_wide_draft_model_drafts_the_same():
+    """Plain and sorted draft models alike, whole and cut to some layers."""
+    ids = torch.arange(5, 25).unsqueeze(0)
+    for preset, layers in [("specbench/tiny/weights/draft", 2), ("specbench/tiny/weights/s2d", 4)]:
+        logits = []
+        for width in (None, 384):
+            cfg = composed(
+                "bench",
+                "pair=tiny_wide",
+                "pair.device=cpu",
+                f"pair.draft={preset}",
+                f"pair.draft_layers={layers}",
+            ).pair
+            cfg.draft_width = width
+            draft = load_pair(cfg, 0, with_draft=True).draft
+            assert draft.config.num_hidden_layers == layers and draft.config.hidden_size in (width, 96, 128)
+            with torch.inference_mode():
+                logits.append(draft(ids).logits)
+        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
 def test_runs_at_other_dimensions_are_not_comparable():
@@ -347,7 +371,7 @@ QUESTIONS, TOKENS = 2, 16
 
 
 def _answers(shape: str | None, method: str, *overrides: str):
-    """The pair, plain decoding's answers and the method's, to some questions."""
+    """The pair, the baseline's answers and the method's, to some questions."""
     inline = ["method.placement=inline"] if method in ("mirror_sd", "mirror_ss", "ssd") else []
     cfg = expanded_config(shape, f"method={method}", *inline, *overrides)
     bench = prepare(cfg)
@@ -396,7 +420,7 @@ def test_text_is_the_embedded_pairs(shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sps", "kangaroo"])
 def test_methods_are_lossless_in_half_precision(method):
-    """But for ties: where an answer leaves plain decoding's, the two tokens are all but equally likely."""
+    """But for ties: where an answer leaves the baseline's, the two tokens are all but equally likely."""
     pair, prompts, plain, drafted = _answers("all of it", method, "pair.dtype=bfloat16")
     for prompt, one, other in zip(prompts, plain, drafted):
         same = next((i for i, (a, b) in enumerate(zip(one.tokens, other.tokens)) if a != b), None)

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specbench.decoding.kv_cache import KVCache, RowCache
-from specbench.decoding.layouts import lay_out
+from specbench.decoding.linear import lay_out
 from specbench.errors import UserError, reason
 from specbench.expand import Expansion
 

@@ -15,15 +15,14 @@ import torch
 
 from methods.training import (
     SETTINGS,
-    Batch,
     agreement,
     batches,
     held_out_batches,
     predicting,
     soft_cross_entropy,
-    train_part,
     training_pair,
 )
+from specbench import training
 from specbench.compose import with_hydra
 from specbench.decoding.target import Target
 from specbench.errors import one_line_errors
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from methods.kangaroo.adapter import Adapter, AdapterLayer
+    from specbench.training import Batch
 
 
 @torch.no_grad()
@@ -109,7 +109,7 @@ def train(cfg: DictConfig) -> Path:
     def save(out: Path, figures: dict[str, float]) -> None:
         save_adapter(adapter, out, getattr(torch, cfg.save_dtype), exit_layer=exit_layer, **figures)
 
-    return train_part(module, batches(cfg, pair), evaluate, save, cfg)
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
 
 
 @one_line_errors()

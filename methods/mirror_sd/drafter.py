@@ -21,7 +21,7 @@ from methods.mirror_sd.link import Inline, Process, Thread
 from methods.mirror_sd.streams import load_streams
 from specbench.decoding.draft import Context, Draft, Drafter, Needs
 from specbench.decoding.layers import weight_bytes
-from specbench.decoding.layouts import laid_linear
+from specbench.decoding.linear import laid_linear
 from specbench.decoding.target import Prefill, Target
 from specbench.errors import UserError
 from specbench.pairs import Pair, draft_of

@@ -18,13 +18,12 @@ from methods.mirror_sd.streams import save_streams
 from methods.training import (
     CHUNK,
     SETTINGS,
-    Batch,
     batches,
     held_out_batches,
     pair_to_train,
     save_model,
-    train_part,
 )
+from specbench import training
 from specbench.compose import with_hydra
 from specbench.errors import one_line_errors
 from specbench.pairs import draft_of
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
+
+    from specbench.training import Batch
 
 
 class Streaming(torch.nn.Module):
@@ -121,7 +122,7 @@ def train(cfg: DictConfig) -> Path:
         save_model(draft, pair, cfg, out)
         save_streams(module.streams.detach().to(draft.dtype), out)
 
-    return train_part(module, batches(cfg, pair), evaluate, save, cfg)
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
 
 
 @one_line_errors()

@@ -3,7 +3,7 @@
 SoFT (Kavehzadeh et al. 2024, from the authors' code): the draft model is cut from the target's first layers, with its
 embeddings, final norm and head; every step trains all exits at once, with the mean of their cross-entropies on the text
 itself. No target is its teacher, so one draft model serves them all. Not as the authors do, but as with all trained
-parts here (`methods.training.train_part`): the learning rate falls linearly, not by a cosine, weight decay is 0.01, not
+parts here (`specbench.training.train`): the learning rate falls linearly, not by a cosine, weight decay is 0.01, not
 0, and the warm-up takes 5 % of the steps, not 4 %.
 """
 
@@ -19,15 +19,14 @@ from torch.nn.functional import cross_entropy
 from methods.training import (
     CHUNK,
     SETTINGS,
-    Batch,
     agreement,
     batches,
     held_out_batches,
     predicting,
     save_model,
-    train_part,
     training_pair,
 )
+from specbench import training
 from specbench.compose import with_hydra
 from specbench.decoding.target import Target
 from specbench.errors import UserError, one_line_errors
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
+
+    from specbench.training import Batch
 
 
 class Sorted(torch.nn.Module):
@@ -104,7 +105,7 @@ def train(cfg: DictConfig) -> Path:
         model.config.exits = exits
         save_model(model, pair, cfg, out)
 
-    return train_part(module, batches(cfg, pair), evaluate, save, cfg)
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
 
 
 @one_line_errors()

@@ -13,7 +13,6 @@ import torch
 
 from methods.training import (
     SETTINGS,
-    Batch,
     agreement,
     batches,
     held_out_batches,
@@ -21,8 +20,8 @@ from methods.training import (
     predicting,
     save_model,
     soft_cross_entropy,
-    train_part,
 )
+from specbench import training
 from specbench.compose import with_hydra
 from specbench.errors import one_line_errors
 from specbench.pairs import draft_of
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
+
+    from specbench.training import Batch
 
 
 class Distillation(torch.nn.Module):
@@ -75,7 +76,7 @@ def train(cfg: DictConfig) -> Path:
     def save(out: Path, figures: dict[str, float]) -> None:
         save_model(draft, pair, cfg, out)
 
-    return train_part(module, batches(cfg, pair), evaluate, save, cfg)
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
 
 
 @one_line_errors()

@@ -2,8 +2,8 @@
 
 The sequences of a batch have different lengths, caps and stop tokens; they join when there is room and leave when they
 are done. Two components can be swapped: the drafter, which proposes tokens for every sequence, and the scheduler, which
-chooses the sequences of each round and their layout in memory. Plain batched decoding is this loop with a drafter that
-drafts nothing.
+chooses the sequences of each round and their layout in memory. Batched autoregressive decoding is this loop with a
+drafter that drafts nothing.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class BatchEngine:
 
     Args:
         target: the model that verifies.
-        drafter: proposes tokens; the base class for plain decoding.
+        drafter: proposes tokens; the base class for autoregressive decoding.
         scheduler: chooses the sequences of each round.
         stop_ids: token ids that end an answer.
         context_length: positions that a sequence may take; None for the target's.

@@ -6,6 +6,8 @@ import pkgutil
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from specbench.values import WRAPPED
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Decoding
     from specbench.decoding.target import Prefill, Target
     from specbench.decoding.trace import Beside
-
-WRAPPED = "drafter"  # of a drafter around another one: that one's configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Drafter:
         """
 
     def draft(self, context: Context) -> Draft:
-        """Drafts up to `context.max_draft` tokens to follow the pending one; an empty draft means plain decoding."""
+        """Drafts up to `context.max_draft` tokens to follow the pending one; none makes the round autoregressive."""
         return Draft(context.tokens[:0])
 
     def launch(self, context: Context, draft: Draft, states: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from specbench.decoding.kv_cache import KVCache, Places, RowCache
 from specbench.decoding.layers import quick, weight_bytes
-from specbench.decoding.layouts import lay_out
+from specbench.decoding.linear import lay_out
 from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
@@ -394,7 +394,7 @@ def check_rope(config: PretrainedConfig) -> None:
 
     With "longrope" and "dynamic" transformers chooses the angles of a whole pass by the largest position in it. A draft
     that reaches over a threshold would change the angles of the target's own tokens too, and the longest sequence of a
-    batch those of all others: no answer would equal that of plain decoding.
+    batch those of all others: no answer would equal that of autoregressive decoding.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [

@@ -27,11 +27,13 @@ class Steps(StoppingCriteria):
     Args:
         clock: of the arm.
         prompt: tokens of the longest prompt.
+        batch: requests that are answered at once.
+        device: that the answers are on.
     """
 
-    def __init__(self, clock: Clock, prompt: int):
+    def __init__(self, clock: Clock, prompt: int, batch: int, device: torch.device):
         self.clock, self.prompt = clock, prompt
-        self._none = torch.zeros(0, dtype=torch.bool)  # which answers are to stop
+        self._none = torch.zeros(batch, dtype=torch.bool, device=device)  # which answers are to stop
         self.begins: list[Mark] = [clock.mark()]
         self.ends: list[Mark] = []
 
@@ -41,8 +43,6 @@ class Steps(StoppingCriteria):
         self.ends.append(self.clock.mark())
         span = between_rounds(self.clock, batch * (length - self.prompt))
         self.begins.append(self.ends[-1] if span is None else span[1])
-        if len(self._none) != batch:
-            self._none = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
         return self._none
 
     def seconds(self) -> list[float]:
@@ -84,7 +84,7 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int = 0, **opti
         torch.manual_seed(requests[0].seed)
         clock.synchronize()
         longest = max(len(r.prompt) for r in requests)
-        steps = Steps(clock, longest)
+        steps = Steps(clock, longest, len(requests), pair.device)
         ids = torch.tensor(
             [[pad] * (longest - len(r.prompt)) + r.prompt for r in requests], device=pair.device
         )

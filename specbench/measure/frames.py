@@ -67,12 +67,17 @@ def steps_frame(records: list[dict]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(types)).astype(types)
 
 
+def failed_questions(records: list[dict]) -> set[int]:
+    """Ids of the questions that failed in any pass."""
+    return {record["question_id"] for record in records if record["error"] is not None}
+
+
 def _generations(records: list[dict]) -> Iterator[tuple[tuple, dict]]:
     """Every generation of the questions that failed in no pass, with its KEYS.
 
     A record holds one repeat; those of older folders hold all of them.
     """
-    failed = {record["question_id"] for record in records if record["error"] is not None}
+    failed = failed_questions(records)
     for record in records:
         for turn in record["turns"] if record["question_id"] not in failed else ():
             for arm, repeats in turn["arms"].items():

@@ -1,13 +1,13 @@
 """From journal records to the numbers of a summary.
 
-Nothing else in the project computes a metric; those that rounds have without a baseline are in `rounds.py`. Every
-function is pure. A number that could not be measured is None. Totals (tokens, seconds) are over all repeats;
-comparisons take the mean of a question's repeats first, so that the jackknife of an interval drops questions.
+Nothing else in the project computes a metric but `rounds.py` (those that rounds have without a baseline) and
+`machine.py` (what was seen of the machine). Every function is pure. A number that could not be measured is None. Totals
+(tokens, seconds) are over all repeats; comparisons take the mean of a question's repeats first, so that the jackknife
+of an interval drops questions.
 """
 
 from __future__ import annotations
 
-import re
 from statistics import median
 from typing import NamedTuple
 
@@ -15,7 +15,8 @@ import pandas as pd
 
 from specbench import values
 from specbench.measure.equivalence import VERDICTS
-from specbench.measure.frames import GENERATION_COLUMNS, generations_frame, steps_frame
+from specbench.measure.frames import GENERATION_COLUMNS, failed_questions, generations_frame, steps_frame
+from specbench.measure.machine import machine
 from specbench.measure.rounds import (
     BATCHING,
     acceptance_by_position,
@@ -28,8 +29,7 @@ from specbench.measure.rounds import (
     ratio,
     total,
 )
-from specbench.measure.statistics import Run, Speedup, ratio_of_means, speedup
-from specbench.measure.statistics import over_passes as interval_over_passes
+from specbench.measure.statistics import Speedup, over_passes, ratio_of_means, speedup
 
 SCHEMA = 4
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
@@ -49,11 +49,11 @@ QUESTION_COLUMNS = {
 
 def summary(records: list[dict], facts: dict, config: dict) -> dict:
     """The content of summary.json: the numbers over all questions (`overall`) and over each task."""
-    failed = {record["question_id"] for record in records if record["error"] is not None}
+    failed = failed_questions(records)
     tasks: dict[str, list[dict]] = {}
     for record in sorted(records, key=lambda record: record["question_id"]):
         tasks.setdefault(record["task"], [])
-        if record["question_id"] not in failed:  # in any pass
+        if record["question_id"] not in failed:
             tasks[record["task"]].append(record)
     total_records, records = len(records), [record for of_task in tasks.values() for record in of_task]
     baseline = baseline_numbers(records, facts)
@@ -117,18 +117,11 @@ def numbers(
     whole = paired_seconds(turns, reference)
     decoding = paired_seconds(turns, reference, with_prefill=False)
     rate = ratio(method["tokens"].sum(), method["seconds"].sum())
-    if not batch_size:
-        faster = speedup(whole["reference"], whole["method"], processes=by_process(generations, reference))
-    elif whole_run:
-        runs = pool_seconds(generations, reference)
-        faster = speedup(
-            runs["reference"],
-            runs["method"],
-            runs.index.get_level_values("pool"),
-            by_process(generations, reference),
-        )
+    if whole_run or not batch_size:
+        faster, by_passes = speedups(generations, reference, whole, bool(batch_size))
     else:  # a round belongs to all its rows: a task has no time of its own
-        faster, rate, decoding = Speedup(None, None, None), None, decoding.iloc[:0]
+        faster = by_passes = Speedup(None, None, None)
+        rate, decoding = None, decoding.iloc[:0]
     return {
         "questions": method["question_id"].nunique(),
         "pools": method["pool"].nunique() if batch_size else None,
@@ -139,7 +132,8 @@ def numbers(
         "speedup_low": faster.low,
         "speedup_high": faster.high,
         "speedup_questions": len(whole),
-        **(passes_interval(generations, reference) if whole_run or not batch_size else NO_PASSES),
+        "passes_low": by_passes.low,
+        "passes_high": by_passes.high,
         "decode_speedup": ratio(decoding["reference"].sum(), decoding["method"].sum()),
         "spec_bench_speedup": None if batch_size else spec_bench_speedup(turns, reference),
         "acceptance_length": acceptance_length(rounds),
@@ -205,7 +199,7 @@ def by_question(records: list[dict], reference: str, batched: bool) -> pd.DataFr
 
 
 def baseline_numbers(records: list[dict], facts: dict) -> dict:
-    """What the method is measured against: our own plain decoding, or transformers' generate if it is faster.
+    """What the method is measured against: our autoregressive baseline, or transformers' generate if it is faster.
 
     Both rates are over the turns that both arms answered, where there are any: only those compare.
     `bandwidth_fraction` is that of the quoted one; `equivalence` holds the answers of one against the other.
@@ -228,7 +222,7 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
 
 
 def single_rate(generations: pd.DataFrame) -> float | None:
-    """Tokens per second of plain decoding one by one; None where that is the baseline, and no arm of its own."""
+    """Tokens per second of autoregressive decoding at batch size 1; None where it is the baseline and no own arm."""
     single = generations[generations["arm"] == "single"]
     return ratio(single["tokens"].sum(), single["seconds"].sum())
 
@@ -265,21 +259,24 @@ def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = Tru
     return _complete_questions(pair).groupby("question_id").sum()
 
 
+def paired_seconds_by(by: list[str], generations: pd.DataFrame, reference: str) -> dict[tuple, pd.DataFrame]:
+    """`paired_seconds` of each group of generations; by: columns, whose values are the keys."""
+    groups = generations.groupby(by)
+    return {key: paired_seconds(turn_means(group), reference) for key, group in groups}
+
+
 def pool_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:
     """As `paired_seconds`, but for each run of a pool (pool, repeat): the questions that were decoded together.
 
-    A run in which one of the arms was not timed is left out: older folders hold one repeat only of plain decoding one
-    by one.
+    A run in which one of the arms was not timed is left out: older folders hold one repeat only of
+    autoregressive decoding at batch size 1.
     """
     by = ["pool", "repeat"]
-    runs = {key: paired_seconds(turn_means(run), reference) for key, run in generations.groupby(by)}
+    runs = paired_seconds_by(by, generations, reference)
     if not runs:
         empty = pd.MultiIndex.from_arrays([[], []], names=by)
         return pd.DataFrame(columns=["reference", "method"], index=empty, dtype=float)
     return pd.concat(runs, names=by).groupby(level=by).sum()
-
-
-NO_PASSES = {"passes_low": None, "passes_high": None}
 
 
 def repeats(records: list[dict]) -> set[int]:
@@ -292,101 +289,48 @@ def repeats(records: list[dict]) -> set[int]:
     }
 
 
-def over_passes(records: list[dict], facts: dict) -> Speedup:
+def speedups(
+    generations: pd.DataFrame, reference: str, questions: pd.DataFrame, batched: bool
+) -> tuple[Speedup, Speedup]:
+    """The speedup with its interval over questions or pools, and that with its interval over passes.
+
+    Args:
+        generations: of all arms.
+        reference: the arm that they are against.
+        questions: as `paired_seconds` gives them.
+        batched: whether the questions were decoded in pools.
+    """
+    passes = passes_seconds(generations, reference)
+    several = passes.index.name == "process"
+    processes = [([a], [b]) for a, b in zip(passes["reference"], passes["method"])] if several else []
+    runs = pool_seconds(generations, reference) if batched else questions
+    pools = runs.index.get_level_values("pool") if batched else None
+    return (
+        speedup(runs["reference"], runs["method"], pools, processes),
+        over_passes(passes["reference"], passes["method"]),
+    )
+
+
+def speedup_over_passes(records: list[dict], facts: dict) -> Speedup:
     """The overall speedup, with the interval over passes of `passes_seconds`."""
     reference = ARMS[baseline_numbers(records, facts)["quoted_against"]]
-    sums = passes_seconds(generations_frame(records), reference)
-    return interval_over_passes(sums["reference"], sums["method"])
-
-
-def passes_interval(generations: pd.DataFrame, reference: str) -> dict[str, float | None]:
-    """The bounds of `over_passes`, as a summary holds them."""
-    sums = passes_seconds(generations, reference)
-    found = interval_over_passes(sums["reference"], sums["method"])
-    return {"passes_low": found.low, "passes_high": found.high}
+    passes = passes_seconds(generations_frame(records), reference)
+    return over_passes(passes["reference"], passes["method"])
 
 
 def passes_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:
     """Seconds of all questions in each pass, or, where several processes measured, on average in each process.
 
-    Only questions that were answered in all passes count.
+    Only questions that were answered in all passes count. The index is named `repeat` or `process`, and the columns are
+    those of `paired_seconds`.
     """
     unit = "process" if generations["process"].nunique() > 1 else "repeat"
-    seconds = {
-        key: paired_seconds(turn_means(of_unit), reference) for key, of_unit in generations.groupby(unit)
-    }
+    seconds = paired_seconds_by([unit], generations, reference)
     if not seconds:
         return pd.DataFrame({"reference": [], "method": []}, dtype=float)
     shared = set.intersection(*(set(one.index) for one in seconds.values()))
-    return pd.DataFrame({key: one[one.index.isin(shared)].sum() for key, one in seconds.items()}).T
-
-
-def by_process(generations: pd.DataFrame, reference: str) -> list[Run]:
-    """Seconds of each process, where several measured: their questions' or pools' of the reference and the method."""
-    if generations["process"].nunique() < 2:
-        return []
-    seconds = passes_seconds(generations, reference)
-    return [([one["reference"]], [one["method"]]) for _, one in seconds.iterrows()]
-
-
-def machine(records: list[dict]) -> dict[str, float | int | None]:
-    """What others did on the machine meanwhile; None for what cannot be counted here, {} for older folders.
-
-    - disturbed_share: of all arms' time, that of slices which others disturbed, as measured at first.
-    - still_disturbed_share: the same of what was kept after measuring again.
-    - measured_again: turns that were.
-    - others_cores: cores that other processes computed on, on average.
-    - waited_share, stolen_share, throttled_share: seconds per second in which a thread had no core.
-    - switches_per_second: of a thread that had to give way; throttlings_per_second: of a core that was too hot.
-    - clock_mhz_low, clock_mhz_high: the mean frequency of the cores, read after each turn; likewise the GPUs' clocks,
-      watts and degrees Celsius.
-    """
-    of_pools = {  # questions of a pool share what was counted
-        (record["pool"], record["repeat"], turn["turn"]): turn["machine"]
-        for record in records
-        for turn in record["turns"]
-        if turn.get("machine")
-    }
-    watched = [*of_pools.values()]
-    seconds = sum(one["counters"]["seconds"] for one in watched)
-    if not seconds:
-        return {}
-    first = [one["counters"]["seconds"] / one["goes"] for one in watched]
-
-    def share(name: str) -> float | None:
-        if any(one[name] is None for one in watched):
-            return None
-        return ratio(sum(one[name] * of for one, of in zip(watched, first)), sum(first))
-
-    def rate(name: str) -> float | None:
-        known = all(name in one["counters"] for one in watched)
-        return sum(one["counters"][name] for one in watched) / seconds if known else None
-
-    def gpus(field: str) -> list[float]:
-        """What the driver told of all GPUs; of an unknown number it says so in words."""
-        told = [gpu[field] for one in watched for gpu in one.get("gpus", [])]
-        return [float(text) for text in told if re.fullmatch(r"\d+(\.\d+)?", text)]
-
-    clocks = [one["clock_mhz"] for one in watched if one.get("clock_mhz")]
-    return {
-        "disturbed_share": share("disturbed_share"),
-        "still_disturbed_share": share("still_disturbed_share"),
-        "measured_again": sum(one["goes"] > 1 for one in watched),
-        "others_cores": rate("others"),
-        "waited_share": rate("waited"),
-        "stolen_share": rate("stolen"),
-        "throttled_share": rate("throttled"),
-        "switches_per_second": rate("switches"),
-        "throttlings_per_second": rate("throttlings"),
-        **_ends("clock_mhz", clocks),
-        **_ends("gpu_mhz", gpus("clocks.sm")),
-        **_ends("gpu_watts", gpus("power.draw")),
-        **_ends("gpu_celsius", gpus("temperature.gpu")),
-    }
-
-
-def _ends(name: str, values: list[float]) -> dict[str, float | None]:
-    return {f"{name}_low": min(values, default=None), f"{name}_high": max(values, default=None)}
+    sums = {key: one[one.index.isin(shared)].sum() for (key,), one in seconds.items()}
+    return pd.DataFrame(sums).T.rename_axis(index=unit)
 
 
 class Relative(NamedTuple):
@@ -424,8 +368,8 @@ def parts(records: list[dict], what: str, batched: bool) -> pd.DataFrame:
 
     Args:
         records: of the journal.
-        what: "speedup": seconds of plain decoding as this run measured it / of the method. "throughput": the same
-            against plain decoding at batch size 1. "mbsu": bytes of weights that plain decoding would have read / that
+        what: "speedup": seconds of the autoregressive baseline of this run / of the method. "throughput": the same
+            against it at batch size 1. "mbsu": bytes of weights that autoregressive decoding would have read / that
             were read. "acceptance_length": tokens emitted by draft-verify rounds / target passes.
         batched: whether it is a run of batches.
 
@@ -438,7 +382,8 @@ def parts(records: list[dict], what: str, batched: bool) -> pd.DataFrame:
         by = [rounds["pool"], rounds["repeat"]] if batched else rounds["question_id"]
         if what == "acceptance_length":
             return pd.DataFrame({"above": rounds["emitted"], "below": 1}).groupby(by).sum()
-        whole_pass = steps.loc[steps["arm"] == ARMS["engine"], "target_bytes"].max()
+        # As a float: tokens are counted in 32 bits, which bytes of several overflow.
+        whole_pass = float(steps.loc[steps["arm"] == ARMS["engine"], "target_bytes"].max())
         read = (rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["rows"]
         return pd.DataFrame({"above": rounds["emitted"] * whole_pass, "below": read}).groupby(by).sum()
     generations = generations_frame(records)
@@ -462,10 +407,10 @@ def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:
 
 
 def bandwidth_fraction(tokens_per_second: float | None, facts: dict) -> float | None:
-    """A speed as a fraction of that of plain decoding if it did nothing but read the target's weights.
+    """A speed as a fraction of that of autoregressive decoding if it did nothing but read the target's weights.
 
-    Above 1: faster than any plain decoding from memory on this machine. Weights that fit into the caches can be read
-    faster than memory; keys and values are not counted.
+    Above 1: faster than any autoregressive decoding from memory on this machine. Weights that fit into the caches can
+    be read faster than memory; keys and values are not counted.
     """
     bandwidth = facts["bandwidth_bytes_per_second"]
     if tokens_per_second is None or bandwidth is None:

@@ -29,7 +29,7 @@ from specbench.measure import provenance
 from specbench.measure.equivalence import VERDICTS, Certificate, certify
 from specbench.measure.goes import Measured, Slice, least_disturbed
 from specbench.measure.rounding import batch_noise, margin, shape_noise
-from specbench.measure.watch import LOST, Watch, added, between
+from specbench.measure.watch import LOST, Counters, Watch, added, between
 from specbench.threads import Threads, use_threads
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ NOISE_TOKENS = 32  # of each warm-up question, on which the rounding noise is me
 # Of the time of all slices, above which a machine is so busy that measuring again is no use; judged after so many s.
 HOPELESS, HOPELESS_AFTER = 0.5, 3.0
 TOLERATED = 0.05  # of a turn's time may be disturbed without measuring it again
-# SINGLE: plain decoding at batch size 1; in batched runs the reference for equivalence and for the throughput ratio.
+# SINGLE: the baseline at batch size 1, in batched runs the reference for equivalence and for the throughput ratio.
 BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
 
 
@@ -200,13 +200,15 @@ class Bench:
         seeded = {name: [replace(r, seed=seed) for r, seed in zip(requests[name], seeds)] for name in order}
         self._foretell(requests[METHOD])
         self.watch.find_children()
+        heat = self.watch.heat()
         goes = [self._go(seeded)]
         answers, disturbed = least_disturbed(goes)
         still_disturbed = disturbed
         while self._is_worth_another(goes, still_disturbed):
             goes.append(self._go(seeded))
             answers, still_disturbed = least_disturbed(goes)
-        machine = _journal_machine(goes, disturbed, still_disturbed) | {
+        heat = between(heat, self.watch.heat())
+        machine = _journal_machine(goes, disturbed, still_disturbed, heat) | {
             "clock_mhz": self.watch.clock_mhz(),
             "gpus": provenance.gpus(provenance.GPU_STATE) if self.pair.device.type == "cuda" else [],
         }
@@ -365,7 +367,7 @@ def _journal(generation: Generation) -> dict:
     }
 
 
-def _journal_machine(goes: list[Measured], disturbed: float, still_disturbed: float) -> dict:
+def _journal_machine(goes: list[Measured], disturbed: float, still_disturbed: float, heat: Counters) -> dict:
     """What the journal holds of the machine during a turn; the counters are summed over all goes and arms."""
     counted = added([go.counted() for go in goes])
     watched = any(name in counted for name in (*LOST, "others"))
@@ -373,7 +375,7 @@ def _journal_machine(goes: list[Measured], disturbed: float, still_disturbed: fl
         "goes": len(goes),
         "disturbed_share": disturbed if watched else None,
         "still_disturbed_share": still_disturbed if watched else None,
-        "counters": counted,
+        "counters": counted | heat,
     }
 
 

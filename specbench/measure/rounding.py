@@ -1,8 +1,8 @@
 """How much of a logit is rounding on this machine, in this dtype, at the shapes in use.
 
-The same token computed one row at a time (plain decoding) and within a block (verification) goes through other kernels,
-which add in another order. What that changes is measured here in the run itself, so that a near-tie can be told from
-a fault.
+The same token computed one row at a time (autoregressive decoding) and within a block (verification) goes through
+other kernels, which add in another order. What that changes is measured here in the run itself, so that a near-tie can
+be told from a fault.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one r
 def forced_logits(target: Target, prompt: list[int], answer: list[int], block: int) -> torch.Tensor:
     """Logits [len(answer), vocab] that the target gives each token of `answer`, fed `block` rows at a time.
 
-    The prompt goes in at once, as in a generation; block 1 repeats the arithmetic of plain decoding.
+    The prompt goes in at once, as in a generation; block 1 repeats the arithmetic of autoregressive decoding.
     """
     ids = torch.tensor([prompt + answer], device=target.device)
     cache = target.new_cache(ids.shape[1])
@@ -35,7 +35,7 @@ def forced_logits(target: Target, prompt: list[int], answer: list[int], block: i
 def margin(
     target: Target, prompt: list[int], answer: list[int], index: int, preferred: int, other: int
 ) -> float:
-    """logit[preferred] - logit[other] where the target chooses token `index` of `answer`, as plain decoding has it."""
+    """logit[preferred] - logit[other] where the target chooses token `index` of `answer`, decoding token by token."""
     logits = forced_logits(target, prompt, answer[: index + 1], block=1)[index]
     return (logits[preferred] - logits[other]).item()
 
@@ -67,7 +67,7 @@ def batch_noise(target: Target, samples: list[tuple[list[int], list[int]]], rows
 
 
 def first_two(target: Target, prompt: list[int], answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's first two choices for each token of an answer, as plain decoding has them.
+    """The target's first two choices for each token of an answer, as autoregressive decoding has them.
 
     Returns:
         Ids [n, 2] and the distance [n, 1] of their logits.

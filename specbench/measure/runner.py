@@ -32,6 +32,7 @@ from specbench.measure import provenance, store
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
 from specbench.measure.pairing import BASELINE, HF, METHOD, SINGLE, Bench, attempt
 from specbench.measure.passes import Passes, whole
+from specbench.measure.statistics import Speedup
 from specbench.pairs import load_pair, with_part
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.values import parameters
@@ -137,11 +138,7 @@ class Job:
     def __init__(self, run_dir: Path, cfg: DictConfig, questions: list[Question], journal: store.Journal):
         self.run_dir, self.cfg, self.questions, self.journal = run_dir, cfg, questions, journal
         self.plan = Passes.of(cfg)
-        self._interval: tuple[int, str, float | None] = (
-            0,
-            "",
-            None,
-        )  # of so many passes: in words, its width
+        self._speedup, self._passes = Speedup(None, None, None), 0  # with its interval over so many passes
 
     def next_pass(self) -> int | None:
         """The pass to go on with; None when all is measured."""
@@ -150,9 +147,8 @@ class Job:
         return self.plan.next(done, len(self.questions), self._width(done), seconds)
 
     def is_known(self) -> bool:
-        """Whether the run's facts are all there, the noise as the last of them."""
-        path = self.run_dir / store.FACTS
-        return path.exists() and store.read_json(path)["noise"] is not None
+        """Whether the run's facts are there."""
+        return (self.run_dir / store.FACTS).exists()
 
     def measure(self, bench: Bench, repeat: int | None) -> None:
         """Warms up, notes what the run is made of, and measures this process's passes from `repeat` on."""
@@ -180,9 +176,7 @@ class Job:
                 repeat = self.next_pass()
                 if repeat is not None:
                     bar.total = max(bar.total or 0, (repeat + 1) * len(self.questions))
-                bar.set_postfix_str(self._interval[1])
-        if repeat is None:
-            store.write_json(self.run_dir / store.FACTS, known | {"noise": bench.noise()})
+                bar.set_postfix_str(self._interval())
 
     def _begin(self, bench: Bench) -> dict:
         """Chooses the threads, warms up, and writes provenance and facts, which it returns."""
@@ -216,23 +210,26 @@ class Job:
             unit="question",
             initial=done,
             total=max(self.plan.repeats * len(self.questions), done),
-            postfix=self._interval[1],
+            postfix=self._interval(),
         )
+
+    def _interval(self) -> str:
+        """The speedup and its interval over passes in words; empty where the interval was not looked at."""
+        found = self._speedup
+        return "" if found.width is None else f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
     def _width(self, done: Counter) -> float | None:
         """The width of the interval over the whole passes; only looked at where passes may be added."""
-        passes = whole(done, len(self.questions))
-        if self.plan.precision is None or len(passes) < self.plan.repeats:
+        passes = len(whole(done, len(self.questions)))
+        if self.plan.precision is None or passes < self.plan.repeats:
             return None
-        if self._interval[0] != len(passes):
+        if self._passes != passes:
             from specbench.measure import metrics  # late: pandas takes a second to import
 
             known = store.read_json(self.run_dir / store.FACTS)
-            found = metrics.over_passes(self.journal.records, known)
-            width = None if found.low is None or found.high is None else found.high - found.low
-            words = "" if width is None else f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
-            self._interval = (len(passes), words, width)
-        return self._interval[2]
+            self._speedup = metrics.speedup_over_passes(self.journal.records, known)
+            self._passes = passes
+        return self._speedup.width
 
 
 def drop_torn_pool(journal: store.Journal, planned: list[list[Question]]) -> None:
@@ -256,7 +253,7 @@ def drop_torn_pool(journal: store.Journal, planned: list[list[Question]]) -> Non
 
 
 def facts(bench: Bench) -> dict:
-    """What the summary needs of the run beside its records; the noise is added when the records are there."""
+    """What the summary needs of the run beside its records."""
     pair = bench.pair
     return {
         "target_pass_bytes": bench.target.pass_bytes(),
@@ -264,7 +261,6 @@ def facts(bench: Bench) -> dict:
         "dtype": str(pair.dtype).removeprefix("torch."),
         "device": str(pair.device),
         "bandwidth_bytes_per_second": provenance.bandwidth(pair.device),
-        "noise": None,
         "weights": pair.init,
         "anatomy": pair.anatomy,
         "batched": bench.batch_size is not None,

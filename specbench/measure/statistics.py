@@ -33,6 +33,11 @@ class Speedup:
     low: float | None
     high: float | None
 
+    @property
+    def width(self) -> float | None:
+        """Of the interval; None without one."""
+        return None if self.low is None or self.high is None else self.high - self.low
+
 
 def speedup(
     reference_seconds: Sequence[float],

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from specbench.processes import own_cores
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -37,7 +39,7 @@ class Watch:
     - throttled: its control group had used up its share of CPU time.
     - others: CPU time of all other processes on these cores; those of its children are its own.
     - switches: times that a thread had to give way before it was done.
-    - throttlings: times that one of the cores was slowed for its heat.
+    - throttlings (`heat`): times that one of the cores was slowed for its heat.
 
     Args:
         threads: that this process computes with.
@@ -66,7 +68,7 @@ class Watch:
         self._children = psutil.Process().children(recursive=True)
 
     def read(self) -> Counters:
-        """All counters now; times in seconds."""
+        """All counters but `heat` now; times in seconds."""
         counters = {"seconds": time.perf_counter()}
         counters["switches"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         waited = self._waited()
@@ -79,9 +81,11 @@ class Watch:
             counters["others"] = busy - time.process_time() - self._seconds_of_children()
         if self._cgroup is not None:
             counters |= _throttled(self._cgroup / "cpu.stat")
-        if self._heat:
-            counters["throttlings"] = sum(int(file.read_text()) for file in self._heat)
         return counters
+
+    def heat(self) -> Counters:
+        """The counter of throttlings now; apart from `read`, as it is a file per core, too much for every slice."""
+        return {"throttlings": sum(int(file.read_text()) for file in self._heat)} if self._heat else {}
 
     def clock_mhz(self) -> float | None:
         """The mean frequency of our cores now; None where the system does not tell."""
@@ -180,13 +184,6 @@ def cpu_quota(cgroup: Path | None) -> float | None:
             quota, period = " ".join((cgroup / file).read_text() for file in files).split()
             return None if quota in ("max", "-1") else int(quota) / int(period)
     return None
-
-
-def own_cores() -> set[int]:
-    """Numbers of the cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def cgroup_folder(controller: str, proc: Path = PROC, system: Path = SYSTEM) -> Path | None:

@@ -143,7 +143,7 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
         tables.console().print(table)
     tables.print_left_out(left_out)
     print(report(runs, left_out, out, first_tables))
-    return int(any(one.verdict == "not measured" for one in checked))
+    return int(any(one.fitting.verdict == "not measured" for one in checked))
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ def without_difference(runs: list[Run]) -> list[str]:
 def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     """The ratio of a metric of each other run to that of the first; a row per task.
 
-    A speedup is against plain decoding in the run's own measurement, in batches against batch size 1 whatever theirs.
-    A cell is empty where `without_difference` tells why.
+    A speedup is against autoregressive decoding in the run's own measurement, in batches against batch size 1 whatever
+    theirs. A cell is empty where `without_difference` tells why.
     """
     first, *others = runs
     names = _names(runs)

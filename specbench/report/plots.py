@@ -22,7 +22,7 @@ from specbench.report.regimes import baseline_fractions, by_size
 from specbench.report.runs import Run, grids, labels, latest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -164,7 +164,7 @@ def acceptance_and_speedup(runs: list[Shown]) -> Figure | None:
         xlim=(min(0.9, right), right), ylim=(0, top), xlabel="acceptance length (tokens per target pass)"
     )
     axes.set_ylabel("speedup (95 % interval)")
-    axes.set_title("grey lines: what a round costs, in plain decoding steps", fontsize=8, loc="left")
+    axes.set_title("grey lines: what a round costs, in autoregressive steps", fontsize=8, loc="left")
     _legend(axes)
     return axes.figure
 
@@ -310,11 +310,7 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
         numbers = {size / 1e6: summary["overall"] for size, summary in sizes.items()}
         known = {size: one for size, one in numbers.items() if one["speedup"] and one["mbsu"]}
         values = [one["speedup"] for one in known.values()]
-        errors = [
-            [one["speedup"] - (one["speedup_low"] or one["speedup"]) for one in known.values()],
-            [(one["speedup_high"] or one["speedup"]) - one["speedup"] for one in known.values()],
-        ]
-        speedups.errorbar(list(known), values, yerr=errors, capsize=2, **style)
+        speedups.errorbar(list(known), values, yerr=_error_bars(known.values()), capsize=2, **style)
         speedups.plot(
             list(known), [one["mbsu"] for one in known.values()], "--", color=style["color"], linewidth=1
         )
@@ -343,7 +339,7 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
 
 
 def _drafts(sizes: Mapping[int, Mapping]) -> bool:
-    """Whether a method drafts at all: plain decoding has no speedup to draw."""
+    """Whether a method drafts at all: autoregressive decoding has no speedup to draw."""
     return any(summary["overall"]["acceptance_rate"] is not None for summary in sizes.values())
 
 
@@ -386,16 +382,20 @@ def _points(axes: Axes, run: Shown, blocks: list[tuple[dict, float]], across: bo
     """The speedups of some numbers of a run with their intervals: upwards at x, or (across) rightwards at y."""
     blocks = [(numbers, at) for numbers, at in blocks if numbers["speedup"] is not None]
     values, at = [numbers["speedup"] for numbers, _ in blocks], [place for _, place in blocks]
-    ends = [(n["speedup_low"] or n["speedup"], n["speedup_high"] or n["speedup"]) for n, _ in blocks]
-    errors = [
-        [v - low for v, (low, _) in zip(values, ends)],
-        [high - v for v, (_, high) in zip(values, ends)],
-    ]
+    errors = _error_bars([numbers for numbers, _ in blocks])
     style = {"fmt": run.marker, "color": run.colour, "label": run.label, "capsize": 2, "markersize": 5}
     if across:
         axes.errorbar(values, at, xerr=errors, **style)
     else:
         axes.errorbar(at, values, yerr=errors, **style)
+
+
+def _error_bars(blocks: Collection[dict]) -> list[list[float]]:
+    """How far each speedup's interval reaches below it, and above it; 0 where there is no interval."""
+    return [
+        [one["speedup"] - (one["speedup_low"] or one["speedup"]) for one in blocks],
+        [(one["speedup_high"] or one["speedup"]) - one["speedup"] for one in blocks],
+    ]
 
 
 def _break_even_line(

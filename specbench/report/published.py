@@ -44,11 +44,12 @@ class Published:
     task: one of the six or "overall", the paper's own average; None where it is none of these, as for the best task.
     ablation: a point of a sweep or a variant, not the method as published. note: what to know before using the row.
 
-    speedup: times plain decoding. acceptance_length: tokens per target pass, bonus included. exact_share: of answers
-    that equal the target's own. alignment_share: of the time, spent on lining rows up. group_rate: of the rounds, with
-    rows of one length. ratio: times what `against` names, where that is not plain decoding. parameters_millions: what
-    the method adds to the target. The other numbers are named as in summary.json; shares and rates are of 1. A number
-    stands as the paper gives it: `note` says "up to" or "about". Raises ValueError for a row that cannot be.
+    speedup: times autoregressive decoding. acceptance_length: tokens per target pass, bonus included. exact_share: of
+    answers that equal the target's own. alignment_share: of the time, spent on alignment. group_rate: of the
+    rounds, whose sequences had one length. ratio: times what `against` names, where that is not autoregressive
+    decoding. parameters_millions: what the method adds to the target. The other numbers are named as in summary.json;
+    shares and rates are of 1. A number stands as the paper gives it: `note` says "up to" or "about". Raises ValueError
+    for a row that cannot be.
     """
 
     method: str

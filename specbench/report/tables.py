@@ -220,7 +220,7 @@ def batch_line(summary: dict) -> str:
     ]
     if overall["group_rate"] is not None:
         parts.append(f"rows of one length in {_share(overall['group_rate'])} of the rounds")
-    parts.append(f"{_number(gain(summary), 2)} times the tokens/s of plain decoding one by one")
+    parts.append(f"{_number(gain(summary), 2)} times the tokens/s of autoregressive decoding at batch size 1")
     return ", ".join(parts) + (f"; {ONE_POOL}" if _of_one_pool(summary) else "")
 
 
@@ -294,7 +294,7 @@ def turns(summary: dict) -> str:
 
 
 def gain(summary: dict) -> float | None:
-    """Tokens per second of a batch method / those of plain decoding of one sequence at a time, in the same run."""
+    """Tokens per second of a batch method / those of autoregressive decoding at batch size 1 in the same run."""
     rate, single = summary["overall"]["tokens_per_second"], summary["baseline"]["single_tokens_per_second"]
     return rate / single if rate and single else None
 

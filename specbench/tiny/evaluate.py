@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{task:16} {hits.mean().item():7.3f} {exits[task]:8.3f} {mean:7.1f} {ended:6.2f} {looping:6.2f}"
         )
     print(f"{'overall':16} {torch.cat(pooled).mean().item():7.3f}")
-    for name in MODELS:
+    for name in (*MODELS, options.draft):
         if (options.weights / name).exists():
             print(f"{name}: held-out loss {held_out_loss(options.weights, name):.3f} nats per answer token")
     return 0

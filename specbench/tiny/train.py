@@ -1,6 +1,8 @@
 """Make the embedded family from nothing: tokenizer, questions, models, and a look at the shipped ones.
 
-    python -m specbench.tiny.train [--out DIR] [--only STAGE ...] [--threads N] [--install] [--smoke]
+    python -m specbench.tiny.train [--out DIR] [--threads N] [--smoke]
+
+`methods.family` goes on from here to the drafters, and is what `make tiny` runs.
 
 Every model starts with a lookup circuit set by hand (`models.install_lookup`), without which a few million tokens
 do not teach it to quote. The targets are grown in depth, because per token a shallow model learns the words faster:
@@ -9,7 +11,8 @@ do not teach it to quote. The targets are grown in depth, because per token a sh
     stem            grown to 12 layers (every layer followed by a silent copy of itself), constant rate
     target_shallow  the stem with its learning rate decayed to zero
     target          that model grown to 24 layers, trained on and decayed again
-    draft           2 layers of less width, from scratch on the same kind of text, other seed
+    draft           2 layers of less width, from scratch on the same kind of text, other seed; what the draft models
+                    that learn from answers (`methods.family`) begin as
 
 Every stage is seeded and keeps a checkpoint that it goes on from when it is started again. The same machine,
 versions and number of threads give the same files; others sum floats in another order, so that the weights
@@ -31,19 +34,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from omegaconf import OmegaConf
 
+from specbench import training
 from specbench.tiny import models, world
-from specbench.tiny.data import packed_batches
-from specbench.tiny.optimise import Schedule, answer_loss, train_stage
+from specbench.tiny.data import PROMPT_WEIGHT, packed_batches
+from specbench.tiny.optimise import Schedule, Text, answer_loss
 from specbench.tiny.tokenizer import VOCAB_SIZE, load_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from omegaconf import DictConfig
+    from transformers import PreTrainedTokenizerFast
+
 SHIPPED = Path(__file__).parent
 QUESTIONS, WARMUP, SUMS = "questions.jsonl", "warmup.jsonl", "SHA256SUMS"
-MODELS = ("target", "target_shallow", "draft")
+MODELS = ("target", "target_shallow")
 ROW = 512
+SAVE_EVERY = 100  # steps
+HELD_OUT_BATCHES = 4
+STREAM = "specbench.tiny.world.training_examples"
 
 
 @dataclass(frozen=True)
@@ -89,14 +100,14 @@ FULL = Recipe(VOCAB_SIZE, 12_000, 40, (
     Stage("target_shallow", 4, Schedule(200, 10, 200), batch=4, drills=FEW, **STEADY, parent="stem", ship=True),
     Stage("target", 5, Schedule(200, 10, 170, 0.015, 3e-3), batch=4, drills=FEW, **STEADY,
           parent="target_shallow", grow=True, ship=True),
-    Stage("draft", 12, Schedule(700, 30, 450), batch=4, drills=FEW, shape=SMALL, ship=True),
+    Stage("draft", 12, Schedule(700, 30, 450), batch=4, drills=FEW, shape=SMALL),
 ))  # fmt: skip
 SMOKE = Recipe(2048, 200, 8, (
     Stage("base", 1, Schedule(3, 1, 0), batch=1, drills=COPY, shape=TOY),
     Stage("stem", 3, Schedule(2, 1, 0), batch=1, parent="base", grow=True),
     Stage("target_shallow", 4, Schedule(2, 1, 1), batch=1, parent="stem", ship=True),
     Stage("target", 5, Schedule(2, 1, 1), batch=1, parent="target_shallow", grow=True, ship=True),
-    Stage("draft", 12, Schedule(3, 1, 1), batch=1, shape=TOY, ship=True),
+    Stage("draft", 12, Schedule(3, 1, 1), batch=1, shape=TOY),
 ))  # fmt: skip
 
 
@@ -113,7 +124,25 @@ class Build:
     def stages(self) -> dict[str, Callable[[], None]]:
         """All stages in their order."""
         trained = {stage.name: partial(self.train, stage) for stage in self.recipe.stages}
-        return {"tokenizer": self.tokenizer, "questions": self.questions, **trained, "sums": self.sums}
+        return {"tokenizer": self.tokenizer, "questions": self.questions, **trained}
+
+    def make(self, threads: int) -> None:
+        """Runs every stage that is not done yet."""
+        torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(threads)
+        for name, stage in self.stages.items():
+            if not self.is_done(name):
+                stage()
+
+    def is_done(self, name: str) -> bool:
+        """Whether the result of a stage is there."""
+        results = {"tokenizer": self.weights / "tokenizer" / "tokenizer.json", "questions": self.out / WARMUP}
+        trained = {stage.name: self.folder(stage) / training.RECORD for stage in self.recipe.stages}
+        return (results | trained)[name].exists()
+
+    def folder(self, stage: Stage) -> Path:
+        """Where a stage leaves its model."""
+        return (self.weights if stage.ship else self.checkpoints) / stage.name
 
     def tokenizer(self) -> None:
         """Train and save the tokenizer."""
@@ -137,16 +166,41 @@ class Build:
             model = models.build(stage.shape, tokenizer, stage.seed)
         text = {"drills": stage.drills, "stuttering": stage.stuttering}
         batches = packed_batches(tokenizer, stage.batch, ROW, stage.seed, **text)
-        checkpoint = self.checkpoints / f"{stage.name}.pt"
-        loss = train_stage(
-            model, batches, stage.schedule, stage.name, checkpoint, stage.seed, repeats=stage.repeats
+        held_out = held_out_batches(tokenizer, HELD_OUT_BATCHES)
+
+        def evaluate() -> dict[str, float]:
+            return {"held_out_loss": answer_loss(model, held_out)}
+
+        def save(out: Path, figures: dict[str, float]) -> None:
+            if stage.ship:
+                models.save_bf16(model, out)
+            else:
+                model.save_pretrained(out)
+
+        torch.manual_seed(stage.seed)
+        schedule, module = stage.schedule, Text(model, repeats=stage.repeats)
+        training.train(
+            module, batches, evaluate, save, self.settings(stage), schedule.optimizers, schedule.factor
         )
-        tokens = stage.schedule.steps * stage.batch * ROW
-        print(f"{stage.name}: {tokens:,} tokens, last loss {loss:.3f}", flush=True)
-        if stage.ship:
-            models.save_bf16(model, self.weights / stage.name)
-        else:
-            model.save_pretrained(self.checkpoints / stage.name)
+
+    def settings(self, stage: Stage) -> DictConfig:
+        """What the loop is told of a stage."""
+        return OmegaConf.create(
+            {
+                "steps": stage.schedule.steps,
+                "batch_size": stage.batch,
+                "accumulate": 1,
+                "length": ROW,
+                "seed": stage.seed,
+                "prompt_weight": PROMPT_WEIGHT,
+                "precision": "no",
+                "save_every": SAVE_EVERY,
+                "threads": torch.get_num_threads(),
+                "conversations": None,
+                "pair": {"training": {"_target_": STREAM}},
+                "out": str(self.folder(stage)),
+            }
+        )
 
     def sums(self) -> None:
         """List the checksum of every file."""
@@ -175,8 +229,12 @@ def checksums(folder: Path) -> dict[str, str]:
 def held_out_loss(weights: Path, name: str, rows: int = 32) -> float:
     """Cross-entropy in nats per answer token of model `name` on held-out examples, in its own tokenizer."""
     tokenizer = load_tokenizer(weights / "tokenizer")
-    batches = list(islice(packed_batches(tokenizer, 4, ROW, world.HELD_OUT_SEED), rows // 4))
-    return answer_loss(models.load(weights / name), batches)
+    return answer_loss(models.load(weights / name), held_out_batches(tokenizer, rows // 4))
+
+
+def held_out_batches(tokenizer: PreTrainedTokenizerFast, count: int) -> list[training.Batch]:
+    """Batches of four rows of held-out examples."""
+    return list(islice(packed_batches(tokenizer, 4, ROW, world.HELD_OUT_SEED), count))
 
 
 def compare(built: Path, shipped: Path, rows: int) -> None:
@@ -217,28 +275,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m specbench.tiny.train", description=__doc__.splitlines()[0]
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/tiny"), help="build folder (default: %(default)s)"
-    )
-    parser.add_argument("--only", nargs="+", metavar="STAGE", help="run these stages only")
-    parser.add_argument(
-        "--install", action="store_true", help="replace the shipped questions and weights at the end"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="more are faster; the shipped files took 1")
+    parser.add_argument("--out", type=Path, default=Path("build/tiny"), help="folder (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="of torch (default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="every stage at toy scale, in seconds")
     options = parser.parse_args(arguments)
     build = Build(options.out, SMOKE if options.smoke else FULL)
-    chosen = options.only or list(build.stages)
-    if unknown := [name for name in chosen if name not in build.stages]:
-        parser.error(f"unknown stage {unknown[0]!r}; stages are {', '.join(build.stages)}")
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(options.threads)
-    for name in chosen:
-        build.stages[name]()
+    build.make(options.threads)
+    build.sums()
     compare(build.weights, SHIPPED / "weights", rows=4 if options.smoke else 32)
-    if options.install:
-        build.sums()
-        install(options.out, SHIPPED)
     return 0
 
 

@@ -1,8 +1,8 @@
 """Ways to decode a batch, interleaved in one run: `python -m tests.benchmarks.batching`, part of `make benchmarks`.
 
-Plain batched decoding, EQSPEC, EXSPEC and ragged batches of one size, and the last two at batch 1, on one pool of
-embedded questions. Ratios of seconds with a 95 % interval over the repeats, of timing noise alone; every answer must be
-that of plain decoding.
+AR batches, EQSPEC, EXSPEC and ragged batches of one size, and the last two at batch 1, on one pool of embedded
+questions. Ratios of seconds with a 95 % interval over the repeats, of timing noise alone; every answer must be that of
+autoregressive decoding.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 For every shape of `tests.support.expanded` and for `tiny_wide`: on how many questions of the benchmark the greedy
 answer is the embedded pair's own, and by how much a logit differs; then, on some questions of each task, how many
-answers of each method are those of plain decoding, and its acceptance beside that on the embedded pair.
+answers of each method are those of autoregressive decoding, and its acceptance beside that on the embedded pair.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def text_table(limit: str, tokens: int, shapes: list[str], dtype: str) -> None:
 
 
 def method_table(limit: str, tokens: int, shapes: list[str], dtype: str, methods: list[str]) -> None:
-    """One line for each method and shape: answers, those that are plain decoding's, acceptance, the embedded pair's."""
+    """One line for each method and shape: answers, those that are the baseline's, acceptance, the embedded pair's."""
     print(
         f"\n{'method':12}{'shape':20}{'answers':>8}{'equal':>8}{'acceptance':>12}{'embedded':>10}", flush=True
     )

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specbench.decoding import layouts
 from specbench.decoding.kv_cache import KVCache
-from specbench.decoding.layouts import choose_layouts, default
+from specbench.decoding.layouts import choose_layouts
+from specbench.decoding.linear import default
 from specbench.decoding.target import Target
 from specbench.questions import packaged
 

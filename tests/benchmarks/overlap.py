@@ -1,9 +1,9 @@
 """Drafting beside the target against drafting in turns, interleaved in one run: `python -m tests.benchmarks.overlap`.
 
 One draft model for all arms (the first `--layers` of the folder `--draft`; by default the embedded family's sorted one
-as far as its second exit): plain decoding, speculative sampling at several draft lengths, SSD, Mirror-SD with each kind
-of guess, and streams where it was trained to have them. Ratios of summed seconds over the questions with a 95 %
-interval; every answer must be the same.
+as far as its second exit): autoregressive decoding, speculative sampling at several draft lengths, SSD, Mirror-SD with
+each kind of guess, and streams where it was trained to have them. Ratios of summed seconds over the questions with a
+95 % interval; every answer must be the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What turns by slices cost and what they gain, by the length of a slice: `python -m tests.benchmarks.slices`.
 
-Two arms of plain decoding (or a method beside it) answer every prompt once for each length of a slice, in an order that
-rotates. Printed by length: both arms' seconds against those by whole answers, which is the cost of switching, and the
-spread of the single questions' ratios between the arms, which is the noise that slices are there to take out.
+Two arms of autoregressive decoding (or a method beside it) answer every prompt once for each length of a slice, in an
+order that rotates. Printed by length: both arms' seconds against those by whole answers, which is the cost of
+switching, and the spread of the single questions' ratios between the arms, which is the noise that slices are there to
+take out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pair", default="tiny")
     parser.add_argument("--limit", type=int, default=6, help="questions per task")
-    parser.add_argument("--sps", action="store_true", help="the second arm drafts, instead of plain decoding")
+    parser.add_argument("--sps", action="store_true", help="let the second arm draft")
     parser.add_argument("--milliseconds", type=float, nargs="+", default=[5, 20, 50, 200])
     options = parser.parse_args()
     pair, requests = pair_and_requests(options.pair, options.limit)

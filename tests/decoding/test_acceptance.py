@@ -104,7 +104,7 @@ def emitted_pairs(draft_kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         q = q.expand(ROWS, 2, VOCAB)
     count, rest = sampled_chain(probs, tokens, q, torch.rand(ROWS, 2, generator=g))
     following = torch.multinomial(rest, 1, generator=g).squeeze(-1)
-    # A round that rejected its first token emitted one token; plain decoding goes on from there.
+    # A round that rejected its first token emitted one token; autoregressive decoding goes on from there.
     plain = torch.multinomial(p[1], ROWS, replacement=True, generator=g)
     first = torch.where(count >= 1, tokens[:, 0], following)
     second = torch.where(count >= 2, tokens[:, 1], torch.where(count == 1, following, plain))

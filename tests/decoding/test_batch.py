@@ -106,7 +106,7 @@ def test_drafts_are_cut_to_the_budget_by_the_batch_size_alone():
     assert max(s.drafted for a in answers for s in a.steps) == 2
 
 
-def test_a_budget_of_one_token_a_row_is_plain_decoding():
+def test_a_budget_of_one_token_a_row_is_autoregressive_decoding():
     pair, (requests, expected) = random_pair("llama"), cases("llama")
     scheduler = Scheduler(4, token_budget=7)
     answers = BatchEngine(Target(pair.target), ModelChain(pair.draft, 6), scheduler, frozenset()).generate(

@@ -8,10 +8,10 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from torch.nn.functional import linear
 
-from specbench.decoding import layouts
-from specbench.decoding.layouts import LAYOUTS, Layouts, choose_layouts, fastest, laid_linear, product
+from specbench.decoding import layouts, linear
+from specbench.decoding.layouts import choose_layouts, fastest
+from specbench.decoding.linear import LAYOUTS, Layouts, laid_linear, product
 from specbench.decoding.target import Target
 from tests.support.models import random_model
 
@@ -29,7 +29,8 @@ needs_packed = pytest.mark.skipif(not has_packed(), reason="this torch has no pa
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     """No weights and decisions of other tests; small matrices are measured, too."""
-    monkeypatch.setattr(layouts, "_LAID", WeakSet())
+    monkeypatch.setattr(linear, "LAID", WeakSet())
+    monkeypatch.setattr(layouts, "LAID", linear.LAID)
     monkeypatch.setattr(layouts, "_FASTEST", {})
     monkeypatch.setattr(layouts, "LEAST_BYTES", 0)
 
@@ -50,7 +51,7 @@ def measured(monkeypatch) -> list[tuple]:
 
 
 def laid(module: torch.nn.Module):
-    return module.__dict__["_laid"]
+    return module._joined.laid if isinstance(module, linear.JoinedLinear) else module.__dict__["_laid"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,7 +68,9 @@ def test_a_product_is_that_of_torch_in_any_layout_shape_and_type(layout, dtype):
         for states in (long[:1, :1], long[0, 3], long[:1, :6], long[:, 2:8], long):
             for b in (None, bias):
                 torch.testing.assert_close(
-                    product(states, made, b), linear(states, weight, b), **TOLERANCES[dtype]
+                    product(states, made, b),
+                    torch.nn.functional.linear(states, weight, b),
+                    **TOLERANCES[dtype],
                 )
 
 
@@ -89,7 +92,8 @@ def test_the_choice_is_applied_to_target_and_model_and_changes_no_logits(measure
     ]
     assert linears and all(laid(part).several.is_mkldnn for part in [*linears, target._head, model.lm_head])
     assert not any(laid(part).one_token.is_mkldnn for part in linears)
-    shapes = {f"{p.out_features}x{p.in_features} float32" for p in [*linears, model.lm_head]}
+    matrices = [laid(part).weight for part in [*linears, model.lm_head]]
+    shapes = {f"{rows}x{columns} float32" for rows, columns in (matrix.shape for matrix in matrices)}
     assert chosen == {shape: {"one_token": "columns", "several": "packed"} for shape in shapes}
     with torch.inference_mode():
         torch.testing.assert_close(model(ids, use_cache=False).logits[0], expected, atol=1e-4, rtol=1e-4)
@@ -112,7 +116,7 @@ def test_which_layout_serves_which_number_of_tokens(monkeypatch):
     laid(layer).choose(PACKED)
     used = []
     monkeypatch.setattr(
-        layouts, "product", lambda states, weight, bias: used.append(weight.is_mkldnn) or states
+        linear, "product", lambda states, weight, bias: used.append(weight.is_mkldnn) or states
     )
     with torch.inference_mode():
         for shape in [(1, 24), (24,), (1, 1, 24), (2, 1, 24), (1, 6, 24), (4, 6, 24)]:
@@ -179,7 +183,7 @@ def test_each_shape_is_measured_once_for_each_number_of_threads_and_batch_size(m
     assert len(measured) == 4
     choose_layouts(batch_size=8)
     assert measured[4][1] == (1, 8, 48)
-    assert {type(layer) for layer in layers} == {layouts.LaidLinear}
+    assert {type(layer) for layer in layers} == {linear.LaidLinear}
 
 
 def test_what_is_known_is_not_measured_again(measured):
@@ -196,9 +200,9 @@ def test_defaults_stay_where_matrices_are_small_or_memory_is_short(measured, mon
         patched.setattr(layouts, "LEAST_BYTES", layer.weight.nbytes + 1)
         assert choose_layouts() == usual
     monkeypatch.setattr(layouts, "MEMINFO", tmp_path / "meminfo")
-    (tmp_path / "meminfo").write_text("MemFree: 9 kB\nMemAvailable:          7 kB\n")
+    (tmp_path / "meminfo").write_text("MemFree: 9 kB\nMemAvailable:          15 kB\n")
     assert choose_layouts() == usual and measured == []
-    (tmp_path / "meminfo").write_text("MemFree: 9 kB\nMemAvailable:          8 kB\n")
+    (tmp_path / "meminfo").write_text("MemFree: 9 kB\nMemAvailable:          16 kB\n")
     assert choose_layouts() != usual and len(measured) == 1
 
 
@@ -217,7 +221,7 @@ def test_the_default_is_left_for_a_clear_gain_alone():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measuring_times_every_layout_that_there_is(dtype):
     found = layouts.measure([torch.randn(64, 48, dtype=dtype) for _ in range(3)], [1, 6])
-    expected = {"rows", "columns"} | ({"packed"} if has_packed(dtype) else set())
+    expected = set(LAYOUTS) if has_packed(dtype) else {"rows", "columns"}
     assert len(found) >= layouts.FEWEST_ROUNDS
     for times in found:
         assert times.keys() == expected
@@ -229,5 +233,6 @@ def test_a_layout_that_a_processor_lacks_is_left_out(monkeypatch):
         raise RuntimeError("the fp16 path needs another processor")
 
     monkeypatch.setitem(LAYOUTS, "packed", refuse)
+    monkeypatch.setitem(LAYOUTS, "packed_one", refuse)
     found = layouts.measure([torch.randn(64, 48)], [1, 6])
     assert all(times.keys() == {"rows", "columns"} for times in found)

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from specbench.decoding.draft import Draft, Resume
 from specbench.decoding.engine import Engine
 from specbench.decoding.layers import quick
-from specbench.decoding.layouts import by_columns
+from specbench.decoding.linear import by_columns
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import Target
 from specbench.errors import UserError

@@ -23,7 +23,7 @@ from tests.support.messages import says
 pytestmark = pytest.mark.slow
 
 
-def test_a_batch_of_one_is_held_against_plain_decoding_of_one(workplace, tmp_path):  # noqa: F811
+def test_a_batch_of_one_is_held_against_the_baseline_of_one(workplace, tmp_path):  # noqa: F811
     settings = ["batch_size=1", "repeats=1", "generate=true"]
     code, summary, records = measured(workplace, "ragged", tmp_path, *settings)
     assert code == 0 and summary["equivalence"]["exact"] == len(CATEGORIES) + 2
@@ -88,7 +88,7 @@ def test_a_run(workplace, tmp_path, method):  # noqa: F811
     assert overall["seconds"] == pytest.approx(steps + overall["prefill_seconds"])
 
 
-def test_every_repeat_of_plain_decoding_one_by_one_is_certified(workplace, tmp_path, monkeypatch):  # noqa: F811
+def test_every_repeat_at_batch_size_1_is_certified(workplace, tmp_path, monkeypatch):  # noqa: F811
     """It says something else from its second time on, which no other arm does."""
     prepare = runner.prepare
 

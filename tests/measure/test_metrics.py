@@ -4,14 +4,13 @@ import subprocess
 import sys
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS, generations_frame, steps_frame
-from specbench.measure.statistics import Speedup, over_passes
+from specbench.measure.statistics import Speedup
 from specbench.questions import TASKS
 from tests.support.synthetic import (
     CONFIG,
@@ -177,7 +176,7 @@ def test_the_interval_does_not_depend_on_the_order_of_the_questions():
     assert [overall(records)[n] for n in names] == [overall(records[::-1])[n] for n in names]
 
 
-def test_plain_decoding_as_a_method():
+def test_autoregressive_decoding_as_a_method():
     plain = generation([0] * 5, drafted=0)
     found = overall([record(turns=[turn(baseline=plain, method=plain)])])
     assert found["acceptance_length"] == 1.0 and found["mbsu"] == 1.0
@@ -454,6 +453,17 @@ def test_parts_make_the_numbers_of_a_run():
         assert found["above"].sum() / found["below"].sum() == pytest.approx(numbers[key])
 
 
+def test_bytes_of_large_models_are_counted_whole():
+    """Six tokens of a target of 400 MB are more than 31 bits count."""
+    small = varied()
+    large = json.loads(json.dumps(small))  # no two turns share a step
+    for step in (g["steps"] for r in large for t in r["turns"] for arm in t["arms"].values() for g in arm):
+        for name in ("draft_bytes", "target_bytes"):
+            step[name] = [400_000 * count for count in step[name]]
+    one, other = (metrics.parts(records, "mbsu", False) for records in (small, large))
+    assert (other["above"] / other["below"]).tolist() == pytest.approx((one["above"] / one["below"]).tolist())
+
+
 def test_parts_of_batches_are_runs_of_pools():
     """Decoding one by one is timed in every repeat: 9 s, then 10."""
     records = batched_run([[(2.0, 1.0), (8.0, 2.0)], [(3.0, 1.5), (4.0, 4.0)]])
@@ -468,11 +478,11 @@ def test_parts_of_batches_are_runs_of_pools():
     assert read["above"].sum() / read["below"].sum() == pytest.approx(numbers["mbsu"])
     alone = [r | {"turns": [t | {"arms": {k: v for k, v in t["arms"].items() if k != "single"}} for t in r["turns"]]}
              for r in records]  # fmt: skip
-    of_one = metrics.parts(alone, "throughput", True)  # batches of one row: plain decoding is one by one
+    of_one = metrics.parts(alone, "throughput", True)  # batches of one row: no arm of its own
     assert of_one.to_numpy().tolist() == speedups.to_numpy().tolist()
 
 
-def test_plain_decoding_that_was_timed_once_gives_no_interval():
+def test_autoregressive_decoding_that_was_timed_once_gives_no_interval():
     """Folders of earlier versions: its noise is in no repeat, so only the first one of a pool counts."""
     records = batched_run([[(2.0, 1.0), (8.0, 2.0), (3.0, 1.5)]])
     for one in records:
@@ -485,7 +495,7 @@ def test_plain_decoding_that_was_timed_once_gives_no_interval():
     assert metrics.single_rate(generations_frame(records)) == 1.0
 
 
-def test_the_noise_of_plain_decoding_is_in_the_interval():
+def test_the_noise_of_autoregressive_decoding_is_in_the_interval():
     """The method takes one second in every repeat: all of the spread is that of decoding one by one, 9 to 11 s."""
     throughput = metrics.parts(batched_run([[(2.0, 1.0)] * 3]), "throughput", True)
     exact = throughput.assign(above=10.0)
@@ -521,132 +531,3 @@ def test_relative_counts_the_questions_that_are_in_all_runs():
     assert metrics.relative([first], [nothing]) == none
     for what, batched in [("throughput", True), ("mbsu", False), ("mbsu", True)]:
         assert metrics.parts([], what, batched).empty
-
-
-# -- passes, processes, the machine
-
-
-def passes(count: int, processes: int = 1, questions: int = 7) -> list[dict]:
-    """Records of a run whose method is 2, 2.1, 2.2, ... times as fast in its passes."""
-    return [
-        answered(i, slow=2 + repeat / 10) | {"repeat": repeat, "process": repeat * processes // count}
-        for repeat in range(count)
-        for i in range(questions)
-    ]
-
-
-def test_records_of_passes_are_those_of_older_folders_taken_apart():
-    """A folder of an older version holds all repeats of a question in one record."""
-    apart = passes(3)
-    together = [
-        record(
-            i,
-            turns=[
-                turn(
-                    **{
-                        arm: [r["turns"][0]["arms"][arm][0] for r in apart[i::7]]
-                        for arm in ("baseline", "method")
-                    }
-                )
-            ],
-        )
-        for i in range(7)
-    ]
-    for table in (generations_frame, steps_frame):
-        one, other = (
-            table(records).sort_values(["question_id", "repeat", "arm"], kind="stable", ignore_index=True)
-            for records in (apart, together)
-        )
-        columns = [name for name in one.columns if name != "pool"]
-        pd.testing.assert_frame_equal(one[columns], other[columns])
-    assert overall(apart) == overall(together)
-
-
-def test_the_interval_over_passes_by_hand():
-    numbers = overall(passes(3))
-    found = over_passes([2.0, 2.1, 2.2], [1.0, 1.0, 1.0])
-    assert (numbers["passes_low"], numbers["passes_high"]) == pytest.approx((found.low, found.high))
-    assert numbers["speedup"] == pytest.approx(2.1)
-    single = overall(passes(1))
-    assert (single["passes_low"], single["passes_high"]) == (None, None)
-
-
-def test_processes_are_the_unit_where_there_are_several():
-    numbers, alone = overall(passes(4, processes=2)), overall(passes(4))
-    found = over_passes([2.05, 2.25], [1.0, 1.0])
-    assert (numbers["passes_low"], numbers["passes_high"]) == pytest.approx((found.low, found.high))
-    assert numbers["speedup_high"] > alone["speedup_high"] and numbers["speedup"] == alone["speedup"]
-
-
-def test_only_questions_that_all_passes_have_count_in_their_interval():
-    records = [r for r in passes(3) if (r["repeat"], r["question_id"]) != (2, 3)]
-    records[0]["turns"][0]["arms"]["baseline"][0]["seconds"] *= 5
-    without = [r for r in records if r["question_id"] != 3]
-    assert overall(records)["passes_low"] == overall(without)["passes_low"]
-
-
-def test_a_question_that_failed_in_one_pass_is_left_out_of_all():
-    records = passes(3)
-    records[9] |= {"error": "no memory", "turns": []}
-    found = metrics.summary(records, FACTS, CONFIG)
-    assert found["failed"] == 1 and found["overall"]["questions"] == 6 and found["records"] == 21
-    rest = metrics.summary([r for r in records if r["question_id"] != 2], FACTS, CONFIG)
-    assert found["overall"] == rest["overall"]
-    assert (found["repeats"], found["processes"]) == (3, 1)
-
-
-def test_the_worst_verdict_of_an_answers_passes_counts():
-    records = passes(3)
-    records[8]["turns"][0]["equivalence"] = TIE
-    records[15]["turns"][0]["equivalence"] = VIOLATION
-    found = overall(records)["equivalence"]
-    assert (found["answers"], found["exact"], found["tie"], found["violation"]) == (7, 6, 0, 1)
-    table = metrics.by_question(records, "baseline", batched=False)
-    assert list(table["question_id"]) == list(range(7)) and table["verdict"][1] == "violation"
-
-
-GPU = ("gpu_mhz", "gpu_watts", "gpu_celsius")
-
-
-def test_what_was_seen_of_the_machine():
-    """Of the turns, by the seconds that each took at first; a pool's questions share what was counted."""
-    records = passes(1, questions=3)
-    calm = {"goes": 1, "disturbed_share": 0.0, "still_disturbed_share": 0.0}
-    busy = {"goes": 2, "disturbed_share": 0.6, "still_disturbed_share": 0.1}
-    counters = {"seconds": 10.0, "waited": 1.0, "others": 5.0, "switches": 40, "disturbed": 3.0}
-    records[0]["turns"][0]["machine"] = calm | {"counters": counters}
-    for one in records[1:]:
-        one["pool"] = 1
-        one["turns"][0]["machine"] = busy | {"counters": counters | {"seconds": 40.0}}
-    found = metrics.machine(records)
-    assert found == {
-        "disturbed_share": pytest.approx(20 * 0.6 / 30),
-        "still_disturbed_share": pytest.approx(20 * 0.1 / 30),
-        "measured_again": 1,
-        "others_cores": pytest.approx(10 / 50),
-        "waited_share": pytest.approx(2 / 50),
-        "stolen_share": None,
-        "throttled_share": None,
-        "switches_per_second": pytest.approx(80 / 50),
-        "throttlings_per_second": None,
-        **{f"{name}_{end}": None for name in (*GPU, "clock_mhz") for end in ("low", "high")},
-    }
-    assert metrics.machine(passes(1)) == {}
-    unknown = calm | {"disturbed_share": None, "still_disturbed_share": None}
-    gpus = [
-        {"index": str(i), "clocks.sm": mhz, "power.draw": "[N/A]", "temperature.gpu": "60"}
-        for i, mhz in enumerate(("1755", "1980"))
-    ]
-    more = {"counters": {"seconds": 1.0}, "clock_mhz": 2100.0, "gpus": gpus}
-    records[0]["turns"][0]["machine"] = unknown | more
-    found = metrics.machine(records)
-    assert found["disturbed_share"] is None and found["others_cores"] is None
-    assert found["clock_mhz_low"] == found["clock_mhz_high"] == 2100.0
-    assert [found[f"{name}_{end}"] for name in GPU for end in ("low", "high")] == [
-        1755,
-        1980,
-        None,
-        None,
-        60,
-        60,
-    ]

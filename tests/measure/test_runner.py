@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.turns import Turns
 from specbench.errors import JobError
 from specbench.measure import pairing, runner, store
+from specbench.measure.watch import Watch
 from tests.support import commands
 from tests.support.conf import composed
 from tests.support.messages import says
@@ -123,6 +125,17 @@ def test_without_generate(workplace, tmp_path):
     assert [sorted(t["arms"]) for r in records for t in r["turns"]] == [["baseline", "method"]]
 
 
+def test_how_often_cores_were_slowed_is_read_around_a_turn_and_not_its_slices(
+    workplace, tmp_path, monkeypatch
+):
+    readings = itertools.count(step=3)
+    monkeypatch.setattr(Watch, "heat", lambda watch: {"throttlings": next(readings)})
+    _, summary, records = measured(workplace, "sps", tmp_path, "task=rag", "slice_seconds=1e-3")
+    (turn,) = records[0]["turns"]
+    assert turn["machine"]["counters"]["throttlings"] == 3 and next(readings) == 6
+    assert summary["machine"]["throttlings_per_second"] > 0
+
+
 @pytest.fixture
 def _same_threads_afterwards():
     before = torch.get_num_threads()
@@ -194,30 +207,31 @@ def test_arms_take_turns_in_going_first(workplace, tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner, "prepare", watched)
     measured(workplace, "pld", tmp_path, "generate=true", "task=rag", "repeats=6")
-    timed = order[3:-1]  # behind the warm-up, and before the rounding noise is measured
+    timed = order[3:]  # behind the warm-up
     assert len(timed) == 18
     firsts = timed[::3]
     assert {name: firsts.count(name) for name in firsts} == {"baseline": 2, "method": 2, "hf_generate": 2}
     assert len({tuple(timed[i : i + 3]) for i in range(0, 18, 3)}) == 6
 
 
-def test_the_noise_is_measured_once_and_not_before_the_first_question(workplace, tmp_path, monkeypatch):
-    """Also when the run was killed behind its last question: the noise is then all that lacks."""
-    journalled = []
+def test_the_noise_is_measured_when_an_answer_differs_and_once(workplace, tmp_path, monkeypatch):
+    measured_noise = []
+    shape_noise = pairing.shape_noise
+    monkeypatch.setattr(pairing, "shape_noise", lambda *of: measured_noise.append(of) or shape_noise(*of))
+    _, summary, _ = measured(workplace, "pld", tmp_path / "exact")
+    assert summary["equivalence"]["exact"] == summary["equivalence"]["answers"] and not measured_noise
 
-    def measure(*arguments):
-        journalled.append(len(store.read_records(run_dir)))
-        raise KeyboardInterrupt
+    real = Engine.generate
 
-    run_dir = start(workplace, "pld", tmp_path, "task=mt_bench")
-    with monkeypatch.context() as patched:
-        patched.setattr(pairing, "shape_noise", measure)
-        with pytest.raises(KeyboardInterrupt):
-            runner.run(run_dir)
-    assert journalled == [2] and not (run_dir / store.SUMMARY).exists()
-    assert runner.run(run_dir) == 0
-    assert 0 < store.read_json(run_dir / store.FACTS)["noise"] < 1e-2
-    assert len(store.read_records(run_dir)) == 2
+    def wrong(self, prompt, decoding, seed=0):
+        answer = real(self, prompt, decoding, seed)
+        if type(self.drafter).__name__ == "PromptLookup":
+            answer.tokens[:3] = [40, 41, 42]
+        return answer
+
+    monkeypatch.setattr(Engine, "generate", wrong)
+    _, summary, _ = measured(workplace, "pld", tmp_path / "wrong")
+    assert summary["equivalence"]["violation"] > 1 and len(measured_noise) == 1
 
 
 @pytest.mark.parametrize("method", ["sps", "kangaroo", "pld"])

@@ -199,7 +199,9 @@ def test_one_process_adds_nothing():
 
 
 def test_an_interval_over_passes_takes_two():
-    assert over_passes([3.0], [2.0]) == Speedup(1.5, None, None)
+    alone = over_passes([3.0], [2.0])
+    assert alone == Speedup(1.5, None, None) and alone.width is None
     found = over_passes([3.0, 3.0], [2.0, 2.1])
     assert found.value == pytest.approx(6 / 4.1) and found.low < found.value < found.high
     assert over_passes([3.0, 6.0], [2.0, 4.0]) == Speedup(1.5, 1.5, 1.5)
+    assert Speedup(1.5, 1.25, 2.0).width == 0.75

@@ -32,7 +32,7 @@ ETAS = (0.0, 0.6, 1.01)
 
 
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
-def test_plain_decoding(arch):
+def test_autoregressive_decoding(arch):
     steps = assert_lossless(arch, Autoregressive(random_pair(arch)))
     assert {(s.drafted, s.emitted) for s in steps} == {(0, 1)}
 

@@ -57,7 +57,7 @@ def oracle(cost: str, folder: Path, acceptance: float = 0.7, k: int = 4, seed: i
 
 @cache
 def known_answers(count: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, what plain decoding says where nothing stops it)."""
+    """(prompt, what the baseline answers where nothing stops it)."""
     pair, rng = random_pair("llama"), random.Random(8)
     engine = Engine(Target(pair.target), Drafter(), frozenset())
     prompts = [random_prompt(rng, pair.vocab_size) for _ in range(count)]
@@ -281,7 +281,7 @@ def place(tmp_path, monkeypatch) -> list[str]:
 @pytest.mark.parametrize("chosen", [["method=oracle"], ["method=ragged", "drafter=oracle", "batch_size=3"]])
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 def test_a_run_has_the_asked_acceptance(monkeypatch, capfd, place, chosen, acceptance):
-    """The runner foretells what plain decoding says, the answers are certified, and the journal has the draws."""
+    """The runner foretells what the baseline answers, the answers are certified, and the journal has the draws."""
     what = "drafter" if "drafter=oracle" in chosen else "method"
     settings = [*chosen, f"{what}.acceptance={acceptance}", f"{what}.max_draft_tokens=3"]
     code, out, err = commands.run_main(monkeypatch, capfd, *place, *settings, "runs_root=runs")

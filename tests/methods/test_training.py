@@ -18,10 +18,11 @@ from methods.mirror_sd import train as mirror_train
 from methods.mirror_sd.streams import load_streams
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
-from methods.training import LOG, agreement, batches, held_out_batches, train_part, training_pair
+from methods.training import agreement, batches, held_out_batches, training_pair
 from specbench import ROOT, threads
 from specbench.errors import UserError
 from specbench.pairs import cut, load_pair
+from specbench.training import LOG, train
 from tests.support.decoding import random_pair
 from tests.support.messages import says
 from tests.support.models import EVERY_ARCHITECTURE
@@ -215,7 +216,7 @@ def test_accumulated_batches_count_like_one_larger_batch(workplace, tmp_path):
             {"input_ids": row, "loss_weight": weight}
             for row, weight in zip(ids.split(size), said.split(size))
         ]
-        train_part(module, iter(rows), dict, lambda out, figures: None, cfg)
+        train(module, iter(rows), dict, lambda out, figures: None, cfg)
         weights.append([p.clone() for p in module.parameters()])
     for one, other in zip(*weights):
         torch.testing.assert_close(one, other)

@@ -25,10 +25,8 @@ from tests.support.synthetic import answered, columns, generation, record, turn
 KNOWN = yaml.safe_load(claims.FILE.read_text())
 
 
-def found(claim: dict, runs: list) -> claims.Checked:
-    return claims.check(
-        {"name": "a claim", "paper": {"figure": "2 times", "source": "Table 1"}} | claim, runs
-    )
+def found(claim: dict, runs: list) -> claims.Finding:
+    return claims.find({"name": "a claim", "paper": {"figure": "2 times", "source": "Table 1"}} | claim, runs)
 
 
 # -- the verdict
@@ -37,18 +35,24 @@ def found(claim: dict, runs: list) -> claims.Checked:
 @pytest.mark.parametrize(
     ("value", "low", "high", "at_least", "at_most"),
     [
-        (1.5, 1.4, 1.6, "held by the point", "held by the point"),
-        (1.5, 1.5, 1.6, "held", "held by the point"),
-        (1.5, 1.4, 1.5, "held by the point", "held"),
-        (1.6, 1.5001, 1.7, "held", "failed"),
-        (1.6, 1.5, 1.7, "held", "not reached"),
-        (1.6, 1.49, 1.7, "held by the point", "not reached"),
-        (1.4, 1.3, 1.49, "failed", "held"),
-        (1.4, 1.3, 1.5, "not reached", "held"),
-        (1.4, 1.3, 1.51, "not reached", "held by the point"),
-        (1.5, None, None, "held by the point", "held by the point"),  # one run of a pool, a share of time
-        (1.4999, None, None, "failed", "held by the point"),
-        (1.5001, None, None, "held by the point", "failed"),
+        (1.5, 1.4, 1.6, "supported (point estimate)", "supported (point estimate)"),
+        (1.5, 1.5, 1.6, "supported", "supported (point estimate)"),
+        (1.5, 1.4, 1.5, "supported (point estimate)", "supported"),
+        (1.6, 1.5001, 1.7, "supported", "not supported"),
+        (1.6, 1.5, 1.7, "supported", "inconclusive"),
+        (1.6, 1.49, 1.7, "supported (point estimate)", "inconclusive"),
+        (1.4, 1.3, 1.49, "not supported", "supported"),
+        (1.4, 1.3, 1.5, "inconclusive", "supported"),
+        (1.4, 1.3, 1.51, "inconclusive", "supported (point estimate)"),
+        (
+            1.5,
+            None,
+            None,
+            "supported (point estimate)",
+            "supported (point estimate)",
+        ),  # one run of a pool, a share of time
+        (1.4999, None, None, "not supported", "supported (point estimate)"),
+        (1.5001, None, None, "supported (point estimate)", "not supported"),
     ],
 )
 def test_verdicts_at_their_borders(value, low, high, at_least, at_most):
@@ -58,12 +62,37 @@ def test_verdicts_at_their_borders(value, low, high, at_least, at_most):
     assert {at_least, at_most} <= set(claims.STYLES)
 
 
-@pytest.mark.parametrize(("value", "at_least", "at_most"), [(1.5, "held", "held"), (1.4, "failed", "held")])
+@pytest.mark.parametrize(
+    ("value", "at_least", "at_most"), [(1.5, "supported", "supported"), (1.4, "not supported", "supported")]
+)
 def test_what_was_counted_needs_no_interval(value, at_least, at_most):
     measured = Speedup(value, None, None)
     assert claims.verdict(measured, {"at_least": 1.5}, counted=True) == at_least
     assert claims.verdict(measured, {"at_most": 1.5}, counted=True) == at_most
     assert set(claims.COUNTED) <= set(claims.MEASURES)
+
+
+# -- on which pairs
+
+
+def test_a_claim_is_judged_on_fitting_pairs_and_shown_on_small_ones():
+    claim = KNOWN[0] | {"of": {"method": "kangaroo"}}
+    runs = runs_of(
+        a=faster(1.8, pair="tiny_wide"), b=faster(1.2, pair="tiny"), c=faster(1.3, pair="tiny_shallow")
+    )
+    checked = claims.check(claim, runs)
+    assert (checked.fitting.found.value, checked.fitting.verdict) == (1.8, "supported")
+    assert (checked.small.found.value, checked.small.verdict) == (1.3, "not supported")
+    assert claims.check(claim, runs[1:]).fitting.verdict == "not measured"
+    assert claims.check(claim, runs[:1]).small.verdict == "not measured"
+    row = formats.markdown(claims.claims_table([checked]))
+    assert "1.80 [1.70, 1.90]" in row and "1.30 [1.20, 1.40]" in row and "not supported" in row
+
+
+def test_what_is_counted_is_counted_on_all_pairs():
+    (claim,) = (claim for claim in KNOWN if claim["measure"] == "certified")
+    checked = claims.check(claim, runs_of(a=SUMMARY, b=wrong() | {"pair": "tiny_wide"}))
+    assert checked.fitting.remark.startswith("2 runs") and checked.small is None
 
 
 # -- measures
@@ -74,7 +103,7 @@ def test_the_speedup_of_the_last_run_that_matches():
     runs = runs_of(a=faster(3.0, experiment="e"), b=faster(1.7, experiment="e"), c=faster(9.0))
     checked = found(claim, runs)
     assert checked.found == Speedup(1.7, pytest.approx(1.6), pytest.approx(1.8))
-    assert (checked.verdict, checked.remark) == ("held", "160 questions")
+    assert (checked.verdict, checked.remark) == ("supported", "160 questions")
     assert found(claim, runs[:1]).found.value == 3.0 and found(claim, runs[2:]).verdict == "not measured"
 
 
@@ -82,20 +111,20 @@ def test_a_number_of_the_summary():
     claim = {"measure": "number", "what": "overlap.hidden_share", "of": {}, "at_least": 0.7}
     hidden = changed(SUMMARY, overall__overlap={"hidden_share": 0.8})
     assert found(claim, runs_of(a=hidden)).found == Speedup(0.8, None, None)
-    assert found(claim, runs_of(a=hidden)).verdict == "held by the point"
+    assert found(claim, runs_of(a=hidden)).verdict == "supported (point estimate)"
     assert found(claim, runs_of(a=SUMMARY)).verdict == "not measured"  # nothing ran beside the target
     share = {"measure": "number", "what": "alignment_share", "of": {}, "at_most": 0.05}
-    assert found(share, runs_of(a=batched(alignment_share=0.04))).verdict == "held by the point"
-    assert found(share, runs_of(a=batched(alignment_share=0.06))).verdict == "failed"
+    assert found(share, runs_of(a=batched(alignment_share=0.04))).verdict == "supported (point estimate)"
+    assert found(share, runs_of(a=batched(alignment_share=0.06))).verdict == "not supported"
 
 
 def test_the_share_of_certified_answers():
     claim = {"measure": "certified", "of": {"method": "kangaroo"}, "at_least": 1.0}
     checked = found(claim, runs_of(a=SUMMARY, b=faster(1.0)))
-    assert checked.found.value == 1.0 and checked.verdict == "held"
+    assert checked.found.value == 1.0 and checked.verdict == "supported"
     assert checked.remark == "2 runs: 158 exact, 2 ties, 0 violations"
     checked = found(claim, runs_of(a=SUMMARY, b=wrong(), c=nothing(), d=wrong() | {"method": "pld"}))
-    assert checked.found.value == 157 / 160 and checked.verdict == "failed"
+    assert checked.found.value == 157 / 160 and checked.verdict == "not supported"
     assert checked.remark == "3 runs: 156 exact, 1 ties, 3 violations"
     assert found(claim, runs_of(a=nothing())).verdict == "not measured"  # sampling: no answer was judged
 
@@ -106,7 +135,7 @@ def test_the_share_of_equal_answers_counts_no_tie():
         a=SUMMARY | {"method": "eqspec"}, b=SUMMARY | {"method": "exspec"}, c=SUMMARY | {"method": "ragged"}
     )
     checked = found(claim, runs)
-    assert checked.found.value == 158 / 160 and checked.verdict == "failed"
+    assert checked.found.value == 158 / 160 and checked.verdict == "not supported"
     assert checked.remark == "2 runs: 158 exact, 2 ties, 0 violations"
     assert found(claim, runs[2:]).verdict == "not measured"
 
@@ -117,10 +146,8 @@ def test_equality_is_claimed_of_the_papers_own_methods_alone():
     alike = changed(SUMMARY, equivalence__exact=80, equivalence__tie=0) | {"experiment": "batch_scaling"}
     ties = alike | {"equivalence": SUMMARY["equivalence"]}
     ours = [alike | {"method": method} for method in ("eqspec", "exspec")]
-    assert (
-        claims.check(claim, runs_of(a=ours[0], b=ours[1], c=ties | {"method": "ragged"})).found.value == 1.0
-    )
-    assert claims.check(claim, runs_of(a=ours[0], b=ties | {"method": "exspec"})).found.value == 159 / 160
+    assert claims.find(claim, runs_of(a=ours[0], b=ours[1], c=ties | {"method": "ragged"})).found.value == 1.0
+    assert claims.find(claim, runs_of(a=ours[0], b=ties | {"method": "exspec"})).found.value == 159 / 160
 
 
 def test_no_claim_rests_on_the_best_of_several_noisy_numbers():
@@ -159,10 +186,10 @@ def test_against_the_strongest_of_others(tmp_path):
         for seed, (name, speedup) in enumerate({"ours": 1.8, "weak": 1.2, "strong": 1.5}.items())
     )
     checked = found(AGAINST, [strong, ours, weak])
-    assert checked.found.low < 1.2 < checked.found.high and checked.verdict == "held"
+    assert checked.found.low < 1.2 < checked.found.high and checked.verdict == "supported"
     assert checked.remark == "against strong; 30 questions"
-    assert found(AGAINST | {"at_least": 1.19}, [ours, weak, strong]).verdict != "failed"
-    assert found(AGAINST | {"at_least": 1.4}, [ours, weak, strong]).verdict == "failed"
+    assert found(AGAINST | {"at_least": 1.19}, [ours, weak, strong]).verdict != "not supported"
+    assert found(AGAINST | {"at_least": 1.4}, [ours, weak, strong]).verdict == "not supported"
     for lacking in ([ours, weak], [ours, strong], [weak, strong], []):
         checked = found(AGAINST, lacking)
         assert (checked.verdict, checked.found, checked.remark) == ("not measured", None, "no run for it")
@@ -186,7 +213,7 @@ def test_a_run_without_its_records_is_not_measured(tmp_path):
 
 
 def test_means_over_pairs(tmp_path):
-    """Ours is 1.8 and 1.2 times as fast as plain decoding, the other 1.5 and 1.0: 3.0 / 2.5."""
+    """Ours is 1.8 and 1.2 times as fast as autoregressive decoding, the other 1.5 and 1.0: 3.0 / 2.5."""
     claim = {
         "measure": "relative",
         "of": {"method": "ours"},
@@ -202,7 +229,7 @@ def test_means_over_pairs(tmp_path):
         for i, ((method, pair), s) in enumerate(given.items())
     ]
     checked = found(claim, runs)
-    assert checked.found.low < 1.2 < checked.found.high and checked.verdict == "held"
+    assert checked.found.low < 1.2 < checked.found.high and checked.verdict == "supported"
     assert checked.remark == "against other; 30 questions, means over 2 values of pair"
     assert found(claim, runs[:3]).verdict == "not measured"  # the other was not run on each pair
     assert found(claim, [runs[0], runs[2]]).verdict == "not measured"  # one pair is not several
@@ -240,7 +267,7 @@ def test_throughput_of_batches(tmp_path):
     assert checked.found.value == pytest.approx(
         (10 / 1.25) / (8 / 4.0)
     )  # the machine was slower for the second
-    assert 3 < checked.found.low < 4 < checked.found.high < 5 and checked.verdict == "held"
+    assert 3 < checked.found.low < 4 < checked.found.high < 5 and checked.verdict == "supported"
     assert checked.remark == "against exspec + sps, batch 1; 3 repeats of one pool: timing noise only"
 
 
@@ -255,7 +282,7 @@ def test_parameters_of_a_part(tmp_path):
     claim = {"measure": "parameters", "of": {}, "part": "kangaroo", "at_most": 0.05}
     run = run_of(tmp_path, "a", provenance=changed(PROVENANCE, config__pair=pair))
     checked = found(claim, [run])
-    assert checked.found.value == 144 / (4 * (8 * 8 + 8 * 100)) and checked.verdict == "held"
+    assert checked.found.value == 144 / (4 * (8 * 8 + 8 * 100)) and checked.verdict == "supported"
     assert checked.remark == "144 against 3,456"
     gone = changed(PROVENANCE, config__pair=pair | {"parts": {"kangaroo": str(tmp_path / "nowhere")}})
     assert found(claim, [run_of(tmp_path, "b", provenance=gone)]).verdict == "not measured"
@@ -306,7 +333,7 @@ def test_every_claim_is_one_that_its_experiment_measures():
 def test_without_runs_no_claim_is_measured():
     for runs in ([], runs_of(a=SUMMARY | {"experiment": "another", "equivalence": nothing()["equivalence"]})):
         checked = claims.check_claims(runs)
-        assert len(checked) == len(KNOWN) and {one.verdict for one in checked} == {"not measured"}
+        assert len(checked) == len(KNOWN) and {one.fitting.verdict for one in checked} == {"not measured"}
         table = formats.cells(claims.claims_table(checked))
         assert len(table.rows) == len(KNOWN)
         assert all(row[2].startswith("–") and row[3] == "not measured" for row in table.rows)
@@ -316,7 +343,7 @@ def test_no_figure_is_typed_in():
     """Other runs, another table: what stands under "here" comes from the runs alone."""
 
     def here(speedup: float) -> list[str]:
-        run = faster(speedup, experiment="kangaroo")
+        run = faster(speedup, experiment="kangaroo", pair="tiny_wide")
         checked = claims.check_claims(runs_of(a=run))
         return [row[2] for row in formats.cells(claims.claims_table(checked)).rows]
 
@@ -327,10 +354,10 @@ def test_no_figure_is_typed_in():
 
 
 def test_the_table_says_what_was_claimed_and_on_what():
-    checked = claims.check_claims(runs_of(a=faster(1.4, experiment="kangaroo")), KNOWN[:1])
+    checked = claims.check_claims(runs_of(a=faster(1.4, experiment="kangaroo", pair="tiny_wide")), KNOWN[:1])
     (row,) = formats.cells(claims.claims_table(checked)).rows
     assert row[0] == "Kangaroo, all tasks" and row[1].startswith("1.50 times (Liu et al. 2024, Table 1")
-    assert row[3:] == ["not reached", "160 questions"]
+    assert row[3:] == ["inconclusive", "160 questions", "– (not measured)"]
 
 
 def test_small_shares_are_shown_with_three_digits():

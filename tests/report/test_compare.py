@@ -15,7 +15,7 @@ NAMES = ("qa", "rag")
 
 
 def seconds(speedup: float, seed: int, noise: float = 0.03) -> dict[int, tuple[float, float]]:
-    """Seconds of plain decoding and of a method by question: what is hard is so in every run, noise is not."""
+    """Seconds of autoregressive decoding and of a method by question: what is hard is so in every run, noise is not."""
     draw, hard = np.random.default_rng(seed), np.random.default_rng(0)
     found = {}
     for question in QUESTIONS:
@@ -213,7 +213,7 @@ def test_a_batch_against_single_sequences_gives_no_number(run, capsys):
 
 
 def test_batches_of_other_sizes_compare_by_what_they_gain_over_one_by_one(run):
-    """The larger batch decodes four times as fast as the small one; so does plain decoding in it."""
+    """The larger batch decodes four times as fast as the small one; so does autoregressive decoding in it."""
     small = batch([[4.0, 4.4], [4.2, 4.0]], [[2.0, 2.1], [2.1, 2.0]])
     large = batch([[1.0, 1.1], [1.05, 1.0]], [[0.5, 0.52], [0.52, 0.505]])
     first, second = run("a", small, batched(batch_size=2)), run("b", large, batched(batch_size=8))

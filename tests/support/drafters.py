@@ -14,7 +14,7 @@ from specbench.decoding.target import Prefill, Target
 class Oracle(Drafter):
     """Drafts a known continuation, as a chain or a tree, and errs wherever its random numbers say so.
 
-    answer: the tokens that plain decoding gives. error: chance of each token to be wrong. tree: adds branches.
+    answer: the tokens that autoregressive decoding gives. error: chance of each token to be wrong. tree: adds branches.
     """
 
     def __init__(

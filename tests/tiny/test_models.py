@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from omegaconf import OmegaConf
 
 from specbench.tiny import models
 from specbench.tiny.muon import Muon, orthogonalise
-from specbench.tiny.optimise import Schedule, train_stage, weighted_loss
+from specbench.tiny.optimise import Schedule, Text
 from specbench.tiny.tokenizer import load_tokenizer
 from specbench.tiny.train import MODELS, SHIPPED, SUMS, checksums
+from specbench.training import RECORD, train
 
 WEIGHTS = SHIPPED / "weights"
 
@@ -66,10 +71,10 @@ def test_muon_refuses_vectors():
 
 def test_the_schedule_rises_stays_and_falls():
     schedule = Schedule(steps=100, warmup=10, decay=20)
-    assert schedule.factor(0) == pytest.approx(0.1)
-    assert schedule.factor(50) == 1.0
-    assert schedule.factor(99) == pytest.approx(1 / 20)
-    assert Schedule(steps=10, warmup=1, decay=0).factor(9) == 1.0
+    assert schedule.factor(0, 100) == pytest.approx(0.1)
+    assert schedule.factor(50, 100) == 1.0
+    assert schedule.factor(99, 100) == pytest.approx(1 / 20)
+    assert Schedule(steps=10, warmup=1, decay=0).factor(9, 10) == 1.0
 
 
 def _batches(seed: int):
@@ -79,10 +84,36 @@ def _batches(seed: int):
         yield {"input_ids": ids, "loss_weight": torch.full((1, 32), 1.0)}
 
 
-def test_a_stage_goes_on_from_its_checkpoint_as_if_never_stopped(tokenizer, tmp_path):
+def learn(model, schedule: Schedule, out, batches=None, light: float = 1.0) -> None:
+    """Trains a model as a stage does, and keeps a state after every step."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    own = {
+        "steps": schedule.steps,
+        "batch_size": 1,
+        "length": 32,
+        "accumulate": 1,
+        "prompt_weight": 0.2,
+        "seed": 1,
+    }
+    stream = {"conversations": None, "pair": {"training": {"_target_": "tests"}}}
+    fixed = {"precision": "no", "save_every": 1, "threads": torch.get_num_threads(), "out": str(out)}
+    torch.manual_seed(1)
+    train(
+        Text(model, light),
+        _batches(1) if batches is None else batches,
+        dict,
+        lambda folder, figures: None,
+        OmegaConf.create(own | stream | fixed),
+        schedule.optimizers,
+        schedule.factor,
+    )
+
+
+def test_a_stage_goes_on_from_its_state_as_if_never_stopped(tokenizer, tmp_path):
+    """Also where chance chooses the prompt tokens of a step."""
     schedule = Schedule(steps=6, warmup=2, decay=2)
     straight = models.build(models.Shape(2, 64, 32), tokenizer, seed=0)
-    train_stage(straight, _batches(1), schedule, "straight", tmp_path / "a.pt", seed=1)
+    learn(straight, schedule, tmp_path / "a", light=0.5)
 
     def breaking():
         stream = _batches(1)
@@ -92,18 +123,19 @@ def test_a_stage_goes_on_from_its_checkpoint_as_if_never_stopped(tokenizer, tmp_
 
     broken = models.build(models.Shape(2, 64, 32), tokenizer, seed=0)
     with pytest.raises(KeyboardInterrupt):
-        train_stage(broken, breaking(), schedule, "broken", tmp_path / "b.pt", seed=1, save_every_seconds=0.0)
+        learn(broken, schedule, tmp_path / "b", breaking(), light=0.5)
     resumed = models.build(models.Shape(2, 64, 32), tokenizer, seed=5)
-    train_stage(resumed, _batches(1), schedule, "resumed", tmp_path / "b.pt", seed=1)
+    learn(resumed, schedule, tmp_path / "b", light=0.5)
     for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
+    assert json.loads((tmp_path / "b" / RECORD).read_text())["tokens"] == 6 * 32
 
 
 def test_a_diverged_stage_says_so(tokenizer, tmp_path):
     model = models.build(models.Shape(2, 64, 32), tokenizer, seed=0)
     model.model.norm.weight.data.fill_(float("inf"))
     with pytest.raises(FloatingPointError, match="boom"):
-        train_stage(model, _batches(1), Schedule(2, 1, 0), "boom", tmp_path / "c.pt", seed=1)
+        learn(model, Schedule(2, 1, 0), tmp_path / "boom")
 
 
 @pytest.mark.slow
@@ -113,11 +145,12 @@ def test_sampling_prompt_tokens_keeps_the_expected_loss(tokenizer):
     weight = torch.full((1, 256), 0.2)
     weight[0, 128:] = 1.0
     batch = {"input_ids": ids, "loss_weight": weight}
-    loss, weight_sum = weighted_loss(model, batch)
-    full = [loss.item(), weight_sum]
-    draws = [weighted_loss(model, batch, 0.34, torch.Generator().manual_seed(i)) for i in range(40)]
-    assert sum(w for _, w in draws) / 40 == pytest.approx(full[1], rel=0.05)
-    assert sum(t.item() for t, _ in draws) / 40 == pytest.approx(full[0], rel=0.05)
+    full = Text(model, light=1.0)(batch).item()
+    torch.manual_seed(0)
+    draws = [Text(model, light=0.34)(batch).item() for _ in range(40)]
+    assert sum(draws) / 40 == pytest.approx(full, rel=0.05)
+    assert len({round(draw, 3) for draw in draws}) > 20
+    assert Text(model, light=0.34).eval()(batch).item() == pytest.approx(full)
 
 
 def test_shipped_files_are_those_of_the_list():
@@ -130,7 +163,7 @@ def test_shipped_files_fit_their_budget():
     assert sum(p.stat().st_size for p in WEIGHTS.rglob("*")) <= 40_000_000
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "draft"])
 def test_shipped_models_are_stock_llamas_over_one_vocabulary(name, tokenizer):
     model = models.load(WEIGHTS / name, torch.bfloat16)
     config = model.config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -42,8 +44,8 @@ def test_weights_are_bf16_and_of_growing_depth(built):
 
 
 def test_install_replaces_the_whole_folder_and_compare_tells_the_difference(built, tmp_path, capsys):
-    (tmp_path / "weights" / "draft").mkdir(parents=True)
-    (tmp_path / "weights" / "draft" / "stale").write_text("old")
+    (tmp_path / "weights" / "target").mkdir(parents=True)
+    (tmp_path / "weights" / "target" / "stale").write_text("old")
     (tmp_path / "weights" / "adapter").mkdir()
     (tmp_path / "weights" / "adapter" / "part").write_text("of a method")
     train.install(built, tmp_path)
@@ -54,18 +56,20 @@ def test_install_replaces_the_whole_folder_and_compare_tells_the_difference(buil
     train.compare(built / "weights", tmp_path / "weights", rows=4)
     said = capsys.readouterr().out
     assert "differs" not in said and "tokenizer/tokenizer.json: same as shipped" in said
-    (tmp_path / "weights" / "draft" / "config.json").open("a").write("\n")
+    (tmp_path / "weights" / "target" / "config.json").open("a").write("\n")
     train.compare(built / "weights", tmp_path / "weights", rows=4)
-    assert "draft/config.json: differs" in capsys.readouterr().out
+    assert "target/config.json: differs" in capsys.readouterr().out
 
 
-def test_an_unknown_stage_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        train.main(["--only", "tokeniser", "--out", str(tmp_path)])
-    assert "'tokeniser'" in capsys.readouterr().err
+def test_a_stage_that_is_done_is_left_out(built, monkeypatch):
+    monkeypatch.setattr(train.training, "train", lambda *_: pytest.fail("trained again"))
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    train.Build(built, train.SMOKE).make(threads)
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def test_evaluate_reports_every_task(built, capsys):
+    shutil.copytree(built / "checkpoints" / "draft", built / "weights" / "draft")
     arguments = ["--weights", str(built / "weights"), "--limit", "2", "--max-new-tokens", "12"]
     assert evaluate.main(arguments) == 0
     said = capsys.readouterr().out

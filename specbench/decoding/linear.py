@@ -1,0 +1,281 @@
+"""Linear layers for decoding, whose weights lie in memory as they are read fastest.
+
+A product with a few tokens takes as long as its weight takes to be read, if the weight lies in memory in the order in
+which the kernel reads it. A weight may therefore have copies in other layouts, which `layouts.choose_layouts` chooses
+by measuring. Layers that read the same states, such as the projections to queries, keys and values, are one product: a
+product with one large matrix comes nearer to the speed of memory than several with small ones. Values never change,
+only their order, and with it the order in which products are summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
+
+import torch
+from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+DRAFT = 6  # tokens of a verification: the pending one and five drafted ones
+# Of a weight that is joined. The outputs of a joint product are slices of one tensor, which later operations read more
+# slowly where there are several tokens: with small matrices that costs more than fewer calls gain.
+LEAST_JOINED = 2**18
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same states
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """The layouts of a matrix.
+
+    Attributes:
+        one_token: for a product with one token.
+        several: for a product with more.
+    """
+
+    one_token: str
+    several: str
+
+
+def by_rows(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [out, in] row after row, as torch makes it."""
+    return plain(weight).contiguous()
+
+
+def by_columns(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [out, in] column after column.
+
+    Columns that begin a whole number of pages apart compete for the same lines of the CPU's caches; a gap of two cache
+    lines between them takes off a tenth.
+    """
+    if weight.stride(0) == 1:
+        return weight
+    rows, columns = weight.shape
+    gap = 32 if rows % 1024 == 0 else 0
+    with torch.inference_mode(False), torch.no_grad():  # gradients may pass through a frozen weight
+        return weight.new_empty(columns, rows + gap)[:, :rows].copy_(weight.detach().t()).t()
+
+
+def packed(weight: torch.Tensor, tokens: int = DRAFT) -> torch.Tensor:
+    """A weight [out, in] in the blocks that oneDNN's kernel for so many tokens reads, for `product` alone."""
+    return torch.ops.mkldnn._reorder_linear_weight(plain(weight), tokens)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": by_rows,
+    "columns": by_columns,
+    "packed": packed,
+    "packed_one": partial(packed, tokens=1),
+}
+PLAIN = ("rows", "columns")  # layouts that every operation reads
+_PACKED_PRODUCT = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+
+
+def product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """States [..., in] times a weight [out, in] in any layout, without gradients -> [..., out]."""
+    if weight.is_mkldnn:
+        return _PACKED_PRODUCT(states, weight, bias, "none", [], "")  # type: ignore[misc] # there is no such weight without
+    return linear(states, weight, bias)
+
+
+def default(weight: torch.Tensor) -> Layouts:
+    """The layouts before anything is measured.
+
+    In fp32 on a CPU columns: for one token a head of 16384 x 128 then takes a third of the time, and six tokens through
+    the layers of the embedded target a fifth less.
+    """
+    columns = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return Layouts("columns", "columns") if columns else Layouts("rows", "rows")
+
+
+class Laid:
+    """A frozen matrix and the copies of it in other layouts, which all layers that share it have in common.
+
+    Args:
+        weights: [out, in] of one layer; or of several, which become views of one matrix.
+        fixed: the matrix stays row by row, since an embedding reads it, too.
+    """
+
+    def __init__(self, weights: Sequence[torch.nn.Parameter], fixed: bool = False):
+        self.weights, self.fixed = tuple(weights), fixed
+        self._counted = [weight for weight in weights if not weight.is_inference()]
+        self.layouts: Layouts | None = None  # none chosen yet
+        self.weight = weights[0]
+        # None: no copies, products are with the weight itself. Those of an embedding are made when they are first used.
+        self.one_token: torch.Tensor | None = self.weight if fixed else None
+        self.several: torch.Tensor | None = self.one_token
+        self._pointers = self._where() if fixed else []
+        self._versions: list[int] = []
+        if not fixed:
+            self.lay()
+        LAID.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Laid, (self.weights, self.fixed)  # a copy, or another process, chooses for itself
+
+    @torch.inference_mode(False)  # a view that is made in it has no count of changes
+    def lay(self) -> None:
+        """Lays the matrix out, and makes the copies that are needed."""
+        several = len(self.weights) > 1
+        if self._pointers != self._where():  # not laid out yet, or moved since then, maybe with another type
+            self.layouts = None
+            if several:
+                self.weight = torch.nn.Parameter(torch.cat([plain(weight) for weight in self.weights]), False)
+        layouts = self.layouts or default(self.weight)
+        named = (layouts.one_token, layouts.several)
+        home = "rows"
+        if not self.fixed:
+            home = next((name for name in named if name in PLAIN), default(self.weight).one_token)
+            self.weight.data = LAYOUTS[home](self.weight)
+            if several:
+                views = self.weight.data.split([len(weight) for weight in self.weights])
+                for weight, view in zip(self.weights, views):
+                    weight.data = view
+        copies = {name: LAYOUTS[name](self.weight) for name in set(named) - {home}}
+        self.one_token, self.several = (
+            (copies.get(name, self.weight) for name in named) if copies else (None, None)
+        )
+        self._pointers, self._versions = self._where(), self._changes()
+
+    def choose(self, layouts: Layouts) -> None:
+        """Changes to these layouts."""
+        if layouts != self.layouts:
+            self.layouts = layouts
+            self.lay()
+
+    def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """States [..., in] times the matrix [out, in], without gradients -> [..., out]."""
+        if self._pointers != self._where() or self._versions != self._changes():
+            self.lay()  # a weight was moved or changed: what was made of it must not stay what it was
+        if self.one_token is None or self.several is None:
+            return linear(states, self.weight, bias)
+        one = states.numel() == self.weight.shape[1]
+        return product(states, self.one_token if one else self.several, bias)
+
+    def _where(self) -> list[int]:
+        """Addresses of the weights."""
+        return [weight.data_ptr() for weight in self.weights]
+
+    def _changes(self) -> list[int]:
+        """Counts of the weights' changes in place; what was made under inference mode has none."""
+        return [weight._version for weight in self._counted]
+
+
+LAID: WeakSet[Laid] = WeakSet()  # all that there are
+
+
+class LaidLinear(torch.nn.Linear):
+    """A linear layer whose weight may have copies in other layouts; `weight` itself is always a plain tensor."""
+
+    _laid: Laid
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """States [..., in] -> [..., out]."""
+        laid, weight = self._laid, self.weight
+        if laid.one_token is None or torch.is_grad_enabled() or laid.weight is not weight:
+            return linear(input, weight, self.bias)
+        return laid.times(input, self.bias)
+
+
+class Joined:
+    """Linear layers that read the same states, as one product: the first layer's call computes the outputs of all.
+
+    Args:
+        weights: [out, in] of each layer, in the order in which the layers are called; they become views of one matrix.
+        biases: [out] of each layer, likewise; none of them, or all.
+    """
+
+    def __init__(self, weights: Sequence[torch.nn.Parameter], biases: Sequence[torch.nn.Parameter]):
+        self.laid, self.biases = Laid(weights), tuple(biases)
+        self._sizes = [len(weight) for weight in weights]
+        self._states: torch.Tensor | None = None  # that the outputs belong to
+        self._outputs: tuple[torch.Tensor, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Joined, (self.laid.weights, self.biases)
+
+    def output(self, states: torch.Tensor, place: int) -> torch.Tensor | None:
+        """The output of the layer at a place; None where it must be computed by itself.
+
+        Outputs are kept until the last layer has had its own, or the first one is called again.
+        """
+        if place == 0:
+            bias = torch.cat(self.biases) if self.biases else None
+            self._states, self._outputs = states, self.laid.times(states, bias).split(self._sizes, -1)
+        elif self._states is not states:
+            return None
+        output = self._outputs[place]
+        if place == len(self._sizes) - 1:
+            self._states, self._outputs = None, ()
+        return output
+
+
+class JoinedLinear(torch.nn.Linear):
+    """A linear layer that is one of several in a joint product."""
+
+    _joined: Joined
+    _place: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """States [..., in] -> [..., out]."""
+        output = None
+        if not torch.is_grad_enabled() and self.weight is self._joined.laid.weights[self._place]:
+            output = self._joined.output(input, self._place)
+        return linear(input, self.weight, self.bias) if output is None else output
+
+
+def lay_out(module: torch.nn.Module, fixed: bool = False) -> None:
+    """Gives the frozen linear layers of a module, in place, joint products and the default layouts.
+
+    Args:
+        module: with the layers; copies of it that share weights must be made after this.
+        fixed: the weights stay row by row, since embeddings read them, too; other layouts are copies.
+    """
+    for parent in module.modules():
+        for names in SIBLINGS:
+            layers: list[Any] = [getattr(parent, name, None) for name in names]
+            if _can_join(layers):
+                biases = [layer.bias for layer in layers if layer.bias is not None]
+                joined = Joined([layer.weight for layer in layers], biases)
+                for place, layer in enumerate(layers):
+                    layer.__class__ = JoinedLinear
+                    layer.__dict__.update(_joined=joined, _place=place)
+    for other in module.modules():
+        if _can_lay(other):
+            other.__class__ = LaidLinear
+            other.__dict__["_laid"] = Laid([cast("torch.nn.Parameter", other.weight)], fixed)
+
+
+def _can_lay(layer: Any) -> bool:
+    """Whether a layer is a frozen linear layer that is not laid out yet."""
+    return type(layer) is torch.nn.Linear and not (layer.weight.requires_grad or layer.weight.is_inference())
+
+
+def _can_join(layers: Sequence[Any]) -> bool:
+    """Whether layers are better one product: all can be laid out, and they are of one kind, large, and in memory."""
+    if not all(map(_can_lay, layers)) or any(hasattr(layer, "_hf_hook") for layer in layers):
+        return False
+    kinds = {(part.weight.dtype, part.weight.device, part.in_features, part.bias is None) for part in layers}
+    large = min(part.weight.nbytes for part in layers) >= LEAST_JOINED
+    return large and len(kinds) == 1 and not layers[0].weight.is_meta
+
+
+def laid_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
+    """A frozen linear layer of a weight [out, in] and a bias [out], laid out; the weight given stays as it is."""
+    rows, columns = weight.shape
+    layer = torch.nn.Linear(columns, rows, bias=bias is not None, device="meta")
+    with torch.inference_mode(False):
+        layer.weight = torch.nn.Parameter(plain(weight), requires_grad=False)
+        if bias is not None:
+            layer.bias = torch.nn.Parameter(plain(bias), requires_grad=False)
+    lay_out(layer)
+    return layer.eval()
+
+
+def plain(weight: torch.Tensor) -> torch.Tensor:
+    """The values of a weight, as a tensor that is no inference tensor."""
+    with torch.inference_mode(False), torch.no_grad():
+        return weight.clone() if weight.is_inference() else weight.detach()

@@ -1,0 +1,67 @@
+"""What others did on the machine while a run was measured, from its journal records."""
+
+from __future__ import annotations
+
+import re
+
+from specbench.measure.rounds import ratio
+
+
+def machine(records: list[dict]) -> dict[str, float | int | None]:
+    """What others did on the machine meanwhile; None for what cannot be counted here, {} for older folders.
+
+    - disturbed_share: of all arms' time, that of slices which others disturbed, as measured at first.
+    - still_disturbed_share: the same of what was kept after measuring again.
+    - measured_again: turns that were.
+    - others_cores: cores that other processes computed on, on average.
+    - waited_share, stolen_share, throttled_share: seconds per second in which a thread had no core.
+    - switches_per_second: of a thread that had to give way; throttlings_per_second: of a core that was too hot.
+    - clock_mhz_low, clock_mhz_high: the mean frequency of the cores, read after each turn; likewise the GPUs' clocks,
+      watts and degrees Celsius.
+    """
+    of_pools = {  # questions of a pool share what was counted
+        (record["pool"], record["repeat"], turn["turn"]): turn["machine"]
+        for record in records
+        for turn in record["turns"]
+        if turn.get("machine")
+    }
+    watched = [*of_pools.values()]
+    seconds = sum(one["counters"]["seconds"] for one in watched)
+    if not seconds:
+        return {}
+    first = [one["counters"]["seconds"] / one["goes"] for one in watched]
+
+    def share(name: str) -> float | None:
+        if any(one[name] is None for one in watched):
+            return None
+        return ratio(sum(one[name] * of for one, of in zip(watched, first)), sum(first))
+
+    def rate(name: str) -> float | None:
+        known = all(name in one["counters"] for one in watched)
+        return sum(one["counters"][name] for one in watched) / seconds if known else None
+
+    def gpus(field: str) -> list[float]:
+        """What the driver told of all GPUs; of an unknown number it says so in words."""
+        told = [gpu[field] for one in watched for gpu in one.get("gpus", [])]
+        return [float(text) for text in told if re.fullmatch(r"\d+(\.\d+)?", text)]
+
+    clocks = [one["clock_mhz"] for one in watched if one.get("clock_mhz")]
+    return {
+        "disturbed_share": share("disturbed_share"),
+        "still_disturbed_share": share("still_disturbed_share"),
+        "measured_again": sum(one["goes"] > 1 for one in watched),
+        "others_cores": rate("others"),
+        "waited_share": rate("waited"),
+        "stolen_share": rate("stolen"),
+        "throttled_share": rate("throttled"),
+        "switches_per_second": rate("switches"),
+        "throttlings_per_second": rate("throttlings"),
+        **_ends("clock_mhz", clocks),
+        **_ends("gpu_mhz", gpus("clocks.sm")),
+        **_ends("gpu_watts", gpus("power.draw")),
+        **_ends("gpu_celsius", gpus("temperature.gpu")),
+    }
+
+
+def _ends(name: str, values: list[float]) -> dict[str, float | None]:
+    return {f"{name}_low": min(values, default=None), f"{name}_high": max(values, default=None)}

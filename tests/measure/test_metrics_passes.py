@@ -1,0 +1,79 @@
+"""The numbers of runs whose questions were measured in several passes, also by several processes."""
+
+import pandas as pd
+import pytest
+
+from specbench.measure import metrics
+from specbench.measure.frames import generations_frame, steps_frame
+from specbench.measure.statistics import over_passes
+from tests.support.synthetic import CONFIG, FACTS, TIE, VIOLATION, overall, passes, record, turn
+
+
+def test_records_of_passes_are_those_of_older_folders_taken_apart():
+    """A folder of an older version holds all repeats of a question in one record."""
+    apart = passes(3)
+    together = [
+        record(
+            i,
+            turns=[
+                turn(
+                    **{
+                        arm: [r["turns"][0]["arms"][arm][0] for r in apart[i::7]]
+                        for arm in ("baseline", "method")
+                    }
+                )
+            ],
+        )
+        for i in range(7)
+    ]
+    for table in (generations_frame, steps_frame):
+        one, other = (
+            table(records).sort_values(["question_id", "repeat", "arm"], kind="stable", ignore_index=True)
+            for records in (apart, together)
+        )
+        columns = [name for name in one.columns if name != "pool"]
+        pd.testing.assert_frame_equal(one[columns], other[columns])
+    assert overall(apart) == overall(together)
+
+
+def test_the_interval_over_passes_by_hand():
+    numbers = overall(passes(3))
+    found = over_passes([2.0, 2.1, 2.2], [1.0, 1.0, 1.0])
+    assert (numbers["passes_low"], numbers["passes_high"]) == pytest.approx((found.low, found.high))
+    assert numbers["speedup"] == pytest.approx(2.1)
+    single = overall(passes(1))
+    assert (single["passes_low"], single["passes_high"]) == (None, None)
+
+
+def test_processes_are_the_unit_where_there_are_several():
+    numbers, alone = overall(passes(4, processes=2)), overall(passes(4))
+    found = over_passes([2.05, 2.25], [1.0, 1.0])
+    assert (numbers["passes_low"], numbers["passes_high"]) == pytest.approx((found.low, found.high))
+    assert numbers["speedup_high"] > alone["speedup_high"] and numbers["speedup"] == alone["speedup"]
+
+
+def test_only_questions_that_all_passes_have_count_in_their_interval():
+    records = [r for r in passes(3) if (r["repeat"], r["question_id"]) != (2, 3)]
+    records[0]["turns"][0]["arms"]["baseline"][0]["seconds"] *= 5
+    without = [r for r in records if r["question_id"] != 3]
+    assert overall(records)["passes_low"] == overall(without)["passes_low"]
+
+
+def test_a_question_that_failed_in_one_pass_is_left_out_of_all():
+    records = passes(3)
+    records[9] |= {"error": "no memory", "turns": []}
+    found = metrics.summary(records, FACTS, CONFIG)
+    assert found["failed"] == 1 and found["overall"]["questions"] == 6 and found["records"] == 21
+    rest = metrics.summary([r for r in records if r["question_id"] != 2], FACTS, CONFIG)
+    assert found["overall"] == rest["overall"]
+    assert (found["repeats"], found["processes"]) == (3, 1)
+
+
+def test_the_worst_verdict_of_an_answers_passes_counts():
+    records = passes(3)
+    records[8]["turns"][0]["equivalence"] = TIE
+    records[15]["turns"][0]["equivalence"] = VIOLATION
+    found = overall(records)["equivalence"]
+    assert (found["answers"], found["exact"], found["tie"], found["violation"]) == (7, 6, 0, 1)
+    table = metrics.by_question(records, "baseline", batched=False)
+    assert list(table["question_id"]) == list(range(7)) and table["verdict"][1] == "violation"
