@@ -86,6 +86,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "slice_seconds": facts.get("slice_seconds"),
         "weights": facts["weights"],
         "anatomy": facts.get("anatomy"),
+        "training": facts.get("training", {}),
         "target_pass_bytes": facts["target_pass_bytes"],
         "peak_memory_bytes": facts["peak_memory_bytes"],
         "overall": overall,

@@ -66,6 +66,7 @@ class Bench:
         warmup: questions to warm up with.
         slice_seconds: after which an arm hands over to another one; None: arms alternate by whole answers.
         remeasure: how often a turn that others disturbed is measured again at most.
+        training: of the parts of the drafter, see `provenance.trained`.
         process: number of this process among those that share the repeats of a run.
         peak_memory: bytes, while a batch method ran; None where it was not measured.
         watch: of the machine.
@@ -82,6 +83,7 @@ class Bench:
     warmup: Sequence[Question] = ()
     slice_seconds: float | None = None
     remeasure: int = 0
+    training: dict[str, dict] = field(default_factory=dict)
     process: int = 0
     peak_memory: int | None = None
     watch: Watch = field(default_factory=Watch)

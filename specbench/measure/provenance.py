@@ -219,6 +219,29 @@ def weights(pair: Mapping, method: Mapping = MappingProxyType({})) -> dict[str, 
     }
 
 
+def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dict]:
+    """How the parts were trained that a drafter is made of, as the training.json beside them tells.
+
+    Args:
+        pair: its configuration, with the draft model that the drafter takes.
+        drafting: settings of the drafter, those of a wrapped one included.
+        with_draft: whether it takes the draft model.
+
+    Returns:
+        Records by "draft", or by the name of the setting that names the part; without those that have none.
+    """
+    from specbench.training import RECORD
+
+    sources = {"draft": pair["draft"]} if with_draft else {}
+    sources |= {name: value for name, value in _flat(drafting) if isinstance(value, str) and value}
+    files = {name: packaged(source) / RECORD for name, source in sources.items()}
+    return {
+        name: {"source": sources[name], **store.read_json(path)}
+        for name, path in files.items()
+        if path.is_file()
+    }
+
+
 def _weights(source: str, revision: str | None) -> dict:
     path = packaged(source)
     if path.exists():

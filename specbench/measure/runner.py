@@ -86,6 +86,7 @@ def prepare(cfg: DictConfig) -> Bench:
         warmup=warmup,
         slice_seconds=None if drafter.uninterrupted else cfg.slice_seconds,
         remeasure=cfg.remeasure,
+        training=provenance.trained(pair_cfg, OmegaConf.to_container(drafting), needs.draft_model),
     )
 
 
@@ -265,6 +266,7 @@ def facts(bench: Bench) -> dict:
         "anatomy": pair.anatomy,
         "batched": bench.batch_size is not None,
         "slice_seconds": bench.slice_seconds,
+        "training": bench.training,
         "peak_memory_bytes": bench.peak_memory,
     }
 

@@ -19,6 +19,7 @@ from specbench.measure.files import make_folder
 from specbench.report import claims, compare, formats, gate, page, plots, tables
 from specbench.report.beside import published_tables
 from specbench.report.runs import LeftOut, Run, finished_runs, is_run, summary_frame
+from specbench.report.trained import differing_training, training_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,7 +39,8 @@ def report(runs: list[Run], left_out: list[LeftOut], out: Path, first: list[Tabl
     Returns:
         The page.
     """
-    side_by_side = [*first, *tables.overview(run.summary for run in runs)]
+    trained = training_table(run.summary for run in runs)
+    side_by_side = [*first, *tables.overview(run.summary for run in runs), *([trained] if trained else [])]
     drawn = plots.figures(runs)
     make_folder(out)
     published = published_tables(dict.fromkeys(run.summary["method"] for run in runs))
@@ -47,7 +49,8 @@ def report(runs: list[Run], left_out: list[LeftOut], out: Path, first: list[Tabl
     (out / "tables.tex").write_text("\n".join(map(formats.latex, every)), encoding="utf-8")
     summary_frame(runs).to_csv(out / "runs.csv", index=False)
     images = plots.save(drawn, out / "plots")
-    whole = page.page(runs, left_out, side_by_side, images, tables.notes(runs), published)
+    notes = [*tables.notes(runs), *differing_training(run.summary for run in runs)]
+    whole = page.page(runs, left_out, side_by_side, images, notes, published)
     (out / "index.html").write_text(whole, encoding="utf-8")
     return out / "index.html"
 
@@ -61,6 +64,9 @@ def print_report(runs: list[Run]) -> None:
             out.print(Text(f"{run.folder}\n", style="dim"))
     if len(runs) > 1:
         tables.print_overview(runs)
+        if trained := training_table(run.summary for run in runs):
+            out.print(trained)
+            tables.print_notes(differing_training(run.summary for run in runs))
 
 
 @one_line_errors()

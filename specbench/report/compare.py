@@ -11,6 +11,7 @@ from specbench.measure import metrics
 from specbench.questions import TASKS
 from specbench.report import tables
 from specbench.report.runs import Run, labels, not_comparable
+from specbench.report.trained import differing_training
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,7 +28,8 @@ def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
     """
     at_least_two(runs)
     hindrances = [*not_comparable(runs), *differing_questions(runs), *without_difference(runs)]
-    tables.print_notes(hindrances + differing_turns(runs) + tables.disturbances(runs))
+    apart = differing_turns(runs) + differing_training(run.summary for run in runs)
+    tables.print_notes(hindrances + apart + tables.disturbances(runs))
     out = tables.console()
     out.print(tables.overview_table(run.summary for run in runs))
     out.print(difference_table(runs, metric))

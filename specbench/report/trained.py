@@ -1,0 +1,66 @@
+"""What the drafters of several runs were trained on: figures of methods that saw different data do not compare them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specbench.report.runs import labels, named
+from specbench.report.tables import UNKNOWN, PlainTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
+
+SHOWN_OF_A_DIGEST = 8
+SAME = "all drafters that were trained here saw the same data, and as many tokens of it"
+
+
+def training_table(summaries: Iterable[dict]) -> Table | None:
+    """A row for each trained part of each method and pair; None where no run has one."""
+    summaries = list(summaries)
+    rows = {}
+    for label, summary in zip(labels(summaries), summaries):
+        for name, record in summary.get("training", {}).items():
+            held_out = record.get("held_out_agreement")
+            shares = held_out if isinstance(held_out, list) else [] if held_out is None else [held_out]
+            rows[label, name] = (
+                label,
+                name,
+                _data(record["data"]),
+                f"{record['tokens']:,}",
+                str(record["steps"]),
+                f"{record['loss']:.3f}",
+                ", ".join(f"{share:.3f}" for share in shares) or UNKNOWN,
+            )
+    if not rows:
+        return None
+    table = PlainTable("what drafters were trained on", "" if differing_training(summaries) else SAME)
+    for name in ("run", "part", "data"):
+        table.add_column(name, overflow="fold")
+    for name in ("tokens", "steps", "loss", "held-out\nagreement"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows.values():
+        table.add_row(*row)
+    return table
+
+
+def differing_training(summaries: Iterable[dict]) -> list[str]:
+    """A line where parts of these runs were trained on different data, or on different numbers of tokens of it."""
+    summaries = list(summaries)
+    seen: dict[tuple[str, int], list[str]] = {}
+    for label, summary in zip(labels(summaries), summaries):
+        for record in summary.get("training", {}).values():
+            names = seen.setdefault((record["data"], record["tokens"]), [])
+            if label not in names:
+                names.append(label)
+    if len(seen) < 2:
+        return []
+    kinds = [f"{tokens:,} tokens of {_data(data)}: {named(names)}" for (data, tokens), names in seen.items()]
+    return [f"drafters were not trained alike ({'; '.join(kinds)})"]
+
+
+def _data(name: str) -> str:
+    """The name of a text; of a checksum its beginning."""
+    kind, _, digest = name.partition(":")
+    return f"{kind}:{digest[:SHOWN_OF_A_DIGEST]}" if kind == "sha256" else name

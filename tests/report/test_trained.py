@@ -1,0 +1,76 @@
+"""What drafters were trained on: a table, and a warning where it differs."""
+
+import json
+
+import pytest
+
+from specbench.measure import provenance
+from specbench.report import compare, formats
+from specbench.report.__main__ import report
+from specbench.report.trained import SAME, differing_training, training_table
+from specbench.training import RECORD
+from tests.support.samples import SUMMARY, run_of
+
+TRAINED = {
+    "source": "somewhere",
+    "data": "sha256:0123456789abcdef",
+    "tokens": 1_024_000,
+    "steps": 500,
+    "loss": 1.25,
+    "held_out_agreement": 0.75,
+}
+
+
+def summary(method: str, **training: dict) -> dict:
+    return SUMMARY | {"method": method, "training": training}
+
+
+def test_the_table_has_a_row_for_each_trained_part():
+    sorted_draft = TRAINED | {"held_out_agreement": [0.5, 0.625]}
+    found = training_table(
+        [summary("sps", draft=TRAINED), summary("s2d", draft=sorted_draft), summary("pld")]
+    )
+    text = formats.markdown(found)
+    assert "sha256:01234567 |" in text and "1,024,000" in text and "0.500, 0.625" in text
+    assert SAME in text and "pld" not in text
+    assert training_table([SUMMARY]) is None  # older runs do not tell
+
+
+def test_other_data_and_other_amounts_are_named():
+    alike = [
+        summary("sps", draft=TRAINED),
+        summary("kangaroo", adapter=TRAINED | {"loss": 2.0, "steps": 250}),
+    ]
+    assert differing_training(alike) == []
+    assert differing_training([SUMMARY, SUMMARY]) == []
+    more = summary("s2d", draft=TRAINED | {"tokens": 5})
+    (line,) = differing_training([*alike, more])
+    assert "5 tokens of sha256:01234567: s2d" in line and "1,024,000 tokens of sha256:01234567: " in line
+    other = summary("s2d", draft=TRAINED | {"data": "specbench.tiny.data.conversations"})
+    assert "of specbench.tiny.data.conversations: s2d" in differing_training([*alike, other])[0]
+    assert SAME not in formats.markdown(training_table([*alike, other]))
+
+
+def test_report_and_compare_warn(tmp_path, capsys):
+    runs = [
+        run_of(tmp_path, "a", summary("sps", draft=TRAINED)),
+        run_of(tmp_path, "b", summary("s2d", draft=TRAINED | {"data": "other"})),
+    ]
+    page = report(runs, [], tmp_path / "report", []).read_text()
+    assert "drafters were not trained alike" in page and "what drafters were trained on" in page
+    compare.print_comparison(runs)
+    assert "drafters were not trained alike" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("with_draft", [True, False])
+def test_records_are_those_of_the_parts_that_are_used(tmp_path, with_draft):
+    for name in ("draft", "adapter", "unused"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / RECORD).write_text(json.dumps({"data": name}))
+    (tmp_path / "plain").mkdir()
+    pair = {"draft": str(tmp_path / "draft"), "parts": {"other": str(tmp_path / "unused")}}
+    drafting = {"name": "x", "empty": "", "map": str(tmp_path / "plain"), "none": None, "length": 4}
+    drafting["drafter"] = {"adapter": str(tmp_path / "adapter")}
+    found = provenance.trained(pair, drafting, with_draft)
+    assert found.pop("drafter.adapter") == {"source": str(tmp_path / "adapter"), "data": "adapter"}
+    assert found == ({"draft": {"source": str(tmp_path / "draft"), "data": "draft"}} if with_draft else {})
