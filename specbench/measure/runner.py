@@ -35,7 +35,7 @@ from specbench.measure.passes import Passes, whole
 from specbench.measure.statistics import Speedup
 from specbench.pairs import load_pair, with_part
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
-from specbench.values import parameters
+from specbench.values import parameters, plain
 
 
 def prepare(cfg: DictConfig) -> Bench:
@@ -58,9 +58,9 @@ def prepare(cfg: DictConfig) -> Bench:
     if batched:
         scheduler = method(batch_size=size, **parameters(cfg.method))
         single = one_by_one(Engine(target, Drafter(), *ends))
-        plain = BatchEngine(target, Drafter(), Scheduler(cfg.batch_size), *ends).generate
+        autoregressive = BatchEngine(target, Drafter(), Scheduler(cfg.batch_size), *ends).generate
         arms: dict[str, Arm] = {
-            BASELINE: plain if cfg.batch_size > 1 else single,
+            BASELINE: autoregressive if cfg.batch_size > 1 else single,
             METHOD: BatchEngine(target, drafter, scheduler, *ends).generate,
         }
         if cfg.batch_size > 1:
@@ -86,7 +86,7 @@ def prepare(cfg: DictConfig) -> Bench:
         warmup=warmup,
         slice_seconds=None if drafter.uninterrupted else cfg.slice_seconds,
         remeasure=cfg.remeasure,
-        training=provenance.trained(pair_cfg, OmegaConf.to_container(drafting), needs.draft_model),
+        training=provenance.trained(pair_cfg, plain(drafting), needs.draft_model),
     )
 
 

@@ -7,6 +7,7 @@ Truth is `records.jsonl`, one line per finished question; all that `finalise` wr
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import math
@@ -15,6 +16,7 @@ import re
 import time
 import uuid
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,7 @@ AGAIN = 75  # exit code of a process that has measured its share: another one is
 FAILURE = "failure.json"  # why the last attempt ended early
 ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
 NOT_MEASURING = ("specbench/report", "specbench/tiny")  # code that may change while a run is interrupted
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_MEASURED = ("run_dir", "runs_root", "tracker")  # configuration that does not change what is measured
 
 
@@ -100,16 +103,32 @@ def config_hash(config: Mapping) -> str:
 
 
 def source_sha256() -> str:
-    """Hex digest of the code that measures: the Python files of harness and methods, known to git or not."""
+    """Hex digest of the code that measures: the Python files of harness and methods, known to git or not.
+
+    Comments, docstrings and the layout of lines are no part of it: they change no measurement.
+    """
     digest = hashlib.sha256()
     for path in sorted(
         path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")
     ):
         if any(path.is_relative_to(ROOT / folder) for folder in NOT_MEASURING):
             continue
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(ROOT)}\0{len(content)}\0".encode() + content)
+        code = _code(path.read_bytes())
+        digest.update(f"{path.relative_to(ROOT)}\0{len(code)}\0{code}".encode())
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=1024)
+def _code(source: bytes) -> str:
+    """The syntax tree of a file, without docstrings, as text."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # in a file that this run need not import
+        return source.decode(errors="replace")
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
 
 
 def read_config(run_dir: Path) -> dict:

@@ -8,9 +8,8 @@ from rich.text import Text
 
 from specbench.errors import UserError
 from specbench.measure import metrics
-from specbench.questions import TASKS
 from specbench.report import tables
-from specbench.report.runs import Run, labels, not_comparable
+from specbench.report.runs import Run, labels, not_comparable, task_names
 from specbench.report.trained import differing_training
 
 if TYPE_CHECKING:
@@ -101,7 +100,8 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     for name, run in zip(names[1:], others):
         table.add_column(name, justify="right", overflow="fold")
         found.append(relative(first, run, metric))
-    asked = [task for task in (*TASKS, "overall") if any(task in of_run for of_run in found)]
+    tasks = task_names(run.summary for run in runs)
+    asked = [task for task in (*tasks, "overall") if any(task in of_run for of_run in found)]
     for task in asked:
         table.add_row(task, *(_difference(of_run.get(task)) for of_run in found))
     return table

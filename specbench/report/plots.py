@@ -16,10 +16,9 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from specbench.questions import TASKS
 from specbench.report.break_even import BreakEven, break_evens
 from specbench.report.regimes import baseline_fractions, by_size
-from specbench.report.runs import Run, grids, labels, latest
+from specbench.report.runs import Run, grids, labels, latest, task_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -129,7 +128,7 @@ def chosen(named: list[tuple[str, Run]]) -> tuple[list[Shown], str]:
 def speedup_by_task(runs: list[Shown]) -> Figure | None:
     """A point for each run on each task, with its 95 % interval."""
     runs = [run for run in runs if run.overall["speedup"] is not None]
-    tasks = [task for task in TASKS if any(task in run.summary["tasks"] for run in runs)]
+    tasks = task_names(run.summary for run in runs)
     rows = [*tasks, "overall"]
     if not runs:
         return None

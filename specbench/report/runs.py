@@ -12,6 +12,7 @@ import yaml
 
 from specbench.errors import UserError
 from specbench.measure import metrics, provenance, store
+from specbench.questions import TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -244,6 +245,12 @@ def method_label(summary: Mapping) -> str:
 def as_text(settings: Mapping) -> list[str]:
     """Each setting as it stands on the command line."""
     return [f"{name}={value}" for name, value in settings.items()]
+
+
+def task_names(summaries: Iterable[Mapping]) -> list[str]:
+    """The tasks that any of the runs measured: Spec-Bench's six in its order, then others as they come."""
+    seen = dict.fromkeys(task for summary in summaries for task in summary["tasks"])
+    return [*(task for task in TASKS if task in seen), *(task for task in seen if task not in TASKS)]
 
 
 def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:

@@ -13,7 +13,17 @@ from rich.text import Text
 
 from specbench.measure.statistics import verdict
 from specbench.questions import TASKS
-from specbench.report.runs import LeftOut, Run, as_text, differing_by_pair, grids, labels, method_label, named
+from specbench.report.runs import (
+    LeftOut,
+    Run,
+    as_text,
+    differing_by_pair,
+    grids,
+    labels,
+    method_label,
+    named,
+    task_names,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -99,13 +109,14 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     title = "speedups by task, in Spec-Bench's form; its def.: overall as Spec-Bench itself defines it"
     table = PlainTable(title, padding=0)
     table.add_column("run", overflow="fold", min_width=12)
-    for task in TASKS:
+    shown = list(dict.fromkeys((*TASKS, *task_names(summaries))))
+    for task in shown:
         table.add_column(SHORT.get(task, task), justify="right", no_wrap=True)
     for name in ("tokens\na pass", "overall", "its\ndef.", "MBSU", "exact/\ntie/viol."):
         table.add_column(name, justify="right", no_wrap=True)
     for label, summary in zip(labels(summaries), summaries):
         numbers, tasks = summary["overall"], summary["tasks"]
-        speedups = [_speedup(tasks[task], narrow=True) if task in tasks else UNKNOWN for task in TASKS]
+        speedups = [_speedup(tasks[task], narrow=True) if task in tasks else UNKNOWN for task in shown]
         accepted, overall = _number(numbers["acceptance_length"], 2), _speedup(numbers, narrow=True)
         table.add_row(
             label,

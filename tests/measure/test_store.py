@@ -144,6 +144,22 @@ def test_the_code_is_known_by_its_content():
     assert len(digest) == 64 and digest == store.source_sha256()
 
 
+def test_only_what_code_does_tells_it_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "ROOT", tmp_path)
+    file = tmp_path / "methods" / "mine.py"
+    file.parent.mkdir()
+
+    def digest(text: str) -> str:
+        file.write_text(text)
+        return store.source_sha256()
+
+    first = digest('"""Mine."""\n\ndef draft(n):\n    """Drafts."""\n    return n + 1\n')
+    assert digest("# a comment\ndef draft(n):\n    'Other words.'\n\n    return (n + 1)\n") == first
+    assert digest("def draft(n):\n    return n + 2\n") != first
+    assert digest('def draft(n):\n    """Drafts."""\n') != first
+    assert digest("def draft(:\n") != first  # what cannot be read counts as it is
+
+
 # -- the journal
 
 

@@ -7,8 +7,8 @@ import pytest
 from specbench.errors import UserError
 from specbench.measure import metrics, store
 from specbench.report import __main__ as command
-from specbench.report import runs
-from specbench.report.runs import Run, finished_runs, labels, read_run, read_runs
+from specbench.report import formats, plots, runs, tables
+from specbench.report.runs import Run, finished_runs, labels, read_run, read_runs, task_names
 from tests.support.messages import says
 from tests.support.samples import (
     PROVENANCE,
@@ -357,3 +357,13 @@ def test_a_run_reads_its_records_only_when_asked(tmp_path):
     with pytest.raises(UserError, match=r"records\.jsonl, line 1"):
         _ = run.records
     assert Run(tmp_path / "no_records", SUMMARY).records == []
+
+
+def test_a_task_of_ones_own_is_in_every_table_and_plot(tmp_path):
+    mine = SUMMARY | {"tasks": {"poetry": SUMMARY["tasks"]["qa"], "rag": SUMMARY["tasks"]["qa"]}}
+    assert task_names([mine, SUMMARY]) == ["qa", "math_reasoning", "rag", "poetry"]
+    assert "poetry" in formats.markdown(tables.spec_bench_table([mine]))
+    assert "poetry" in formats.markdown(tables.run_table(mine))
+    named, _ = plots.chosen([("mine", run_of(tmp_path, "mine", mine))])
+    ticks = plots.speedup_by_task(named).axes[0].get_yticklabels()
+    assert [tick.get_text() for tick in ticks] == ["rag", "poetry", "overall"]
