@@ -1,8 +1,8 @@
 """Ways to decode a batch, interleaved in one run: `python -m tests.benchmarks.batching`, part of `make benchmarks`.
 
-AR batches, EQSPEC, EXSPEC and ragged batches of one size, and the last two at batch 1, on one pool of embedded
-questions. Ratios of seconds with a 95 % interval over the repeats, of timing noise alone; every answer must be that of
-autoregressive decoding.
+AR batches, EQSPEC, EXSPEC and ragged batches of one size, the last two at batch 1, and the engine of single sequences,
+on one pool of embedded questions. Ratios of seconds with a 95 % interval over the repeats, of timing noise alone; every
+answer must be that of autoregressive decoding.
 """
 
 from __future__ import annotations
@@ -19,13 +19,23 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
-from specbench.decoding.batch import BatchEngine
+from specbench.decoding.batch import BatchEngine, Request
+from specbench.decoding.engine import Engine
 from specbench.decoding.target import Target
+from specbench.decoding.trace import Generation
 from specbench.measure.statistics import speedup
 from specbench.threads import use_threads
 from tests.benchmarks.common import pair_and_requests, print_ratios
 
 KINDS = {"eqspec": EqSpec, "exspec": ExSpec, "ragged": RaggedBatch}
+
+
+class OneByOne(Engine):
+    """The engine of single sequences, asked as a `BatchEngine` is."""
+
+    def generate(self, requests: list[Request]) -> list[Generation]:
+        """One answer after the other."""
+        return [super(OneByOne, self).generate(one.prompt, one.decoding, one.seed) for one in requests]
 
 
 def main() -> None:
@@ -46,7 +56,10 @@ def main() -> None:
         return BatchEngine(target, drafter, scheduler, pair.stop_ids, pair.context_length)
 
     first = options.draft[0]
+    ends = (pair.stop_ids, pair.context_length)
     engines = {
+        "ar alone": OneByOne(target, Autoregressive(pair), *ends),
+        "sps alone": OneByOne(target, SpeculativeSampling(pair, first), *ends),
         "ar at 1": engine(Autoregressive(pair), RaggedBatch(1)),
         "ar": engine(Autoregressive(pair), RaggedBatch(options.rows)),
         "exspec at 1": engine(SpeculativeSampling(pair, first), ExSpec(1)),
@@ -85,6 +98,8 @@ def main() -> None:
             f"{differing} answers differ"
         )
     compared = (
+        ("ar at 1", "ar alone"),
+        ("ragged at 1", "sps alone"),
         ("exspec at 1", "exspec"),
         ("ragged at 1", "ragged"),
         ("ar", "ragged"),
