@@ -10,6 +10,7 @@ class Autoregressive(Drafter):
     """Drafts nothing, so that every round is one target pass and one token."""
 
     needs = Needs(batching=True)
+    certain = True
 
     def __init__(self, pair: Pair):
         """A pair's target is all it takes, and that the engine has."""

@@ -59,24 +59,20 @@ class DraftHead:
         self,
         logits: torch.Tensor,
         decoding: Decoding,
-        generator: torch.Generator | None = None,
-        uniforms: torch.Tensor | None = None,
+        uniforms: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chooses draft tokens.
 
         Args:
             logits: [n, rows] of this head.
             decoding: how tokens are chosen.
-            generator: to draw with, as in `Decoding.select`.
             uniforms: to draw with, as in `Decoding.select`.
 
         Returns:
             Token ids [n] of the target and, when sampling, the distributions [n, rows] they were drawn from.
         """
-        rows, probs = decoding.select(logits, generator, uniforms)
-        if uniforms is not None:
-            rows = drawable(rows)
-        return self.ids(rows), probs
+        rows, probs = decoding.select(logits, uniforms)
+        return self.ids(rows if uniforms is None else drawable(rows)), probs
 
     def spread(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:
         """Probabilities of a draft over the target's vocabulary, for one sequence.

@@ -30,6 +30,7 @@ class PromptLookup(Drafter):
     """
 
     needs = Needs(batching=True)
+    certain = True
 
     def __init__(self, pair: Pair, max_draft_tokens: Count = 10, max_ngram: Count = 3, min_ngram: Count = 1):
         at_least(min_ngram, max_ngram=max_ngram)

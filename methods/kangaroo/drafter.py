@@ -93,10 +93,11 @@ class Kangaroo(Drafter):
         limit = min(self.max_draft_tokens, context.max_draft)
         states = [self._shallow(context.pending())]
         feed = states[0] if self._unadapted is None else torch.cat([self._unadapted, states[0]], dim=1)
-        tokens, probs = [], []
+        tokens: list[torch.Tensor] = []
+        probs: list[torch.Tensor | None] = []
         while True:
             logits = self.head.logits(self._adapt(feed)[:, -1])
-            token, q = self.head.choose(logits, decoding, context.generator)
+            token, q = self.head.choose(logits, decoding, context.draws(len(tokens)))
             tokens.append(token)
             probs.append(q)
             feed = self._shallow(token.unsqueeze(0))
@@ -163,7 +164,7 @@ class Kangaroo(Drafter):
         for j in range(min(self.max_draft_tokens, rows.max_draft)):
             adapted = self._adapt_rows(feed, starts, rows.reach + j)
             logits = self.head.logits(adapted[:, -1])
-            token, q = self.head.choose(logits, rows.decoding, uniforms=rows.draws(j))
+            token, q = self.head.choose(logits, rows.decoding, rows.draws(j))
             tokens.append(token)
             probs.append(q)
             feed, starts = self._shallow_rows(rows, token.unsqueeze(1), 1 + j), rows.known + j

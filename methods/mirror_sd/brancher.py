@@ -363,7 +363,7 @@ class Brancher:
             place = growth.counts.unsqueeze(1) + torch.arange(v, device=self.device)
             # Tokens behind the longest draft are not used.
             uniforms = self._uniforms[place.clamp(max=self._width - 1)].flatten()
-        rows, _ = self._decoding.select(logits.flatten(0, 1), uniforms=uniforms)
+        rows, _ = self._decoding.select(logits.flatten(0, 1), uniforms)
         rows = (rows if uniforms is None else drawable(rows)).view(m, v)
         return rows, self.head.ids(rows)
 

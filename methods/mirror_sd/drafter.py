@@ -97,6 +97,7 @@ class MirrorSD(Drafter):
             self.launch_layer = 0 if candidates == "draft" else None
         self.max_draft_tokens = max_draft_tokens
         self.ratio = acceptance == "ratio"
+        self.certain = not self.ratio
         plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates, floor)
 
         draft: Any = draft_of(pair)
@@ -144,9 +145,8 @@ class MirrorSD(Drafter):
         temperature, seed = 0.0, 0
         if self._draws:
             # Numbers of its own: drawn from the very ones that acceptance uses, drafts would not be independent of it.
-            assert context.generator is not None  # the engine samples
             temperature = decoding.temperature
-            seed = int(np.random.SeedSequence([context.generator.initial_seed(), 1]).generate_state(1)[0])
+            seed = int(np.random.SeedSequence([context.seed, 1]).generate_state(1)[0])
         self.link.begin(context.known()[:-1], context.tokens.shape[0], temperature, seed)
         self.link.settle(0, context.following, limit)
 

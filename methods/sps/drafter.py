@@ -63,9 +63,9 @@ class SpeculativeSampling(Drafter):
         # After a full acceptance the last draft token has not been through the draft model either.
         feed = context.known()[self._cache.lengths[0] :].unsqueeze(0)
         tokens, probs, exits = [], [], []
-        for _ in range(min(self.max_draft_tokens, context.max_draft)):
+        for j in range(min(self.max_draft_tokens, context.max_draft)):
             logits, layers = self._next(feed)
-            token, q = self.head.choose(logits, context.decoding, context.generator)
+            token, q = self.head.choose(logits, context.decoding, context.draws(j))
             tokens.append(token)
             probs.append(q)
             exits.append(layers)
@@ -112,7 +112,7 @@ class SpeculativeSampling(Drafter):
         going = Going(self.confidence_threshold)
         for j in range(min(self.max_draft_tokens, rows.max_draft)):
             logits, layers, bytes_read = self._next_rows(feed, starts, rows.reach + j)
-            token, q = self.head.choose(logits, rows.decoding, uniforms=rows.draws(j))
+            token, q = self.head.choose(logits, rows.decoding, rows.draws(j))
             tokens.append(token)
             probs.append(q)
             exits.append(layers)

@@ -1,10 +1,13 @@
 """Which draft tokens survive. Every method uses these rules, so that losslessness is proved once.
 
-Greedy: a token survives while it is the target's own choice. Sampling: speculative sampling (Leviathan et al. 2023,
-algorithm 1; Chen et al. 2023, algorithm 2). A draft token x is kept with probability min(1, p(x)/q(x)); after the
-first rejection the next token is drawn from norm(max(p - q, 0)) over the full vocabulary, so a drafter whose support
-is a part of the vocabulary, or a single token, stays exact. Trees: the greedy walk takes the one matching path; the
-sampling walk tries the children of a node one after the other (SpecInfer, Miao et al. 2024, algorithm 2).
+Greedy, and tokens that were drafted without chance: the target chooses a token at every node, and a draft token
+survives while it is that very token. When sampling, the target's choices are draws with the numbers of their positions,
+so that the text is that of plain sampling.
+
+Tokens that were drawn: speculative sampling (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2). A
+draft token x is kept with probability min(1, p(x)/q(x)); after the first rejection the next token is drawn from
+norm(max(p - q, 0)) over the full vocabulary, so a drafter whose support is a part of the vocabulary stays exact. In a
+tree the children of a node are tried one after the other (SpecInfer, Miao et al. 2024, algorithm 2).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.sampling import Decoding, invert, likeliest
+from specbench.decoding.sampling import ACCEPT, TARGET, Decoding, invert
 from specbench.decoding.target import ancestors
 
 if TYPE_CHECKING:
@@ -37,27 +40,43 @@ class Accepted:
     path: torch.Tensor | None = None
 
 
-def accept(
-    logits: torch.Tensor, draft: Draft, decoding: Decoding, generator: torch.Generator | None
-) -> Accepted:
+def accept(logits: torch.Tensor, draft: Draft, decoding: Decoding, uniforms: torch.Tensor | None) -> Accepted:
     """Applies the rule that fits the draft and the decoding.
 
     Args:
         logits: [1 + k, vocab] after the pending token and each draft token.
         draft: k tokens, a chain or a tree.
         decoding: how tokens are chosen.
-        generator: to draw with; None when greedy.
+        uniforms: [at least 1 + depth, 1 + 2 * siblings] the numbers of the positions behind the pending token, as
+            `position_draws` makes them; None when greedy.
     """
-    if draft.parents is not None:
-        if decoding.greedy:
-            return greedy_tree(likeliest(logits), draft.tokens, draft.parents)
-        return sampled_tree(decoding.probs(logits), draft, generator)
-    if decoding.greedy:
-        return greedy_chain(likeliest(logits), draft.tokens)
+    k = draft.tokens.shape[0]
+    if draft.parents is not None and k > 0:
+        return _accept_tree(logits, draft, draft.parents, decoding, uniforms)
+    if uniforms is None or draft.probs is None:
+        choices, _ = decoding.select(logits, None if uniforms is None else uniforms[: 1 + k, TARGET])
+        return greedy_chain(choices, draft.tokens)
     probs = decoding.probs(logits)
-    uniforms = torch.rand(draft.tokens.shape, generator=generator, device=probs.device)
-    count, rest = sampled_chain(probs, draft.tokens, draft.probs, uniforms)
-    return Accepted(count, torch.multinomial(rest, 1, generator=generator)[0])
+    count, rest = sampled_chain(probs, draft.tokens, draft.probs, uniforms[:k, ACCEPT])
+    return Accepted(count, invert(rest, uniforms[count, TARGET]))
+
+
+def _accept_tree(
+    logits: torch.Tensor,
+    draft: Draft,
+    parents: torch.Tensor,
+    decoding: Decoding,
+    uniforms: torch.Tensor | None,
+) -> Accepted:
+    on_path = ancestors(parents)
+    depths = on_path.sum(1)  # a node of depth d stands d positions behind the pending token
+    if uniforms is None or draft.probs is None:
+        behind = torch.cat([depths.new_zeros(1), depths])
+        choices, _ = decoding.select(logits, None if uniforms is None else uniforms[behind, TARGET])
+        return greedy_tree(choices, draft.tokens, parents, on_path)
+    accepting = uniforms[depths - 1, ACCEPT + siblings_before(parents)]
+    count, path, rest = sampled_tree(decoding.probs(logits), draft.tokens, draft.probs, parents, accepting)
+    return Accepted(count, invert(rest, uniforms[count, TARGET]), path)
 
 
 def accept_rows(
@@ -74,15 +93,20 @@ def accept_rows(
         draft: tokens [b, k], a chain each.
         drafted: [b], how many of its k tokens each sequence has really drafted.
         decoding: how tokens are chosen.
-        uniforms: when sampling, two numbers in [0, 1) for each position, [b, 1 + k, 2]: one to accept with, one to draw
-            the token that follows with.
+        uniforms: when sampling, the numbers [b, 1 + k, 3] of the positions behind each pending token.
     """
     live = torch.arange(draft.tokens.shape[1], device=drafted.device) < drafted.unsqueeze(1)
-    if decoding.greedy:
-        return greedy_chain(likeliest(logits), draft.tokens, live)
-    accepting, drawing = uniforms.unbind(-1)  # type: ignore[union-attr] # None only where decoding is greedy
-    count, rest = sampled_chain(decoding.probs(logits), draft.tokens, draft.probs, accepting[:, :-1], live)
-    return Accepted(count, invert(rest, drawing.gather(1, count.unsqueeze(1)).squeeze(1)))
+    if uniforms is None or draft.probs is None:
+        choices, _ = decoding.select(logits, None if uniforms is None else uniforms[..., TARGET])
+        return greedy_chain(choices, draft.tokens, live)
+    accepting = uniforms[:, :-1, ACCEPT]
+    count, rest = sampled_chain(decoding.probs(logits), draft.tokens, draft.probs, accepting, live)
+    return Accepted(count, invert(rest, uniforms[..., TARGET].gather(1, count.unsqueeze(1)).squeeze(1)))
+
+
+def siblings_before(parents: torch.Tensor) -> torch.Tensor:
+    """[k] how many children of the same parent stand before each node of a tree."""
+    return (parents.unsqueeze(1) == parents).tril(-1).sum(1)
 
 
 def greedy_chain(choices: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor | None = None) -> Accepted:
@@ -101,7 +125,7 @@ def greedy_chain(choices: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor
 def sampled_chain(
     probs: torch.Tensor,
     tokens: torch.Tensor,
-    draft_probs: torch.Tensor | None,
+    draft_probs: torch.Tensor,
     uniforms: torch.Tensor,
     live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +134,7 @@ def sampled_chain(
     Args:
         probs: [..., k + 1, vocab] the target's distributions.
         tokens: [..., k] the draft.
-        draft_probs: [..., k, vocab] the distributions the tokens were drawn from; None for certain tokens.
+        draft_probs: [..., k, vocab] the distributions the tokens were drawn from.
         uniforms: [..., k] numbers in [0, 1) to accept with.
         live: as in `greedy_chain`.
 
@@ -119,7 +143,7 @@ def sampled_chain(
     """
     k, index = tokens.shape[-1], tokens.unsqueeze(-1)
     p = probs[..., :-1, :].gather(-1, index).squeeze(-1)
-    q = 1.0 if draft_probs is None else draft_probs.gather(-1, index).squeeze(-1)
+    q = draft_probs.gather(-1, index).squeeze(-1)
     kept = uniforms * q < p
     if live is not None:
         kept = kept & live
@@ -129,10 +153,7 @@ def sampled_chain(
         return count, following
     # One row of q is needed: with a vocabulary of 150,000 ids a tensor of all rows takes longer than all the rest.
     last = count.clamp(max=k - 1)
-    if draft_probs is None:
-        own = torch.zeros_like(following).scatter_(-1, tokens.gather(-1, last.unsqueeze(-1)), 1.0)
-    else:
-        own = _row(draft_probs, last)
+    own = _row(draft_probs, last)
     # Where nothing was drafted, behind the draft's end, the next token is drawn from p.
     drafted = count < k
     if live is not None:
@@ -154,16 +175,18 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.where(rest.sum(-1, keepdim=True) == 0, p, rest)
 
 
-def greedy_tree(choices: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Accepted:
+def greedy_tree(
+    choices: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, on_path: torch.Tensor
+) -> Accepted:
     """Accepts the longest path of a tree on which every node equals the target's own choice.
 
     Args:
         choices: [k + 1], the target's token after the pending token and after each node.
         tokens: [k] the nodes.
         parents: [k], as in `Draft`.
+        on_path: [k, k], their `ancestors`.
     """
     k = tokens.shape[0]
-    on_path = ancestors(parents)
     fits = choices[parents + 1] == tokens
     survives = ~(on_path & ~fits).any(1)
     depth = on_path.sum(1) * survives
@@ -175,33 +198,40 @@ def greedy_tree(choices: torch.Tensor, tokens: torch.Tensor, parents: torch.Tens
     return Accepted(count, choices[last], path)
 
 
-def sampled_tree(probs: torch.Tensor, draft: Draft, generator: torch.Generator | None) -> Accepted:
-    """Walks down a tree while sampling; probs: [k + 1, vocab] the target's distributions.
+def sampled_tree(
+    probs: torch.Tensor,
+    tokens: torch.Tensor,
+    draft_probs: torch.Tensor,
+    parents: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Walks down a tree of drawn tokens, without a wait for the device.
 
-    With `draft.probs` a node's children must be independent draws from the distribution there ([k, vocab], one row a
-    node: the distribution it was drawn from); without, they are distinct certain tokens. Each rejected child takes
-    its share out of p before the next one is tried.
+    The children of a node must be independent draws from the distribution there. Each rejected child takes its share
+    out of p before the next one is tried. Nodes are tried in their order: one counts where its parent is the node that
+    the walk has reached.
+
+    Args:
+        probs: [k + 1, vocab] the target's distributions.
+        tokens: [k] the nodes.
+        draft_probs: [k, vocab] the distribution that each node was drawn from.
+        parents: [k], as in `Draft`.
+        uniforms: [k] a number in [0, 1) for each node to accept it with.
+
+    Returns:
+        The kept count [], the path [k] as in `Accepted`, and the (unnormalised) distribution [vocab] of the token that
+        follows.
     """
-    assert draft.parents is not None  # of a tree
-    parents, tokens = draft.parents.tolist(), draft.tokens.tolist()
-    path: list[int] = []
-    node = -1
-    while True:
-        p = probs[node + 1]
-        for child in (i for i, parent in enumerate(parents) if parent == node):
-            if draft.probs is None:
-                q = torch.zeros_like(p)
-                q[tokens[child]] = 1.0
-            else:
-                q = draft.probs[child]
-            p = p / p.sum()
-            if torch.rand((), generator=generator, device=p.device) * q[tokens[child]] < p[tokens[child]]:
-                path.append(child)
-                break
-            p = residual(p, q)
-        else:
-            break
-        node = path[-1]
-    padded = torch.tensor(path + [0] * (len(tokens) - len(path)), device=probs.device)
-    count = torch.tensor(len(path), device=probs.device)
-    return Accepted(count, torch.multinomial(p, 1, generator=generator)[0], padded)
+    k = tokens.shape[0]
+    reached, p = parents.new_full((), -1), probs[0]
+    kept = torch.zeros_like(tokens, dtype=torch.bool)
+    for node in range(k):
+        token, q = tokens[node], draft_probs[node]
+        tried = parents[node] == reached
+        taken = tried & (uniforms[node] * q[token] * p.sum() < p[token])
+        kept[node] = taken
+        rejected = residual(p / p.sum(), q)
+        p = torch.where(taken, probs[node + 1], torch.where(tried, rejected, p))
+        reached = torch.where(taken, node, reached)
+    nodes = torch.arange(k, device=tokens.device)
+    return kept.sum(), torch.where(kept, nodes, k).sort().values, p

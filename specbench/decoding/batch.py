@@ -18,7 +18,7 @@ from specbench.decoding.acceptance import Accepted, accept_rows
 from specbench.decoding.draft import Draft, Drafter
 from specbench.decoding.engine import CACHE_STEP, check_fits, that_count
 from specbench.decoding.rows import Ragged, span
-from specbench.decoding.sampling import Decoding, all_drawn
+from specbench.decoding.sampling import DRAFT, TARGET, Decoding, all_drawn, position_draws
 from specbench.decoding.trace import Clock, Generation, Mark, Step
 from specbench.decoding.turns import between_rounds
 from specbench.errors import UserError, at_least
@@ -93,9 +93,8 @@ class Rows:
         reach: the largest length.
         decoding: how tokens are chosen.
         layout: of the target's cache.
-        uniforms: [rows, capacity, 3] numbers in [0, 1) by sequence and position: to draft with, to accept with, to draw
-            with; None when greedy. Each is bound to one token position, so that a sequence's samples depend on its seed
-            alone, and not on batch composition or scheduling.
+        uniforms: [rows, capacity, 3] the numbers of `position_draws` by sequence and position; None when greedy. A
+            sequence's samples depend on its seed alone, and not on batch composition or scheduling.
     """
 
     tokens: torch.Tensor
@@ -111,12 +110,12 @@ class Rows:
         """[b, n] the last n known tokens of each sequence, a shorter one padded with its first token in front."""
         return self.tokens[: self.known.shape[0]].gather(1, span(self.known - n, n).clamp(min=0))
 
-    def draws(self, offset: int, use: int = 0) -> torch.Tensor | None:
-        """[b] numbers to draw the token `offset` positions behind the pending one with; None when greedy."""
+    def draws(self, offset: int) -> torch.Tensor | None:
+        """[b] numbers to draft the token `offset` positions behind the pending one with; None when greedy."""
         if self.uniforms is None:
             return None
         b = self.known.shape[0]
-        return self.uniforms[torch.arange(b, device=self.known.device), self.known + offset, use]
+        return self.uniforms[torch.arange(b, device=self.known.device), self.known + offset, DRAFT]
 
 
 @dataclass(slots=True)
@@ -368,13 +367,11 @@ class BatchEngine:
         prompt = torch.tensor([request.prompt], device=device)
         self._tokens[slot, :n] = prompt[0]
         if self._uniforms is not None:
-            generator = torch.Generator(device).manual_seed(request.seed)
-            own = self._uniforms[slot, n:]
-            size = (request.decoding.max_new_tokens, 3)
-            own[: size[0]] = torch.rand(size, generator=generator, device=device, dtype=own.dtype)
+            positions = request.decoding.max_new_tokens
+            self._uniforms[slot, n : n + positions] = position_draws(request.seed, positions, 1, device)
         prefill = self.target.prefill(prompt, self._layout.entering(slot, n), self.drafter.taps)
-        draw = None if self._uniforms is None else self._uniforms[slot, n : n + 1, 2]
-        first, _ = request.decoding.select(prefill.logits, uniforms=draw)
+        draw = None if self._uniforms is None else self._uniforms[slot, n : n + 1, TARGET]
+        first, _ = request.decoding.select(prefill.logits, draw)
         self._tokens[slot, n : n + 1] = first
         row.length = n + 1
         self.drafter.begin_row(slot, prompt, prefill, self.target)
@@ -404,12 +401,12 @@ class BatchEngine:
             self._uniforms = torch.zeros(shape, dtype=torch.float64, device=self.target.device)
 
     def _draws(self, rows: Rows, k: int) -> torch.Tensor | None:
-        """[b, 1 + k, 2] numbers to accept and to draw the tokens of a round with."""
+        """[b, 1 + k, 3] numbers of the positions behind the known tokens."""
         if self._uniforms is None:
             return None
         at = span(rows.known, 1 + k)
         b = at.shape[0]
-        return self._uniforms[torch.arange(b, device=at.device).unsqueeze(1), at, 1:]
+        return self._uniforms[torch.arange(b, device=at.device).unsqueeze(1), at]
 
     def _check(self, requests: list[Request]) -> None:
         if len({request.decoding.temperature for request in requests}) > 1:

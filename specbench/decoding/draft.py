@@ -72,7 +72,9 @@ class Context:
         length: known tokens, the pending one included.
         max_draft: the longest draft that can still be used.
         decoding: how tokens are chosen.
-        generator: to draw with; None when greedy.
+        uniforms: [capacity, 1 + 2 * siblings] the numbers of `position_draws` by position; None when greedy.
+        siblings: as in `Drafter`.
+        seed: of the answer, for a drafter that draws elsewhere.
         following: the pending token on the host.
     """
 
@@ -80,8 +82,16 @@ class Context:
     length: int
     max_draft: int
     decoding: Decoding
-    generator: torch.Generator | None
+    uniforms: torch.Tensor | None = None
+    siblings: int = 1
+    seed: int = 0
     following: int = -1
+
+    def draws(self, offset: int, n: int = 1) -> torch.Tensor | None:
+        """[n] numbers to draw n siblings with, `offset` positions behind the pending token; None when greedy."""
+        if self.uniforms is None:
+            return None
+        return self.uniforms[self.length + offset, 1 + self.siblings :][:n]
 
     def known(self) -> torch.Tensor:
         """[length] every token so far, prompt included."""
@@ -145,6 +155,9 @@ class Drafter:
     Attributes:
         needs: what it requires.
         taps: layers of the target whose input states the prefill must hand over.
+        siblings: the most tokens of a tree that were drawn by chance behind one and the same token; 1 for chains.
+        certain: whether it drafts without chance at any temperature. Its answers are then those of autoregressive
+            decoding with the same seed, token by token.
         tree_nodes: the most nodes that a tree of this drafter holds beyond its longest path (0: chains only).
         max_draft_tokens: the longest draft; a drafter that can batch must set it.
         launch_layer: for a drafter that works during verification, the number of layers whose states it is launched
@@ -154,6 +167,8 @@ class Drafter:
 
     needs = Needs()
     taps: tuple[int, ...] = ()
+    siblings = 1
+    certain: bool = False
     tree_nodes = 0
     max_draft_tokens = 0
     launch_layer: int | None = None

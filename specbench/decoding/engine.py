@@ -10,6 +10,7 @@ import torch
 
 from specbench.decoding.acceptance import Accepted, accept
 from specbench.decoding.draft import Context, Draft, Drafter
+from specbench.decoding.sampling import TARGET, all_drawn, position_draws
 from specbench.decoding.target import Target, ancestors
 from specbench.decoding.trace import Clock, Generation, Mark, Step
 from specbench.decoding.turns import between_rounds
@@ -57,18 +58,21 @@ class Engine:
         target, drafter, clock = self.target, self.drafter, self.clock
         clock.synchronize()
         started = clock.mark()
-        generator = None if decoding.greedy else torch.Generator(target.device).manual_seed(seed)
         room = len(prompt) + decoding.max_new_tokens
         cache = self._empty_cache(room + drafter.tree_nodes)
         tokens = torch.empty(room, dtype=torch.int64, device=target.device)
         tokens[: len(prompt)] = torch.tensor(prompt)
-        context = Context(tokens, len(prompt), 0, decoding, generator)
+        context = Context(tokens, len(prompt), 0, decoding, None, drafter.siblings, seed)
+        if not decoding.greedy:
+            numbers = position_draws(seed, decoding.max_new_tokens, drafter.siblings, target.device)
+            context.uniforms = torch.cat([numbers.new_zeros(len(prompt), numbers.shape[1]), numbers])
 
         prefill = target.prefill(context.known().unsqueeze(0), cache, drafter.taps)
-        first, _ = decoding.select(prefill.logits, generator)
+        draw = None if context.uniforms is None else context.uniforms[context.length, TARGET].view(1)
+        first, _ = decoding.select(prefill.logits, draw)
         tokens[context.length : context.length + 1] = first
         context.length += 1
-        out = first.tolist()
+        out = all_drawn(first.tolist())
         context.following = out[0]
         drafter.begin(context, prefill, target, cache)
         prefilled = clock.mark()
@@ -92,7 +96,9 @@ class Engine:
 
             logits = target.verify(context.pending(), draft, cache, drafter.launch_layer, at_exit)
             verified = clock.mark()
-            new, accepted = self._settle(accept(logits, draft, decoding, generator), draft, context, cache)
+            behind = None if context.uniforms is None else context.uniforms[context.length :]
+            verdict = accept(logits, draft, decoding, behind)
+            new, accepted = self._settle(verdict, draft, context, cache)
             if asked:
                 drafter.commit(context, accepted)
             emitted = that_count(new, self.stop_ids)
@@ -134,7 +140,7 @@ class Engine:
         context.tokens[at + count] = verdict.next
         context.length += count + 1
         context.following = following
-        return [*new, following], count
+        return all_drawn([*new, following]), count
 
     def _step(
         self, draft: Draft, accepted: int, emitted: int, marks: tuple[Mark, ...], exits: list[Mark]

@@ -1,4 +1,9 @@
-"""How tokens are chosen from logits. One place, so that drafter and target cannot disagree about it."""
+"""How tokens are chosen from logits. One place, so that drafter and target cannot disagree about it.
+
+Random numbers belong to positions: the token at a position is drawn with the number of that position, whatever the
+rounds, the batch and the drafter. Autoregressive decoding and a drafter that drafts without chance then give the same
+text from the same seed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import torch
 
 from specbench.errors import UserError
 
+TARGET, ACCEPT, DRAFT = range(3)  # what a number is for: the target's draw, acceptance, the drafter's draw
 NOT_DRAWN = -1  # in place of a token, where there was no distribution to draw it from
 
 
@@ -35,26 +41,44 @@ class Decoding:
     def select(
         self,
         logits: torch.Tensor,
-        generator: torch.Generator | None = None,
-        uniforms: torch.Tensor | None = None,
+        uniforms: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chooses a token from each row of logits.
 
         Args:
-            logits: [n, vocab].
-            generator: to draw with; None for torch's own.
-            uniforms: [n] numbers in [0, 1) to draw with, in place of a generator; then a token is `NOT_DRAWN` where its
-                logits are NaN or infinite, and the caller has to call `all_drawn`.
+            logits: [..., vocab].
+            uniforms: [...] numbers in [0, 1) to draw with; None when greedy.
 
         Returns:
-            Tokens [n] and, when sampling, the distributions [n, vocab] they were drawn from.
+            Tokens [...] and, when sampling, the distributions [..., vocab] they were drawn from. A token is `NOT_DRAWN`
+            where its logits are NaN or infinite: the caller has to call `all_drawn`.
         """
         if self.greedy:
             return likeliest(logits), None
+        assert uniforms is not None  # given whenever tokens are drawn
         probs = self.probs(logits)
-        if uniforms is not None:
-            return invert(probs, uniforms), probs
-        return torch.multinomial(probs, 1, generator=generator).squeeze(-1), probs
+        return invert(probs, uniforms), probs
+
+
+def position_draws(seed: int, positions: int, siblings: int, device: torch.device) -> torch.Tensor:
+    """The numbers of an answer's positions.
+
+    Args:
+        seed: of the answer.
+        positions: new tokens at most.
+        siblings: of a token in a tree, itself included; 1 for chains.
+        device: where they are used.
+
+    Returns:
+        [positions, 1 + 2 * siblings] float64 in [0, 1): `TARGET`, then `ACCEPT` of each sibling, then the drafter's of
+        each sibling (`DRAFT` of a chain). The first column is the same whatever the drafter.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def numbers(columns: int) -> torch.Tensor:
+        return torch.rand(positions, columns, generator=generator, device=device, dtype=torch.float64)
+
+    return torch.cat([numbers(1), numbers(2 * siblings)], dim=1)
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
@@ -71,14 +95,14 @@ def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Draws by the inverse of the distribution function, in float64, so that no token of weight zero is ever drawn.
 
     Args:
-        weights: [n, vocab], not normalised.
-        uniforms: [n] in [0, 1).
+        weights: [..., vocab], not normalised.
+        uniforms: [...] in [0, 1).
 
     Returns:
-        Tokens [n], `NOT_DRAWN` where weights are NaN or infinite.
+        Tokens [...], `NOT_DRAWN` where weights are NaN or infinite.
     """
     sums = weights.double().cumsum(-1)
-    total = sums[:, -1:]
+    total = sums[..., -1:]
     drawn = torch.searchsorted(sums, uniforms.double().unsqueeze(-1) * total, right=True)
     return drawn.clamp(max=weights.shape[-1] - 1).where(total.isfinite(), NOT_DRAWN).squeeze(-1)
 

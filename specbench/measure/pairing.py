@@ -21,14 +21,14 @@ from tqdm import tqdm
 
 from specbench.decoding.batch import Request
 from specbench.decoding.layouts import choose_layouts
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import TARGET, Decoding, position_draws
 from specbench.decoding.trace import Generation, Step
 from specbench.decoding.turns import Turns
 from specbench.errors import JobError, UserError, reason
 from specbench.measure import provenance
 from specbench.measure.equivalence import VERDICTS, Certificate, certify
 from specbench.measure.goes import Measured, Slice, least_disturbed
-from specbench.measure.rounding import batch_noise, margin, shape_noise
+from specbench.measure.rounding import batch_noise, drawn_margin, margin, shape_noise
 from specbench.measure.watch import LOST, Counters, Watch, added, between
 from specbench.threads import Threads, use_threads
 
@@ -88,7 +88,7 @@ class Bench:
     peak_memory: int | None = None
     watch: Watch = field(default_factory=Watch)
     _noise: float | None = None
-    _first: dict[tuple[int, int, str], list[int]] = field(default_factory=dict)
+    _first: dict[tuple[int, int, str, int], list[int]] = field(default_factory=dict)
     _seconds: float = 0.0
     _disturbed_seconds: float = 0.0
 
@@ -118,7 +118,9 @@ class Bench:
         """Takes the answers of earlier repeats from the journal: later ones are certified against the first."""
         for record in records:
             for turn in record["turns"]:
-                key = (record["question_id"], turn["turn"], turn["prompt_sha256"])
+                key = self._key(
+                    record["question_id"], turn["turn"], turn["prompt_sha256"], record.get("repeat", 0)
+                )
                 self._first.setdefault(key, turn["arms"][self.reference][0]["tokens"])
 
     def measure(self, questions: list[Question], place: int, repeat: int = 0) -> list[dict]:
@@ -221,15 +223,16 @@ class Bench:
             every = {name: [go.answers[name][i] for go in goes] for name in own}
             prompt = prompts[BASELINE]
             sha256 = hashlib.sha256(repr(prompt).encode()).hexdigest()
-            first = self._first.setdefault((question.question_id, turn, sha256), own[self.reference].tokens)
+            key = self._key(question.question_id, turn, sha256, repeat)
+            first = self._first.setdefault(key, own[self.reference].tokens)
             records.append(
                 {
                     "turn": turn,
                     "prompt_tokens": len(prompt),
                     "prompt_sha256": sha256,
                     "arms": {name: [_journal(generation)] for name, generation in own.items()},
-                    "equivalence": asdict(self._certify(prompts, every, METHOD, first)),
-                    "baseline_equivalence": asdict(self._certify(prompts, every, HF, first))
+                    "equivalence": asdict(self._certify(prompts, every, METHOD, first, seeds[i])),
+                    "baseline_equivalence": asdict(self._certify(prompts, every, HF, first, seeds[i]))
                     if HF in own
                     else None,
                     "machine": machine,  # that of the whole pool
@@ -280,19 +283,37 @@ class Bench:
             and disturbed > TOLERATED
         )
 
+    def _key(self, question: int, turn: int, prompt_sha256: str, repeat: int) -> tuple[int, int, str, int]:
+        """What an answer is certified under: when sampling, every repeat has a text of its own."""
+        return question, turn, prompt_sha256, 0 if self.decoding.greedy else repeat
+
     def _certify(
-        self, prompts: dict[str, list[int]], answers: dict[str, list[Generation]], arm: str, first: list[int]
+        self,
+        prompts: dict[str, list[int]],
+        answers: dict[str, list[Generation]],
+        arm: str,
+        first: list[int],
+        seed: int,
     ) -> Certificate:
         """The worst certificate of an arm's answers, and of the reference's, against the reference's first answer.
 
-        answers: of each arm, in every go: also one that is not timed must be right.
+        Not judged are answers to other prompts, and such that are drawn with other numbers than the reference's: those
+        of transformers, and of a drafter that draws.
+
+        answers: of each arm, in every go: also one that is not timed must be right. seed: of the answers.
         """
-        if not self.decoding.greedy or prompts[arm] != prompts[self.reference]:
+        same_draws = self.decoding.greedy or (arm != HF and self.drafter.certain)
+        if not same_draws or prompts[arm] != prompts[self.reference]:
             return Certificate(None, None, None, None)
         prompt = prompts[self.reference]
 
         def margin_at(index: int, preferred: int, other: int) -> float:
-            return margin(self.target, prompt, first, index, preferred, other)
+            if self.decoding.greedy:
+                return margin(self.target, prompt, first, index, preferred, other)
+            decoding = self.capped(prompt)
+            numbers = position_draws(seed, decoding.max_new_tokens, 1, self.pair.device)
+            uniform = float(numbers[index, TARGET])
+            return drawn_margin(self.target, prompt, first, index, other, decoding, uniform)
 
         judged = {arm, self.reference} | ({BASELINE} if arm == HF else set())
         texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}

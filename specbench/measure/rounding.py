@@ -7,11 +7,13 @@ be told from a fault.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from specbench.decoding.sampling import Decoding
     from specbench.decoding.target import Target
 
 BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row
@@ -38,6 +40,31 @@ def margin(
     """logit[preferred] - logit[other] where the target chooses token `index` of `answer`, decoding token by token."""
     logits = forced_logits(target, prompt, answer[: index + 1], block=1)[index]
     return (logits[preferred] - logits[other]).item()
+
+
+def drawn_margin(
+    target: Target,
+    prompt: list[int],
+    answer: list[int],
+    index: int,
+    other: int,
+    decoding: Decoding,
+    uniform: float,
+) -> float:
+    """How far the logits must move, at the least, for the draw of token `index` to give `other` instead.
+
+    A draw takes the token in whose part of the distribution function F the number u lies. Moving logits apart by d
+    moves F within logit(F) +- d / temperature. So the distance is temperature x |logit(u) - logit(F)| at the end of the
+    other token's part that is nearer to u: a distance between logits, as in `margin`.
+    """
+    logits = forced_logits(target, prompt, answer[: index + 1], block=1)[index]
+    ends = decoding.probs(logits).double().cumsum(-1)
+    ends = ends / ends[-1]
+    low, high = (ends[other - 1] if other else ends.new_zeros(())), ends[other]
+    nearer = low if uniform < low else high
+    if low <= uniform < high or low == high:  # it is the token that is drawn here, or one that never is
+        return 0.0 if low < high else math.inf
+    return decoding.temperature * float((torch.logit(ends.new_tensor(uniform)) - torch.logit(nearer)).abs())
 
 
 def shape_noise(target: Target, samples: list[tuple[list[int], list[int]]]) -> float:

@@ -10,9 +10,16 @@ from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbench.decoding import acceptance
-from specbench.decoding.acceptance import accept, greedy_chain, greedy_tree, residual, sampled_chain
+from specbench.decoding.acceptance import (
+    accept,
+    greedy_chain,
+    greedy_tree,
+    residual,
+    sampled_chain,
+    siblings_before,
+)
 from specbench.decoding.draft import Draft
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import Decoding, invert, position_draws
 from specbench.decoding.target import ancestors
 
 SMALL = st.integers(0, 2)
@@ -60,7 +67,8 @@ def test_greedy_tree_walks_the_matching_path(tree):
             break
         node = fits[0]
         path.append(node)
-    verdict = greedy_tree(torch.tensor(choices), torch.tensor(tokens), torch.tensor(parents))
+    parents = torch.tensor(parents)
+    verdict = greedy_tree(torch.tensor(choices), torch.tensor(tokens), parents, ancestors(parents))
     assert verdict.path[: verdict.count].tolist() == path
     assert verdict.next.item() == choices[node + 1]
 
@@ -102,8 +110,12 @@ def emitted_pairs(draft_kind: str) -> tuple[torch.Tensor, torch.Tensor]:
             [torch.multinomial(row, ROWS, replacement=True, generator=g) for row in q], dim=1
         )
         q = q.expand(ROWS, 2, VOCAB)
-    count, rest = sampled_chain(probs, tokens, q, torch.rand(ROWS, 2, generator=g))
-    following = torch.multinomial(rest, 1, generator=g).squeeze(-1)
+    if q is None:
+        verdict = greedy_chain(invert(probs, torch.rand(ROWS, 3, generator=g)), tokens)
+        count, following = verdict.count, verdict.next
+    else:
+        count, rest = sampled_chain(probs, tokens, q, torch.rand(ROWS, 2, generator=g))
+        following = torch.multinomial(rest, 1, generator=g).squeeze(-1)
     # A round that rejected its first token emitted one token; autoregressive decoding goes on from there.
     plain = torch.multinomial(p[1], ROWS, replacement=True, generator=g)
     first = torch.where(count >= 1, tokens[:, 0], following)
@@ -122,7 +134,7 @@ def test_speculative_sampling_leaves_the_distribution_unchanged(draft_kind):
     assert p_value(*emitted_pairs(draft_kind)) > 1e-3
 
 
-@pytest.mark.parametrize("draft_kind", ["full", "subset", "certain"])
+@pytest.mark.parametrize("draft_kind", ["full", "subset"])
 def test_a_spoiled_residual_is_found(draft_kind, monkeypatch):
     monkeypatch.setattr(acceptance, "residual", lambda p, q: p)
     assert p_value(*emitted_pairs(draft_kind)) < 1e-9
@@ -131,8 +143,6 @@ def test_a_spoiled_residual_is_found(draft_kind, monkeypatch):
 def whole_tensors(probs, tokens, draft_probs, uniforms, live):
     """Speculative sampling as it is written down: with q as a tensor of all drafted rows, and zeros behind them."""
     index = tokens.unsqueeze(-1)
-    if draft_probs is None:
-        draft_probs = torch.zeros_like(probs[..., :-1, :]).scatter_(-1, index, 1.0)
     if live is None:
         live = torch.ones_like(tokens, dtype=torch.bool)
     p, q = probs[..., :-1, :].gather(-1, index).squeeze(-1), draft_probs.gather(-1, index).squeeze(-1)
@@ -148,14 +158,13 @@ def whole_tensors(probs, tokens, draft_probs, uniforms, live):
     shape=st.sampled_from([(), (1,), (4,)]),
     k=st.integers(0, 5),
     vocab=st.integers(1, 6),
-    certain=st.booleans(),
     masked=st.booleans(),
     sharp=st.sampled_from([0.5, 3.0, 60.0]),
     same=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=500, deadline=None)
-def test_one_row_of_q_is_as_good_as_all(shape, k, vocab, certain, masked, sharp, same, seed):
+def test_one_row_of_q_is_as_good_as_all(shape, k, vocab, masked, sharp, same, seed):
     """sharp: up to distributions of a single token; same: p = q, of which nothing is left."""
     g = torch.Generator().manual_seed(seed)
     probs = torch.softmax(torch.randn(*shape, k + 1, vocab, generator=g) * sharp, dim=-1)
@@ -165,7 +174,7 @@ def test_one_row_of_q_is_as_good_as_all(shape, k, vocab, certain, masked, sharp,
     uniforms = torch.rand(*shape, k, generator=g)
     drafted = torch.randint(0, k + 1, (*shape, 1), generator=g)
     live = torch.arange(k) < drafted if masked else None
-    asked = (probs, tokens, None if certain else q, uniforms, live)
+    asked = (probs, tokens, q, uniforms, live)
     for ours, expected in zip(sampled_chain(*asked), whole_tensors(*asked)):
         assert torch.equal(ours, expected)
 
@@ -173,10 +182,9 @@ def test_one_row_of_q_is_as_good_as_all(shape, k, vocab, certain, masked, sharp,
 def test_no_tensor_as_large_as_the_draft_is_made(monkeypatch):
     """With a vocabulary of 150,000 ids they would take longer than all the rest of the rule."""
     probs, tokens = torch.softmax(torch.randn(4, 50), dim=-1), torch.tensor([1, 2, 3])
-    for q in (None, probs[:3]):
-        with Largest() as made:
-            sampled_chain(probs, tokens, q, torch.rand(3))
-        assert made.elements <= 50
+    with Largest() as made:
+        sampled_chain(probs, tokens, probs[:3], torch.rand(3))
+    assert made.elements <= 50
 
 
 class Largest(TorchDispatchMode):
@@ -214,8 +222,8 @@ def test_residual_never_vanishes():
     assert residual(nan, p).isnan().any() and residual(p, nan).isnan().any(), "a draw from it must fail"
 
 
-@pytest.mark.parametrize("certain", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_sampled_tree_leaves_the_distribution_unchanged(certain):
+@pytest.mark.parametrize("certain", [True, False])
+def test_sampled_trees_leave_the_distribution_unchanged(certain):
     """Two children of the root and one grandchild: what comes first is still a draw from p."""
     g = torch.Generator().manual_seed(2)
     logits = torch.randn(4, VOCAB, generator=g)
@@ -223,16 +231,58 @@ def test_sampled_tree_leaves_the_distribution_unchanged(certain):
     q = torch.softmax(torch.randn(VOCAB, generator=g), dim=-1)
     parents = torch.tensor([-1, -1, 0])
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.int64)
-    for _ in range(6000):
+    for seed in range(6000):
+        numbers = position_draws(seed, 4, 2, torch.device("cpu"))
         if certain:
             draft = Draft(torch.tensor([1, 4, 2]), parents=parents)
         else:
-            draft = Draft(torch.multinomial(q, 3, replacement=True, generator=g), q.expand(3, VOCAB), parents)
-        verdict = accept(logits, draft, Decoding(9, 1.0), g)
+            rows = numbers[[0, 0, 1], [3, 4, 3]]
+            draft = Draft(invert(q.expand(3, -1), rows), q.expand(3, VOCAB), parents)
+        verdict = accept(logits, draft, Decoding(9, 1.0), numbers)
         kept = [*draft.tokens[verdict.path[: verdict.count]].tolist(), verdict.next.item()]
-        node = verdict.path[0].item() + 1 if verdict.count else None
-        if node is not None and len(kept) < 2:
+        if verdict.count and len(kept) < 2:
             raise AssertionError("a kept token is followed by one of the target")
         second = kept[1] if len(kept) > 1 else torch.multinomial(p[1], 1, generator=g).item()
         counts[kept[0], second] += 1
     assert p_value(counts.sum(1), p[0]) > 1e-3
+
+
+def walk(probs, tokens, draft_probs, parents, uniforms):
+    """SpecInfer's algorithm 2, word by word: (path, distribution of the token that follows)."""
+    path, node = [], -1
+    while True:
+        p = probs[node + 1]
+        for child in (i for i, parent in enumerate(parents) if parent == node):
+            p = p / p.sum()
+            if uniforms[child] * draft_probs[child][tokens[child]] < p[tokens[child]]:
+                path.append(child)
+                break
+            p = residual(p, draft_probs[child])
+        else:
+            return path, p
+        node = path[-1]
+
+
+@given(trees(), st.integers(0, 10_000))
+@settings(deadline=None, max_examples=150)
+def test_a_tree_of_drawn_tokens_is_walked_as_published(tree, seed):
+    parents, k = torch.tensor(tree[0]), len(tree[0])
+    g = torch.Generator().manual_seed(seed)
+    probs = torch.softmax(2 * torch.randn(k + 1, VOCAB, generator=g), dim=-1)
+    q = torch.softmax(torch.randn(k, VOCAB, generator=g), dim=-1)
+    tokens = torch.randint(0, VOCAB, (k,), generator=g)
+    uniforms = torch.rand(k, generator=g) ** 2  # so that several are accepted one after the other
+    expected, following = walk(probs, tokens.tolist(), q, parents.tolist(), uniforms)
+    count, path, rest = acceptance.sampled_tree(probs, tokens, q, parents, uniforms)
+    assert path[:count].tolist() == expected
+    assert torch.allclose(rest / rest.sum(), following / following.sum(), atol=1e-5)
+
+
+def test_siblings_are_counted():
+    assert siblings_before(torch.tensor([-1, -1, 0, -1, 0, 2])).tolist() == [0, 1, 0, 2, 1, 0]
+
+
+def test_a_tree_without_nodes_is_an_empty_chain():
+    nothing = torch.empty(0, dtype=torch.int64)
+    verdict = accept(torch.tensor([[0.0, 2.0]]), Draft(nothing, parents=nothing), Decoding(1), None)
+    assert (verdict.count.item(), verdict.next.item(), verdict.path) == (0, 1, None)

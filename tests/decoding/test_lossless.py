@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from specbench.decoding import acceptance
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
@@ -70,6 +71,30 @@ def test_any_acceptance_pattern(arch, tree):
             assert answer.tokens == expected
             accepted |= {s.accepted for s in answer.steps}
     assert {0, 1, 2, 3} <= accepted and max(accepted) >= 6
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_certain_drafts_leave_a_sampled_answer_as_it_is(arch, tree):
+    """Token for token: what is drafted without chance changes no draw, whatever is accepted of it."""
+    target = Target(random_pair(arch).target)
+    accepted = set()
+    for seed, error in enumerate([0.0, 0.3, 1.0]):
+        for prompt, cap, stop_ids, _ in cases(arch)[:4]:
+            stops, decoding = frozenset(stop_ids), Decoding(cap, 0.8)
+            plain = Engine(target, Drafter(), stops).generate(prompt, decoding, seed).tokens
+            oracle = Oracle(len(prompt), plain, target.vocab_size, seed, error, longest=8, tree=tree)
+            answer = Engine(target, oracle, stops).generate(prompt, decoding, seed)
+            assert answer.tokens == plain
+            accepted |= {s.accepted for s in answer.steps}
+    assert 0 in accepted and max(accepted) >= 4
+
+
+def test_a_draw_with_the_number_of_another_position_is_found(monkeypatch):
+    real = acceptance.greedy_chain
+    monkeypatch.setattr(acceptance, "greedy_chain", lambda choices, *rest: real(choices.roll(1, -1), *rest))
+    with pytest.raises(AssertionError):
+        test_certain_drafts_leave_a_sampled_answer_as_it_is("llama", False)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 from itertools import product
 
 import pytest
+import torch
 
+from specbench.decoding.sampling import Decoding, invert
+from specbench.measure import rounding
 from specbench.measure.equivalence import Certificate, certify, until_stop
 
 STOP = {0}
@@ -95,3 +98,29 @@ def test_stopping_at_a_near_tie_is_a_tie():
 def test_a_missing_token_is_a_violation_whatever_the_noise():
     assert certify(REFERENCE, [5, 6], STOP, never, float("inf")).verdict == "violation"
     assert certify([5, 6], [5, 6, 7], STOP, never, float("inf")).verdict == "violation"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_drawn_token_is_as_far_off_as_logits_must_move(seed, monkeypatch):
+    g = torch.Generator().manual_seed(seed)
+    logits, temperature = 2 * torch.randn(6, generator=g).double(), 0.7
+    uniform = torch.rand((), generator=g).item()
+    decoding = Decoding(4, temperature)
+
+    def drawn(moved: torch.Tensor) -> int:
+        return invert(torch.softmax(moved / temperature, dim=-1), torch.tensor(uniform)).item()
+
+    monkeypatch.setattr(rounding, "forced_logits", lambda *_, **__: logits.unsqueeze(0).float())
+    own = drawn(logits)
+    assert rounding.drawn_margin(None, [1], [own], 0, own, decoding, uniform) == 0.0
+    for other in set(range(6)) - {own}:
+        margin = rounding.drawn_margin(None, [1], [own], 0, other, decoding, uniform)
+        # What the number lies beyond is moved against the rest, by a little less and a little more than the margin.
+        apart = torch.where(torch.arange(6) < other + (other < own), -0.5, 0.5) * (1 if own < other else -1)
+        before, behind = (drawn(logits + apart * margin * factor) for factor in (0.999, 1.001))
+        assert (before < other) == (own < other) and before != other and behind == other
+
+
+def test_a_token_of_no_probability_is_never_a_tie(monkeypatch):
+    monkeypatch.setattr(rounding, "forced_logits", lambda *_, **__: torch.tensor([[0.0, float("-inf"), 0.0]]))
+    assert rounding.drawn_margin(None, [1], [0], 0, 1, Decoding(4, 1.0), 0.2) == float("inf")

@@ -185,12 +185,31 @@ def test_threads_by_hand(workplace, tmp_path, _same_threads_afterwards):
     assert found["threads"]["torch"] == 2 and found["thread_choice"]["chosen_by"] == "threads="
 
 
-def test_sampling_is_not_certified(workplace, tmp_path):
-    code, summary, records = measured(
-        workplace, "sps", tmp_path, "decoding=sample", "decoding.max_new_tokens=8"
-    )
+SAMPLED = ("decoding=sample", "decoding.max_new_tokens=8")
+
+
+@pytest.mark.parametrize("method", ["sps", "pld", "ar"])
+def test_sampled_answers_are_certified_where_nothing_was_drafted_by_chance(workplace, tmp_path, method):
+    code, summary, records = measured(workplace, method, tmp_path, *SAMPLED, "repeats=2", "generate=true")
     assert code == 0 and summary["temperature"] == 1.0
-    assert {t["equivalence"]["verdict"] for r in records for t in r["turns"]} == {None}
+    verdicts = {t["equivalence"]["verdict"] for r in records for t in r["turns"]}
+    assert verdicts == ({None} if method == "sps" else {"exact"})
+    assert {t["baseline_equivalence"]["verdict"] for r in records for t in r["turns"]} == {None}
+    texts = [t["arms"]["baseline"][0]["tokens"] for r in records for t in r["turns"]]
+    assert texts[0] != texts[len(texts) // 2], "a repeat draws anew"
+
+
+def test_a_fault_in_sampled_answers_is_a_violation(workplace, tmp_path, monkeypatch):
+    prepare = runner.prepare
+
+    def prepare_and_spoil(cfg):
+        bench = prepare(cfg)
+        accept_one_too_many(monkeypatch, bench)
+        return bench
+
+    monkeypatch.setattr(runner, "prepare", prepare_and_spoil)
+    _, summary, _ = measured(workplace, "pld", tmp_path, *SAMPLED)
+    assert summary["equivalence"]["violation"] > 0
 
 
 def test_arms_take_turns_in_going_first(workplace, tmp_path, monkeypatch):
@@ -314,8 +333,8 @@ def keep_stale_rows(monkeypatch, bench):
 def accept_one_too_many(monkeypatch, bench):
     real = engine_module.accept
 
-    def generous(logits, draft, decoding, generator):
-        verdict = real(logits, draft, decoding, generator)
+    def generous(logits, draft, decoding, uniforms):
+        verdict = real(logits, draft, decoding, uniforms)
         k = draft.tokens.shape[0]
         return type(verdict)((verdict.count + 1).clamp(max=k), verdict.next, verdict.path)
 

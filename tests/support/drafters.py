@@ -8,6 +8,7 @@ import torch
 
 from specbench.decoding.batch import Rows
 from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
+from specbench.decoding.sampling import invert
 from specbench.decoding.target import Prefill, Target
 
 
@@ -77,9 +78,10 @@ class ModelChain(Drafter):
 
     def draft(self, context: Context) -> Draft:
         feed, tokens, probs = self._unseen(self.cache, context.known()), [], []
-        for _ in range(min(self.max_draft_tokens, context.max_draft)):
+        for j in range(min(self.max_draft_tokens, context.max_draft)):
             logits = self._next(self.cache, feed)
-            token, q = context.decoding.select(logits, context.generator)
+            token, q = context.decoding.select(logits, context.draws(j))
+            token = token.clamp(min=0)  # one that could not be drawn; the NaN are in q
             feed = token
             tokens.append(token)
             probs.append(q)
@@ -109,7 +111,7 @@ class ModelChain(Drafter):
         going = torch.ones_like(rows.known, dtype=torch.bool)
         for j in range(min(self.max_draft_tokens, rows.max_draft)):
             logits = torch.cat([self._next(cache, feed) for cache, feed in zip(caches, feeds)])
-            token, q = rows.decoding.select(logits, uniforms=rows.draws(j))
+            token, q = rows.decoding.select(logits, rows.draws(j))
             token = token.clamp(min=0)  # one that could not be drawn; the NaN are in q
             feeds = token.unsqueeze(1)
             tokens.append(token)
@@ -136,6 +138,7 @@ class ModelTree(ModelChain):
     """Two tokens that may follow the pending one, drawn from the same distribution, and one behind the first."""
 
     needs = Needs()
+    siblings = 2
     tree_nodes = 1
 
     def draft(self, context: Context) -> Draft:
@@ -145,11 +148,11 @@ class ModelTree(ModelChain):
             siblings, q = first[0].topk(2).indices, None
         else:
             q = context.decoding.probs(first)
-            siblings = torch.multinomial(q[0], 2, replacement=True, generator=context.generator)
+            siblings = invert(q.expand(2, -1), context.draws(0, 2))
         if context.max_draft < 2:
             parents = torch.full_like(siblings, -1)
             return Draft(siblings, None if greedy else q.expand(2, -1), parents)
-        behind, below = context.decoding.select(self._next(self.cache, siblings[:1]), context.generator)
+        behind, below = context.decoding.select(self._next(self.cache, siblings[:1]), context.draws(1))
         self.cache.truncate(context.length)  # the next draft feeds what was accepted of the siblings itself
         probs = None if greedy else torch.cat([q, q, below])
         return Draft(torch.cat([siblings, behind]), probs, siblings.new_tensor([-1, -1, 0]))
@@ -174,7 +177,9 @@ class EarlyExit(Drafter):
             states.append(self.target.run_layers(self.target.embed(ids), self.cache, 0, self.layer))
             if len(tokens) == min(self.max_draft_tokens, context.max_draft):
                 break
-            token, q = context.decoding.select(self.target.head(states[-1][:, -1]), context.generator)
+            token, q = context.decoding.select(
+                self.target.head(states[-1][:, -1]), context.draws(len(tokens))
+            )
             tokens.append(token)
             probs.append(q)
             ids = token.unsqueeze(0)
@@ -195,7 +200,7 @@ class EarlyExit(Drafter):
             states.append(self.target.run_rows(self.target.embed(ids), self.cache, places, 0, self.layer))
             if j == longest:
                 break
-            token, q = rows.decoding.select(self.target.head(states[-1][:, -1]), uniforms=rows.draws(j))
+            token, q = rows.decoding.select(self.target.head(states[-1][:, -1]), rows.draws(j))
             tokens.append(token.clamp(min=0))
             probs.append(q)
             ids = tokens[-1].unsqueeze(1)
