@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -165,7 +166,10 @@ def _summary(folder: Path) -> dict:
     tasks = summary.get("tasks")
     shape = SUMMARY | ({"tasks": dict.fromkeys(tasks, NUMBERS)} if isinstance(tasks, dict) else {})
     lacking = list(_lacking(summary, shape))
-    if lacking:
+    if lacking:  # written before a number was added: it is made of the records, unless they are lacking, too
+        with suppress(UserError):
+            if summary.get("records") == _lines(folder / store.RECORDS):
+                return _derived(folder)
         raise UserError(f"damaged: {path.name} lacks {named(lacking)}")
     # Older folders hold one record for each question, whatever the repeats.
     measured = summary.get("records", summary["overall"]["questions"] + summary["failed"])

@@ -146,6 +146,19 @@ def test_a_folder_of_an_earlier_version_is_derived_from_its_records(tmp_path):
         read_run(run_dir)
 
 
+@pytest.mark.parametrize("missing", [("overall", "mbsu"), ("tasks", "qa", "acceptance_rate"), ("weights",)])
+def test_a_number_that_is_newer_than_a_folder_is_made_of_its_records(tmp_path, missing):
+    records = [answered(i, slow=1 + i % 4, accepted=[i % 6]) for i in range(12)]
+    today = store.finite(metrics.summary(records, FACTS, CONFIG))
+    run_dir = write_run(tmp_path, "older", without(today, *missing), records=records)
+    store.write_json(run_dir / store.FACTS, FACTS)
+    (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))
+    assert read_run(run_dir).summary == today
+    (run_dir / store.RECORDS).unlink()
+    with pytest.raises(UserError, match=missing[-1]):
+        read_run(run_dir)
+
+
 def damage(folder: Path, name: str) -> Path:
     run_dir = write_run(folder, name)
     path, content = run_dir / store.SUMMARY, DAMAGED[name][0]
