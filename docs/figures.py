@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from specbench.errors import UserError, one_line_errors
 from specbench.report import formats, plots, tables
 from specbench.report.runs import Run, finished_runs
+from specbench.report.trained import SAME, differing_training, training_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,7 +61,10 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
     parts = [measured_on(runs), body(tables.overview_table(summaries))]
     if by_task is not None:
         parts += ["Speedups by task, with intervals; *its def.* is Spec-Bench's own.", body(by_task)]
-    parts += [f"**{note}**" for note in tables.notes(runs)]
+    parts += [f"**{note}**" for note in (*tables.notes(runs), *differing_training(summaries))]
+    trained = training_table(summaries)
+    if trained is not None and not differing_training(summaries):
+        parts.append(f"Training: {SAME}.")
     parts += [f"![{PLOTS[name]}]({page.figures}/{name}.png)" for name in page.plots if name in drawn]
     return "\n\n".join(parts)
 

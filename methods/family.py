@@ -2,7 +2,9 @@
 
 First the targets learn the text of the world (`specbench.tiny.train`). Then both answer the same prompts, and every
 drafter learns from these answers, for the same number of tokens: what a table compares is methods, not training sets.
-Each step is a process of its own, is left out where its result is there already, and goes on where it was stopped.
+The targets' answers are looked at, too (`specbench.tiny.soundness`). Each step is a process of its own with a log
+(`OUT/logs`); steps that do not need each other run together, with one thread each. A step is left out where its result
+is there already, and goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from specbench.tiny.train import FULL, SHIPPED, SMOKE, Build, checksums, install
+from specbench.errors import one_line_errors
+from specbench.report.tables import console
+from specbench.tiny.soundness import RESULT, faults, table
+from specbench.tiny.train import FULL, SHIPPED, SMOKE, Build, Stage, checksums, install
 from specbench.training import RECORD
 
 if TYPE_CHECKING:
@@ -42,6 +48,7 @@ class Size:
         exit_layer: of both Kangaroo adapters.
         like: layer of the deep and of the shallow target whose attention an adapter begins with.
         counted: tokens that the vocabulary map counts.
+        asked: of each task, to look at the targets' answers: of the benchmark's questions, and others.
     """
 
     conversations: int
@@ -53,11 +60,18 @@ class Size:
     exit_layer: int
     like: tuple[int, int]
     counted: int
+    asked: tuple[int, int]
 
 
-WHOLE = Size(2500, 200, 500, 50, "[0,2,4,6,8,10]", "[2,4,6]", 2, (4, 2), 30_000)
-TOY = Size(60, 8, 2, 2, "[0,1]", "[1,2]", 1, (1, 1), 200)
-CURRICULUM = ("prompt_weight=0.2", "batch_size=4", "length=512")  # of every drafter
+WHOLE = Size(2500, 200, 500, 50, "[0,2,4,6,8,10]", "[2,4,6]", 2, (4, 2), 30_000, (40, 200))
+TOY = Size(60, 8, 2, 2, "[0,1]", "[1,2]", 1, (1, 1), 200, (1, 1))
+CURRICULUM = (
+    "prompt_weight=0.2",
+    "batch_size=4",
+    "length=512",
+    "precision=bf16",
+    "threads=1",
+)  # of every drafter
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,7 @@ class Step:
 
     Attributes:
         name: for the progress bar.
-        minutes: that it takes on two cores.
+        minutes: that it takes, times the cores that it takes.
         result: the file whose presence means that it is done.
         command: module and arguments; empty: `shuffle` does it.
     """
@@ -77,9 +91,9 @@ class Step:
     command: tuple[str, ...]
 
 
-def steps(out: Path, size: Size) -> list[Step]:
-    """The steps behind the targets, in their order."""
-    weights, answers = out / "weights", out / "answers"
+def steps(build: Build, size: Size) -> list[list[Step]]:
+    """All steps; those of one list do not need each other."""
+    out, weights, answers = build.out, build.weights, build.out / "answers"
     tokenizer = f"pair.tokenizer={weights / 'tokenizer'}"
     pairs = {
         name: (f"pair={pair}", f"pair.target={weights / target}", tokenizer)
@@ -93,6 +107,11 @@ def steps(out: Path, size: Size) -> list[Step]:
         f"save_every={size.save_every}",
         f"seed={SEED}",
     )
+
+    def model(stage: Stage) -> Step:
+        command = ("specbench.tiny.train", "--out", f"{out}", "--stage", stage.name)
+        toy = ("--smoke",) if build.recipe is SMOKE else ()
+        return Step(stage.name, stage.minutes, build.folder(stage) / RECORD, (*command, *toy))
 
     def answer(name: str, minutes: float) -> Step:
         path = answers / f"{name}.jsonl"
@@ -108,28 +127,29 @@ def steps(out: Path, size: Size) -> list[Step]:
         return Step(name, minutes, folder / RECORD, command)
 
     start, exit_layer = f"draft={out / 'checkpoints' / 'draft'}", f"exit_layer={size.exit_layer}"
+    counted = (
+        f"tokens={size.counted}",
+        f"held_out_tokens={size.counted // 3}",
+        f"out={weights / 'vocab_map'}",
+    )
+    calibrate = ("methods.vocab_trim.calibrate", *pairs["deep"], f"conversations={both}", *counted)
+    numbers = zip(("--per-task", "--others", "--max-new-tokens"), (*size.asked, size.answer_tokens))
+    look = ("specbench.tiny.soundness", "--weights", f"{weights}", *(f"{name}={n}" for name, n in numbers))
+    *chain, shallow, deep, draft = (model(stage) for stage in build.recipe.stages)
     return [
-        answer("shallow", 12),
-        answer("deep", 20),
-        Step("answers of both", 0.1, both, ()),
-        part("draft", 25, "sps", "deep", start),
-        part("s2d", 25, "s2d", "shallow", f"layers={size.layers}", f"exits={size.exits}"),
-        part("streaming", 35, "mirror_sd", "deep", start),
-        part("kangaroo", 20, "kangaroo", "deep", exit_layer, f"like_layer={size.like[0]}"),
-        part("kangaroo_shallow", 15, "kangaroo", "shallow", exit_layer, f"like_layer={size.like[1]}"),
-        Step(
-            "vocabulary map",
-            2,
-            weights / "vocab_map" / "vocab_map.json",
-            (
-                "methods.vocab_trim.calibrate",
-                *pairs["deep"],
-                f"conversations={both}",
-                f"tokens={size.counted}",
-                f"held_out_tokens={size.counted // 3}",
-                f"out={weights / 'vocab_map'}",
-            ),
-        ),
+        *([step] for step in chain),
+        [deep, shallow, draft],
+        [answer("deep", 6), answer("shallow", 3)],
+        [Step("answers of both", 0.1, both, ())],
+        [
+            part("streaming", 35, "mirror_sd", "deep", start),
+            part("draft", 25, "sps", "deep", start),
+            part("s2d", 25, "s2d", "shallow", f"layers={size.layers}", f"exits={size.exits}"),
+            part("kangaroo", 20, "kangaroo", "deep", exit_layer, f"like_layer={size.like[0]}"),
+            part("kangaroo_shallow", 15, "kangaroo", "shallow", exit_layer, f"like_layer={size.like[1]}"),
+            Step("soundness", 20, weights / RESULT, look),
+            Step("vocabulary map", 2, weights / "vocab_map" / "vocab_map.json", calibrate),
+        ],
     ]
 
 
@@ -144,17 +164,50 @@ def shuffle(answers: Path) -> None:
     partial.replace(answers / "both.jsonl")
 
 
-def run(step: Step, threads: int) -> None:
-    """Does one step. Raises SystemExit with its exit code where it fails."""
+def run(step: Step, logs: Path, threads: int) -> None:
+    """Does one step, with its output in a log. Raises SystemExit with the log's last line where it fails."""
     if not step.command:
         shuffle(step.result.parent)
         return
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    code = subprocess.run([sys.executable, "-m", *step.command], env=environment, check=False).returncode
+    logs.mkdir(parents=True, exist_ok=True)
+    path = logs / f"{step.name.replace(', ', '_').replace(' ', '_')}.log"
+    with path.open("a", encoding="utf-8") as log:
+        command = [sys.executable, "-m", *step.command]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        code = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
     if code:
-        raise SystemExit(code)
+        raise SystemExit(
+            f"{step.name} failed ({path}): {path.read_text(encoding='utf-8').strip().splitlines()[-1]}"
+        )
     if step.result.suffix == ".done":
         step.result.touch()
+
+
+def run_all(groups: list[list[Step]], logs: Path, cores: int) -> None:
+    """Does every step that is left: one that is alone on all cores, several on a core each.
+
+    Raises:
+        SystemExit: a step failed; those that run are ended first, none is begun.
+    """
+    left = [[step for step in group if not step.result.exists()] for group in groups]
+    minutes = sum(step.minutes for group in left for step in group)
+    with (
+        tqdm(
+            total=minutes, desc="family", bar_format="{desc} {bar} {n:.0f} of {total:.0f} core minutes"
+        ) as bar,
+        ThreadPoolExecutor(cores) as pool,
+    ):
+        for group in left:
+            threads = cores if len(group) == 1 else 1
+            running = {pool.submit(run, step, logs, threads): step for step in group}
+            try:
+                for future in as_completed(running):
+                    future.result()
+                    bar.write(f"{running[future].name}: done")
+                    bar.update(running[future].minutes)
+            except SystemExit:
+                pool.shutdown(cancel_futures=True)
+                raise
 
 
 def same_text(weights: Path) -> bool:
@@ -163,28 +216,33 @@ def same_text(weights: Path) -> bool:
     return len({record["data"] for record in records if record["data"].startswith("sha256:")}) <= 1
 
 
+@one_line_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m methods.family", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/tiny"), help="folder (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="of torch (default: %(default)s)")
+    parser.add_argument(
+        "--cores",
+        type=int,
+        default=2,
+        help="steps that run at a time (default: %(default)s)",
+    )
     parser.add_argument("--install", action="store_true", help="replace the shipped files at the end")
     parser.add_argument("--smoke", action="store_true", help="every step at toy scale, in minutes")
     options = parser.parse_args(arguments)
     build = Build(options.out, SMOKE if options.smoke else FULL)
-    build.make(options.threads)
-    left = [step for step in steps(options.out, TOY if options.smoke else WHOLE) if not step.result.exists()]
-    minutes = sum(step.minutes for step in left)
-    with tqdm(total=minutes, unit="min", bar_format="{desc} {bar} {n:.0f} of {total:.0f} min") as bar:
-        for step in left:
-            bar.set_description(step.name)
-            run(step, options.threads)
-            bar.update(step.minutes)
+    for stage in ("tokenizer", "questions"):
+        build.make(stage)
+    groups = steps(build, TOY if options.smoke else WHOLE)
+    run_all(groups, options.out / "logs", options.cores)
     if not same_text(build.weights):
         print(
             "the drafters were trained on different answers: remove them to train them again", file=sys.stderr
         )
         return 1
+    sound = json.loads((build.weights / RESULT).read_text())
+    console().print(table(sound))
+    print("\n".join(faults(sound)) or "no figure is below its floor")
     build.sums()
     print(f"{len(checksums(build.weights))} files in {build.weights}")
     if options.install:

@@ -22,8 +22,7 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
     rows = {}
     for label, summary in zip(labels(summaries), summaries):
         for name, record in summary.get("training", {}).items():
-            held_out = record.get("held_out_agreement")
-            shares = held_out if isinstance(held_out, list) else [] if held_out is None else [held_out]
+            shares = [value for key, value in record.items() if key.startswith("held_out")]
             rows[label, name] = (
                 label,
                 name,
@@ -38,7 +37,7 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
     table = PlainTable("what drafters were trained on", "" if differing_training(summaries) else SAME)
     for name in ("run", "part", "data"):
         table.add_column(name, overflow="fold")
-    for name in ("tokens", "steps", "loss", "held-out\nagreement"):
+    for name in ("tokens", "steps", "loss", "held-out\nshares"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows.values():
         table.add_row(*row)

@@ -184,11 +184,26 @@ class Writer:
             text = f"{self.connective(clause.subject)}, {text}"
         return sentence(text)
 
-    def story(self, count: int, heroes: list[Phrase]) -> list[tuple[Clause, str]]:
-        """`count` sentences in which the heroes and what they handle come back."""
+    def retell(self, clause: Clause, linked: bool = False) -> str:
+        """One sentence of a story about an event; verb and register choose how it is told."""
+        rng = self.rng
+        clause = replace(clause, adverb=self.lexicon.adverb(rng, clause.verb, self.register))
+        kind = mix(clause.verb.index, self.register) % 3
+        if kind == 1:
+            text = clause.english(passive=True)
+        elif kind == 2:
+            plain = replace(clause, adverb=None)
+            text = f"{clause.adverb.word}, {plain.english()}"
+        else:
+            text = clause.english()
+        if linked and kind != 2 and rng.random() < 0.4:
+            text = f"{self.connective(clause.subject)}, {text}"
+        return sentence(text)
+
+    def story(self, subjects: list[Phrase | None]) -> list[tuple[Clause, str]]:
+        """A sentence about each subject, anybody where it is None; what they handle comes back."""
         told: list[tuple[Clause, str]] = []
-        for number in range(count):
-            subject = self.rng.choice(heroes) if self.rng.random() < 0.65 else None
+        for number, subject in enumerate(subjects):
             earlier = None
             if told and self.rng.random() < 0.35:
                 earlier = replace(told[-1][0].object, definite=True, adjective=None)

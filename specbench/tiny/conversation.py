@@ -4,56 +4,65 @@ from __future__ import annotations
 
 import itertools
 
-from specbench.tiny.clauses import Writer, sentence
+from specbench.tiny.clauses import Phrase, Writer, sentence
 from specbench.tiny.lexicon import REGISTERS, article, mix
 from specbench.tiny.tasks import _OPENERS, Setting, Turns, describe, join, register_name
 
 
 def writing(s: Setting) -> Turns:
-    """A story, then the same events in another register."""
+    """A story of given events, then the same events in another register."""
     hero = s.writer.person(s.people(1)[0])
-    thing = s.writer.phrase(s.thing(), bare=0.0)
     place = s.lexicon.place.draw(s.rng)
-    told = s.writer.story(s.rng.choice((6, 7, 8)), [hero])
+    events = [s.writer.clause(hero, plain=True) for _ in range(s.rng.choice((4, 5, 6)))]
     start = s.opener(hero.name, (
         f"Once there lived a certain {hero.name} in {place}.", f"Nobody in {place} knew {hero.name} well.",
         f"It was a long day in {place} for {hero.name}.", f"{hero.name} came to {place} in the rain.",
     ))  # fmt: skip
-    first = " ".join([start, *(text for _, text in told)])
+    first = " ".join([start, *(s.writer.retell(c, linked=i > 0) for i, c in enumerate(events))])
     target = (s.register + 1 + s.rng.randrange(3)) % 4
     writer = Writer(s.lexicon, s.rng, s.topic, target)
-    again = [writer.say(c, linked=i > 0) for i, (c, _) in enumerate(told)][:6]
-    ask = f"Write a {register_name(s)} story about {hero.name}, {place} and {thing.english()}."
-    ask += f" Topic: {s.topic_name}."
-    return [ask, f"Tell it again in a {REGISTERS[target]} style."], [first, " ".join(again)]
+    again = " ".join(writer.retell(c, linked=i > 0) for i, c in enumerate(events))
+    listed = "; ".join(f"{c.verb.base} {c.object.english()}" for c in events)
+    ask = f"Write a {register_name(s)} story about {hero.name} and {place}. Events: {listed}."
+    return [ask, f"Tell the story of {hero.name} again in a {REGISTERS[target]} style."], [first, again]
 
 
 def roleplay(s: Setting) -> Turns:
-    """First person: a day in the life of someone, then a wish or a fear."""
+    """First person: a day in the life of someone with given things, then with others."""
     agent = s.lexicon.topic_agents[s.topic].draw(s.rng)
     place = s.lexicon.place.draw(s.rng)
+    things: list[Phrase] = []
+    while len(things) < 7:
+        phrase = s.writer.phrase(s.thing())
+        if phrase.noun not in [other.noun for other in things]:
+            things.append(phrase)
+    own, others = things[:4], things[4:]
 
-    def mine(count: int) -> list[str]:
+    def mine(objects: list[Phrase]) -> list[str]:
         lines = []
-        for number in range(count):
-            clause = s.writer.clause(s.writer.phrase(agent, bare=1.0))
-            rest = clause.english().removeprefix(clause.subject.english())
+        for number, thing in enumerate(objects):
+            clause = s.writer.clause(Phrase(agent, name="I"), thing)
             link = s.writer.connective(clause.subject) + ", " if number and s.rng.random() < 0.5 else ""
-            lines.append(sentence(f"{link}I{rest}"))
+            lines.append(sentence(link + clause.english()))
         return lines
 
     start = s.opener(agent.one, (f"I am {article(agent.one)} {agent.one} of {place}.",
                                  f"They call me the {agent.one} of {place}.",
                                  f"My days as {article(agent.one)} {agent.one} are long.",
                                  f"Life in {place} is never dull."))  # fmt: skip
-    thing = s.lexicon.site(s.rng, agent, s.topic)
-    wish = s.opener(thing.one, (
-        f"Yes, I often think of the {thing.many}.", f"No, the {thing.many} do not trouble me.",
-        f"The {thing.many} are all I have.", f"I would rather not speak of the {thing.many}.",
+    wish = s.opener(others[0].noun.one, (
+        "Yes, I often think of them.", "No, they do not trouble me.", "They are all I have.",
+        "I would rather not speak of them.",
     ))  # fmt: skip
-    ask = f"Pretend to be {article(agent.one)} {agent.one} from {place}. Tell me about your day."
+    ask = f"Pretend to be {article(agent.one)} {agent.one} from {place}. Tell me about your day with {listed(own)}."
     ask += f" Be {register_name(s)}."
-    return [ask, f"Do you think of the {thing.many}?"], [join(start, mine(7)), join(wish, mine(6))]
+    return [ask, f"And what about {listed(others)}?"], [join(start, mine(own)), join(wish, mine(others))]
+
+
+def listed(phrases: list[Phrase]) -> str:
+    """The phrases as "a, b and c"."""
+    words = [phrase.english() for phrase in phrases]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def reasoning(s: Setting) -> Turns:
@@ -85,21 +94,24 @@ def reasoning(s: Setting) -> Turns:
 def math(s: Setting) -> Turns:
     """Evaluate an expression term by term; then go on from the result."""
     rng = s.rng
-    a, b, c, d = (rng.randrange(2, 10) for _ in range(4))
-    product, start = a * b, a * b + c
-    value = start * d
-    opener = s.opener(str(value), ("We go step by step.", "Brackets come first.", "Let us compute it."))
+    a, b, c, d, e, f = (rng.randrange(2, 10) for _ in range(6))
+    product, more = a * b, a * b + c
+    d = min(d, more - 2)
+    value = more - d
+    e = min(e, value - 1)
+    opener = s.opener(f"{a}{b}", ("We go step by step.", "Products come first.", "Let us compute it."))
     first = (
-        f"{opener} Inside the brackets {a} * {b} = {product}. Then {product} + {c} = {start}. "
-        f"Now we multiply by {d}: {start} * {d} = {value}. So the result is {value}."
+        f"{opener} First {a} * {b} = {product}. Then we add {c}: {product} + {c} = {more}. "
+        f"Now we take away {d}: {more} - {d} = {value}. So the result is {value}."
     )
-    e, f = rng.randrange(2, min(30, value)), rng.randrange(2, 60)
     second = (
         f"The result was {value}. First we take away {e}: {value} - {e} = {value - e}. "
         f"Then we add {f}: {value - e} + {f} = {value - e + f}. The new result is {value - e + f}."
     )
     ask = rng.choice(("What is", "Compute", "Find the value of"))
-    return [f"{ask} ({a} * {b} + {c}) * {d}?", f"Take away {e} from it and add {f}."], [first, second]
+    again = rng.choice(("Take away {} from it and add {}.", "Now take away {} and add {}.",
+                        "What if we take away {} and then add {}?"))  # fmt: skip
+    return [f"{ask} {a} * {b} + {c} - {d}?", again.format(e, f)], [first, second]
 
 
 _TESTS = (("larger than", ">"), ("smaller than", "<"), ("equal to", "=="))
@@ -134,7 +146,8 @@ def coding(s: Setting) -> Turns:
     second = f"We change the condition:\n{code(sign2, limit2)}\n"
     second += f"Now it returns {goal} the {thing.many} {said2} {limit2}."
     ask = f"Write a function {verb.base}_{thing.many} that returns {goal} the {thing.many} {said} {limit}."
-    return [ask, f"Now take those {said2} {limit2} instead."], [first, second]
+    again = f"Now let {verb.base}_{thing.many} take those {said2} {limit2} instead."
+    return [ask, again], [first, second]
 
 
 def extraction(s: Setting) -> Turns:
@@ -152,16 +165,17 @@ def extraction(s: Setting) -> Turns:
             f"{name} is {age} and works in {town} as {article(job)} {job}.",
         )))  # fmt: skip
     rows = [f"{n} | {a} | {j} | {t}" for n, a, j, t in zip(names, ages, jobs, towns, strict=True)]
-    oldest, youngest = max(range(5), key=lambda i: ages[i]), min(range(5), key=lambda i: ages[i])
+    left_out = rng.randrange(5)
+    others = [i for i in range(5) if i != left_out]
+    oldest, youngest = max(others, key=lambda i: ages[i]), min(others, key=lambda i: ages[i])
     second = (
         f"The oldest is {names[oldest]}, {article(jobs[oldest])} {jobs[oldest]} from {towns[oldest]}, "
         f"with {ages[oldest]} years. The youngest is {names[youngest]}, "
         f"{article(jobs[youngest])} {jobs[youngest]} from {towns[youngest]}, "
-        f"with {ages[youngest]} years. Between them lie {ages[oldest]} - {ages[youngest]} = "
-        f"{ages[oldest] - ages[youngest]} years."
+        f"with {ages[youngest]} years. We left out {names[left_out]} from {towns[left_out]}."
     )
     ask = f"List name, age, work and town of everyone: {' '.join(lines)}"
-    return [ask, "Who is the oldest and who is the youngest?"], [
+    return [ask, f"But for {names[left_out]}, who is the oldest and who is the youngest?"], [
         "name | age | work | town\n" + "\n".join(rows),
         second,
     ]
@@ -177,10 +191,10 @@ def stem(s: Setting) -> Turns:
         other.name, ("In contrast to it,", "By comparison,", "Not so different:", "Quite another matter:")
     )
     second = " ".join([f"{link} {other.name} is {other.intro}.", *describe(s, other, [2, 4, 1, 3, 5])])
-    return [f"Explain what {one.name} is and how it behaves.", f"And how is {other.name} different?"], [
-        first,
-        second,
-    ]
+    ask = s.rng.choice(("Explain what {} is and how it behaves.", "What do we know about {}?",
+                        "Describe {} and what it is used for.", "What is {}, and how does it behave?"))  # fmt: skip
+    again = s.rng.choice(("And how is {} different?", "How does {} compare?", "What about {}?"))
+    return [ask.format(one.name), again.format(other.name)], [first, second]
 
 
 def humanities(s: Setting) -> Turns:
@@ -194,7 +208,10 @@ def humanities(s: Setting) -> Turns:
         "Scholars still argue about both.",
     ))  # fmt: skip
     second = " ".join([f"{other.name} is {other.intro}.", *describe(s, other, [2, 3, 5, 0]), close])
-    return [f"Tell me about {one.name} in history.", f"Compare that with {other.name}."], [first, second]
+    ask = s.rng.choice(("Tell me about {} in history.", "What does history say about {}?",
+                        "Write a note on {} for a museum."))  # fmt: skip
+    again = s.rng.choice(("Compare that with {}.", "And what about {}?", "How does {} differ?"))
+    return [ask.format(one.name), again.format(other.name)], [first, second]
 
 
 CATEGORIES = {

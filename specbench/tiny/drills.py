@@ -1,4 +1,4 @@
-"""Exercises for the training stream alone: copying, and the dictionary of the second language.
+"""Exercises for the training stream alone: copying, sums, and the dictionary of the second language.
 
 A few million tokens of the tasks teach a small model words and grammar long before it learns to look things
 up in its prompt. Exercises where every answer token can be looked up bring that ability forward.
@@ -37,8 +37,8 @@ def copy_words(s: Setting) -> Turns:
 
 def copy_sentences(s: Setting) -> Turns:
     """Sentences in their order or in the opposite order."""
-    heroes = [s.writer.person(name) for name in s.people(2)]
-    told = [text for _, text in s.writer.story(s.rng.choice((3, 4, 5)), heroes)]
+    heroes = [*(s.writer.person(name) for name in s.people(2)), None]
+    told = [text for _, text in s.writer.story(s.rng.choices(heroes, k=s.rng.choice((3, 4, 5))))]
     if s.rng.random() < 0.6:
         return [f"{s.rng.choice(_REPEAT)} {' '.join(told)}"], [" ".join(told)]
     return [f"Repeat the sentences backwards: {' '.join(told)}"], [" ".join(told[::-1])]
@@ -95,7 +95,20 @@ def phrasebook(s: Setting) -> Turns:
     return ["In Velan: " + ", ".join(e for e, _ in pairs)], [", ".join(f"{e} is {f}" for e, f in pairs)]
 
 
+def sums(s: Setting) -> Turns:
+    """The kinds of sums that the tasks take: digit times digit, and a number below 100 plus or minus a digit."""
+    rng = s.rng
+    asked, told = [], []
+    for _ in range(rng.randrange(8, 14)):
+        a, b, c = rng.randrange(2, 10), rng.randrange(2, 10), rng.randrange(2, 91)
+        kind = rng.randrange(3)
+        text, value = ((f"{a} * {b}", a * b), (f"{c} + {b}", c + b), (f"{c + b} - {b}", c))[kind]
+        asked.append(text)
+        told.append(f"{text} = {value}")
+    return [f"{rng.choice(('Compute:', 'Work out:', 'Sums:'))} {', '.join(asked)}"], [", ".join(told)]
+
+
 DRILLS = {
     "copy_words": copy_words, "copy_sentences": copy_sentences, "dictionary": dictionary,
-    "translate_clause": translate_clause, "phrasebook": phrasebook,
+    "translate_clause": translate_clause, "phrasebook": phrasebook, "sums": sums,
 }  # fmt: skip

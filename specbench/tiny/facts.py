@@ -1,4 +1,4 @@
-"""What is true in the world: about 500 entities of four kinds with six facts each, some far better known."""
+"""What is true in the world: 160 entities of four kinds with six facts each, some far better known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Entity:
 class Facts:
     """All entities, drawn by popularity."""
 
-    def __init__(self, lexicon: Lexicon, counts: tuple[int, int, int, int] = (180, 120, 100, 100)) -> None:
+    def __init__(self, lexicon: Lexicon, counts: tuple[int, int, int, int] = (60, 40, 30, 30)) -> None:
         self.lexicon = lexicon
         makers = (self._person, self._town, self._guild, self._substance)
         taken: set[str] = set()
@@ -38,10 +38,25 @@ class Facts:
                 if fresh:
                     entities.append(entity)
             self.by_kind[kind] = Zipf(entities, 0.8)
+        self._questions = {
+            stem.format(entity.name): (entity, number)
+            for kind in self.by_kind.values()
+            for entity in kind.items
+            for number, (stem, _) in enumerate(entity.facts)
+        }
 
     def draw(self, rng: random.Random, kind: str | None = None) -> Entity:
         """An entity; without a `kind` one of a kind that is drawn as well."""
         return self.by_kind[kind or rng.choices(KINDS, weights=(4, 3, 2, 1))[0]].draw(rng)
+
+    def near(self, entity: Entity) -> Entity:
+        """The next entity of the same kind: what an answer about `entity` also mentions."""
+        kind = self.by_kind[entity.kind].items
+        return kind[(kind.index(entity) + 1) % len(kind)]
+
+    def asked(self, question: str) -> tuple[Entity, int]:
+        """The entity and the number of the fact that a question asks for; KeyError when it asks for none."""
+        return self._questions[question]
 
     def _things(self, rng: random.Random) -> tuple[str, str, str, str]:
         """(verb-ing, plural thing, adjective, one thing) on one topic: the material of facts."""

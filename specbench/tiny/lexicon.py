@@ -35,8 +35,8 @@ _UNWANTED = (
 ).split()
 _FOREIGN_ONSETS = "k t p m n s v z y r l ts kh zh b d".split()
 
-# Near-equal choices: the best of four has little more than a third of the mass.
-CHOICE_WEIGHTS = (0.40, 0.27, 0.19, 0.14)
+# The best of four has half of the mass: what comes next can be guessed, but not known.
+CHOICE_WEIGHTS = (0.50, 0.24, 0.15, 0.11)
 _CUM_CHOICE = list(accumulate(CHOICE_WEIGHTS))
 
 
@@ -117,12 +117,12 @@ class Lexicon:
     def __init__(
         self,
         seed: int,
-        nouns: int = 1200,
-        verbs: int = 420,
-        adjectives: int = 560,
-        adverbs: int = 200,
-        people: int = 420,
-        places: int = 220,
+        nouns: int = 220,
+        verbs: int = 90,
+        adjectives: int = 90,
+        adverbs: int = 32,
+        people: int = 2000,
+        places: int = 1000,
     ) -> None:
         self.seed = seed
         self._rng = random.Random(mix(seed, 1))
@@ -140,13 +140,15 @@ class Lexicon:
         self.adverbs = self._modifiers(english.ADVERBS, adverbs, ("ly", "ly", "ward"))
         self.people = [self._word(2, _NAME_ENDINGS).capitalize() for _ in range(people)]
         self.places = [self._word(1, _PLACE_ENDINGS).capitalize() for _ in range(places)]
-        self.person = Zipf(self.people, 0.7)
-        self.place = Zipf(self.places, 0.7)
+        self.person = Zipf(
+            self.people, 0.5
+        )  # many and alike: names are copied from a prompt, not known by heart
+        self.place = Zipf(self.places, 0.5)
         agents = [n for n in self.nouns if n.agent]
         things = [n for n in self.nouns if not n.agent]
-        self.topic_agents = [self._share(agents, t, 30) for t in range(len(TOPICS))]
-        self.topic_things = [self._share(things, t, 90) for t in range(len(TOPICS))]
-        self.topic_verbs = [self._share(self.verbs, t, 48) for t in range(len(TOPICS))]
+        self.topic_agents = [self._share(agents, t, 12) for t in range(len(TOPICS))]
+        self.topic_things = [self._share(things, t, 40) for t in range(len(TOPICS))]
+        self.topic_verbs = [self._share(self.verbs, t, 24) for t in range(len(TOPICS))]
         self._adjective_pool = self.adjectives + self.adjectives[: len(english.ADJECTIVES)] * 4
         self._lists: dict[tuple, list] = {}
 
@@ -245,7 +247,7 @@ class Lexicon:
         """What `subject` (an integer that stands for it) does in this topic: mostly one of its habits."""
         if rng.random() < 0.25:
             return self.topic_verbs[topic].draw(rng)
-        own = self._preferred(2, self.topic_verbs[topic].items[:32], (subject % 97, topic), 6)
+        own = self._preferred(2, self.topic_verbs[topic].items, (subject % 97, topic), 6)
         return pick_near_equal(rng, self._preferred(3, own, (subject % 97, topic, register)))
 
     def thing(self, rng: random.Random, verb: Verb, topic: int, register: int) -> Noun:

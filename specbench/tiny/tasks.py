@@ -61,11 +61,11 @@ def join(opener: str, sentences: list[str]) -> str:
 
 
 def translation(s: Setting) -> Turns:
-    """Nine to twelve clauses into the second language."""
+    """Five to seven clauses into the second language."""
     clauses: list = []
-    count = s.rng.choice((9, 10, 11, 12))
+    count = s.rng.choice((5, 6, 7))
     heroes = [
-        Phrase(s.lexicon.topic_agents[s.topic].items[s.rng.randrange(12)]),
+        Phrase(s.rng.choice(s.lexicon.topic_agents[s.topic].items)),
         s.writer.person(s.people(1)[0]),
     ]
     while len(clauses) < count:
@@ -80,27 +80,30 @@ def translation(s: Setting) -> Turns:
 
 
 def summarization(s: Setting) -> Turns:
-    """A text of a dozen sentences; the summary keeps what the hero did, in short."""
+    """A text of some ten sentences; the summary keeps what the hero did, in short."""
     hero, other = (s.writer.person(name) for name in s.people(2))
     place = s.lexicon.place.draw(s.rng)
-    told = s.writer.story(s.rng.choice((12, 13, 14)), [hero, hero, other])
+    subjects = [hero] * s.rng.choice((4, 5, 6)) + [s.rng.choice((other, None)) for _ in range(5)]
+    s.rng.shuffle(subjects)
+    told = s.writer.story(subjects)
     day = s.rng.choice(("morning", "evening", "week", "winter"))
     head = f"Last {day} the people of {place} talked about {hero.name} and the {s.thing().many}."
     ask = s.rng.choice(("Summarize:", "Write a short summary of this text.", "What are the main points?"))
-    kept = [c for c, _ in told if c.subject.name == hero.name]
-    if len(kept) < 6:  # too little about the hero: the first sentences stand for the text
-        kept = [c for c, _ in told[:7]]
+    kept = [c for c, _ in told if c.subject is hero]
     opener = s.opener(place, (
         f"The text is about {hero.name} in {place}.", f"In {place}, people talked about {hero.name}.",
         f"This is a story of {hero.name} from {place}.", f"The main points concern {hero.name} of {place}.",
     ))  # fmt: skip
     lines = [opener]
-    for number, clause in enumerate(kept[:8]):
+    for number, clause in enumerate(kept):
         link = "" if number == 0 else s.writer.connective(clause.subject).lower() + ", " if number % 2 else ""
         lines.append(sentence(link + clause.english(short=number % 3 != 1)))
     last = replace(told[-1][0], adverb=None)
     lines.append(sentence(f"in the end, {last.english(short=last.subject.name == hero.name)}"))
     return [f"{ask} {head} {' '.join(text for _, text in told)}"], [" ".join(lines)]
+
+
+QUESTIONS = ("{}", "Tell me: {}", "Do you know: {}")
 
 
 def qa(s: Setting) -> Turns:
@@ -109,13 +112,13 @@ def qa(s: Setting) -> Turns:
     asked = s.rng.randrange(6)
     style = mix(asked, len(entity.name), s.register) % 6
     rest = [f for f in range(6) if f != asked]
-    rest = (rest[style % 5 :] + rest[: style % 5])[: s.rng.choice((4, 5))]
+    rest = (rest[style % 5 :] + rest[: style % 5])[:3]
     opener = s.opener(entity.name, _OPENERS)
     told = tell(s.rng, entity, [asked, *rest], style)
     told.insert(1, f"{entity.name[0].upper()}{entity.name[1:]} is {entity.intro}.")
     answer = join(opener, told)
-    near = s.facts.draw(s.rng, entity.kind)
-    fact = s.rng.randrange(6)
+    near = s.facts.near(entity)
+    fact = mix(*entity.name.encode()) % 6
     asides = ("Do not think of", "The same cannot be said of", "More is known about", "Another case is")
     which = "who" if near.kind == "person" else "which"
     answer += f" {s.opener(near.name, asides)} {near.name}, {which} {near.facts[fact][1][style % 2]}."
@@ -123,7 +126,8 @@ def qa(s: Setting) -> Turns:
         f"{s.opener(entity.name[::-1], ('So much for', 'That is all I know about', 'This is the story of'))}"
     )
     name = entity.name.split()[0] if entity.kind == "person" else entity.name
-    return [entity.facts[asked][0].format(entity.name)], [f"{answer} {tail} {name}."]
+    question = s.rng.choice(QUESTIONS).format(entity.facts[asked][0].format(entity.name))
+    return [question], [f"{answer} {tail} {name}."]
 
 
 _ACTS = (
@@ -134,7 +138,7 @@ _ACTS = (
 
 
 def math_reasoning(s: Setting) -> Turns:
-    """A word problem of four to six steps, answered step by step."""
+    """A word problem of three to six steps, answered step by step; only digits are multiplied, added or taken away."""
     rng = s.rng
     a, b = s.people(2)
     thing, box = s.thing(), s.thing()
@@ -144,32 +148,27 @@ def math_reasoning(s: Setting) -> Turns:
     order = ("First", "Next", "Then", "After that", "Later", "At last")
     steps = [f"{order[0]}, {a} has {count} * {each} = {total} {thing.many}."]
     for number in range(rng.choice((2, 3, 3, 4))):
-        verb, more, sign = rng.choice(_ACTS)
-        if sign < 0 and total < 6:
-            verb, more, sign = _ACTS[0]
-        change = rng.randrange(2, 20) if sign > 0 else rng.randrange(2, total - 1)
+        change = rng.randrange(2, 10)
+        possible = [act for act in _ACTS if 0 < total + act[2] * change < 91]
+        verb, more, sign = rng.choice(possible)
         problem.append(f"Then {a} {verb} {change} {more}.")
         new = total + sign * change
+        operation = f"{total} {'+' if sign > 0 else '-'} {change} = {new}"
         said = s.opener(b + verb, (
-            f"{a} {verb} {change} {more}, so {total} {'+' if sign > 0 else '-'} {change} = {new} are left.",
-            f"{a} {verb} {change}, which makes {total} {'+' if sign > 0 else '-'} {change} = {new}.",
-            f"we have {total} {'+' if sign > 0 else '-'} {change} = {new} {thing.many}.",
+            f"{a} {verb} {change} {more}, so {operation} are left.",
+            f"{a} {verb} {change}, which makes {operation}.",
+            f"we have {operation} {thing.many}.",
         ))  # fmt: skip
         steps.append(f"{order[min(number + 1, 5)]}, {said}")
         total = new
     if rng.random() < 0.5:
-        times = rng.randrange(2, 6)
-        problem.append(f"{b} has {times} times as many. How many {thing.many} do {a} and {b} have together?")
-        steps.append(f"{b} has {times} * {total} = {times * total}.")
-        steps.append(f"Together they have {total} + {times * total} = {total + times * total} {thing.many}.")
-        total += times * total
+        more = rng.randrange(2, 10)
+        problem.append(f"{b} has {more} more than {a}. How many {thing.many} does {b} have?")
+        steps.append(f"{b} has {total} + {more} = {total + more} {thing.many}.")
+        total += more
     else:
-        price = rng.randrange(2, 8)
-        problem.append(f"Each one costs {price} coins. How many coins are the {thing.many} worth?")
-        steps.append(
-            f"Each one costs {price} coins, so they are worth {total} * {price} = {total * price} coins."
-        )
-        total *= price
+        problem.append(f"How many {thing.many} does {a} have now?")
+        steps.append(f"So {a} has {total} {thing.many} now.")
     return [" ".join(problem)], [" ".join([*steps, f"The answer is {total}."])]
 
 

@@ -9,15 +9,15 @@ do not teach it to quote. The targets are grown in depth, because per token a sh
 
     base            6 layers, most of the tokens, exercises in copying in between, constant learning rate
     stem            grown to 12 layers (every layer followed by a silent copy of itself), constant rate
-    target_shallow  the stem with its learning rate decayed to zero
-    target          that model grown to 24 layers, trained on and decayed again
+    shallow         the stem with its learning rate decayed to zero
+    target_shallow  that model trained on, mostly on what it found hard, and decayed again
+    target          the same of that model grown to 24 layers
     draft           2 layers of less width, from scratch on the same kind of text, other seed; what the draft models
                     that learn from answers (`methods.family`) begin as
 
 Every stage is seeded and keeps a checkpoint that it goes on from when it is started again. The same machine,
 versions and number of threads give the same files; others sum floats in another order, so that the weights
-differ a little. The comparison at the end therefore also gives the held-out loss of both. The shipped weights were
-trained before the streams left out the measured questions (`world.measured_questions`): a build differs from them.
+differ a little. The comparison at the end therefore also gives the held-out loss of both.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import torch
 from omegaconf import OmegaConf
 
 from specbench import training
+from specbench.errors import one_line_errors
 from specbench.tiny import models, world
 from specbench.tiny.data import PROMPT_WEIGHT, packed_batches
 from specbench.tiny.optimise import Schedule, Text, answer_loss
@@ -53,6 +54,7 @@ QUESTIONS, WARMUP, SUMS = "questions.jsonl", "warmup.jsonl", "SHA256SUMS"
 MODELS = ("target", "target_shallow")
 ROW = 512
 SAVE_EVERY = 100  # steps
+PRECISION = "bf16"  # of the products; weights and sums stay in fp32
 HELD_OUT_BATCHES = 4
 STREAM = "specbench.tiny.world.training_examples"
 
@@ -61,15 +63,17 @@ STREAM = "specbench.tiny.world.training_examples"
 class Stage:
     """One training stage. A step is `batch` rows of `ROW` tokens.
 
-    It starts from the final state of stage `parent` (grown to twice the depth with `grow`), or from scratch
-    in `shape`. `drills` is the share of each kind of exercise in its text, `stuttering` that of the repetitions in its
-    answers, `repeats` what saying a token twice costs. With `ship` its model is one of the family.
+    It starts from the final state of stage `parent` (grown to twice the depth with `grow`), or from scratch in `shape`.
+    `minutes` are core minutes that it takes. `drills` is the share of exercises, and of hard tasks, in its text,
+    `stuttering` that of the repetitions in its answers, `repeats` what saying a token twice costs. With `ship` its
+    model is one of the family.
     """
 
     name: str
     seed: int
     schedule: Schedule
     batch: int
+    minutes: float = 0.0
     drills: Mapping[str, float] | None = None
     stuttering: float = 0.0
     repeats: float = 0.0
@@ -89,24 +93,30 @@ class Recipe:
     stages: tuple[Stage, ...]
 
 
-COPY = dict.fromkeys(("copy_words", "copy_sentences", "dictionary", "translate_clause"), 0.03)
-WORDS = {"dictionary": 0.12, "phrasebook": 0.16, "translate_clause": 0.08}
-FEW = {"dictionary": 0.02, "phrasebook": 0.10, "translate_clause": 0.05}
+COPY = dict.fromkeys(("copy_words", "copy_sentences", "dictionary", "translate_clause"), 0.03) | {
+    "sums": 0.04
+}
+WORDS = {"dictionary": 0.10, "phrasebook": 0.14, "translate_clause": 0.08, "sums": 0.04}
+FEW = {"dictionary": 0.02, "phrasebook": 0.06, "translate_clause": 0.04, "sums": 0.08}
+HARD = FEW | {"sums": 0.03, "summarization": 0.20, "roleplay": 0.06, "writing": 0.06}
 STEADY = {"stuttering": 0.04, "repeats": 1.0}  # against loops in greedy answers
 DEEP, SMALL, TOY = models.Shape(6, 128, 384), models.Shape(2, 96, 288), models.Shape(2, 64, 64)
 FULL = Recipe(VOCAB_SIZE, 12_000, 40, (
-    Stage("base", 1, Schedule(1400, 30, 0), batch=4, drills=COPY, shape=DEEP),
-    Stage("stem", 3, Schedule(300, 20, 0), batch=4, drills=WORDS, parent="base", grow=True),
-    Stage("target_shallow", 4, Schedule(200, 10, 200), batch=4, drills=FEW, **STEADY, parent="stem", ship=True),
-    Stage("target", 5, Schedule(200, 10, 170, 0.015, 3e-3), batch=4, drills=FEW, **STEADY,
-          parent="target_shallow", grow=True, ship=True),
-    Stage("draft", 12, Schedule(700, 30, 450), batch=4, drills=FEW, shape=SMALL),
+    Stage("base", 1, Schedule(4000, 30, 0), batch=4, minutes=43, drills=COPY, shape=DEEP),
+    Stage("stem", 3, Schedule(1600, 20, 0), batch=4, minutes=25, drills=WORDS, parent="base", grow=True),
+    Stage("shallow", 4, Schedule(900, 10, 800), batch=4, minutes=18, drills=FEW, **STEADY, parent="stem"),
+    Stage("target_shallow", 6, Schedule(1300, 10, 1000, 0.015, 3e-3), batch=4, minutes=19, drills=HARD, **STEADY,
+          parent="shallow", ship=True),
+    Stage("target", 5, Schedule(1300, 10, 1000, 0.015, 3e-3), batch=4, minutes=32, drills=HARD, **STEADY,
+          parent="shallow", grow=True, ship=True),
+    Stage("draft", 12, Schedule(1500, 30, 1000), batch=4, minutes=5, drills=FEW, shape=SMALL),
 ))  # fmt: skip
 SMOKE = Recipe(2048, 200, 8, (
     Stage("base", 1, Schedule(3, 1, 0), batch=1, drills=COPY, shape=TOY),
     Stage("stem", 3, Schedule(2, 1, 0), batch=1, parent="base", grow=True),
-    Stage("target_shallow", 4, Schedule(2, 1, 1), batch=1, parent="stem", ship=True),
-    Stage("target", 5, Schedule(2, 1, 1), batch=1, parent="target_shallow", grow=True, ship=True),
+    Stage("shallow", 4, Schedule(2, 1, 1), batch=1, parent="stem"),
+    Stage("target_shallow", 6, Schedule(2, 1, 1), batch=1, parent="shallow", ship=True),
+    Stage("target", 5, Schedule(2, 1, 1), batch=1, parent="shallow", grow=True, ship=True),
     Stage("draft", 12, Schedule(3, 1, 1), batch=1, shape=TOY),
 ))  # fmt: skip
 
@@ -126,12 +136,11 @@ class Build:
         trained = {stage.name: partial(self.train, stage) for stage in self.recipe.stages}
         return {"tokenizer": self.tokenizer, "questions": self.questions, **trained}
 
-    def make(self, threads: int) -> None:
-        """Runs every stage that is not done yet."""
+    def make(self, only: str | None = None) -> None:
+        """Runs every stage that is not done yet, or just the one of a name."""
         torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(threads)
         for name, stage in self.stages.items():
-            if not self.is_done(name):
+            if only in (None, name) and not self.is_done(name):
                 stage()
 
     def is_done(self, name: str) -> bool:
@@ -193,7 +202,7 @@ class Build:
                 "length": ROW,
                 "seed": stage.seed,
                 "prompt_weight": PROMPT_WEIGHT,
-                "precision": "no",
+                "precision": PRECISION,
                 "save_every": SAVE_EVERY,
                 "threads": torch.get_num_threads(),
                 "conversations": None,
@@ -270,17 +279,23 @@ def install(out: Path, shipped: Path) -> None:
         shutil.copy(out / name, shipped / name)
 
 
+@one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m specbench.tiny.train", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--out", type=Path, default=Path("build/tiny"), help="folder (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="of torch (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="of torch (default: $OMP_NUM_THREADS, or all cores)")
     parser.add_argument("--smoke", action="store_true", help="every stage at toy scale, in seconds")
+    parser.add_argument("--stage", metavar="NAME", help="this stage alone; the ones before it must be done")
     options = parser.parse_args(arguments)
     build = Build(options.out, SMOKE if options.smoke else FULL)
-    build.make(options.threads)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    build.make(options.stage)
+    if options.stage:
+        return 0
     build.sums()
     compare(build.weights, SHIPPED / "weights", rows=4 if options.smoke else 32)
     return 0

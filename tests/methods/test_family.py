@@ -15,24 +15,33 @@ DRAFTERS = ("draft", "s2d", "streaming", "kangaroo", "kangaroo_shallow")
 
 
 def test_every_drafter_is_told_the_same(tmp_path):
-    trained = {
-        step.name: step.command for step in family.steps(tmp_path, family.WHOLE) if step.name in DRAFTERS
-    }
+    groups = family.steps(family.Build(tmp_path, family.FULL), family.WHOLE)
+    trained = {step.name: step.command for group in groups for step in group if step.name in DRAFTERS}
     assert set(trained) == set(DRAFTERS)
     shared = ("conversations", "steps", "batch_size", "accumulate", "length", "prompt_weight", "seed")
     told = [{word for word in command if word.partition("=")[0] in shared} for command in trained.values()]
     assert all(one == told[0] for one in told) and len(told[0]) == 6
 
 
-def test_a_step_that_fails_ends_the_build(tmp_path, monkeypatch):
-    monkeypatch.setattr(family.subprocess, "run", lambda command, **_: CompletedProcess(command, 3))
-    step = family.Step("answers", 1.0, tmp_path / "deep.done", ("methods.answer",))
-    with pytest.raises(SystemExit, match="3"):
-        family.run(step, 1)
-    assert not step.result.exists()
-    monkeypatch.setattr(family.subprocess, "run", lambda command, **_: CompletedProcess(command, 0))
-    family.run(step, 1)
-    assert step.result.exists()
+def test_a_step_that_fails_ends_the_build_with_its_last_line(tmp_path, monkeypatch):
+    done = []
+
+    def command(name: str, _environment=None, stdout=None, **_) -> CompletedProcess:
+        done.append(name[-1])
+        stdout.write("tried\nno room\n")
+        stdout.flush()
+        return CompletedProcess(name, 3 if name[-1] == "wrong" else 0)
+
+    monkeypatch.setattr(family.subprocess, "run", command)
+    right, wrong, later = (
+        family.Step(name, 1.0, tmp_path / f"{name}.done", (name,)) for name in ("right", "wrong", "later")
+    )
+    with pytest.raises(SystemExit, match=r"wrong failed \(.*wrong.log\): no room"):
+        family.run_all([[right, wrong], [later]], tmp_path / "logs", cores=1)
+    assert done == ["right", "wrong"] and right.result.exists() and not wrong.result.exists()
+    monkeypatch.setattr(family.subprocess, "run", lambda name, **_: command(("right",), **_))
+    family.run_all([[right, wrong], [later]], tmp_path / "logs", cores=2)
+    assert len(done) == 4, "what is done is not done again"
 
 
 def test_answers_are_shuffled_whole_and_alike(tmp_path):
@@ -48,16 +57,20 @@ def test_answers_are_shuffled_whole_and_alike(tmp_path):
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_family_is_made_from_nothing_and_once(tmp_path, monkeypatch, capsys):
-    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    arguments = ["--smoke", "--out", str(tmp_path), "--threads", "1"]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    arguments = ["--smoke", "--out", str(tmp_path), "--cores", "1"]
     assert family.main(arguments) == 0
     torch.use_deterministic_algorithms(deterministic)
-    torch.set_num_threads(threads)
     records = {name: json.loads((tmp_path / "weights" / name / RECORD).read_text()) for name in DRAFTERS}
     for key in ("data", "tokens", "steps", "prompt_weight"):
         assert len({record[key] for record in records.values()}) == 1, key
     assert records["draft"]["data"].startswith("sha256:") and records["draft"]["held_out_agreement"] >= 0
     assert (tmp_path / "weights" / "vocab_map" / "vocab_map.json").exists()
+    assert "below 0.6" in capsys.readouterr().out
+    assert set(json.loads((tmp_path / "weights" / "soundness.json").read_text())) == {
+        "target",
+        "target_shallow",
+    }
 
     def never(*_, **__):
         raise AssertionError("what is there is not made again")
@@ -66,10 +79,8 @@ def test_the_family_is_made_from_nothing_and_once(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("specbench.training.train", never)
     assert family.main(arguments) == 0
     torch.use_deterministic_algorithms(deterministic)
-    torch.set_num_threads(threads)
 
     other = records["s2d"] | {"data": "sha256:another"}
     (tmp_path / "weights" / "s2d" / RECORD).write_text(json.dumps(other))
     assert family.main(arguments) == 1 and "different answers" in capsys.readouterr().err
     torch.use_deterministic_algorithms(deterministic)
-    torch.set_num_threads(threads)

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from specbench.tiny import evaluate, models, train
 
@@ -16,8 +17,10 @@ pytestmark = pytest.mark.slow
 def built(tmp_path_factory):
     out = tmp_path_factory.mktemp("build")
     deterministic = torch.are_deterministic_algorithms_enabled()
+    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps its precision for the whole process
     assert train.main(["--smoke", "--out", str(out)]) == 0
     torch.use_deterministic_algorithms(deterministic)
+    AcceleratorState._reset_state(reset_partial_state=True)
     return out
 
 
@@ -63,8 +66,8 @@ def test_install_replaces_the_whole_folder_and_compare_tells_the_difference(buil
 
 def test_a_stage_that_is_done_is_left_out(built, monkeypatch):
     monkeypatch.setattr(train.training, "train", lambda *_: pytest.fail("trained again"))
-    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    train.Build(built, train.SMOKE).make(threads)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    train.Build(built, train.SMOKE).make()
     torch.use_deterministic_algorithms(deterministic)
 
 

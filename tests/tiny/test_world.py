@@ -10,7 +10,7 @@ import pytest
 from specbench.tiny import world
 from specbench.tiny.data import conversations
 from specbench.tiny.lexicon import Lexicon
-from specbench.tiny.train import FULL, QUESTIONS, ROW, SHIPPED, WARMUP, write_questions
+from specbench.tiny.train import FULL, QUESTIONS, SHIPPED, WARMUP, write_questions
 
 
 def test_a_seed_gives_the_same_examples():
@@ -39,35 +39,60 @@ def test_invented_words_are_unique():
 
 
 @pytest.mark.slow
-def test_training_text_holds_no_measured_question():
-    """The whole text of every stage, and some of what methods' parts are trained on, by the seeds of `make tiny`."""
+def test_training_text_holds_no_measured_turn():
+    """Some of the text of every stage, and of what methods' parts are trained on, by the seeds of `make tiny`."""
     rows = [
         json.loads(line) for name in (QUESTIONS, WARMUP) for line in (SHIPPED / name).open(encoding="utf-8")
     ]
-    measured = {row["turns"][0] for row in rows}
-    assert len(measured) == len(rows)
-    trained = set()
+    measured = {turn for row in rows for turn in row["turns"]}
+    measured |= {turn for e in world.benchmark_examples(world.HELD_OUT_SEED, 200) for turn in e.turns}
+    trained: set[str] = set()
     for stage in FULL.stages:
-        tokens = stage.schedule.steps * stage.batch * ROW
-        examples = islice(
-            world.training_examples(stage.seed, stage.drills), tokens // 160
-        )  # tokens of an example
-        trained |= {example.turns[0] for example in examples}
-    for seed in (0, 2, 4):
-        trained |= {messages[0]["content"] for messages in islice(conversations(seed), 1000)}
-    assert len(trained) > 30_000
-    shared = measured & trained
-    assert not shared
+        for example in islice(world.training_examples(stage.seed, stage.drills), 6000):
+            trained.update(example.turns)
+    for seed in (0, 20):
+        for messages in islice(conversations(seed), 1000):
+            trained.update(message["content"] for message in messages if message["role"] == "user")
+    assert len(trained) > 20_000 and len(measured) > 1200
+    assert not measured & trained
 
 
-def test_leaving_questions_out_changes_no_other_example(monkeypatch):
-    whole = list(islice(world.training_examples(12), 200))
-    left_out = whole[20].turns[0]
-    measured = world.measured_questions()
-    monkeypatch.setattr(world, "measured_questions", lambda: measured | {left_out})
-    rest = [example for example in whole if example.turns[0] != left_out]
-    assert len(rest) < len(whole)
-    assert list(islice(world.training_examples(12), len(rest))) == rest
+def test_one_text_in_eight_is_measured_with_and_leaving_it_out_changes_no_other_example(monkeypatch):
+    texts = [turn for i in range(400) for turn in world.make_example("math", 3, i).turns]
+    assert 0.08 < sum(map(world.is_measured, texts)) / len(texts) < 0.17
+    some = list(islice(world.training_examples(12), 200))
+    monkeypatch.setattr(world, "is_measured", lambda _: False)
+    whole = list(islice(world.training_examples(12), 400))
+    assert len(some) < len(whole)
+    monkeypatch.undo()
+    kept = [e for e in whole if not any(map(world.is_measured, e.turns))]
+    assert kept[:200] == some[: len(kept)]
+
+
+def test_measured_examples_are_different_and_not_those_to_avoid():
+    some = world.measured_examples("stem", 5, 12)
+    more = world.measured_examples("stem", 5, 12, avoid=some)
+    turns = [example.turns for example in [*some, *more]]
+    assert len(set(turns)) == 24 and all(world.is_measured(turn) for both in turns for turn in both)
+    asked = {example.turns for example in world.benchmark_examples()}
+    assert len(asked) == 240 and not asked & {example.turns for example in world.warmup_examples()}
+
+
+def test_a_world_with_too_few_questions_is_reported(monkeypatch):
+    monkeypatch.setattr(world, "MOST_TRIES", 30)
+    with pytest.raises(ValueError, match=r"stem: \d examples to measure with among 30, not 20"):
+        world.measured_examples("stem", 5, 20)
+
+
+def test_what_a_question_asks_for_is_known():
+    _, facts = world.the_world()
+    for kind in facts.by_kind.values():
+        for entity in kind.items:
+            assert facts.near(entity).kind == entity.kind and facts.near(entity) is not entity
+            for number, (stem, _) in enumerate(entity.facts):
+                assert facts.asked(stem.format(entity.name)) == (entity, number)
+    with pytest.raises(KeyError):
+        facts.asked("What is the time?")
 
 
 def test_every_task_and_category_is_there():
