@@ -197,8 +197,10 @@ def run_all(groups: list[list[Step]], logs: Path, cores: int) -> None:
         ) as bar,
         ThreadPoolExecutor(cores) as pool,
     ):
-        for group in left:
-            threads = cores if len(group) == 1 else 1
+        for whole, group in zip(groups, left, strict=True):
+            threads = (
+                cores if len(whole) == 1 else 1
+            )  # also where only one of several is left: it goes on as it began
             running = {pool.submit(run, step, logs, threads): step for step in group}
             try:
                 for future in as_completed(running):
