@@ -18,10 +18,11 @@ from tqdm import tqdm
 
 from specbench.compose import with_hydra
 from specbench.conversations import Messages, conversations
-from specbench.decoding.batch import BatchEngine, Request, Scheduler
-from specbench.decoding.draft import Drafter
+from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.target import StagedModel
 from specbench.errors import one_line_errors
 from specbench.pairs import Pair, load_pair
 from specbench.values import Count, Seed, Temperature, check_all
@@ -39,7 +40,7 @@ POOL = 8  # batches that are answered together, so that few places are empty at 
 
 
 def answered(
-    pair: Pair, engine: BatchEngine, asked: list[Messages], decoding: Decoding, seed: int
+    pair: Pair, engine: Engine, asked: list[Messages], decoding: Decoding, seed: int
 ) -> list[Messages]:
     """The conversations with the target's own answers; what does not fit the context is cut off."""
     told: list[Messages] = [[m for m in messages[:1] if m["role"] == "system"] for messages in asked]
@@ -65,7 +66,7 @@ def answer(cfg: DictConfig) -> Path:
     check_all(cfg, SETTINGS)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     scheduler = Scheduler(cfg.batch_size)
-    engine = BatchEngine(Target(pair.target), Drafter(), scheduler, pair.stop_ids, pair.context_length)
+    engine = Engine(StagedModel(pair.target), Drafter(), pair.stop_ids, scheduler, pair.context_length)
     decoding = Decoding(cfg.max_new_tokens, cfg.temperature)
     out = Path(cfg.out)
     out.parent.mkdir(parents=True, exist_ok=True)

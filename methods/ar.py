@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from specbench.decoding.draft import Drafter, Needs
+from specbench.decoding.draft import Drafter
 from specbench.pairs import Pair
 
 
 class Autoregressive(Drafter):
     """Drafts nothing, so that every round is one target pass and one token."""
 
-    needs = Needs(batching=True)
     certain = True
 
     def __init__(self, pair: Pair):

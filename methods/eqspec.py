@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specbench.decoding.batch import Scheduler
-from specbench.decoding.rows import Aligned
+from specbench.decoding.layout import AlignedLayout
+from specbench.decoding.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from specbench.decoding.kv_cache import RowCache
+    from specbench.decoding.kv_cache import KVCache
 
 
 class EqSpec(Scheduler):
@@ -19,10 +19,10 @@ class EqSpec(Scheduler):
     batch, and a fully accepted draft earns its bonus token.
     """
 
-    def layout(self, cache: RowCache) -> Aligned:
+    def layout(self, cache: KVCache) -> AlignedLayout:
         """One that aligns after every round in which sequences kept different numbers of tokens."""
-        return Aligned(cache)
+        return AlignedLayout(cache)
 
     def joining(self, held: int) -> int:
         """A whole batch, and only once the last one is done."""
-        return self.rows if held == 0 else 0
+        return self.slots if held == 0 else 0

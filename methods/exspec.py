@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from specbench.decoding.batch import Row, Scheduler
-from specbench.decoding.rows import Aligned
+from specbench.decoding.layout import AlignedLayout
+from specbench.decoding.scheduler import Scheduler
 from specbench.values import Count, NotNegative
 
 if TYPE_CHECKING:
-    from specbench.decoding.kv_cache import RowCache
+    import pandas as pd
+
+    from specbench.decoding.draft import Sequence
+    from specbench.decoding.kv_cache import KVCache
 
 
 class ExSpec(Scheduler):
@@ -19,8 +22,8 @@ class ExSpec(Scheduler):
     A round takes a full batch of one length, if there is one. But sequences outside the batch of the last round must be
     copied into it: a same-length group is used only if at least half of it ran in the last round, and none once a
     sequence has been skipped `patience` times in favour of younger ones. Otherwise the oldest run. Where they end in
-    different columns holes remain; up to `slack` of them are tolerated before a realignment (see `Aligned`), as with
-    right positions they cost attention to some empty columns and no copy.
+    different entries holes remain; up to `slack` of them are tolerated before a realignment (see `AlignedLayout`): with
+    right positions they cost attention to some empty entries and no copy.
 
     Not as in the paper: its authors take the first group that reaches the batch size, in the order of the window,
     wherever its sequences are, and a sequence can be skipped without end. Here it is the group of which most sequences
@@ -30,7 +33,7 @@ class ExSpec(Scheduler):
         batch_size: sequences in a round.
         token_budget: as in `Scheduler`.
         window: prefilled sequences that rounds are chosen from; a new one enters as soon as one is done.
-        slack: as in `Aligned`.
+        slack: as in `AlignedLayout`.
         patience: rounds in which a sequence may be skipped in favour of younger ones.
     """
 
@@ -43,28 +46,28 @@ class ExSpec(Scheduler):
         patience: Count = 16,
     ):
         super().__init__(batch_size, token_budget)
-        self.rows = max(window, batch_size)
+        self.slots = max(window, batch_size)
         self.slack, self.patience = slack, patience
-        self._last = 0  # rows that ran in the last round: the first ones
+        self._last = 0  # sequences that ran in the last round: the first ones
 
-    def layout(self, cache: RowCache) -> Aligned:
+    def layout(self, cache: KVCache) -> AlignedLayout:
         """One that tolerates `slack` before it aligns."""
         self._last = 0
-        return Aligned(cache, self.slack)
+        return AlignedLayout(cache, self.slack)
 
-    def choose(self, held: list[Row]) -> list[int]:
+    def choose(self, held: list[Sequence]) -> list[int]:
         """A group of one length, or else the oldest sequences."""
         b = min(self.batch_size, len(held))
-        by_age = sorted(range(len(held)), key=lambda slot: held[slot].place)
+        by_age = sorted(range(len(held)), key=lambda slot: held[slot].request_index)
         chosen = by_age[:b]
-        if all(row.waited < self.patience for row in held):
+        if all(one.skipped_rounds < self.patience for one in held):
             chosen = self._group(held, by_age, b) or chosen
-        self.grouped = len({held[slot].length for slot in chosen}) == 1 if b > 1 else None
+        self.stats = {"grouped": len({held[slot].length for slot in chosen}) == 1} if b > 1 else {}
         self._last = b
         return sorted(chosen)
 
-    def _group(self, held: list[Row], by_age: list[int], b: int) -> list[int]:
-        """`b` rows of one length of which at least half ran in the last round; empty if there are none."""
+    def _group(self, held: list[Sequence], by_age: list[int], b: int) -> list[int]:
+        """`b` sequences of one length of which at least half ran in the last round; empty if there are none."""
         groups = defaultdict(list)
         for slot in by_age:
             groups[held[slot].length].append(slot)
@@ -76,3 +79,21 @@ class ExSpec(Scheduler):
         staying = {tuple(group): sum(slot < self._last for slot in group) for group in full}
         best = max(staying, key=staying.__getitem__, default=())
         return list(best) if best and 2 * staying[best] >= b else []
+
+    @staticmethod
+    def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
+        """`grouping_rate`: of the rounds of several sequences, the share whose sequences had one length."""
+        from specbench.measure.frames import stat  # late: pandas takes a second to import
+        from specbench.measure.rounds import ratio
+
+        judged = rounds.assign(grouped=stat(rounds, "grouped"))
+        judged = judged[judged["grouped"].notna()]
+        # A round of n sequences stands in n rows.
+        same = (judged["grouped"].astype(float) / judged["rows"]).sum()
+        return {"grouping_rate": ratio(same, (1 / judged["rows"]).sum())}
+
+    @staticmethod
+    def describe(stats: dict[str, Any]) -> list[str]:
+        """The grouping rate."""
+        rate = stats.get("grouping_rate")
+        return [] if rate is None else [f"sequences of one length in {rate:.0%} of the rounds"]

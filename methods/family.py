@@ -142,6 +142,8 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
         [answer("deep", 6), answer("shallow", 3)],
         [Step("answers of both", 0.1, both, ())],
         [
+            part("medusa", 25, "medusa", "deep"),
+            part("medusa_shallow", 23, "medusa", "shallow"),
             part("streaming", 35, "mirror_sd", "deep", start),
             part("draft", 25, "sps", "deep", start),
             part("s2d", 25, "s2d", "shallow", f"layers={size.layers}", f"exits={size.exits}"),

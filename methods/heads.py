@@ -17,7 +17,7 @@ from specbench.decoding.linear import laid_linear
 
 if TYPE_CHECKING:
     from specbench.decoding.sampling import Decoding
-    from specbench.decoding.target import Target
+    from specbench.decoding.target import StagedModel
     from specbench.pairs import Pair
 
 
@@ -30,7 +30,7 @@ class DraftHead:
         kept: [k] token ids in ascending order whose rows are copied; None for the head as it is.
     """
 
-    def __init__(self, model: Target, vocab_size: int, kept: torch.Tensor | None = None):
+    def __init__(self, model: StagedModel, vocab_size: int, kept: torch.Tensor | None = None):
         self.model, self.vocab_size, self.kept = model, vocab_size, kept
         if kept is None:
             self.bytes = model.pass_bytes(0, 0)
@@ -75,21 +75,20 @@ class DraftHead:
         return self.ids(rows if uniforms is None else drawable(rows)), probs
 
     def spread(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """Probabilities of a draft over the target's vocabulary, for one sequence.
+        """Probabilities of a draft over the target's vocabulary.
 
         Args:
-            probs: what `choose` gave for each of the k tokens: [1, rows] each, or None when greedy.
+            probs: what `choose` gave for each of the k tokens: [b, rows] each, or None when greedy.
 
         Returns:
-            [k, vocab_size]; None for a greedy draft.
+            [b, k, vocab_size]; None for a greedy draft.
         """
-        return self._spread(torch.cat(probs)) if probs and probs[0] is not None else None  # type: ignore[arg-type] # all or none
+        if not probs or probs[0] is None:
+            return None
+        return self.widen(torch.stack(probs, dim=1))  # type: ignore[arg-type] # all or none
 
-    def spread_rows(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """The same for the n sequences of a batch: k times [n, rows] -> [n, k, vocab_size]."""
-        return self._spread(torch.stack(probs, dim=1)) if probs and probs[0] is not None else None  # type: ignore[arg-type] # all or none
-
-    def _spread(self, rows: torch.Tensor) -> torch.Tensor:
+    def widen(self, rows: torch.Tensor) -> torch.Tensor:
+        """Probabilities [..., rows] of this head -> [..., vocab_size]."""
         whole = rows.new_zeros(*rows.shape[:-1], self.vocab_size)
         if self.kept is None:
             whole[..., : rows.shape[-1]] = rows
@@ -106,7 +105,7 @@ def drawable(rows: torch.Tensor) -> torch.Tensor:
     return rows.clamp(min=0)
 
 
-def draft_head(pair: Pair, model: Target, vocab_map: str | None, vocab_size: int | None) -> DraftHead:
+def draft_head(pair: Pair, model: StagedModel, vocab_map: str | None, vocab_size: int | None) -> DraftHead:
     """The head of `model` for drafting in `pair`, trimmed to the first `vocab_size` tokens of a map if one is given."""
     kept = None
     if vocab_map is not None:
@@ -125,19 +124,14 @@ def confidence(logits: torch.Tensor) -> torch.Tensor:
     return torch.softmax(logits.float(), dim=-1).amax(-1)
 
 
-def unsure(logits: torch.Tensor, threshold: float) -> bool:
-    """Whether drafting stops behind this token; a threshold of 0 never does, and never waits for the device."""
-    return threshold > 0 and bool(confidence(logits) < threshold)
-
-
-class Going:
+class StopTracker:
     """Which sequences of a batch still draft: the batch goes on until the last one is unsure.
 
-    `counts` are the tokens [n] that each has drafted, its first unsure one the last; None when the threshold is 0,
-    which never stops a sequence and never waits for the device.
+    `counts` are the tokens [b] that each has drafted, its first unsure one the last; None when all drafted equally
+    many. A threshold of 0 never stops a sequence, and never waits for the device.
 
     Args:
-        threshold: as in `unsure`.
+        threshold: a sequence drafts no more behind a token whose probability (top-1, temperature 1) lies below it.
     """
 
     def __init__(self, threshold: float):
@@ -145,13 +139,22 @@ class Going:
         self.counts: torch.Tensor | None = None
         self._going: torch.Tensor | bool = True
 
-    def drafted(self, logits: torch.Tensor) -> bool:
-        """Counts a token drafted from logits [n, rows]; returns whether any sequence goes on."""
+    def goes_on(self, logits: torch.Tensor) -> bool:
+        """Counts a token drafted from logits [b, rows]; returns whether any sequence goes on."""
         if self.threshold <= 0:
             return True
+        if logits.shape[0] == 1:
+            return not bool(confidence(logits) < self.threshold)
         if self.counts is None:
             self._going = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
             self.counts = self._going.long() * 0
         self.counts = self.counts + self._going
         self._going = self._going & (confidence(logits) >= self.threshold)
         return bool(self._going.any())
+
+
+def move_entries(values: list, sources: list[int], destinations: list[int]) -> None:
+    """Copies entries of a list that has one for each slot, all at once; see `Drafter.move`."""
+    moved = [values[source] for source in sources]
+    for destination, value in zip(destinations, moved):
+        values[destination] = value

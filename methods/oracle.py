@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from specbench.decoding.draft import Context, Draft, Drafter, Needs
-from specbench.decoding.rows import span
+from methods.heads import move_entries
+from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Verified
+from specbench.decoding.draft import Sequence as Decoded
+from specbench.decoding.layout import span
 from specbench.errors import UserError
 from specbench.pairs import Pair
 from specbench.values import Count, Probability, Seed, parameters
@@ -27,9 +29,7 @@ from specbench.values import Count, Probability, Seed, parameters
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from specbench.decoding.batch import Rows
-    from specbench.decoding.kv_cache import KVCache, RowCache
-    from specbench.decoding.target import Prefill, Target
+    from specbench.decoding.target import Prefill, StagedModel
 
 UNKNOWN = -1  # in place of a token: the wrapped drafter's own is proposed
 
@@ -102,7 +102,7 @@ class Oracle(Drafter):
         UserError: the wrapped drafter drafts trees, or works during verification.
     """
 
-    needs = Needs(sampling=False, batching=True, continuation=True)
+    needs = Needs(sampling=False, continuation=True)
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Oracle(Drafter):
         seed: Seed = 0,
     ):
         self.inner = _wrapped(pair, drafter, max_draft_tokens)
-        if self.inner.tree_nodes or self.inner.launch_layer is not None:
+        if self.inner.max_nodes or type(self.inner).on_hidden is not Drafter.on_hidden:
             raise UserError(f"the oracle proposes chains in turn with the target, which {cost_of} does not")
         self.needs = self.needs.around(self.inner.needs)
         self.taps = self.inner.taps
@@ -125,9 +125,6 @@ class Oracle(Drafter):
         if self.feeds:
             self.inner.head = OracleHead(self.inner.head, self._next)  # type: ignore[attr-defined]
         self._foretold: dict[tuple[int, ...], Foretold] = {}
-        self._known: Foretold | None = (
-            None  # of the sequence that is decoded alone, while it is what was foretold
-        )
 
     def foretell(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
         """Draws what will be proposed."""
@@ -136,117 +133,84 @@ class Oracle(Drafter):
             tuple(prompt): Foretold(prompt, answer, *drawn) for prompt, answer in zip(prompts, answers)
         }
 
-    # -- one sequence
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Makes room for what is proposed, by position in the sequence."""
+        shape = (slots, capacity + self.max_draft_tokens)
+        self._table = torch.full(shape, UNKNOWN, dtype=torch.int64, device=self.device)
+        self._known: list[Foretold | None] = [None] * slots  # of each sequence, while it is what was foretold
+        self.inner.open(slots, capacity, target)
 
-    def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
+    def begin(self, slot: int, sequence: Decoded, prefill: Prefill) -> None:
         """Looks the answer up, and begins the wrapped drafter's."""
-        prompt = context.known()[:-1].tolist()
-        self._prompt_length = len(prompt)
-        self._known = self._foretold.get(tuple(prompt))
-        if self._known is not None:
-            self._tokens = torch.from_numpy(self._known.tokens).to(self.device)
-        self._compare(0, 0, context.following)
-        self.inner.begin(context, prefill, target, cache)
+        prompt = sequence.request.prompt
+        known = self._known[slot] = self._foretold.get(tuple(prompt))
+        self._table[slot] = UNKNOWN
+        if known is not None:
+            proposed = torch.from_numpy(known.tokens).to(self.device)
+            self._table[slot, len(prompt) : len(prompt) + len(proposed)] = proposed
+        self._compare(slot, 0, sequence.new_tokens)
+        self.inner.begin(slot, sequence, prefill)
 
-    def draft(self, context: Context) -> Draft:
+    def draft(self, batch: Batch) -> Draft:
         """The wrapped drafter's draft with the oracle's tokens."""
-        self._at = context.length - self._prompt_length
-        k = min(self.max_draft_tokens, context.max_draft)
-        proposed = None if self._known is None else self._tokens[self._at : self._at + k]
-        self._propose(proposed)
-        draft = self.inner.draft(context)
-        return draft if self.feeds or proposed is None else replace(draft, tokens=proposed)
+        b, k = batch.size, min(self.max_draft_tokens, batch.max_draft)
+        if b == 1:
+            proposed = self._table[:1, batch.lengths[0] : batch.lengths[0] + k]
+        else:
+            proposed = self._table[:b].gather(1, span(batch.known, k))
+        unknown = proposed == UNKNOWN if None in self._known[:b] else None
+        self._propose(proposed, unknown)
+        draft = self.inner.draft(batch)
+        if self.feeds:
+            return draft
+        if unknown is None:
+            return replace(draft, tokens=proposed, candidates=None)
+        own, missing = draft.tokens, k - draft.tokens.shape[1]
+        counts = own.shape[1] if draft.candidates is None else draft.candidates
+        return replace(
+            draft,
+            tokens=torch.where(unknown, pad(own, (0, missing)), proposed),
+            candidates=torch.where(unknown[:, 0], counts, k),
+        )
 
-    def commit(self, context: Context, accepted: int) -> None:
-        """Notes whether the answer is still the known one."""
-        self._compare(self._at, accepted, context.following)
-        self.inner.commit(context, accepted)
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Forgets the answers that are no longer the known ones."""
+        for slot, (one, new) in enumerate(zip(batch.sequences, verified.tokens)):
+            self._compare(slot, one.emitted - len(new), new)
+        self.inner.commit(batch, verified)
 
-    def end(self) -> None:
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Moves the answers and what belongs to the wrapped drafter's sequences."""
+        self._table[destinations] = self._table[sources]
+        move_entries(self._known, sources, destinations)
+        self.inner.move(sources, destinations, kv_len)
+
+    def end(self, slot: int) -> None:
         """Ends the wrapped drafter's answer."""
-        self.inner.end()
+        self.inner.end(slot)
 
     def close(self) -> None:
         """Releases what the wrapped drafter keeps."""
         self.inner.close()
 
-    def _compare(self, at: int, accepted: int, following: int) -> None:
-        """Forgets the known answer unless the tokens from place `at` on, and the one that follows, are its own."""
-        known, place = self._known, at + accepted
-        if known is None or (known.answer[place : place + 1] == [following] and all(known.right[at:place])):
-            return
-        self._known = None
-
-    # -- many sequences
-
-    def open_rows(self, rows: int, capacity: int, target: Target, cache: RowCache) -> None:
-        """Makes room for the known answers, by position in the sequence, and for what is proposed of them."""
-        shape = (rows, capacity + self.max_draft_tokens)
-        self._answers = torch.full(shape, UNKNOWN, dtype=torch.int64, device=self.device)
-        self._table = self._answers.clone()
-        self.inner.open_rows(rows, capacity, target, cache)
-
-    def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target: Target) -> None:
-        """Looks the answer up, and begins the wrapped drafter's."""
-        ids, n = prompt[0].tolist(), prompt.shape[1]
-        self._answers[row], self._table[row] = UNKNOWN, UNKNOWN
-        if (known := self._foretold.get(tuple(ids))) is not None:
-            self._answers[row, n : n + len(known.answer)] = torch.tensor(known.answer, device=self.device)
-            self._table[row, n : n + len(known.tokens)] = torch.from_numpy(known.tokens).to(self.device)
-        self.inner.begin_row(row, prompt, prefill, target)
-
-    def draft_rows(self, rows: Rows) -> Draft:
-        """The wrapped drafter's draft with the oracle's tokens."""
-        k = min(self.max_draft_tokens, rows.max_draft)
-        proposed = self._table[: rows.known.shape[0]].gather(1, span(rows.known, k))
-        unknown = proposed == UNKNOWN
-        self._propose(proposed, unknown)
-        draft = self.inner.draft_rows(rows)
-        if self.feeds:
-            return draft
-        own, missing = draft.tokens, k - draft.tokens.shape[1]
-        counts = torch.full_like(rows.known, own.shape[1]) if draft.counts is None else draft.counts
-        return replace(
-            draft,
-            tokens=torch.where(unknown, pad(own, (0, missing)), proposed),
-            counts=torch.where(unknown[:, 0], counts, k),
-        )
-
-    def commit_rows(self, rows: Rows, accepted: torch.Tensor) -> None:
-        """Forgets the answers that are no longer the known ones."""
-        b, k = rows.known.shape[0], min(self.max_draft_tokens, rows.max_draft)
-        # From the pending token of the round to the one that follows the draft.
-        places = span(rows.known - 1, k + 2).clamp(max=rows.tokens.shape[1] - 1)
-        said, known = rows.tokens[:b].gather(1, places), self._answers[:b].gather(1, places)
-        new = places <= (rows.known + accepted).unsqueeze(1)
-        left = (new & (known != UNKNOWN) & (said != known)).any(1, keepdim=True)
-        self._table[:b].masked_fill_(left, UNKNOWN)
-        self.inner.commit_rows(rows, accepted)
-
-    def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
-        """Moves the answers and what belongs to the wrapped drafter's sequences."""
-        self._answers[destinations] = self._answers[sources]
-        self._table[destinations] = self._table[sources]
-        self.inner.move_rows(sources, destinations, reach)
+    def _compare(self, slot: int, at: int, new: list[int]) -> None:
+        """Forgets the known answer unless the new tokens, from place `at` on, are its own."""
+        known = self._known[slot]
+        if known is not None and known.answer[at : at + len(new)] != new:
+            self._known[slot] = None
+            self._table[slot] = UNKNOWN
 
     # -- the tokens of a draft
 
-    def _propose(self, tokens: torch.Tensor | None, unknown: torch.Tensor | None = None) -> None:
-        """Sets the tokens of the next draft.
-
-        Args:
-            tokens: [k], in a batch [b, k]; None: the wrapped drafter's own.
-            unknown: in a batch [b, k], where the wrapped drafter's own are proposed.
-        """
+    def _propose(self, tokens: torch.Tensor, unknown: torch.Tensor | None) -> None:
+        """Sets the tokens [b, k] of the next draft; where `unknown` [b, k], the wrapped drafter's own are proposed."""
         self._proposed, self._unknown, self._step = tokens, unknown, 0
 
     def _next(self, own: torch.Tensor) -> torch.Tensor:
-        """The tokens [n] to propose in place of the wrapped drafter's own [n], each time at the next place."""
-        if self._proposed is None:
-            return own
+        """The tokens [b] to propose in place of the wrapped drafter's own [b], each time at the next place."""
         j, self._step = self._step, self._step + 1
         if self._unknown is None:
-            return self._proposed[j : j + 1]
+            return self._proposed[:, j]
         return torch.where(self._unknown[:, j], own, self._proposed[:, j])
 
 

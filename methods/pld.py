@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
-from specbench.decoding.draft import Context, Draft, Drafter, Needs
-from specbench.decoding.rows import span
+from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.errors import at_least
 from specbench.pairs import Pair
 from specbench.values import Count
 
 if TYPE_CHECKING:
-    from specbench.decoding.batch import Rows
+    from specbench.decoding.target import Prefill, StagedModel
 
 
 class PromptLookup(Drafter):
@@ -29,7 +28,6 @@ class PromptLookup(Drafter):
         UserError: `min_ngram` is above `max_ngram`.
     """
 
-    needs = Needs(batching=True)
     certain = True
 
     def __init__(self, pair: Pair, max_draft_tokens: Count = 10, max_ngram: Count = 3, min_ngram: Count = 1):
@@ -37,35 +35,45 @@ class PromptLookup(Drafter):
         self.max_draft_tokens = max_draft_tokens
         self.ngrams = range(max_ngram, min_ngram - 1, -1)
 
-    def draft(self, context: Context) -> Draft:
-        """The tokens that followed the same n-gram earlier; an empty draft where there is none."""
-        known = context.known()
-        length = min(self.max_draft_tokens, context.max_draft)
-        for n in self.ngrams:
-            if known.shape[0] <= n:
-                continue
-            # Windows that end before the last token: the n-gram itself is not its own earlier occurrence.
-            matches = (known[:-1].unfold(0, n, 1) == known[-n:]).all(1).nonzero()
-            if matches.shape[0]:
-                start = matches[-1, 0] + n
-                return Draft(known[start : start + length].clone())
-        return Draft(known[:0])
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Makes room for the known tokens, on the host: a look-up there waits for nothing."""
+        self._tokens = np.zeros((slots, capacity), dtype=np.int64)
 
-    def draft_rows(self, rows: Rows) -> Draft:
-        """The same for the running sequences of a batch; `counts` holds the length of each draft."""
-        b, device = rows.known.shape[0], rows.known.device
-        tokens = rows.tokens[:b, : rows.reach]
-        known = rows.known.unsqueeze(1)
-        behind = torch.zeros(b, dtype=torch.int64, device=device)  # where each row's draft begins; 0: nowhere
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Notes the prompt and the first token."""
+        self._tokens[slot, : sequence.length] = sequence.tokens
+
+    def draft(self, batch: Batch) -> Draft:
+        """The tokens that followed the same n-gram earlier; none where there is none."""
+        drafts = [
+            self._look_up(self._tokens[slot, :length])[:limit]
+            for slot, (length, limit) in enumerate(zip(batch.lengths, batch.limits))
+        ]
+        return Draft.of([draft.tolist() for draft in drafts], batch.tokens.device)
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Notes the new tokens."""
+        for slot, (length, new) in enumerate(zip(batch.lengths, verified.tokens)):
+            self._tokens[slot, length : length + len(new)] = new
+
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Copies the known tokens of slots."""
+        self._tokens[destinations] = self._tokens[sources]
+
+    def _look_up(self, known: np.ndarray) -> np.ndarray:
+        """The tokens to draft behind `known` [n]."""
+        # Where the newest token stood earlier; then those of them that have more of the newest tokens in front.
+        ends = np.flatnonzero(known[:-1] == known[-1])
+        found: dict[int, np.ndarray] = {}
+        for n in range(1, self.ngrams[0] + 1):
+            if n > 1:
+                ends = ends[ends >= n - 1]
+                ends = ends[known[ends - n + 1] == known[-n]] if len(known) >= n else ends[:0]
+            if not len(ends):
+                break
+            found[n] = ends
         for n in self.ngrams:
-            if tokens.shape[1] <= n:
-                continue
-            newest = rows.newest(n)
-            ends = torch.arange(n, tokens.shape[1], device=device)  # just behind each earlier n-gram
-            fits = (tokens[:, :-1].unfold(1, n, 1) == newest.unsqueeze(1)).all(2) & (ends < known)
-            latest = (fits * ends).amax(1)
-            behind = torch.where(behind > 0, behind, latest)
-        counts = torch.where(behind > 0, rows.known - behind, 0).clamp(max=self.max_draft_tokens)
-        k = int(counts.minimum(rows.limits).amax())  # the one wait: a shorter draft is a cheaper verification
-        places = span(behind, k).clamp(max=rows.tokens.shape[1] - 1)
-        return Draft(rows.tokens[:b].gather(1, places), counts=counts)
+            if n in found:
+                start = found[n][-1] + 1
+                return known[start : start + self.max_draft_tokens]
+        return known[:0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbench.decoding.batch import Scheduler
+from specbench.decoding.scheduler import Scheduler
 
 
 class RaggedBatch(Scheduler):

@@ -93,8 +93,8 @@ def check_values(cfg: DictConfig) -> None:
 
 def check_method(cfg: DictConfig) -> Needs:
     """What the drafter needs. Raises UserError when pair or decoding lack it, or for an unknown parameter."""
-    from specbench.decoding.batch import Scheduler  # late: a misspelt name need not wait for torch
     from specbench.decoding.draft import Drafter, needs_of
+    from specbench.decoding.scheduler import Scheduler  # late: a misspelt name need not wait for torch
 
     cls = located(cfg.method, "method", Drafter, Scheduler)
     takes = parameters(cls, "method", cfg.method)

@@ -90,7 +90,7 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["vocab.size=0"], "vocab.size "),
         (["vocab.size=1024"], "vocab=trim"),
         (["vocab.map=here"], "vocab=trim"),
-        (["method=mirror_sd", "vocab=trim", "vocab.size=1024"], "method.vocab_size=4096"),
+        (["method=sps", "vocab=trim", "method.vocab_size=512"], "method.vocab_size=512"),
         (["batch_size=4", "method=sps"], "method=ragged drafter=sps batch_size=4"),
         (["method=oracle", "method.cost_of=spss"], "unknown drafter 'spss' ... sps"),
         (["method=oracle", "method.cost_of=oracle"], "oracle cannot wrap oracle"),

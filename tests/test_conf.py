@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from specbench.checks import check_method, check_values
 from specbench.compose import CONF
-from specbench.decoding.batch import Scheduler
 from specbench.decoding.draft import Drafter
+from specbench.decoding.scheduler import Scheduler
 from specbench.questions import TASKS
 from specbench.values import parameters, settings
 from tests.support.conf import composed

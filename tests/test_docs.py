@@ -29,7 +29,7 @@ from specbench.compose import CONF
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from tests.support.samples import SUMMARY, faster, run_of, wrong
 
@@ -303,7 +303,7 @@ def test_make_targets_exist(words):
         "specbench run method.max_draft=3",
         "specbench compare A B --fail-under 0.9",
         "specbench trian sps",
-        "specbench train medusa",
+        "specbench train eagle",
         "python -m specbench.benhc method=sps",
         "python -m methods.sps.train laers=3",
         "specbench run method=pld vocab=trim",
@@ -369,18 +369,18 @@ def test_an_example_is_lossless(written, name):
     module, _, cls = cfg.method._target_.rpartition(".")
     pair = tiny_pair()
     drafter = getattr(importlib.import_module(module), cls)(pair, **settings)
-    target = Target(pair.target)
+    target = StagedModel(pair.target)
     accepted = branches = 0
     for prompt in ([5, 9, 5, 9, 5], [1, 2, 3, 4, 2, 3, 1], [7]):
         for cap, stop in ((1, 2), (2, 2), (40, 2), (60, 28)):
-            plain = Engine(target, Drafter(), frozenset({stop})).generate(prompt, Decoding(cap))
-            answer = Engine(target, drafter, frozenset({stop})).generate(prompt, Decoding(cap))
+            plain = Engine(target, Drafter(), frozenset({stop})).answer(prompt, Decoding(cap))
+            answer = Engine(target, drafter, frozenset({stop})).answer(prompt, Decoding(cap))
             assert answer.tokens == plain.tokens
             accepted += sum(step.accepted for step in answer.steps)
             branches += sum(step.drafted - step.depth for step in answer.steps)
     assert accepted > 20
     assert (branches > 0) == (name == "bigram_tree")
-    sampled = Engine(target, drafter, frozenset()).generate([5, 9, 5], Decoding(30, 0.7), seed=1)
+    sampled = Engine(target, drafter, frozenset()).answer([5, 9, 5], Decoding(30, 0.7), seed=1)
     assert len(sampled.tokens) == 30
 
 

@@ -22,7 +22,7 @@ from specbench.compose import CONF, ROOT
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.expand import Expansion, embedded, expand_model, wide
 from specbench.measure.provenance import differences
@@ -99,11 +99,11 @@ def test_added_tokens_are_never_drawn(shape, dtype):
 
 def test_layers_of_the_new_model_compute_what_the_first_ones_of_the_old_did():
     old, new, expansion = expanded({"num_hidden_layers": 12, "vocab_size": 70})
-    old, new = Target(old), Target(new)
+    old, new = StagedModel(old), StagedModel(new)
     seen = set()
     for count in range(6):
         states = [
-            model.run_layers(model.embed(IDS), model.new_cache(IDS.shape[1]), 0, layers)
+            model.run_layers(model.embed(IDS), model.new_cache(IDS.shape[1]), 0, 0, layers)
             for model, layers in ((old, count), (new, expansion.layers(count)))
             if layers
         ]
@@ -169,6 +169,9 @@ def test_models_that_cannot_be_expanded(changes):
         Expansion(source().config.to_dict() | changes, SAME, "x")
 
 
+FLAT = "pair.draft_shape.num_hidden_layers=1"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -182,7 +185,7 @@ def test_models_that_cannot_be_expanded(changes):
         (["pair=tiny_wide", "pair.width=wide"], r"pair\.width must be a whole number"),
         (["pair=tiny", "pair.width=512"], r"set pair\.init=expanded"),
         (["pair=tiny_wide", "pair.device_map=auto"], r"set pair\.init=pretrained"),
-        (["pair=vicuna-7b", "pair.init=expanded", "method=mirror_sd"], r"draft model.*pair\.draft_layers=2"),
+        (["pair=vicuna-7b", "pair.init=expanded", "method=sps", FLAT], r"draft model.*pair\.draft_layers=1"),
     ],
 )
 def test_pairs_that_are_refused_before_anything_is_loaded(settings, message):
@@ -202,9 +205,7 @@ def test_a_real_pair_is_built_from_the_embedded_family():
     assert pair.target.startswith("specbench/tiny/") and pair.tokenizer.startswith("specbench/tiny/")
     assert not pair.gated and pair.stop_ids is None and pair.target_revision is None
     assert set(pair) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))
-    # The preset of the embedded pair: its draft model, cut, and its layer 5 of 24, of 32.
-    assert (pair.draft, pair.draft_layers) == (pair.parts.s2d, 4)
-    assert (cfg.method.exit_layer, cfg.method.kappa) == (6, 12)
+    assert (pair.draft, pair.draft_layers) == ("specbench/tiny/weights/draft", None)
     assert embedded(pair) is pair
     check(composed("bench", "pair=llama-3.1-8b", "pair.init=expanded", "method=kangaroo", "vocab=trim"))
 
@@ -213,8 +214,6 @@ def test_other_pairs_stay_as_they_are():
     for choice in ("pair=tiny", "pair=tiny_wide", "pair=qwen3-8b"):
         pair = composed("bench", choice).pair
         assert embedded(pair) is pair
-    assert composed("bench", "pair=tiny", "method=mirror_sd").method.exit_layer == 5
-    assert composed("bench", "pair=tiny_wide", "method=mirror_sd").method.exit_layer == 5
 
 
 @cache
@@ -379,8 +378,10 @@ def _answers(shape: str | None, method: str, *overrides: str):
     found = []
     with closing(bench.drafter):
         for drafter in (Drafter(), bench.drafter):
-            engine = Engine(bench.target, drafter, bench.pair.stop_ids, bench.pair.context_length)
-            found.append([engine.generate(prompt, Decoding(TOKENS)) for prompt in prompts])
+            engine = Engine(
+                bench.target, drafter, bench.pair.stop_ids, context_length=bench.pair.context_length
+            )
+            found.append([engine.answer(prompt, Decoding(TOKENS)) for prompt in prompts])
     return bench.pair, prompts, *found
 
 

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.slow
 
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 # The second pair for those to which it brings other weights.
-ON_PAIRS = [(m, "tiny") for m in METHODS] + [(m, "tiny_shallow") for m in ("ar", "kangaroo", "s2d", "sps")]
+ON_PAIRS = [(m, "tiny") for m in METHODS] + [
+    (m, "tiny_shallow") for m in ("ar", "kangaroo", "medusa", "s2d", "sps")
+]
 # Without a draft: certified against transformers' generate, as the others need not be once more.
 PLAIN = ("ar", "ar_batch")
 # Those that draft beside the target as `mirror_sd` does, for which one process less is started.
@@ -30,6 +32,10 @@ COMBINATIONS = [
     ("eqspec", "s2d", "full"),
     ("ragged", "sps", "trim"),
     ("ragged", "oracle", "full"),
+    ("ragged", "medusa", "trim"),
+    ("exspec", "medusa", "full"),
+    ("ragged", "recycling", "full"),
+    ("eqspec", "recycling", "full"),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.pairs import choose_device, cut, load_pair
 from tests.support.models import TEMPLATE, byte_tokenizer, save_pair
@@ -72,11 +72,13 @@ def test_a_draft_model_of_fewer_layers(cfg, init):
     short = load_pair(cfg, seed=0, with_draft=True).draft
     assert short.dtype == torch.bfloat16 and not any(p.requires_grad for p in short.parameters())
     assert short.config._attn_implementation == "sdpa"
-    whole, short, ids = Target(whole), Target(short), torch.tensor([[3, 5, 8]])
+    whole, short, ids = StagedModel(whole), StagedModel(short), torch.tensor([[3, 5, 8]])
     depth = len(whole.layers)
     assert depth > len(short.layers) == 1
-    early = whole.run_layers(whole.embed(ids), whole.new_cache(3), 0, 1)
-    assert torch.equal(whole.head(early), short.head(short.run_layers(short.embed(ids), short.new_cache(3))))
+    early = whole.run_layers(whole.embed(ids), whole.new_cache(3), 0, 0, 1)
+    assert torch.equal(
+        whole.head(early), short.head(short.run_layers(short.embed(ids), short.new_cache(3), 0))
+    )
     cfg.draft_layers = depth + 1
     with pytest.raises(UserError, match=rf"pair\.draft_layers .*\b{depth + 1}\b.*\b{depth}\b"):
         load_pair(cfg, seed=0, with_draft=True)

@@ -19,7 +19,7 @@ from methods.sps import SpeculativeSampling
 from specbench.compose import CONF
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.pairs import load_pair
 from tests.support.conf import composed
@@ -120,7 +120,7 @@ def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
     cfg = save_small(name, tmp_path)
     pair = load_pair(cfg, seed=0, with_draft=cfg.draft is not None)
     assert pair.target.config.model_type == pair_config(name).target_shape.model_type
-    target = Target(pair.target)
+    target = StagedModel(pair.target)
     target.check()
     drafters = {
         "ar": Autoregressive(pair),
@@ -137,8 +137,8 @@ def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
         prompt = pair.prompt_ids(messages)
         expected = generate_with_transformers(pair.target, prompt, 24, stop_ids=pair.stop_ids)
         for method, drafter in drafters.items():
-            engine = Engine(target, drafter, pair.stop_ids, pair.context_length)
-            answer = engine.generate(prompt, Decoding(24))
+            engine = Engine(target, drafter, pair.stop_ids, context_length=pair.context_length)
+            answer = engine.answer(prompt, Decoding(24))
             assert answer.tokens == expected, method
             rates[method] += [step.accepted / step.drafted for step in answer.steps if step.drafted]
     for method in rates.keys() - {"ar", "pld"}:  # accepted drafts are what is easily got wrong
@@ -177,7 +177,7 @@ def test_padded_rows_are_never_drafted(name, tmp_path):
     token, _ = drafter.head.choose(logits, Decoding(1), None)
     assert logits.shape[-1] == pair.vocab_size == 260 and token < 260
     _, probs = drafter.head.choose(logits, Decoding(1, 1.0), torch.tensor([0.5]))
-    assert drafter.head.spread([probs]).shape == (1, pair.target.config.vocab_size)
+    assert drafter.head.spread([probs]).shape == (1, 1, pair.target.config.vocab_size)
 
 
 @pytest.mark.parametrize("name", [name for name in REAL if name.startswith("vicuna")])
@@ -196,7 +196,7 @@ def test_a_prompt_that_begins_with_a_stop_token_is_answered(tmp_path):
     pair = load_pair(cfg, seed=0, with_draft=True)
     prompt = pair.prompt_ids(CHAT)
     assert prompt[0] in pair.stop_ids
-    answer = Engine(Target(pair.target), SpeculativeSampling(pair, 3), pair.stop_ids).generate(
+    answer = Engine(StagedModel(pair.target), SpeculativeSampling(pair, 3), pair.stop_ids).answer(
         prompt, Decoding(8)
     )
     assert answer.tokens == generate_with_transformers(pair.target, prompt, 8, stop_ids=(256, 257))
@@ -236,7 +236,7 @@ def test_random_weights_need_neither_network_nor_files(name, monkeypatch):
     pair = load_pair(cfg, seed=0, with_draft=cfg.draft is not None)
     assert pair.init == "random" and pair.target.config.model_type == cfg.target_shape.model_type
     prompt = pair.prompt_ids(CHAT)
-    answer = Engine(Target(pair.target), PromptLookup(pair), pair.stop_ids).generate(prompt, Decoding(8))
+    answer = Engine(StagedModel(pair.target), PromptLookup(pair), pair.stop_ids).answer(prompt, Decoding(8))
     assert isinstance(pair.decode(answer.tokens), str)
 
 

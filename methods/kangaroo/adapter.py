@@ -19,7 +19,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specbench.decoding.kv_cache import KVCache, RowCache
+from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.linear import lay_out
 from specbench.errors import UserError, reason
 from specbench.expand import Expansion
@@ -44,7 +44,7 @@ class AdapterLayer(nn.Module):
         hidden: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | RowCache | None = None,
+        past_key_values: KVCache | None = None,
     ) -> torch.Tensor:
         """States [batch, n, d] -> states [batch, n, d]."""
         attended, _ = self.self_attn(
@@ -71,21 +71,11 @@ class Adapter(nn.Module):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = LlamaRotaryEmbedding(config)
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for the one attention layer."""
-        layers, heads, width = self._cache_shape()
-        weight = self.norm.weight
-        return KVCache([weight.device] * layers, heads, width, capacity, weight.dtype)
-
-    def new_rows(self, rows: int, capacity: int) -> RowCache:
-        """The same for `rows` sequences."""
-        weight = self.norm.weight
-        return RowCache(*self._cache_shape(), rows, capacity, weight.device, weight.dtype)
-
-    def _cache_shape(self) -> tuple[int, int, int]:
-        """Layers, heads of keys and values, width of a head."""
+    def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
+        """An empty cache of the one attention layer for `slots` sequences."""
         config, layer = self.config, cast("AdapterLayer", self.layers[0])
-        return 1, config.num_key_value_heads or config.num_attention_heads, layer.self_attn.head_dim
+        weight, heads = self.norm.weight, config.num_key_value_heads or config.num_attention_heads
+        return KVCache([weight.device], heads, layer.self_attn.head_dim, slots, capacity, weight.dtype)
 
     def rope(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [1, n, head_dim] for positions [1, n], in the dtype of `like`."""
@@ -96,7 +86,7 @@ class Adapter(nn.Module):
         hidden: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | RowCache | None = None,
+        past_key_values: KVCache | None = None,
     ) -> torch.Tensor:
         """Exit states [batch, n, d] -> states [batch, n, d] for the target's head (its final norm is not used)."""
         return self.norm(self.layers[0](hidden, position_embeddings, attention_mask, past_key_values))

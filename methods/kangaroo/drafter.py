@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.heads import Going, draft_head, unsure
-from specbench.decoding.draft import Context, Draft, Drafter, Needs, Resume
+from methods.heads import StopTracker, draft_head, move_entries
+from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Resume, Sequence, Verified
+from specbench.decoding.kv_cache import KVCache, Pass
 from specbench.decoding.layers import quick, weight_bytes
-from specbench.decoding.rows import Ragged
-from specbench.decoding.target import Prefill, Target, attention_mask, rows_mask
+from specbench.decoding.layout import RaggedLayout
+from specbench.decoding.target import Prefill, StagedModel, attention_mask, rope_of
 from specbench.errors import UserError
 from specbench.pairs import Pair
 from specbench.questions import packaged
@@ -24,8 +25,6 @@ from specbench.values import Count, Probability
 
 if TYPE_CHECKING:
     from methods.kangaroo.adapter import Adapter
-    from specbench.decoding.batch import Rows
-    from specbench.decoding.kv_cache import KVCache, RowCache
 
 
 class Kangaroo(Drafter):
@@ -46,7 +45,7 @@ class Kangaroo(Drafter):
         UserError: the adapter cannot be read, or does not fit the target or the exit layer.
     """
 
-    needs = Needs(part="kangaroo", batching=True)
+    needs = Needs(part="kangaroo")
 
     def __init__(
         self,
@@ -67,142 +66,84 @@ class Kangaroo(Drafter):
         self.taps = (exit_layer,)
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold
-        target = Target(pair.target)
+        target = StagedModel(pair.target)
         self.head = draft_head(pair, target, vocab_map, vocab_size)
         # The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
         self._draft_bytes = weight_bytes(self.adapter) + self.head.bytes
         self._shallow_bytes = target.pass_bytes(0, exit_layer, head=False)
-        self._cache = self.adapter.new_cache(0)  # until it is known how long the sequences are
-        # Exit states that the target has kept but the adapter has not seen.
-        self._unadapted: torch.Tensor | None = None
 
-    def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
-        """Fills the adapter's cache with the prompt's exit states."""
-        self.target, self.cache = target, cache
-        if self._cache.capacity < cache.capacity:
-            self._cache = self.adapter.new_cache(cache.capacity)
-            positions = torch.arange(cache.capacity, device=target.device).unsqueeze(0)
-            self._rope = self.adapter.rope(positions, prefill.logits.to(target.dtype))
-        self._cache.truncate(0)
-        self._adapt(prefill.hidden[self.exit_layer])  # fills the adapter's cache with the prompt
-        self._unadapted = None
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Allocates the adapter's cache."""
+        self.target = target
+        self._layout = RaggedLayout(self.adapter.new_cache(capacity, slots))
+        like = torch.empty(1, dtype=target.dtype, device=target.device)
+        self._rope = self.adapter.rope(torch.arange(capacity, device=target.device).unsqueeze(0), like)
+        # The exit state in front of each sequence's pending token, which the adapter may not have seen.
+        self._before = torch.zeros(slots, 1, target.hidden_size, dtype=target.dtype, device=target.device)
+        self._adapted = [0] * slots  # known tokens of each sequence whose exit states the adapter has seen
 
-    def draft(self, context: Context) -> Draft:
-        """Drafts until a token of low confidence or `max_draft_tokens`; verification resumes behind the exit layer."""
-        decoding = context.decoding
-        limit = min(self.max_draft_tokens, context.max_draft)
-        states = [self._shallow(context.pending())]
-        feed = states[0] if self._unadapted is None else torch.cat([self._unadapted, states[0]], dim=1)
-        tokens: list[torch.Tensor] = []
-        probs: list[torch.Tensor | None] = []
-        while True:
-            logits = self.head.logits(self._adapt(feed)[:, -1])
-            token, q = self.head.choose(logits, decoding, context.draws(len(tokens)))
-            tokens.append(token)
-            probs.append(q)
-            feed = self._shallow(token.unsqueeze(0))
-            states.append(feed)
-            if len(tokens) == limit or unsure(logits, self.confidence_threshold):
-                break
-        self._states = torch.cat(states, dim=1)
-        return Draft(
-            tokens=torch.cat(tokens),
-            probs=self.head.spread(probs),
-            resume=Resume(self.exit_layer, self._states),
-            bytes_read=len(tokens) * self._draft_bytes + len(states) * self._shallow_bytes,
-        )
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Fills a slot of the adapter's cache with the prompt's exit states."""
+        states, n = prefill.hidden_states[self.exit_layer], prefill.ids.shape[1]
+        self._adapt(states, self._layout.prefill_view(slot, n), Pass.consecutive(0, n))
+        self._before[slot] = states[0, -1:]
+        self._adapted[slot] = n
 
-    def commit(self, context: Context, accepted: int) -> None:
-        """Drops the tokens that were not accepted from the adapter's cache."""
-        known = context.length - 1  # positions that the target's caches hold
-        self._cache.truncate(known)
+    def draft(self, batch: Batch) -> Draft:
+        """Drafts until tokens of low confidence or `max_draft_tokens`; verification resumes behind the exit layer."""
+        states = [self._shallow(batch, batch.newest(1), 0)]
         # After a full acceptance the last draft token went through the shallow layers but not through the adapter.
-        missing = known - self._cache.lengths[0]
-        self._unadapted = self._states[:, accepted : accepted + 1] if missing else None
-
-    def _shallow(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [1, n] -> exit states [1, n, d], appended to the target's own cache."""
-        return self.target.run_layers(self.target.embed(ids), self.cache, 0, self.exit_layer)
-
-    def _adapt(self, states: torch.Tensor) -> torch.Tensor:
-        """Exit states [1, n, d] that follow what the adapter's cache holds -> states [1, n, d] for the head."""
-        n, start = states.shape[1], self._cache.lengths[0]
-        cos, sin = self._rope
-        mask = attention_mask(n, start, states)
-        return self.adapter(states, (cos.narrow(1, start, n), sin.narrow(1, start, n)), mask, self._cache)
-
-    # -- many sequences
-
-    def open_rows(self, rows: int, capacity: int, target: Target, cache: RowCache) -> None:
-        """Allocates the adapter's cache for a batch."""
-        self._places = Ragged(self.adapter.new_rows(rows, capacity))
-        positions = torch.arange(capacity, device=target.device).unsqueeze(0)
-        self._rows_rope = self.adapter.rope(
-            positions, torch.empty(1, dtype=target.dtype, device=target.device)
-        )
-        shape = (rows, 1, target.hidden_size)
-        # The exit state in front of each row's pending token.
-        self._before = torch.zeros(shape, dtype=target.dtype, device=target.device)
-        self.target, self.rows_cache = target, cache
-
-    def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target: Target) -> None:
-        """Fills a slot of the adapter's cache with a prompt's exit states."""
-        states, n = prefill.hidden[self.exit_layer], prompt.shape[1]
-        cos, sin = self._rows_rope
-        rope = (cos.narrow(1, 0, n), sin.narrow(1, 0, n))
-        self.adapter(states, rope, attention_mask(n, 0, states), self._places.entering(row, n))
-        self._before[row] = states[0, -1:]
-
-    def draft_rows(self, rows: Rows) -> Draft:
-        """Drafts for the running sequences, as many tokens for each; `counts` holds what each has really drafted."""
-        b = rows.known.shape[0]
-        states = [self._shallow_rows(rows, rows.newest(1), 0)]
-        # Two states for every row: the adapter may not have seen the one before the pending token's.
-        feed, starts = torch.cat([self._before[:b], states[0]], dim=1), rows.known - 2
+        missing = max(length - 1 - adapted for length, adapted in zip(batch.lengths, self._adapted))
+        feed = torch.cat([self._before[: batch.size], states[0]], dim=1) if missing else states[0]
+        offset = -missing
         tokens, probs = [], []
-        going = Going(self.confidence_threshold)
-        for j in range(min(self.max_draft_tokens, rows.max_draft)):
-            adapted = self._adapt_rows(feed, starts, rows.reach + j)
-            logits = self.head.logits(adapted[:, -1])
-            token, q = self.head.choose(logits, rows.decoding, rows.draws(j))
+        stop = StopTracker(self.confidence_threshold)
+        for j in range(min(self.max_draft_tokens, batch.max_draft)):
+            where = self._layout.place(batch, feed.shape[1], offset)
+            logits = self.head.logits(self._adapt(feed, self._layout.cache, where)[:, -1])
+            token, q = self.head.choose(logits, batch.decoding, batch.draws(j))
             tokens.append(token)
             probs.append(q)
-            feed, starts = self._shallow_rows(rows, token.unsqueeze(1), 1 + j), rows.known + j
+            feed, offset = self._shallow(batch, token.unsqueeze(1), 1 + j), 1 + j
             states.append(feed)
-            if not going.drafted(logits):
+            if not stop.goes_on(logits):
                 break
         self._states = torch.cat(states, dim=1)
         return Draft(
             tokens=torch.stack(tokens, dim=1),
-            probs=self.head.spread_rows(probs),
+            probs=self.head.spread(probs),
+            candidates=stop.counts,
             resume=Resume(self.exit_layer, self._states),
             bytes_read=len(tokens) * self._draft_bytes + len(states) * self._shallow_bytes,
-            counts=going.counts,
         )
 
-    def commit_rows(self, rows: Rows, accepted: torch.Tensor) -> None:
+    def commit(self, batch: Batch, verified: Verified) -> None:
         """Keeps the exit state in front of each sequence's new pending token."""
-        b = accepted.shape[0]
-        if rows.max_draft:
-            self._before[:b, 0] = self._states[torch.arange(b, device=accepted.device), accepted]
+        b, drafted = batch.size, self._states.shape[1] - 1
+        for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
+            self._adapted[slot] = length + min(drafted - 1, count)
+        if b == 1:
+            self._before[0] = self._states[0, verified.counts[0]]
+        else:
+            self._before[:b, 0] = self._states[torch.arange(b, device=verified.count.device), verified.count]
 
-    def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies slots of the adapter's cache."""
-        self._places.move(sources, destinations, reach)
+        self._layout.move(sources, destinations, kv_len)
         self._before[destinations] = self._before[sources]
+        move_entries(self._adapted, sources, destinations)
 
-    def _shallow_rows(self, rows: Rows, ids: torch.Tensor, offset: int) -> torch.Tensor:
+    def _shallow(self, batch: Batch, ids: torch.Tensor, offset: int) -> torch.Tensor:
         """Token ids [b, 1], `offset` behind the pending ones -> exit states [b, 1, d], in the target's own cache."""
-        places = rows.layout.places(rows.known - 1 + offset, 1, rows.reach + offset, offset)
-        return self.target.run_rows(self.target.embed(ids), self.rows_cache, places, 0, self.exit_layer)
+        layout = batch.layout
+        where = layout.place(batch, 1, offset)
+        return self.target.run_layers(self.target.embed(ids), layout.cache, where, 0, self.exit_layer)
 
-    def _adapt_rows(self, states: torch.Tensor, starts: torch.Tensor, reach: int) -> torch.Tensor:
-        """Exit states [b, n, d] at the positions from `starts` on -> states [b, n, d] for the head."""
-        places = self._places.places(starts, states.shape[1], reach)
-        self._places.cache.open(0, 1, places)
-        cos, sin = self._rows_rope
-        rope = (cos[0][places.positions], sin[0][places.positions])
-        return self.adapter(states, rope, rows_mask(places, states), self._places.cache)
+    def _adapt(self, states: torch.Tensor, cache: KVCache, where: Pass) -> torch.Tensor:
+        """Exit states [b, n, d] -> states [b, n, d] for the head."""
+        b, n = states.shape[:2]
+        cache.begin_pass(0, 1, where, b, n)
+        return self.adapter(states, rope_of(self._rope, where, n), attention_mask(where, n, states), cache)
 
 
 def _exit_layer(asked: int | None, adapter: Adapter, layers: int) -> int:

@@ -24,7 +24,7 @@ from methods.training import (
 )
 from specbench import training
 from specbench.compose import with_hydra
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import one_line_errors
 from specbench.pairs import load_pair
 from specbench.values import Count, Range, check_all
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def fresh_adapter(target: Target, like_layer: int) -> Adapter:
+def fresh_adapter(target: StagedModel, like_layer: int) -> Adapter:
     """An adapter to train: the attention of one of the target's own layers, if it has that form, and its final norm.
 
     The authors begin with norms of 1 and random attention; from here far fewer steps are needed. Where the layer's
@@ -63,7 +63,7 @@ def fresh_adapter(target: Target, like_layer: int) -> Adapter:
 class Distillation(torch.nn.Module):
     """batch -> cross-entropy of an adapter against the target, which stays as it is."""
 
-    def __init__(self, adapter: Adapter, target: Target, exit_layer: int):
+    def __init__(self, adapter: Adapter, target: StagedModel, exit_layer: int):
         super().__init__()
         self.adapter, self.target, self.exit_layer = adapter, target, exit_layer
 
@@ -97,7 +97,7 @@ def train(cfg: DictConfig) -> Path:
     from methods.kangaroo.adapter import check_exit_layer, save_adapter
 
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
-    target = Target(pair.target)
+    target = StagedModel(pair.target)
     exit_layer = check_exit_layer(cfg.exit_layer, len(target.layers))
     torch.manual_seed(cfg.seed)
     adapter = fresh_adapter(target, exit_layer if cfg.like_layer is None else cfg.like_layer)

@@ -19,13 +19,14 @@ import torch
 from methods.heads import drawable
 from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_products
 from methods.mirror_sd.growth import Growth, Written, joined
+from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding, likeliest
-from specbench.decoding.target import Nodes, Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from methods.heads import DraftHead
+    from specbench.decoding.target import StagedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Brancher:
 
     def __init__(
         self,
-        model: Target,
+        model: StagedModel,
         head: DraftHead,
         exit_head: Callable[[torch.Tensor], torch.Tensor] | None,
         plan: Plan,
@@ -121,6 +122,7 @@ class Brancher:
         # Numbers to draw with: for the longest draft, the token behind it, guesses, and one to spare.
         self._width = plan.depth + 2 + self.streams.shape[0]
         self._cache = model.new_cache(0)  # until it is known how long the sequences are
+        self._fed = 0  # its entries that are in use
 
     @torch.inference_mode()
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
@@ -136,14 +138,14 @@ class Brancher:
         needed = room + 2 * (self.plan.depth + 2 + s) * (1 + s) * (self.plan.widest + 1)
         if self._cache.capacity < needed:
             self._cache = self.model.new_cache(needed)
-        self._cache.truncate(0)
+        self._fed = 0
         self._decoding = Decoding(1, temperature)
         self._generator = None if self._decoding.greedy else torch.Generator(self.device).manual_seed(seed)
         self._base, self._path, self._rows = prompt.shape[0], prompt[:0], prompt[:0]
         self._own = torch.empty(0, 0, device=self.device)
         self._forget()
         self._draw()
-        self.model.run_layers(self.model.embed(prompt.unsqueeze(0)), self._cache)
+        self._run(self.model.embed(prompt.unsqueeze(0)))
 
     @torch.inference_mode()
     def foresee(self) -> None:
@@ -151,9 +153,9 @@ class Brancher:
 
         The draft's side has time for it while the target's pass is on its way to the exit.
         """
-        behind = self._path[self._cache.lengths[0] - self._base :]
+        behind = self._path[self._fed - self._base :]
         if behind.shape[0] and self.plan.guesses != "none":
-            hidden = self.model.run_layers(self.model.embed(behind.unsqueeze(0)), self._cache)
+            hidden = self._run(self.model.embed(behind.unsqueeze(0)))
             logits = self.head.logits(self.model.norm(hidden[0, -1:]))
             self._own = torch.cat([self._own[: self._path.shape[0]], logits])
 
@@ -170,7 +172,7 @@ class Brancher:
         self.foresee()
         self._path, self._rows = self._path[:k], self._rows[:k]
         found = self._guess(self._own[: k + 1], states)
-        self._cache.truncate(self._base + k)
+        self._fed = min(self._fed, self._base + k)
         columns = torch.arange(k, device=self.device)
         seen = columns < found.accepted.unsqueeze(1)
         growth = self._growth = self._sprout(
@@ -201,8 +203,7 @@ class Brancher:
         if expanded is not None and branch is not None and (written := expanded.of(branch)):
             hit, growth = True, self._pick(expanded, branch, written, accepted, at)
         else:
-            self._cache.truncate(at)
-            fed = self._cache.lengths[0]
+            fed = self._fed = min(self._fed, at)
             ahead = self._path[fed - self._base : accepted]
             columns = torch.arange(ahead.shape[0], device=self.device)
             root = torch.tensor([following], device=self.device)
@@ -214,7 +215,7 @@ class Brancher:
                 return Found(self._path[:0], None, hit, (together, growth.passes - begun))
             self._grow(growth)
         if growth.seen is not None:  # of the guesses that did not come true nothing may stay
-            self._cache.keep(growth.base, growth.seen[0].nonzero().squeeze(1))
+            self._keep(growth.base, growth.seen[0].nonzero().squeeze(1))
         self._base = at + 1
         tokens, rows, self._own = joined(growth.written)
         self._path, self._rows = tokens[:limit], rows[:limit]
@@ -249,7 +250,7 @@ class Brancher:
         if not self.streams.shape[0]:
             self._grow_by_one(growth)
             return
-        model, cache, s = self.model, self._cache, self.streams.shape[0]
+        model, s = self.model, self.streams.shape[0]
         (m, w), n = growth.guesses.shape, growth.ahead.shape[0]
         v = 1 + w  # tokens of each continuation that are fed: the newest and the guesses
         before: torch.Tensor = growth.seen  # type: ignore[assignment] # with streams there always is one
@@ -272,9 +273,9 @@ class Brancher:
             own_path = growth.columns[-n:].unsqueeze(1) >= growth.columns
             rows_seen = torch.cat([torch.cat([own_path, own.new_zeros(n, m * v)], dim=1), seen])
         hidden, rows_seen, all_columns = self._with_streams(hidden, n, offsets, seen, rows_seen, columns)
-        start = cache.lengths[0]
-        hidden = model.run_layers(hidden, cache, nodes=Nodes(all_columns, rows_seen))[0]
-        cache.truncate(start + n + m * v)  # streams leave nothing behind
+        start = self._fed
+        hidden = self._run(hidden, all_columns, rows_seen)[0]
+        self._fed = start + n + m * v  # streams leave nothing behind
         logits = self.head.logits(model.norm(hidden[n : n + m * v])).view(m, v, -1)
         rows, tokens = self._choose(growth, logits)
         right = (growth.guesses == tokens[:, :w]).long().cumprod(1).sum(1)  # [m] guesses that came true
@@ -291,18 +292,41 @@ class Brancher:
 
     def _grow_by_one(self, growth: Growth) -> None:
         """The same without streams: one token each."""
-        feed, nodes, m = torch.cat([growth.ahead, growth.newest]), None, growth.newest.shape[0]
+        feed, m = torch.cat([growth.ahead, growth.newest]), growth.newest.shape[0]
         if growth.seen is not None:  # several: `foresee` has fed what was missing
             own = torch.eye(m, dtype=torch.bool, device=self.device)
             growth.seen = torch.cat([growth.seen, own], dim=1)
             growth.columns = torch.cat([growth.columns, growth.offsets])
-            nodes = Nodes(growth.columns, growth.seen)
-        hidden = self.model.run_layers(self.model.embed(feed.unsqueeze(0)), self._cache, nodes=nodes)[0, -m:]
+        seen = growth.seen
+        hidden = self._run(self.model.embed(feed.unsqueeze(0)), growth.columns, seen)[0, -m:]
         logits = self.head.logits(self.model.norm(hidden)).unsqueeze(1)
         rows, tokens = self._choose(growth, logits)
         growth.written.append(Written(tokens, rows, logits, None))
         growth.newest, growth.ahead = tokens[:, 0], growth.ahead[:0]
         growth.counts, growth.offsets = growth.counts + 1, growth.offsets + 1
+
+    def _run(
+        self, hidden: torch.Tensor, columns: torch.Tensor | None = None, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Runs the draft model over states [1, n, d] behind what its cache holds.
+
+        Args:
+            hidden: [1, n, d].
+            columns: [m] offsets of the last m entries, these n the last, where they are no sequence.
+            seen: [n, m] which of them each token attends to; None where they are a sequence.
+        """
+        n, where = hidden.shape[1], None
+        if columns is not None and seen is not None:
+            where = Pass.nodes(self._fed + n - columns.shape[0], columns, seen)
+        out = self.model.run_layers(hidden, self._cache, self._fed if where is None else where)
+        self._fed += n
+        return out
+
+    def _keep(self, start: int, path: torch.Tensor) -> None:
+        """Of the entries from `start` on keeps only start + path[i], path [n], and moves them to start + i."""
+        behind = torch.arange(start, start + path.shape[0], device=self.device)
+        self._cache.move_entries((path + start).unsqueeze(0), behind.unsqueeze(0))
+        self._fed = start + path.shape[0]
 
     def _with_streams(
         self,
@@ -339,7 +363,7 @@ class Brancher:
         """The branch of the target's decision as a growth of its own, its cache entries compacted."""
         seen: torch.Tensor = growth.seen  # type: ignore[assignment] # of branches there always is one
         nodes = seen[branch].nonzero().squeeze(1)[accepted:]
-        self._cache.keep(at, nodes - accepted)
+        self._keep(at, nodes - accepted)
         own = slice(branch, branch + 1)
         none = growth.columns[:0]
         return Growth(

@@ -19,19 +19,19 @@ from methods.heads import DraftHead, draft_head
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.link import Inline, Process, Thread
 from methods.mirror_sd.streams import load_streams
-from specbench.decoding.draft import Context, Draft, Drafter, Needs
+from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.linear import laid_linear
-from specbench.decoding.target import Prefill, Target
+from specbench.decoding.target import Prefill, StagedModel
+from specbench.decoding.trace import Clock
 from specbench.errors import UserError
 from specbench.pairs import Pair, draft_of
 from specbench.questions import packaged
 from specbench.values import Count, Positive, Probability, Range
 
 if TYPE_CHECKING:
+    import pandas as pd
     from transformers import PreTrainedModel
-
-    from specbench.decoding.kv_cache import KVCache
 
 
 class MirrorSD(Drafter):
@@ -41,13 +41,12 @@ class MirrorSD(Drafter):
         pair: with a draft model.
         max_draft_tokens: gamma.
         kappa: decisions guessed for each number of accepted tokens.
-        exit_layer: layers of the target in front of the guesses; None: half of them.
+        exit_layer: layers of the target in front of the guesses; None: a fifth of them.
         branches: of all guesses only so many, the likeliest; None: all.
         floor: and only those that are as likely as this, by the draft model's probability of how far its draft is
             accepted.
         candidates: guess from the target's "exit"; from the "draft" model's own distributions, as SSD does (Kumar et
-            al. 2026), which needs no exit and is launched with the pass; from the mean of "both"; "none": every draft
-            is made after the decision, as in plain speculative sampling.
+            al. 2026), which needs no exit and is launched with the pass; from the mean of "both".
         positions: "all" guesses for every number of accepted tokens, "first" for none accepted alone, the narrow
             reading of the paper.
         acceptance: when sampling, "exact" keeps a draft token if the target draws that very token, so the draft takes
@@ -67,7 +66,7 @@ class MirrorSD(Drafter):
         UserError: the exit layer, the placement, the streams or the vocabulary map does not fit the pair.
     """
 
-    needs = Needs(draft_model=True)
+    needs = Needs(draft_model=True, batching=False)
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class MirrorSD(Drafter):
         exit_layer: Annotated[int, Range(0)] | None = None,
         branches: Count | None = None,
         floor: Probability = 0.0,
-        candidates: Literal["exit", "draft", "both", "none"] = "exit",
+        candidates: Literal["exit", "draft", "both"] = "exit",
         positions: Literal["all", "first"] = "all",
         acceptance: Literal["exact", "ratio"] = "exact",
         placement: Literal["auto", "process", "thread", "inline"] = "auto",
@@ -88,13 +87,12 @@ class MirrorSD(Drafter):
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
-        target = Target(pair.target)
+        target = StagedModel(pair.target)
         layers = len(target.layers)
-        self.launch_layer = layers // 2 if exit_layer is None else exit_layer
-        if not 0 <= self.launch_layer <= layers:
+        exit_layer = max(1, round(layers / 5)) if exit_layer is None else exit_layer
+        if not 0 <= exit_layer <= layers:
             raise UserError(f"method.exit_layer must lie between 0 and the target's {layers} layers")
-        if candidates in ("draft", "none"):
-            self.launch_layer = 0 if candidates == "draft" else None
+        self.taps = (0,) if candidates == "draft" else (exit_layer,)
         self.max_draft_tokens = max_draft_tokens
         self.ratio = acceptance == "ratio"
         self.certain = not self.ratio
@@ -103,16 +101,14 @@ class MirrorSD(Drafter):
         draft: Any = draft_of(pair)
         if draft_device is not None:
             draft = copy.deepcopy(draft).to(draft_device)
-        self.model = Target(draft, pair.vocab_size)
+        self.model = StagedModel(draft, pair.vocab_size)
         self.head = draft_head(pair, self.model, vocab_map, vocab_size)
         self.device = target.device
         exit_parts = _exit_parts(target, self.model) if candidates in ("exit", "both") else None
         self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
         self._guess_bytes = sum(_bytes(part) for part in exit_parts or ())
 
-        if placement == "auto" and candidates == "none":
-            placement = "inline"
-        elif placement == "auto":
+        if placement == "auto":
             placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
         # A worker drafts while the target verifies, on cores of its own.
         self.uninterrupted = placement != "inline"
@@ -135,43 +131,64 @@ class MirrorSD(Drafter):
             brancher = make_brancher(*made)
             self.link = Inline(brancher) if placement == "inline" else Thread(brancher, patience)
 
-    def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Notes how long a sequence can get."""
+        self._capacity = capacity
+        self._clock = Clock(target.device)
+
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
         """Prefills the draft model, and asks for the first draft."""
-        decoding = context.decoding
-        limit = decoding.max_new_tokens - 2
+        limit = sequence.remaining - 1
         if limit <= 0:
             return
-        self._draws = self.ratio and not decoding.greedy
-        temperature, seed = 0.0, 0
-        if self._draws:
-            # Numbers of its own: drawn from the very ones that acceptance uses, drafts would not be independent of it.
-            temperature = decoding.temperature
-            seed = int(np.random.SeedSequence([context.seed, 1]).generate_state(1)[0])
-        self.link.begin(context.known()[:-1], context.tokens.shape[0], temperature, seed)
-        self.link.settle(0, context.following, limit)
+        temperature, seed = draws_of(sequence, self.ratio)
+        self._draws = temperature > 0
+        self.link.begin(prefill.ids[0], self._capacity, temperature, seed)
+        self.link.settle(0, sequence.tokens[-1], limit)
 
-    def launch(self, context: Context, draft: Draft, states: torch.Tensor) -> None:
-        """Hands the exit states [1 + k, d] over, so that the next draft can begin."""
-        depth = min(self.max_draft_tokens, context.max_draft - 1)
-        if depth > 0:
-            self.link.launch(draft.tokens.shape[0], depth, states)
-
-    def commit(self, context: Context, accepted: int) -> None:
-        """Hands the target's decision over."""
-        limit = context.max_draft - accepted - 1
-        if limit > 0:
-            self.link.settle(accepted, context.following, limit)
-
-    def draft(self, context: Context) -> Draft:
+    def draft(self, batch: Batch) -> Draft:
         """Waits for the draft behind the last decision."""
         reply = self.link.collect()
-        probs = self.head.spread([reply.probs]).to(self.device) if self._draws else None  # type: ignore[union-attr] # drawn
+        probs = None
+        if self._draws:
+            probs = self.head.widen(reply.probs.unsqueeze(0)).to(self.device)  # type: ignore[union-attr] # drawn
         read = sum(reply.passes) * self._pass_bytes
-        if reply.beside.hit is not None:
+        if reply.overlap["hit"] is not None:
             read += self._guess_bytes + self._pass_bytes  # of the guesses, and of looking ahead for them
-        return Draft(reply.tokens.to(self.device), probs, bytes_read=read, beside=reply.beside)
+        tokens = reply.tokens.to(self.device).unsqueeze(0)
+        self._depth = min(self.max_draft_tokens, batch.sequences[0].remaining - 2)
+        self._current = Draft(tokens, probs, bytes_read=read, stats=dict(reply.overlap))
+        self._begun = self._clock.mark()
+        return self._current
 
-    def end(self) -> None:
+    def on_hidden(self, layer: int, hidden_states: torch.Tensor) -> None:
+        """Hands the exit states over, so that the next draft can begin."""
+        self._current.stats["exit_seconds"] = (self._begun, self._clock.mark())
+        if self._depth > 0:
+            self.link.launch(self._current.tokens.shape[1], self._depth, hidden_states[0])
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Hands the target's decision over."""
+        sequence = batch.sequences[0]
+        limit = sequence.remaining - 1
+        if limit > 0 and not sequence.done:
+            self.link.settle(verified.counts[0], sequence.tokens[-1], limit)
+
+    @staticmethod
+    def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
+        """`overlap`: see `methods.mirror_sd.overlap`."""
+        from methods.mirror_sd.overlap import overlap  # late: pandas takes a second to import
+
+        return {"overlap": overlap(rounds)}
+
+    @staticmethod
+    def describe(stats: dict[str, Any]) -> list[str]:
+        """How much of the drafting was hidden."""
+        from methods.mirror_sd.overlap import overlap_line  # as above
+
+        return [overlap_line(stats["overlap"])] if stats.get("overlap") else []
+
+    def end(self, slot: int) -> None:
         """Stops the draft's side until the next answer."""
         self.link.end()
 
@@ -183,14 +200,86 @@ class MirrorSD(Drafter):
 class StreamingMirrorSD(MirrorSD):
     """The same with the pair's part `streaming` as its draft model, which guesses several tokens a pass."""
 
-    needs = Needs(draft_model=True, part="streaming")
+    needs = Needs(draft_model=True, part="streaming", batching=False)
+
+
+class StreamingSampling(Drafter):
+    """Serial speculative sampling with the pair's part `streaming`, which guesses several tokens a pass.
+
+    Args:
+        pair: with the target.
+        max_draft_tokens: gamma.
+        acceptance: as in `MirrorSD`.
+        streams: as in `MirrorSD`.
+        vocab_map: as in `MirrorSD`.
+        vocab_size: as in `MirrorSD`.
+
+    Raises:
+        UserError: the streams or the vocabulary map does not fit the pair.
+    """
+
+    needs = Needs(draft_model=True, part="streaming", batching=False)
+
+    def __init__(
+        self,
+        pair: Pair,
+        max_draft_tokens: Count = 5,
+        acceptance: Literal["exact", "ratio"] = "exact",
+        streams: str | None = None,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        draft: Any = draft_of(pair)
+        model = StagedModel(draft, pair.vocab_size)
+        self.head = draft_head(pair, model, vocab_map, vocab_size)
+        self.max_draft_tokens = max_draft_tokens
+        self.ratio = acceptance == "ratio"
+        self.certain = not self.ratio
+        guessing = None if streams is None else load_streams(packaged(streams), draft, pair.draft_expansion)
+        plan = Plan(max_draft_tokens, 1, guesses="none")
+        made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, None, plan, guessing)
+        self.brancher = make_brancher(*made)
+        self._pass_bytes = model.pass_bytes(head=False) + self.head.bytes
+
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Notes how long a sequence can get."""
+        self._capacity = capacity
+
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Prefills the draft model."""
+        temperature, seed = draws_of(sequence, self.ratio)
+        self.brancher.begin(prefill.ids[0], self._capacity, temperature, seed)
+        self._decision = 0, sequence.tokens[-1]
+        self._draws = temperature > 0
+
+    def draft(self, batch: Batch) -> Draft:
+        """Drafts behind the last decision."""
+        found = self.brancher.settle(*self._decision, batch.max_draft)
+        probs = self.head.widen(found.probs.unsqueeze(0)) if self._draws else None  # type: ignore[union-attr] # drawn
+        return Draft(found.tokens.unsqueeze(0), probs, bytes_read=sum(found.passes) * self._pass_bytes)
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Notes the target's decision."""
+        self._decision = verified.counts[0], batch.sequences[0].tokens[-1]
+
+
+def draws_of(sequence: Sequence, ratio: bool) -> tuple[float, int]:
+    """Temperature and seed of a drafter's own draws; temperature 0 where it takes the likeliest tokens.
+
+    Numbers of its own: drawn from the very ones that acceptance uses, drafts would not be independent of it.
+    """
+    decoding = sequence.request.decoding
+    if not ratio or decoding.greedy:
+        return 0.0, 0
+    seed = np.random.SeedSequence([sequence.request.seed, 1]).generate_state(1)[0]
+    return decoding.temperature, int(seed)
 
 
 def _bytes(part: torch.nn.Module | torch.Tensor) -> int:
     return weight_bytes(part) if isinstance(part, torch.nn.Module) else part.nbytes
 
 
-def _exit_parts(target: Target, model: Target) -> tuple[Any, ...]:
+def _exit_parts(target: StagedModel, model: StagedModel) -> tuple[Any, ...]:
     """The target's norm and its head's weight and bias, over the ids that the draft model can be given."""
     head, device = target.lm_head, model.device
     weight = head.weight[: model.vocab_size].to(device)
@@ -218,7 +307,7 @@ def make_brancher(
         plan: what is drafted ahead of the target's decision.
         streams: [s, d] embeddings of stream states; None for none.
     """
-    model = Target(draft, vocab_size, width)
+    model = StagedModel(draft, vocab_size, width)
     exit_head = None
     if exit_parts is not None:
         norm, weight, *bias = exit_parts

@@ -15,14 +15,13 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import multiprocessing
 
 from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
 from specbench.decoding.layouts import choose_layouts
-from specbench.decoding.trace import Beside
 from specbench.errors import JobError, reason
 from specbench.processes import end_with_parent
 
@@ -55,13 +54,36 @@ class Reply:
         tokens: [n].
         probs: [n, rows] when drawn.
         passes: as in `Found`.
-        beside: its timings.
+        overlap: how it came to be, see `overlap_of`.
     """
 
     tokens: torch.Tensor
     probs: torch.Tensor | None
     passes: tuple[int, int]
-    beside: Beside
+    overlap: dict[str, Any]
+
+
+def overlap_of(
+    hit: bool | None, early: float, beside: float, after: float, idle: float, handover: float
+) -> dict[str, Any]:
+    """The statistics of a draft that was made during the verification of the one before.
+
+    Args:
+        hit: whether the target's decision was among the branches drafted meanwhile; None where none was launched.
+        early: seconds of drafting before the target had reached its exit.
+        beside: of drafting from there until its decision was known, on all branches.
+        after: of drafting once its decision was known: the whole draft after a miss, the rest of it after a hit.
+        idle: the drafter waited for the target.
+        handover: from sending to receiving, of every message in between.
+    """
+    return {
+        "hit": hit,
+        "early_seconds": early,
+        "beside_seconds": beside,
+        "after_seconds": after,
+        "idle_seconds": idle,
+        "handover_seconds": handover,
+    }
 
 
 class Inline:
@@ -91,9 +113,10 @@ class Inline:
         """The draft behind the last decision."""
         start = time.perf_counter()
         found = self.brancher.settle(*self._decision)
-        beside = Beside(found.hit, self._early, self._beside, time.perf_counter() - start, 0.0, 0.0)
+        after = time.perf_counter() - start
+        overlap = overlap_of(found.hit, self._early, self._beside, after, 0.0, 0.0)
         self._early = self._beside = 0.0
-        return Reply(found.tokens, found.probs, found.passes, beside)
+        return Reply(found.tokens, found.probs, found.passes, overlap)
 
     def end(self) -> None:
         """Ends the sequence: what still goes on for it is given up."""
@@ -146,7 +169,7 @@ class Remote:
             tokens,
             probs,
             (together, alone),
-            Beside(None if hit < 0 else bool(hit), early, beside, after, idle, handover),
+            overlap_of(None if hit < 0 else bool(hit), early, beside, after, idle, handover),
         )
 
     def end(self) -> None:

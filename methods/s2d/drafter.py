@@ -8,22 +8,23 @@ roll-back is nothing but shorter caches: what lies beyond their length is writte
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.heads import confidence
+from methods.heads import confidence, move_entries
 from methods.sps import SpeculativeSampling
-from specbench.decoding.draft import Needs
-from specbench.decoding.rows import span
+from specbench.decoding.draft import Batch, Needs, Sequence, Verified
+from specbench.decoding.kv_cache import Pass
 from specbench.errors import UserError
 from specbench.pairs import Pair
 from specbench.values import Count, Probability
 
 if TYPE_CHECKING:
-    from specbench.decoding.batch import Rows
-    from specbench.decoding.kv_cache import RowCache
-    from specbench.decoding.target import Prefill, Target
+    import pandas as pd
+
+    from specbench.decoding.target import Prefill, StagedModel
 
 
 class SortedDraft(SpeculativeSampling):
@@ -49,7 +50,7 @@ class SortedDraft(SpeculativeSampling):
         UserError: the draft model does not have these exits, or the thresholds do not fit them.
     """
 
-    needs = Needs(draft_model=True, part="s2d", batching=True)
+    needs = Needs(draft_model=True, part="s2d")
 
     def __init__(
         self,
@@ -73,97 +74,134 @@ class SortedDraft(SpeculativeSampling):
             )
         self.thresholds = choose_thresholds(thresholds, len(self.exits))
         self.layers = self.exits[-1]
-        read, start = 0, 0
+        self._exit_bytes, read, start = {}, 0, 0
         for end in self.exits:  # every exit on the way costs a use of the head
             read += self.model.pass_bytes(start, end, head=False) + self.head.bytes
-            self._bytes[end], start = read, end
+            self._exit_bytes[end], start = read, end
 
-    def _allocate(self, capacity: int) -> None:
-        super()._allocate(capacity)
-        # For each exit but the last: the states that tokens left it with, by absolute position.
-        shape = (len(self.exits) - 1, 1, capacity, self.model.hidden_size)
-        self._left = torch.empty(shape, device=self.model.device, dtype=self.model.dtype).unbind(0)
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Allocates the draft model's cache, and room for the states that tokens left the exits with."""
+        super().open(slots, capacity, target)
+        inner = len(self.exits) - 1
+        shape = (inner, slots, capacity, self.model.hidden_size)
+        self._left = torch.zeros(shape, device=self.model.device, dtype=self.model.dtype)
+        # For each exit but the last, how many tokens of each sequence went deeper.
+        self._deeper = [[0] * slots for _ in range(inner)]
 
-    def _next(self, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-        model, cache = self.model, self._cache
-        hidden, start = model.embed(ids), 0
-        for end, left, threshold in zip(self.exits, [*self._left, None], self.thresholds):
-            position = cache.lengths[start]
-            hidden = model.run_layers(hidden, cache, start, end)
-            logits = self.head.logits(model.norm(hidden[:, -1]))
-            if left is None:
-                break
-            known = position + hidden.shape[1]
-            left[:, position:known] = hidden
-            if confidence(logits) > threshold:
-                break
-            hidden, start = left[:, cache.lengths[end] : known], end
-        return logits, end
-
-    # -- many sequences
-
-    def open_rows(self, rows: int, capacity: int, target: Target, cache: RowCache) -> None:
-        """Allocates the draft model's cache for a batch, and room for the states that tokens left the exits with."""
-        super().open_rows(rows, capacity, target, cache)
-        shape = (len(self.exits) - 1, rows, capacity, self.model.hidden_size)
-        self._rows_left = torch.zeros(shape, device=self.model.device, dtype=self.model.dtype)
-        # For each exit but the last, the tokens of each row that went deeper.
-        self._deeper = torch.zeros(len(self.exits) - 1, rows, dtype=torch.int64, device=self.model.device)
-
-    def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target: Target) -> None:
-        """Prefills the draft model with a prompt [1, n], exit by exit."""
-        hidden, start, n = self.model.embed(prompt), 0, prompt.shape[1]
-        entering = self._places.entering(row, n)
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Prefills the draft model with the prompt, exit by exit."""
+        hidden, start, n = self.model.embed(prefill.ids), 0, prefill.ids.shape[1]
+        cache = self._layout.prefill_view(slot, n)
         for i, end in enumerate(self.exits):
-            hidden, start = self.model.run_layers(hidden, entering, start, end), end
-            if i < len(self._rows_left):
-                self._rows_left[i, row, :n] = hidden[0]
-        self._deeper[:, row] = n
+            hidden, start = self.model.run_layers(hidden, cache, 0, start, end), end
+            if i < len(self._deeper):
+                self._left[i, slot, :n] = hidden[0]
+                self._deeper[i][slot] = n
+        self._fed[slot] = n
 
-    def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
-        """Copies slots of the draft model's cache, with the states of their tokens."""
-        super().move_rows(sources, destinations, reach)
-        self._rows_left[:, destinations, :reach] = self._rows_left[:, sources, :reach]
-        self._deeper[:, destinations] = self._deeper[:, sources]
-
-    def commit_rows(self, rows: Rows, accepted: torch.Tensor) -> None:
+    def commit(self, batch: Batch, verified: Verified) -> None:
         """Drops the tokens that were not accepted from what the deeper layers hold."""
-        b = rows.known.shape[0]
-        # Of what went deeper this round only the tokens that were kept count, the pending one of the round included.
-        self._deeper[:, :b] = self._deeper[:, :b].minimum(rows.known + accepted)
+        super().commit(batch, verified)
+        for deeper in self._deeper:
+            for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
+                deeper[slot] = min(deeper[slot], length + count)
 
-    def _next_rows(
-        self, ids: torch.Tensor, starts: torch.Tensor, reach: int
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Copies slots of the draft model's cache, with the states of their tokens."""
+        super().move(sources, destinations, kv_len)
+        self._left[:, destinations, :kv_len] = self._left[:, sources, :kv_len]
+        for deeper in self._deeper:
+            move_entries(deeper, sources, destinations)
+
+    def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, int]:
         """One pass; each sequence takes its first exit that is sure enough, and the batch goes to the deepest one."""
-        model, (b, n) = self.model, ids.shape
-        row = torch.arange(b, device=ids.device)
-        known = starts + n  # tokens that the model has been given, these included
-        hidden, lo = model.embed(ids), 0
+        model, cache, (b, n) = self.model, self._layout.cache, ids.shape
+        fed = [
+            length - 1 + offset + n for length in batch.lengths
+        ]  # tokens given to the model, these included
+        where, hidden, lo = self._layout.place(batch, n, offset), model.embed(ids), 0
         deciding: torch.Tensor | None = None
         for i, (end, threshold) in enumerate(zip(self.exits, self.thresholds)):
-            hidden = self._run_rows(hidden, starts, max(reach, hidden.shape[1]), lo, end)
-            logits = self.head.logits(model.norm(hidden[row, known - 1 - starts]))
+            hidden = model.run_layers(hidden, cache, where, lo, end)
+            logits = self.head.logits(model.norm(newest(hidden, fed)))
             if deciding is None:
-                chosen, layers = logits, torch.full_like(known, end)
+                chosen, layers = logits, torch.full((b,), end, device=ids.device)
             else:
                 chosen = torch.where(deciding.unsqueeze(1), logits, chosen)
                 layers = torch.where(deciding, end, layers)
-            if i == len(self._rows_left):
+            if i == len(self._deeper):
                 break
-            self._rows_left[i, row.unsqueeze(1), span(starts, hidden.shape[1])] = hidden
+            self._keep(i, where, hidden)
             unsure = confidence(logits) <= threshold
             deciding = unsure if deciding is None else deciding & unsure
-            missing = known - self._deeper[i, :b]
-            deeper, width = torch.stack([deciding.any().long(), missing.amax()]).tolist()
-            if not deeper:
+            if not bool(deciding.any()):
                 break
-            # Every row is fed as many tokens as the one that lacks most: the others compute identical keys and values
-            # again, and what is written behind a short row's end is overwritten before it is read.
-            starts, lo = (known - width).clamp(min=0), end
-            hidden = self._rows_left[i, row.unsqueeze(1), span(starts, width)]
-            self._deeper[i, :b] = known
-        return chosen, layers, self._bytes[end]
+            # Every sequence is fed as many tokens as the one that lacks most: the others compute identical keys and
+            # values again, and what is written behind a short one's end is overwritten before it is read.
+            deeper = self._deeper[i]
+            width = max(known - held for known, held in zip(fed, deeper))
+            deeper[:b] = fed
+            where, lo = self._behind(fed, width), end
+            hidden = self._kept(i, where, b)
+        return chosen, layers, self._exit_bytes[end]
+
+    def _stats(self, passes: list[Any]) -> dict[str, Any]:
+        """`exits`: the layers that each draft token went through."""
+        return {"exits": torch.stack(passes, dim=1)}
+
+    @staticmethod
+    def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
+        """`exit_shares`: share of the draft tokens that left the draft model after so many layers."""
+        from specbench.measure.frames import stat  # late: pandas takes a second to import
+
+        drafted = [
+            exits[:n] for exits, n in zip(stat(rounds, "exits"), rounds["drafted"]) if exits is not None
+        ]
+        counts = Counter(layers for exits in drafted for layers in exits)
+        return {
+            "exit_shares": {str(layers): n / counts.total() for layers, n in sorted(counts.items())} or None
+        }
+
+    @staticmethod
+    def describe(stats: dict[str, Any]) -> list[str]:
+        """The exit shares, where there is more than one exit."""
+        shares = stats.get("exit_shares") or {}
+        left = ", ".join(f"{layers} layers {share:.0%}" for layers, share in shares.items())
+        return [f"draft tokens left the draft model after: {left}"] if len(shares) > 1 else []
+
+    def _behind(self, fed: list[int], width: int) -> Pass:
+        """The pass of the last `width` of the tokens that the model was given."""
+        starts = [max(known - width, 0) for known in fed]
+        if min(fed) == max(fed):
+            return Pass.consecutive(starts[0], width)
+        on_device = torch.tensor(starts, device=self.model.device)
+        return self._layout.place_at(on_device, width, max(starts) + width)
+
+    def _keep(self, i: int, where: Pass, hidden: torch.Tensor) -> None:
+        """Keeps the states [b, n, d] that the tokens of a pass leave exit i with."""
+        if where.start is not None:
+            self._left[i, : hidden.shape[0], where.start : where.kv_len] = hidden
+        else:
+            self._left[i].flatten(0, 1).index_copy_(0, where.write_index, hidden.flatten(0, 1))  # type: ignore[arg-type] # no start, so a tensor
+
+    def _kept(self, i: int, where: Pass, b: int) -> torch.Tensor:
+        """The states [b, n, d] that the tokens of a pass left exit i with."""
+        if where.start is not None:
+            return self._left[i, :b, where.start : where.kv_len]
+        states = self._left[i].flatten(0, 1).index_select(0, where.write_index)  # type: ignore[arg-type] # as in `_keep`
+        return states.view(b, -1, states.shape[-1])
+
+
+def newest(hidden: torch.Tensor, fed: list[int]) -> torch.Tensor:
+    """The state [b, d] of the last token of each sequence that was fed `fed` tokens, of which hidden [b, n, d] has n.
+
+    A sequence of fewer tokens begins with its first one; what lies behind its end is of no use.
+    """
+    n = hidden.shape[1]
+    if min(fed) >= n:
+        return hidden[:, -1]
+    last = torch.tensor([min(n, known) - 1 for known in fed], device=hidden.device)
+    return hidden[torch.arange(len(fed), device=hidden.device), last]
 
 
 def choose_exits(asked: list[int] | None, only: int | None, trained: list[int] | None) -> list[int]:

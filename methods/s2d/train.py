@@ -28,7 +28,7 @@ from methods.training import (
 )
 from specbench import training
 from specbench.compose import with_hydra
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError, one_line_errors
 from specbench.pairs import cut, load_pair
 from specbench.values import Count, check_all
@@ -48,7 +48,7 @@ class Sorted(torch.nn.Module):
     def __init__(self, model: PreTrainedModel, exits: list[int]):
         super().__init__()
         self.model, self.exits = model, exits
-        self._norm = (Target(model).norm,)  # in a tuple: it is registered as a part of the model already
+        self._norm = (StagedModel(model).norm,)  # in a tuple: it is registered as a part of the model already
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The mean [] over the exits of the weighted sums of the cross-entropies of a batch."""

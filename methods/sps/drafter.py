@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from methods.heads import Going, draft_head, target_ids, unsure
-from specbench.decoding.draft import Context, Draft, Drafter, Needs
-from specbench.decoding.rows import Ragged
-from specbench.decoding.target import Prefill, Target
+from methods.heads import StopTracker, draft_head, move_entries, target_ids
+from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
+from specbench.decoding.layout import RaggedLayout
+from specbench.decoding.target import Prefill, StagedModel
 from specbench.pairs import Pair, draft_of
 from specbench.values import Count, Probability
-
-if TYPE_CHECKING:
-    from specbench.decoding.batch import Rows
-    from specbench.decoding.kv_cache import KVCache, RowCache
 
 
 class SpeculativeSampling(Drafter):
@@ -30,7 +26,7 @@ class SpeculativeSampling(Drafter):
         vocab_size: the size of the trimmed head; None for all tokens of the map.
     """
 
-    needs = Needs(draft_model=True, batching=True)
+    needs = Needs(draft_model=True)
 
     def __init__(
         self,
@@ -41,112 +37,72 @@ class SpeculativeSampling(Drafter):
         vocab_size: Count | None = None,
     ):
         # Rows of its head beyond the tokenizer's ids are padding; ids that only the target has are fed to it, too.
-        self.model = Target(draft_of(pair), pair.vocab_size, target_ids(pair))
+        self.model = StagedModel(draft_of(pair), pair.vocab_size, target_ids(pair))
         self.head = draft_head(pair, self.model, vocab_map, vocab_size)
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold
         self.layers = len(self.model.layers)
-        self._bytes = {self.layers: self.model.pass_bytes(head=False) + self.head.bytes}
-        self._cache = self.model.new_cache(0)  # until it is known how long the sequences are
+        self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
 
-    def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
-        """Prefills the draft model with the prompt."""
-        if self._cache.capacity < cache.capacity:
-            self._allocate(cache.capacity)
-        self._cache.truncate(0)
-        # The pending token stays out: the first draft pass feeds it. The prompt needs no head.
-        prompt = context.known()[:-1].unsqueeze(0)
-        self.model.run_layers(self.model.embed(prompt), self._cache, 0, self.layers)
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Allocates the draft model's cache."""
+        self._layout = RaggedLayout(self.model.new_cache(capacity, slots))
+        self._fed = [0] * slots  # known tokens of each sequence that the draft model has been given
 
-    def draft(self, context: Context) -> Draft:
-        """Drafts token by token, up to `max_draft_tokens`."""
-        # After a full acceptance the last draft token has not been through the draft model either.
-        feed = context.known()[self._cache.lengths[0] :].unsqueeze(0)
-        tokens, probs, exits = [], [], []
-        for j in range(min(self.max_draft_tokens, context.max_draft)):
-            logits, layers = self._next(feed)
-            token, q = self.head.choose(logits, context.decoding, context.draws(j))
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Prefills the draft model with the prompt. The first draft pass feeds the pending token."""
+        n = prefill.ids.shape[1]
+        cache = self._layout.prefill_view(slot, n)
+        self.model.run_layers(self.model.embed(prefill.ids), cache, 0, 0, self.layers)
+        self._fed[slot] = n
+
+    def draft(self, batch: Batch) -> Draft:
+        """Drafts token by token, up to `max_draft_tokens`, equally many for every sequence of the batch."""
+        # After a full acceptance the last draft token has not been through the draft model either. Where another
+        # sequence lacks it, the same keys and values are written again.
+        n = max(length - fed for length, fed in zip(batch.lengths, self._fed))
+        feed, offset = batch.newest(n), 1 - n
+        tokens, probs, passes = [], [], []
+        stop = StopTracker(self.confidence_threshold)
+        for j in range(min(self.max_draft_tokens, batch.max_draft)):
+            logits, layers, read = self._next(batch, feed, offset)
+            token, q = self.head.choose(logits, batch.decoding, batch.draws(j))
             tokens.append(token)
             probs.append(q)
-            exits.append(layers)
-            if unsure(logits, self.confidence_threshold):
+            passes.append((layers, read))
+            if not stop.goes_on(logits):
                 break
-            feed = token.unsqueeze(0)
-        read = sum(self._bytes[layers] for layers in exits)
-        return Draft(torch.cat(tokens), self.head.spread(probs), bytes_read=read, exits=tuple(exits))
-
-    def commit(self, context: Context, accepted: int) -> None:
-        """Drops the tokens that were not accepted from the draft model's cache."""
-        self._cache.truncate(context.length - 1)
-
-    def _allocate(self, capacity: int) -> None:
-        """Allocates what holds `capacity` positions."""
-        self._cache = self.model.new_cache(capacity)
-
-    def _next(self, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """One pass over token ids [1, n] that follow what the cache holds.
-
-        Returns:
-            Logits [1, rows] after the last of them, and the number of layers that it went through.
-        """
-        hidden = self.model.run_layers(self.model.embed(ids), self._cache)[:, -1]
-        return self.head.logits(self.model.norm(hidden)), self.layers
-
-    # -- many sequences
-
-    def open_rows(self, rows: int, capacity: int, target: Target, cache: RowCache) -> None:
-        """Allocates the draft model's cache for a batch."""
-        self._places = Ragged(self.model.new_rows(rows, capacity))
-
-    def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target: Target) -> None:
-        """Prefills the draft model with a prompt [1, n]."""
-        entering = self._places.entering(row, prompt.shape[1])
-        self.model.run_layers(self.model.embed(prompt), entering, 0, self.layers)
-
-    def draft_rows(self, rows: Rows) -> Draft:
-        """Drafts for the running sequences, as many tokens for each; `counts` holds what each has really drafted."""
-        # Two tokens for every row: where all were accepted the model has not seen the last draft token. Where it has,
-        # the same keys and values are written again.
-        feed, starts = rows.newest(2), rows.known - 2
-        tokens, probs, exits, read = [], [], [], 0
-        going = Going(self.confidence_threshold)
-        for j in range(min(self.max_draft_tokens, rows.max_draft)):
-            logits, layers, bytes_read = self._next_rows(feed, starts, rows.reach + j)
-            token, q = self.head.choose(logits, rows.decoding, rows.draws(j))
-            tokens.append(token)
-            probs.append(q)
-            exits.append(layers)
-            read += bytes_read
-            feed, starts = token.unsqueeze(1), rows.known + j
-            if not going.drafted(logits):
-                break
+            feed, offset = token.unsqueeze(1), 1 + j
+        self._drafted = len(tokens)
         return Draft(
-            torch.stack(tokens, dim=1),
-            self.head.spread_rows(probs),
-            bytes_read=read,
-            exits=torch.stack(exits, dim=1),
-            counts=going.counts,
+            tokens=torch.stack(tokens, dim=1),
+            probs=self.head.spread(probs),
+            candidates=stop.counts,
+            bytes_read=sum(read for _, read in passes),
+            stats=self._stats([layers for layers, _ in passes]),
         )
 
-    def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
-        """Copies slots of the draft model's cache."""
-        self._places.move(sources, destinations, reach)
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Notes how many of the known tokens the draft model has seen."""
+        for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
+            self._fed[slot] = length + min(self._drafted - 1, count)
 
-    def _next_rows(
-        self, ids: torch.Tensor, starts: torch.Tensor, reach: int
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """One pass over token ids [b, n] at the positions from `starts` [b] on; reach: a bound on all positions.
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Copies slots of the draft model's cache."""
+        self._layout.move(sources, destinations, kv_len)
+        move_entries(self._fed, sources, destinations)
+
+    def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, int]:
+        """One pass over token ids [b, n], of which the first stands `offset` behind the pending token.
 
         Returns:
-            Logits [b, rows] after the last of them, the number of layers [b] that each went through, and the bytes of
-            weights that were read.
+            Logits [b, rows] after the last of them, what `_stats` wants to know, and the bytes of weights that were
+            read.
         """
-        hidden = self._run_rows(self.model.embed(ids), starts, reach, 0, self.layers)[:, -1]
-        layers = torch.full_like(starts, self.layers)
-        return self.head.logits(self.model.norm(hidden)), layers, self._bytes[self.layers]
+        where = self._layout.place(batch, ids.shape[1], offset)
+        hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, where)[:, -1]
+        return self.head.logits(self.model.norm(hidden)), None, self._pass_bytes
 
-    def _run_rows(
-        self, hidden: torch.Tensor, starts: torch.Tensor, reach: int, lo: int, hi: int
-    ) -> torch.Tensor:
-        places = self._places.places(starts, hidden.shape[1], reach)
-        return self.model.run_rows(hidden, self._places.cache, places, lo, hi)
+    def _stats(self, passes: list[Any]) -> dict[str, Any]:
+        """The statistics of a draft, from what `_next` gave for each token."""
+        return {}

@@ -23,7 +23,7 @@ from specbench.conversations import conversations
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import one_line_errors
 from specbench.pairs import Pair, draft_of, load_pair
 from specbench.values import Count, Seed, Temperature, check_all
@@ -50,12 +50,14 @@ def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) ->
         yield from (pair.tokenizer.encode(text, add_special_tokens=False) for _, text in turns)
         return
     model = draft_of(pair) if source == "draft_generated" else pair.target
-    engine = Engine(Target(model, pair.vocab_size), Drafter(), pair.stop_ids, pair.context_length)
+    engine = Engine(
+        StagedModel(model, pair.vocab_size), Drafter(), pair.stop_ids, context_length=pair.context_length
+    )
     for number, (messages, _) in enumerate(turns):
         prompt = pair.prompt_ids(messages)
         room = min(cfg.max_new_tokens, pair.context_length - len(prompt))
         if room > 0:
-            yield engine.generate(prompt, Decoding(room, cfg.temperature), seed=cfg.seed + number).tokens
+            yield engine.answer(prompt, Decoding(room, cfg.temperature), seed=cfg.seed + number).tokens
 
 
 def count(stream: Iterator[list[int]], tokens: int, label: str) -> tuple[Counter, str]:

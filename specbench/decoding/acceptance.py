@@ -8,6 +8,8 @@ Tokens that were drawn: speculative sampling (Leviathan et al. 2023, algorithm 1
 draft token x is kept with probability min(1, p(x)/q(x)); after the first rejection the next token is drawn from
 norm(max(p - q, 0)) over the full vocabulary, so a drafter whose support is a part of the vocabulary stays exact. In a
 tree the children of a node are tried one after the other (SpecInfer, Miao et al. 2024, algorithm 2).
+
+Everything is for a batch of b sequences, without a loop over them or over the nodes of a tree, and without a wait.
 """
 
 from __future__ import annotations
@@ -18,21 +20,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.decoding.sampling import ACCEPT, TARGET, Decoding, invert
-from specbench.decoding.target import ancestors
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Draft
+    from specbench.decoding.tree import Tree
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Accepted:
     """The outcome of one verification.
 
     Attributes:
-        count: [] draft tokens kept; for a batch [b].
-        next: [] the target's token that follows them; for a batch [b].
-        path: for a tree [k], of which the first `count` are the indices of the kept nodes from the root down; None for
-            a chain.
+        count: [b] draft tokens kept.
+        next: [b] the target's token that follows them.
+        path: for a tree [b, k], of which the first `count` are the indices of the kept nodes from the root down; None
+            for a chain.
     """
 
     count: torch.Tensor
@@ -40,73 +42,81 @@ class Accepted:
     path: torch.Tensor | None = None
 
 
-def accept(logits: torch.Tensor, draft: Draft, decoding: Decoding, uniforms: torch.Tensor | None) -> Accepted:
+def accept(
+    logits: torch.Tensor,
+    draft: Draft,
+    decoding: Decoding,
+    uniforms: torch.Tensor | None,
+    limits: torch.Tensor | None = None,
+) -> Accepted:
     """Applies the rule that fits the draft and the decoding.
 
     Args:
-        logits: [1 + k, vocab] after the pending token and each draft token.
-        draft: k tokens, a chain or a tree.
+        logits: [b, 1 + k, vocab] after the pending token and each draft token.
+        draft: k tokens of each sequence, a chain or a tree.
         decoding: how tokens are chosen.
-        uniforms: [at least 1 + depth, 1 + 2 * siblings] the numbers of the positions behind the pending token, as
+        uniforms: [b, at least 1 + depth, 1 + 2 * siblings] the numbers of the positions behind each pending token, as
             `position_draws` makes them; None when greedy.
+        limits: [b] draft tokens that each may accept at most; None: all.
     """
-    k = draft.tokens.shape[0]
-    if draft.parents is not None and k > 0:
-        return _accept_tree(logits, draft, draft.parents, decoding, uniforms)
+    b, k = draft.tokens.shape
+    if k == 0:
+        choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, :1, TARGET])
+        return Accepted(draft.tokens.new_zeros(b), choices[:, 0])
+    if draft.tree is not None:
+        return _accept_tree(logits, draft, draft.tree, decoding, uniforms, limits)
+    live = None
+    for most in (draft.candidates, limits):
+        if most is not None:
+            within = torch.arange(k, device=logits.device) < _column(most, logits.device)
+            live = within if live is None else live & within
     if uniforms is None or draft.probs is None:
-        choices, _ = decoding.select(logits, None if uniforms is None else uniforms[: 1 + k, TARGET])
-        return greedy_chain(choices, draft.tokens)
+        choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, : 1 + k, TARGET])
+        return greedy_chain(choices, draft.tokens, live)
     probs = decoding.probs(logits)
-    count, rest = sampled_chain(probs, draft.tokens, draft.probs, uniforms[:k, ACCEPT])
-    return Accepted(count, invert(rest, uniforms[count, TARGET]))
+    count, rest = sampled_chain(probs, draft.tokens, draft.probs, uniforms[:, :k, ACCEPT], live)
+    return Accepted(count, invert(rest, _at(uniforms[..., TARGET], count)))
 
 
 def _accept_tree(
     logits: torch.Tensor,
     draft: Draft,
-    parents: torch.Tensor,
+    tree: Tree,
     decoding: Decoding,
     uniforms: torch.Tensor | None,
+    limits: torch.Tensor | None,
 ) -> Accepted:
-    on_path = ancestors(parents)
-    depths = on_path.sum(1)  # a node of depth d stands d positions behind the pending token
+    b, k = draft.tokens.shape
+    live = torch.ones(b, k, dtype=torch.bool, device=logits.device)
+    if draft.candidates is not None:
+        live = live & (torch.arange(k, device=logits.device) < _column(draft.candidates, logits.device))
+    if limits is not None:
+        live = live & (tree.depths <= limits.unsqueeze(1))
+    parents, depths = tree.parents.expand(b, -1), tree.depths.expand(b, -1)
     if uniforms is None or draft.probs is None:
-        behind = torch.cat([depths.new_zeros(1), depths])
-        choices, _ = decoding.select(logits, None if uniforms is None else uniforms[behind, TARGET])
-        return greedy_tree(choices, draft.tokens, parents, on_path)
-    accepting = uniforms[depths - 1, ACCEPT + siblings_before(parents)]
-    count, path, rest = sampled_tree(decoding.probs(logits), draft.tokens, draft.probs, parents, accepting)
-    return Accepted(count, invert(rest, uniforms[count, TARGET]), path)
+        numbers = None
+        if uniforms is not None:  # a node of depth d stands d positions behind the pending token
+            numbers = uniforms[..., TARGET].gather(1, tree.offsets().expand(b, -1))
+        choices, _ = decoding.select(logits, numbers)
+        fits = (choices.gather(1, parents + 1) == draft.tokens) & live
+        count, path, last = longest_path(fits, tree)
+        return Accepted(count, _at(choices, last), path)
+    siblings = tree.siblings_before().expand(b, -1)
+    column = (depths - 1) * uniforms.shape[2] + ACCEPT + siblings
+    accepting = uniforms.flatten(1).gather(1, column)
+    probs = decoding.probs(logits)
+    count, path, rest = sampled_tree(probs, draft.tokens, draft.probs, tree, accepting, live)
+    return Accepted(count, invert(rest, _at(uniforms[..., TARGET], count)), path)
 
 
-def accept_rows(
-    logits: torch.Tensor,
-    draft: Draft,
-    drafted: torch.Tensor,
-    decoding: Decoding,
-    uniforms: torch.Tensor | None,
-) -> Accepted:
-    """Applies the rule for b sequences at once.
-
-    Args:
-        logits: [b, 1 + k, vocab] after the pending token and each draft token of each sequence.
-        draft: tokens [b, k], a chain each.
-        drafted: [b], how many of its k tokens each sequence has really drafted.
-        decoding: how tokens are chosen.
-        uniforms: when sampling, the numbers [b, 1 + k, 3] of the positions behind each pending token.
-    """
-    live = torch.arange(draft.tokens.shape[1], device=drafted.device) < drafted.unsqueeze(1)
-    if uniforms is None or draft.probs is None:
-        choices, _ = decoding.select(logits, None if uniforms is None else uniforms[..., TARGET])
-        return greedy_chain(choices, draft.tokens, live)
-    accepting = uniforms[:, :-1, ACCEPT]
-    count, rest = sampled_chain(decoding.probs(logits), draft.tokens, draft.probs, accepting, live)
-    return Accepted(count, invert(rest, uniforms[..., TARGET].gather(1, count.unsqueeze(1)).squeeze(1)))
+def _column(most: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+    """A bound [b] or a number as [b or 1, 1]."""
+    return torch.as_tensor(most, device=device).view(-1, 1)
 
 
-def siblings_before(parents: torch.Tensor) -> torch.Tensor:
-    """[k] how many children of the same parent stand before each node of a tree."""
-    return (parents.unsqueeze(1) == parents).tril(-1).sum(1)
+def _at(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The entry [b] of each row of [b, n] that `index` [b] names."""
+    return rows.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
 
 def greedy_chain(choices: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor | None = None) -> Accepted:
@@ -175,63 +185,76 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.where(rest.sum(-1, keepdim=True) == 0, p, rest)
 
 
-def greedy_tree(
-    choices: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, on_path: torch.Tensor
-) -> Accepted:
-    """Accepts the longest path of a tree on which every node equals the target's own choice.
+def longest_path(fits: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The longest path of a tree on which every node fits.
 
     Args:
-        choices: [k + 1], the target's token after the pending token and after each node.
-        tokens: [k] the nodes.
-        parents: [k], as in `Draft`.
-        on_path: [k, k], their `ancestors`.
+        fits: [b, k].
+        tree: of k nodes.
+
+    Returns:
+        Nodes on the path [b]; the path [b, k] as in `Accepted`; and the row [b] of the verification behind which it
+        ends, 0 for the pending token.
     """
-    k = tokens.shape[0]
-    fits = choices[parents + 1] == tokens
-    survives = ~(on_path & ~fits).any(1)
-    depth = on_path.sum(1) * survives
-    best = depth.argmax()
-    count = depth[best]
-    nodes = torch.arange(k, device=tokens.device)
-    path = torch.where(on_path[best], nodes, k).sort().values
-    last = torch.where(count > 0, best + 1, torch.zeros_like(best))
-    return Accepted(count, choices[last], path)
+    survives = ~(tree.on_path & ~fits.unsqueeze(1)).any(-1)
+    depth = tree.depths * survives
+    best = depth.argmax(-1)
+    count = _at(depth, best)
+    nodes = torch.arange(fits.shape[1], device=fits.device)
+    on_path = tree.on_path.expand(fits.shape[0], -1, -1)
+    own = on_path.gather(1, best[:, None, None].expand(-1, 1, fits.shape[1])).squeeze(1)
+    path = torch.where(own, nodes, fits.shape[1]).sort(-1).values
+    return count, path, torch.where(count > 0, best + 1, 0)
 
 
 def sampled_tree(
     probs: torch.Tensor,
     tokens: torch.Tensor,
     draft_probs: torch.Tensor,
-    parents: torch.Tensor,
+    tree: Tree,
     uniforms: torch.Tensor,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Walks down a tree of drawn tokens, without a wait for the device.
+    """Walks down trees of drawn tokens.
 
-    The children of a node must be independent draws from the distribution there. Each rejected child takes its share
-    out of p before the next one is tried. Nodes are tried in their order: one counts where its parent is the node that
-    the walk has reached.
+    The children of a node must be independent draws from one distribution, that of all of them. Each rejected child
+    takes its share out of p before the next one is tried. What happens at a node does not depend on how it was reached,
+    so all nodes are tried at once, first their first children, then their second ones.
 
     Args:
-        probs: [k + 1, vocab] the target's distributions.
-        tokens: [k] the nodes.
-        draft_probs: [k, vocab] the distribution that each node was drawn from.
-        parents: [k], as in `Draft`.
-        uniforms: [k] a number in [0, 1) for each node to accept it with.
+        probs: [b, k + 1, vocab] the target's distributions.
+        tokens: [b, k] the nodes.
+        draft_probs: [b, k, vocab] the distribution that each node was drawn from.
+        tree: their shape.
+        uniforms: [b, k] a number in [0, 1) for each node to accept it with.
+        live: [b, k] which nodes may be accepted; the others are not tried. None: all.
 
     Returns:
-        The kept count [], the path [k] as in `Accepted`, and the (unnormalised) distribution [vocab] of the token that
-        follows.
+        The kept count [b], the path [b, k] as in `Accepted`, and the (unnormalised) distribution [b, vocab] of the
+        token that follows.
     """
-    k = tokens.shape[0]
-    reached, p = parents.new_full((), -1), probs[0]
-    kept = torch.zeros_like(tokens, dtype=torch.bool)
-    for node in range(k):
-        token, q = tokens[node], draft_probs[node]
-        tried = parents[node] == reached
-        taken = tried & (uniforms[node] * q[token] * p.sum() < p[token])
-        kept[node] = taken
-        rejected = residual(p / p.sum(), q)
-        p = torch.where(taken, probs[node + 1], torch.where(tried, rejected, p))
-        reached = torch.where(taken, node, reached)
-    nodes = torch.arange(k, device=tokens.device)
-    return kept.sum(), torch.where(kept, nodes, k).sort().values, p
+    b, k = tokens.shape
+    tried = torch.ones_like(tokens, dtype=torch.bool) if live is None else live
+    parents, order = (tree.parents + 1).expand(b, -1), tree.siblings_before().expand(b, -1)
+    p, slots = probs, torch.arange(b, device=tokens.device).unsqueeze(1)
+    open_ = torch.ones(b, k + 1, dtype=torch.bool, device=tokens.device)  # nodes without an accepted child
+    taken = torch.zeros_like(tried)
+    for turn in range(k if tree.widest is None else tree.widest):
+        now = (order == turn) & tried
+        # The child of each node that it is the turn of; k where there is none.
+        child = torch.full((b, k + 2), k, device=tokens.device)
+        child.scatter_(
+            1, torch.where(now, parents, k + 1), torch.arange(k, device=tokens.device).expand(b, -1)
+        )
+        child = child[:, : k + 1]
+        has, child = (child < k) & open_, child.clamp(max=k - 1)
+        q, token = draft_probs[slots, child], tokens.gather(1, child)
+        chance = p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        share = q.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        accepted = has & (uniforms.gather(1, child) * share * p.sum(-1) < chance)
+        taken = taken | (now & accepted.gather(1, parents))
+        rejected = (has & ~accepted).unsqueeze(-1)
+        p = torch.where(rejected, residual(p / p.sum(-1, keepdim=True), q), p)
+        open_ = open_ & ~accepted
+    count, path, last = longest_path(taken, tree)
+    return count, path, _row(p, last)

@@ -1,24 +1,96 @@
-"""The interface of drafters: `Drafter`, its output (`Draft`), its input (`Context`), its requirements (`Needs`)."""
+"""What drafters are given and give: `Batch`, `Draft`, `Verified`; their interface (`Drafter`) and its `Needs`."""
 
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from specbench.decoding.layout import span
+from specbench.decoding.sampling import DRAFT
+from specbench.decoding.tree import Tree
 from specbench.values import WRAPPED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
+    from collections.abc import Sequence as Several
 
-    import torch
+    import pandas as pd
     from omegaconf import DictConfig
 
-    from specbench.decoding.batch import Rows
-    from specbench.decoding.kv_cache import KVCache, RowCache
+    from specbench.decoding.layout import RaggedLayout
     from specbench.decoding.sampling import Decoding
-    from specbench.decoding.target import Prefill, Target
-    from specbench.decoding.trace import Beside
+    from specbench.decoding.target import Prefill, StagedModel
+    from specbench.decoding.trace import Mark
+
+NORMED = -1  # among taps: the output of the final norm
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to decode.
+
+    Attributes:
+        prompt: token ids.
+        decoding: how tokens are chosen, and how many at most.
+        seed: of the sampling; greedy decoding draws nothing.
+        stop_ids: in place of the engine's; None for those.
+    """
+
+    prompt: list[int]
+    decoding: Decoding
+    seed: int = 0
+    stop_ids: frozenset[int] | None = None
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A sequence that is being decoded, on the host.
+
+    Attributes:
+        request_index: its index in the input.
+        request: what to decode.
+        stop_ids: token ids that end it.
+        tokens: the prompt and all new tokens; the last one is pending: no layer of the target has processed it.
+        skipped_rounds: rounds in a row in which a younger sequence ran and this one did not.
+        rounds: (round, slot, drafted, depth, accepted, emitted) for each round that it took part in.
+        prefill: marks in time around its prefill.
+    """
+
+    request_index: int
+    request: Request
+    stop_ids: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    skipped_rounds: int = 0
+    rounds: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    prefill: tuple[Mark, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Known tokens, the pending one included."""
+        return len(self.tokens)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Token ids of the answer so far."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def emitted(self) -> int:
+        """The number of its new tokens."""
+        return max(0, len(self.tokens) - len(self.request.prompt))
+
+    @property
+    def remaining(self) -> int:
+        """New tokens that it may still get."""
+        return len(self.request.prompt) + self.request.decoding.max_new_tokens - len(self.tokens)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, by a stop token or at its cap."""
+        return self.tokens[-1] in self.stop_ids or self.remaining == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,79 +99,178 @@ class Resume:
 
     Attributes:
         layer: how many layers were run.
-        hidden: [1, 1 + drafted, hidden_size] the states behind them; for a batch [b, 1 + k, hidden_size].
+        hidden: [b, 1 + k, hidden_size] the states behind them.
     """
 
     layer: int
     hidden: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
-    """Tokens to verify; shapes are those of one sequence, with those of a batch of b sequences in brackets.
+    """Tokens to verify, k of each of the b running sequences.
 
     Attributes:
-        tokens: [k] ([b, k]) int64.
-        probs: [k, vocab] ([b, k, vocab]) the distribution each token was drawn from; None when the tokens were chosen
-            without chance (greedy, prompt lookup): acceptance then treats each as certain under the drafter.
-        parents: None for a chain; for a tree [k], the index of each token's parent, -1 for the pending token. Parents
-            stand before their children.
+        tokens: [b, k] int64.
+        probs: [b, k, vocab] the distribution that each token was drawn from; None when the tokens were chosen without
+            chance (greedy, prompt lookup): acceptance then treats each as certain under the drafter.
+        tree: None for a chain.
+        candidates: [b] or one number: only the first so many nodes of a sequence may be accepted; the others are
+            looked at (`Verified.logits`), or are padding. None: all.
         resume: None unless the drafter has already run the target's first layers.
         bytes_read: bytes of weights read to make this draft.
-        exits: for a drafter that can leave its model at several depths, the number of layers that each token went
-            through: a tuple (a tensor [b, k]).
-        counts: for a batch [b], how many of the k tokens each sequence has really drafted; None: all of them.
-        beside: of a drafter that works during verification, how this draft came to be.
+        report: [b, m] whole numbers that the drafter wants on the host; they come back as `Verified.report`, in the
+            one copy of the round.
+        stats: the drafter's own numbers for this round, which the trace keeps as they are; it may add some until
+            `Drafter.commit` returns. Values: whole numbers, floats, texts, None, lists with an entry for each sequence,
+            tensors [b] or [b, n], pairs of marks of the engine's clock (kept as seconds).
     """
 
     tokens: torch.Tensor
     probs: torch.Tensor | None = None
-    parents: torch.Tensor | None = None
+    tree: Tree | None = None
+    candidates: torch.Tensor | int | None = None
     resume: Resume | None = None
     bytes_read: int = 0
-    exits: tuple[int, ...] | torch.Tensor = ()
-    counts: torch.Tensor | None = None
-    beside: Beside | None = None
+    report: torch.Tensor | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, tokens: Several[list[int]], device: torch.device, parents: Several[list[int]] | None = None
+    ) -> Draft:
+        """A draft of certain tokens that were chosen on the host, of different lengths.
+
+        Args:
+            tokens: of each sequence.
+            device: that they are verified on.
+            parents: of trees, as in `Tree`; None for chains.
+        """
+        counts = [len(some) for some in tokens]
+        k = max(counts)
+        padded = torch.tensor([[*some, *[0] * (k - len(some))] for some in tokens], dtype=torch.int64)
+        candidates = None if min(counts) == k else torch.tensor(counts, device=device)
+        tree = None
+        if parents is not None and k:
+            # Padding hangs on the pending token and is not accepted.
+            filled = [[*some, *[-1] * (k - len(some))] for some in parents]
+            tree = Tree.of(torch.tensor(filled, device=device))
+        return cls(padded.view(len(counts), k).to(device), tree=tree, candidates=candidates)
 
 
 @dataclass(slots=True)
-class Context:
-    """The state of one generation, as drafters get it.
+class Verified:
+    """The outcome of a verification.
 
     Attributes:
-        tokens: [capacity] int64 on the device, of which the first `length` are known; the last known one is pending: no
-            layer of the target has processed it.
-        length: known tokens, the pending one included.
-        max_draft: the longest draft that can still be used.
-        decoding: how tokens are chosen.
-        uniforms: [capacity, 1 + 2 * siblings] the numbers of `position_draws` by position; None when greedy.
-        siblings: as in `Drafter`.
-        seed: of the answer, for a drafter that draws elsewhere.
-        following: the pending token on the host.
+        logits: [b, 1 + k, vocab] behind the pending token and each node.
+        hidden_states: of each tapped layer [b, 1 + k, d], of the same tokens. Layers below the one that the draft
+            resumed at are missing.
+        count: [b] draft tokens that were accepted.
+        next: [b] the target's own token behind them.
+        path: of a tree [b, k], of which the first `count` are the indices of the accepted nodes from the root down;
+            None for a chain.
+        counts: `count` on the host.
+        tokens: the new tokens of each sequence on the host, cut behind a stop token.
+        report: `Draft.report` on the host.
     """
 
-    tokens: torch.Tensor
-    length: int
+    logits: torch.Tensor
+    hidden_states: dict[int, torch.Tensor]
+    count: torch.Tensor
+    next: torch.Tensor
+    path: torch.Tensor | None
+    counts: list[int]
+    tokens: list[list[int]]
+    report: list[list[int]] | None = None
+
+    def kept(self, states: torch.Tensor) -> torch.Tensor:
+        """States or logits [b, 1 + k, d] with those of the pending token and the accepted nodes in front, in order.
+
+        Of sequence i the first 1 + counts[i] are of use.
+        """
+        if self.path is None:
+            return states
+        nodes = torch.nn.functional.pad(self.path.clamp(max=self.path.shape[1] - 1) + 1, (1, 0))
+        return states.gather(1, nodes.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+
+    def last(self, states: torch.Tensor) -> torch.Tensor:
+        """States or logits [b, 1 + k, d] -> [b, d], those of the last accepted token, or else of the pending one."""
+        index = self.count
+        if self.path is not None:
+            nodes = torch.nn.functional.pad(self.path + 1, (1, 0))
+            index = nodes.gather(1, index.unsqueeze(1)).squeeze(1)
+        return states[torch.arange(states.shape[0], device=states.device), index]
+
+
+@dataclass(slots=True)
+class Batch:
+    """A drafter's input in one round: the b running sequences, which have the first slots of every buffer.
+
+    Attributes:
+        sequences: on the host.
+        lengths: known tokens of each, the pending one included.
+        limits: the longest path of a draft that each can still use.
+        max_draft: the largest of them.
+        max_nodes: the most nodes that a draft may have.
+        tokens: [slots, capacity] int64 on the device.
+        decoding: how tokens are chosen.
+        layout: of the target's cache.
+        uniforms: [slots, capacity, 1 + 2 * siblings] the numbers of `position_draws` by sequence and position; None
+            when greedy. A sequence's samples depend on its seed alone, not on batch composition or scheduling.
+        siblings: as in `Drafter`.
+    """
+
+    sequences: list[Sequence]
+    lengths: list[int]
+    limits: list[int]
     max_draft: int
+    max_nodes: int
+    tokens: torch.Tensor
     decoding: Decoding
+    layout: RaggedLayout
     uniforms: torch.Tensor | None = None
     siblings: int = 1
-    seed: int = 0
-    following: int = -1
+    _known: torch.Tensor | None = None
 
-    def draws(self, offset: int, n: int = 1) -> torch.Tensor | None:
-        """[n] numbers to draw n siblings with, `offset` positions behind the pending token; None when greedy."""
+    @property
+    def size(self) -> int:
+        """Running sequences."""
+        return len(self.lengths)
+
+    @property
+    def known(self) -> torch.Tensor:
+        """[b] `lengths` on the device."""
+        if self._known is None:
+            self._known = torch.tensor(self.lengths, device=self.tokens.device)
+        return self._known
+
+    def newest(self, n: int) -> torch.Tensor:
+        """[b, n] the last n known tokens of each sequence, a shorter one padded with its first token in front."""
+        first, last = min(self.lengths), max(self.lengths)
+        if first == last >= n:
+            return self.tokens[: self.size, first - n : first]
+        return self.tokens[: self.size].gather(1, span(self.known - n, n).clamp(min=0))
+
+    def draws(self, offset: int, siblings: int | None = None) -> torch.Tensor | None:
+        """Numbers to draw the tokens with that stand `offset` positions behind the pending ones; None when greedy.
+
+        Args:
+            offset: 0 for the first draft token.
+            siblings: of a tree, how many tokens are drawn there behind one and the same token.
+
+        Returns:
+            [b], or [b, siblings].
+        """
         if self.uniforms is None:
             return None
-        return self.uniforms[self.length + offset, 1 + self.siblings :][:n]
-
-    def known(self) -> torch.Tensor:
-        """[length] every token so far, prompt included."""
-        return self.tokens[: self.length]
-
-    def pending(self) -> torch.Tensor:
-        """[1, 1] the newest token."""
-        return self.tokens[self.length - 1 : self.length].unsqueeze(0)
+        first = DRAFT + self.siblings - 1
+        if self.size == 1:
+            numbers = self.uniforms[:1, self.lengths[0] + offset]
+        else:
+            slots = torch.arange(self.size, device=self.uniforms.device)
+            numbers = self.uniforms[slots, self.known + offset]
+        return numbers[:, first] if siblings is None else numbers[:, first : first + siblings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +289,7 @@ class Needs:
     draft_model: bool = False
     part: str | None = None
     sampling: bool = True
-    batching: bool = False
+    batching: bool = True
     continuation: bool = False
 
     def around(self, inner: Needs) -> Needs:
@@ -148,20 +319,20 @@ def needs_of(group: Mapping) -> Needs:
 
 
 class Drafter:
-    """Base of every method: `Method(pair, **parameters)`. One instance serves many generations; `begin` starts each.
+    """Base of every method: `Method(pair, **parameters)`. One instance serves many generations.
 
-    The base itself drafts nothing, which is plain autoregressive decoding.
+    It is written once, for a batch: one sequence is a batch of one. The base itself drafts nothing, which is
+    autoregressive decoding.
 
     Attributes:
         needs: what it requires.
-        taps: layers of the target whose input states the prefill must hand over.
+        taps: depths of the target whose hidden states the drafter gets, of the prompt and of every verification: i for
+            the states in front of layer i (the number of layers: behind the last one), `NORMED` behind the final norm.
         siblings: the most tokens of a tree that were drawn by chance behind one and the same token; 1 for chains.
         certain: whether it drafts without chance at any temperature. Its answers are then those of autoregressive
             decoding with the same seed, token by token.
-        tree_nodes: the most nodes that a tree of this drafter holds beyond its longest path (0: chains only).
-        max_draft_tokens: the longest draft; a drafter that can batch must set it.
-        launch_layer: for a drafter that works during verification, the number of layers whose states it is launched
-            with, while the target goes on through the others; `draft` then collects the result. None for others.
+        max_draft_tokens: the longest path of a draft.
+        max_nodes: the most nodes of a draft; 0: as `max_draft_tokens`, for chains.
         uninterrupted: whether it works, or holds cores, between its rounds: no other arm may then run in between.
     """
 
@@ -169,12 +340,11 @@ class Drafter:
     taps: tuple[int, ...] = ()
     siblings = 1
     certain: bool = False
-    tree_nodes = 0
     max_draft_tokens = 0
-    launch_layer: int | None = None
+    max_nodes = 0
     uninterrupted: bool = False
 
-    def foretell(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+    def foretell(self, prompts: Several[list[int]], answers: Several[list[int]]) -> None:
         """For a drafter with `needs.continuation`: the answers to the prompts that come next, outside of what is timed.
 
         Args:
@@ -182,58 +352,88 @@ class Drafter:
             answers: to each of them the new token ids of the target's own greedy decoding.
         """
 
-    def begin(self, context: Context, prefill: Prefill, target: Target, cache: KVCache) -> None:
-        """Starts a generation: the prompt was prefilled, and its first new token is known and pending.
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Makes room for `slots` sequences of up to `capacity` tokens. Called when buffers are made, and made anew.
 
         Args:
-            context: the state of the generation; the same object in every later call.
-            prefill: the prompt's logits, and hidden states of the `taps`.
+            slots: sequences in memory.
+            capacity: tokens of the longest of them, with what a draft may need behind its end.
             target: the model that verifies.
-            cache: the target's, which holds the prompt.
         """
 
-    def draft(self, context: Context) -> Draft:
-        """Drafts up to `context.max_draft` tokens to follow the pending one; none makes the round autoregressive."""
-        return Draft(context.tokens[:0])
-
-    def launch(self, context: Context, draft: Draft, states: torch.Tensor) -> None:
-        """Starts work for the next draft, during the rest of the verification pass. It must not wait for that work.
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Starts a sequence: its prompt was prefilled, and its first new token is known and pending.
 
         Args:
-            context: the state of the generation, without what this verification will accept.
-            draft: the draft that is being verified.
-            states: [1 + k, d] of the pending token and the draft tokens at `launch_layer`.
+            slot: its place in the buffers.
+            sequence: prompt, first token and request.
+            prefill: token ids, logits, and the hidden states of `taps`.
         """
 
-    def commit(self, context: Context, accepted: int) -> None:
-        """Notes that `accepted` draft tokens and one of the target joined the context, which is already up to date."""
+    def draft(self, batch: Batch) -> Draft:
+        """Drafts to follow the pending tokens; no tokens make the round autoregressive.
 
-    def end(self) -> None:
-        """Stops all work for the current answer, which is complete or was given up. Called at least once per answer."""
+        A path may be longer than `batch.limits` of its sequence: what lies behind is not accepted.
+        """
+        return Draft(batch.tokens[: batch.size, :0])
 
-    def close(self) -> None:
-        """Releases what is kept between answers, such as processes. The drafter must not be used afterwards."""
+    def on_hidden(self, layer: int, hidden_states: torch.Tensor) -> None:
+        """Told on the way through a verification, for each of `taps` as it is reached. It must not wait for the device.
 
-    # -- the same for many sequences at once, for drafters with `needs.batching`
+        Args:
+            layer: the tap.
+            hidden_states: [b, 1 + k, d] of the pending token and the draft.
+        """
 
-    def open_rows(self, rows: int, capacity: int, target: Target, cache: RowCache) -> None:
-        """Makes room for `rows` sequences of up to `capacity` tokens; cache: the target's."""
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Learns what the target made of the draft.
 
-    def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target: Target) -> None:
-        """Starts the sequence in slot `row`, as `begin`; prompt: [1, n], without the pending token."""
+        Args:
+            batch: as it was given to `draft`; its sequences already have their new tokens.
+            verified: the outcome.
+        """
 
-    def draft_rows(self, rows: Rows) -> Draft:
-        """Drafts for the running sequences, as `draft`; up to `rows.max_draft` tokens each."""
-        return Draft(rows.tokens[: rows.known.shape[0], :0])
-
-    def commit_rows(self, rows: Rows, accepted: torch.Tensor) -> None:
-        """Notes that `accepted` [b] draft tokens and one token of the target were kept; `rows` is as before."""
-
-    def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies all that belongs to the slots `sources` to the slots `destinations`, all at once.
 
         Args:
             sources: slots to copy from.
             destinations: slots to copy to, as many.
-            reach: a bound on the lengths of the sequences there.
+            kv_len: a bound on the lengths of the sequences there.
         """
+
+    def end(self, slot: int) -> None:
+        """Stops all work for the sequence in a slot, which is complete or was given up."""
+
+    # -- numbers of its own
+
+    @staticmethod
+    def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
+        """Sums up the `Draft.stats` of some rounds, for `stats` in a run's summary.
+
+        Args:
+            rounds: rows of `measure.frames.steps_frame`; `measure.frames.stat` reads a number of theirs.
+
+        Returns:
+            Numbers by name. A number that could not be measured is None.
+        """
+        return {}
+
+    @staticmethod
+    def describe(stats: dict[str, Any]) -> list[str]:
+        """Lines about such a summary, for the foot of a run's table."""
+        return []
+
+    # -- state that outlives an answer
+
+    def forget(self) -> None:
+        """Drops what was learnt from earlier answers."""
+
+    def snapshot(self) -> Any:
+        """What was learnt from earlier answers, for `restore`."""
+
+    def restore(self, state: Any) -> None:
+        """Goes back to what `snapshot` gave."""
+
+    def close(self) -> None:
+        """Releases what is kept between answers, such as processes. The drafter must not be used afterwards."""

@@ -1,180 +1,441 @@
-"""The one draft-verify-commit loop. Plain autoregressive decoding is this loop with empty drafts."""
+"""The draft-verify-commit loop. Autoregressive decoding is this loop with empty drafts, one sequence is a batch of one.
+
+The sequences of a batch have different lengths, caps and stop tokens; they join when there is room and leave when they
+are done. Two components can be swapped: the drafter, which proposes tokens for every sequence, and the scheduler, which
+chooses the sequences of each round and their layout in memory.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specbench.decoding.acceptance import Accepted, accept
-from specbench.decoding.draft import Context, Draft, Drafter
-from specbench.decoding.sampling import TARGET, all_drawn, position_draws
-from specbench.decoding.target import Target, ancestors
+from specbench.decoding.draft import Batch, Draft, Drafter, Request, Sequence, Verified
+from specbench.decoding.layout import RaggedLayout, span
+from specbench.decoding.sampling import TARGET, Decoding, all_drawn, position_draws
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Mark, Step
 from specbench.decoding.turns import between_rounds
 from specbench.errors import UserError, at_least
 
 if TYPE_CHECKING:
     from specbench.decoding.kv_cache import KVCache
-    from specbench.decoding.sampling import Decoding
+    from specbench.decoding.target import StagedModel
 
-CACHE_STEP = 256  # a cache that grows in steps is reused by most questions
+CACHE_STEP = 256  # a cache that grows in steps is reused by most requests
+
+
+@dataclass(slots=True)
+class Round:
+    """What the steps of a round have in common: as in `Step`.
+
+    stats: as in `Draft`. marks: in time, around alignment, drafting, verification and the rest.
+    """
+
+    sequences: int
+    draft_bytes: int
+    target_bytes: int
+    stats: dict[str, Any]
+    marks: tuple[Mark, ...]
 
 
 class Engine:
-    """Decodes one sequence at a time with a target and a drafter; buffers are kept between calls."""
+    """Decodes sequences with a target, a drafter and a scheduler; buffers are kept between calls.
+
+    Args:
+        target: the model that verifies.
+        drafter: proposes tokens; the base class for autoregressive decoding.
+        stop_ids: token ids that end an answer.
+        scheduler: chooses the sequences of each round; None: one after the other.
+        context_length: positions that a sequence may take; None for the target's.
+
+    Raises:
+        UserError: the drafter cannot batch.
+    """
+
+    _layout: RaggedLayout
+    _tokens: torch.Tensor
+    _uniforms: torch.Tensor | None
 
     def __init__(
-        self, target: Target, drafter: Drafter, stop_ids: frozenset[int], context_length: int | None = None
+        self,
+        target: StagedModel,
+        drafter: Drafter,
+        stop_ids: frozenset[int],
+        scheduler: Scheduler | None = None,
+        context_length: int | None = None,
     ):
-        self.target = target
-        self.drafter = drafter
+        self.scheduler = Scheduler(1) if scheduler is None else scheduler
+        if not drafter.needs.batching and self.scheduler.slots > 1:
+            raise UserError(f"drafter {type(drafter).__name__} cannot batch")
+        self.target, self.drafter = target, drafter
         self.stop_ids = stop_ids
         self.context_length = context_length or target.config.max_position_embeddings
         self.clock = Clock(target.device)
-        self._cache = target.new_cache(CACHE_STEP)
+        self._nodes = max(drafter.max_nodes, drafter.max_draft_tokens)
+        self._cache: KVCache | None = None
+
+    def answer(self, prompt: list[int], decoding: Decoding, seed: int = 0) -> Generation:
+        """Decodes one sequence; the arguments are those of `Request`, all else is as in `generate`."""
+        return self.generate([Request(prompt, decoding, seed)])[0]
 
     @torch.inference_mode()
-    def generate(self, prompt: list[int], decoding: Decoding, seed: int = 0) -> Generation:
-        """Decodes after `prompt` until a stop token or exactly `decoding.max_new_tokens` new tokens.
+    def generate(self, requests: list[Request]) -> list[Generation]:
+        """Decodes every request to its end: a stop token, or exactly `max_new_tokens` new tokens.
+
+        The seconds of a sequence are its prefill and an equal share of every round that it took part in: so the seconds
+        of all sequences add up to the time of the call.
 
         Args:
-            prompt: token ids.
-            decoding: how tokens are chosen, and how many at most.
-            seed: of the sampling; greedy decoding draws nothing.
+            requests: sequences to decode, at one temperature.
+
+        Returns:
+            The answers in the order of the requests.
 
         Raises:
-            UserError: the context cannot hold it all.
+            UserError: the context cannot hold a request, their temperatures differ, or a token cannot be drawn because
+                logits are not finite.
         """
-        check_fits(prompt, decoding, self.context_length)
+        if not requests:
+            return []
+        self._check(requests)
+        held: list[Sequence] = []
         try:
-            return self._generate(prompt, decoding, seed)
+            return self._generate(requests, held)
         finally:
-            self.drafter.end()
+            for slot, one in enumerate(held):
+                if not one.done:  # given up
+                    self.drafter.end(slot)
 
-    def _generate(self, prompt: list[int], decoding: Decoding, seed: int) -> Generation:
-        target, drafter, clock = self.target, self.drafter, self.clock
-        clock.synchronize()
-        started = clock.mark()
-        room = len(prompt) + decoding.max_new_tokens
-        cache = self._empty_cache(room + drafter.tree_nodes)
-        tokens = torch.empty(room, dtype=torch.int64, device=target.device)
-        tokens[: len(prompt)] = torch.tensor(prompt)
-        context = Context(tokens, len(prompt), 0, decoding, None, drafter.siblings, seed)
-        if not decoding.greedy:
-            numbers = position_draws(seed, decoding.max_new_tokens, drafter.siblings, target.device)
-            context.uniforms = torch.cat([numbers.new_zeros(len(prompt), numbers.shape[1]), numbers])
-
-        prefill = target.prefill(context.known().unsqueeze(0), cache, drafter.taps)
-        draw = None if context.uniforms is None else context.uniforms[context.length, TARGET].view(1)
-        first, _ = decoding.select(prefill.logits, draw)
-        tokens[context.length : context.length + 1] = first
-        context.length += 1
-        out = all_drawn(first.tolist())
-        context.following = out[0]
-        drafter.begin(context, prefill, target, cache)
-        prefilled = clock.mark()
-
-        nothing = Draft(tokens[:0])
-        rounds = []
-        others = [between_rounds(clock, len(out))]
-        while out[-1] not in self.stop_ids and len(out) < decoding.max_new_tokens:
-            begun = clock.mark()
-            context.max_draft = decoding.max_new_tokens - len(out) - 1
-            asked = context.max_draft > 0  # the last place belongs to the target alone
-            draft = drafter.draft(context) if asked else nothing
-            drafted = clock.mark()
-            exits: list[Mark] = []
-            at_exit = None
-            if asked and drafter.launch_layer is not None:
-
-                def at_exit(states: torch.Tensor, draft: Draft = draft, exits: list[Mark] = exits) -> None:
-                    exits.append(clock.mark())
-                    drafter.launch(context, draft, states)
-
-            logits = target.verify(context.pending(), draft, cache, drafter.launch_layer, at_exit)
-            verified = clock.mark()
-            behind = None if context.uniforms is None else context.uniforms[context.length :]
-            verdict = accept(logits, draft, decoding, behind)
-            new, accepted = self._settle(verdict, draft, context, cache)
-            if asked:
-                drafter.commit(context, accepted)
-            emitted = that_count(new, self.stop_ids)
-            out += new[:emitted]
-            marks = (begun, drafted, verified, clock.mark())
-            rounds.append((draft, min(accepted, emitted), emitted, marks, exits))
-            others.append(between_rounds(clock, len(out)))
-        drafter.end()
-        ended = clock.mark()
-        clock.synchronize()
-        return Generation(
-            tokens=out,
-            prefill_seconds=clock.seconds(started, prefilled),
-            seconds=clock.seconds(started, ended) - sum(clock.seconds(*span) for span in others if span),
-            finish="stop" if out[-1] in self.stop_ids else "length",
-            steps=[self._step(*r) for r in rounds],
+    def _generate(self, requests: list[Request], held: list[Sequence]) -> list[Generation]:
+        self.clock.synchronize()
+        begun = self._last = self.clock.mark()
+        self._open(requests)
+        opened = self._last = self.clock.mark()
+        waiting = deque(
+            Sequence(i, request, self.stop_ids if request.stop_ids is None else request.stop_ids)
+            for i, request in enumerate(requests)
         )
+        sequences = [*waiting]
+        rounds: list[Round] = []
+        while True:
+            if waiting:
+                self._admit(waiting, held)
+            self._retire(held)
+            if not held:
+                break
+            rounds.append(self._round(held, len(rounds)))
+            others = between_rounds(self.clock, sum(one.emitted for one in sequences))
+            if others is not None:
+                self._last = others[1]
+        self.clock.synchronize()
+        opening = self.clock.seconds(begun, opened) / len(sequences)
+        timed = [self._timed(r) for r in rounds]
+        return [self._generation(one, rounds, timed, opening) for one in sequences]
+
+    # -- a round
+
+    def _round(self, held: list[Sequence], number: int) -> Round:
+        """Runs one round; returns what its steps have in common."""
+        clock, scheduler, layout, drafter = self.clock, self.scheduler, self._layout, self.drafter
+        begun = self._last
+        running = held[: self._seat(held)]
+        batch = self._batch(running)
+        layout.begin_round(batch.lengths, 1 + self._nodes)
+        stats = scheduler.stats
+        arranged = clock.mark()
+        draft = drafter.draft(batch) if batch.max_draft else Draft(self._tokens[: batch.size, :0])
+        drafted = clock.mark()
+        where = layout.place(batch, 1 + draft.tokens.shape[1], tree=draft.tree)
+        states: dict[int, torch.Tensor] = {}
+
+        def on_hidden(layer: int, hidden: torch.Tensor) -> None:
+            states[layer] = hidden
+            if batch.max_draft:
+                drafter.on_hidden(layer, hidden)
+
+        taps = drafter.taps
+        logits = self.target.verify(
+            batch.newest(1), draft, layout.cache, where, taps, on_hidden if taps else None
+        )
+        verified_at = clock.mark()
+        verified = self._settle(batch, draft, logits, states, number)
+        if batch.max_draft:
+            drafter.commit(batch, verified)
+        for slot, one in enumerate(running):
+            if one.done:
+                drafter.end(slot)
+        layer = draft.resume.layer if draft.resume is not None else 0
+        self._last = clock.mark()
+        marks = (begun, arranged, drafted, verified_at, self._last)
+        # Not the draft itself: its probabilities and states would pile up until the last sequence is done.
+        read = self.target.pass_bytes(layer)
+        return Round(batch.size, draft.bytes_read, read, stats | draft.stats, marks)
+
+    def _batch(self, running: list[Sequence]) -> Batch:
+        most, nodes = self.drafter.max_draft_tokens, self._nodes
+        if self.scheduler.longest_draft is not None:
+            most, nodes = min(most, self.scheduler.longest_draft), min(nodes, self.scheduler.longest_draft)
+        # The last place belongs to the target alone.
+        limits = [min(one.remaining - 1, most) for one in running]
+        return Batch(
+            running,
+            [len(one.tokens) for one in running],
+            limits,
+            max(limits),
+            nodes,
+            self._tokens,
+            running[0].request.decoding,
+            self._layout,
+            self._uniforms,
+            self.drafter.siblings,
+        )
+
+    def _seat(self, held: list[Sequence]) -> int:
+        """Brings the sequences that run to the first slots of every buffer; returns their number."""
+        chosen = self.scheduler.choose(held)
+        b = len(chosen)
+        inside = [slot for slot in range(b) if slot not in chosen]
+        outside = [slot for slot in chosen if slot >= b]
+        if inside:
+            self._move(inside + outside, outside + inside, max(one.length for one in held))
+            for i, j in zip(inside, outside):
+                held[i], held[j] = held[j], held[i]
+        for one in held[:b]:
+            one.skipped_rounds = 0
+        if b < len(held):
+            youngest = max(one.request_index for one in held[:b])
+            for one in held[b:]:
+                one.skipped_rounds += one.request_index < youngest
+        return b
 
     def _settle(
-        self, verdict: Accepted, draft: Draft, context: Context, cache: KVCache
-    ) -> tuple[list[int], int]:
-        """Brings context and cache up to what was accepted; returns the new tokens and the accepted count."""
-        k = draft.tokens.shape[0]
-        parts = [verdict.count.view(1), verdict.next.view(1), draft.tokens]
-        if verdict.path is not None:
-            parts.append(verdict.path)
-        count, following, *rest = torch.cat(parts).tolist()  # the one time in a round that the host waits
-        at = context.length
-        if verdict.path is None:
-            new = rest[:count]
-            kept = draft.tokens[:count]
-            cache.truncate(at + count)
+        self, batch: Batch, draft: Draft, logits: torch.Tensor, states: dict[int, torch.Tensor], number: int
+    ) -> Verified:
+        """Brings sequences, buffers and layout up to what is accepted."""
+        b, k = draft.tokens.shape
+        limits = None
+        if k and min(batch.limits) < self._longest(draft):
+            limits = torch.tensor(batch.limits, device=logits.device)
+        accepted = accept(logits, draft, batch.decoding, self._draws(batch, 1 + k), limits)
+        following = accepted.next.unsqueeze(1)
+        new = following if k == 0 else self._new_tokens(draft, accepted)
+        if b == 1:
+            # What is written behind a sequence's new end is no token: the next round writes there again.
+            self._tokens[0, batch.lengths[0] : batch.lengths[0] + 1 + k] = new[0]
         else:
-            nodes = verdict.path[:count]
-            new = [rest[i] for i in rest[k : k + count]]
-            kept = draft.tokens[nodes]
-            cache.keep(at, nodes)
-        context.tokens[at : at + count] = kept
-        context.tokens[at + count] = verdict.next
-        context.length += count + 1
-        context.following = following
-        return all_drawn([*new, following]), count
-
-    def _step(
-        self, draft: Draft, accepted: int, emitted: int, marks: tuple[Mark, ...], exits: list[Mark]
-    ) -> Step:
-        drafted = draft.tokens.shape[0]
-        depth = drafted
-        if draft.parents is not None:
-            depth = int(ancestors(draft.parents).sum(1).max())
-        drafting, verifying, other = (self.clock.seconds(a, b) for a, b in pairwise(marks))
-        layer = draft.resume.layer if draft.resume is not None else 0
-        return Step(
-            drafted=drafted,
-            accepted=accepted,
-            emitted=emitted,
-            depth=depth,
-            draft_seconds=drafting,
-            verify_seconds=verifying,
-            other_seconds=other,
-            draft_bytes=draft.bytes_read,
-            target_bytes=self.target.pass_bytes(layer),
-            exits=tuple(draft.exits),
-            exit_seconds=self.clock.seconds(marks[1], exits[0]) if exits else None,
-            **({} if draft.beside is None else asdict(draft.beside)),
+            self._tokens[:b].scatter_(1, span(batch.known, 1 + k), new)
+        facts = self._on_host(draft, accepted, new)
+        counts = [fact[0] for fact in facts]
+        self._layout.commit(batch, accepted.count, counts, accepted.path)
+        tokens, report = [], []
+        for slot, (one, (count, *rest)) in enumerate(zip(batch.sequences, facts)):
+            own, rest = truncate_at_stop(all_drawn(rest[: count + 1]), one.stop_ids), rest[1 + k :]
+            limit = batch.limits[slot]
+            depth = limit if draft.tree is None else min(rest.pop(0), limit)
+            drafted = k if draft.candidates is None else draft.candidates
+            if isinstance(drafted, torch.Tensor):
+                drafted = rest.pop(0)
+            if draft.tree is None:
+                drafted = min(drafted, limit)
+            depth = min(depth, drafted)
+            one.tokens += own
+            one.rounds.append((number, slot, drafted, depth, min(count, len(own)), len(own)))
+            tokens.append(own)
+            report.append(rest)
+        return Verified(
+            logits,
+            states,
+            accepted.count,
+            accepted.next,
+            accepted.path,
+            counts,
+            tokens,
+            None if draft.report is None else report,
         )
 
-    def _empty_cache(self, capacity: int) -> KVCache:
-        if self._cache.capacity < capacity:
-            self._cache = self.target.new_cache(-(-capacity // CACHE_STEP) * CACHE_STEP)
-        self._cache.truncate(0)
-        return self._cache
+    def _on_host(self, draft: Draft, accepted: Accepted, new: torch.Tensor) -> list[list[int]]:
+        """What the host learns of each sequence: count, new tokens, a tree's depth, candidates, the drafter's report.
+
+        It is the one time in a round that the host waits.
+        """
+        parts = [accepted.count.unsqueeze(1), new]
+        if draft.tree is not None:
+            parts.append(draft.tree.depths.amax(-1, keepdim=True).expand(new.shape[0], 1))
+        if isinstance(draft.candidates, torch.Tensor):
+            parts.append(draft.candidates.unsqueeze(1))
+        if draft.report is not None:
+            parts.append(draft.report)
+        if len(parts) == 2 and new.shape[1] == 1:  # nothing was drafted
+            return [[0, *tokens] for tokens in new.tolist()]
+        return torch.cat(parts, dim=1).tolist()
+
+    def _longest(self, draft: Draft) -> int:
+        """A bound on the longest path of a draft, without a look at the device."""
+        k = draft.tokens.shape[1]
+        return k if draft.tree is None else min(k, self.drafter.max_draft_tokens)
+
+    def _new_tokens(self, draft: Draft, accepted: Accepted) -> torch.Tensor:
+        """[b, 1 + k] the accepted tokens of each sequence and the target's behind them; the rest is of no use."""
+        k, tokens = draft.tokens.shape[1], draft.tokens
+        if accepted.path is not None:
+            tokens = tokens.gather(1, accepted.path.clamp(max=k - 1))
+        steps, following = torch.arange(1 + k, device=tokens.device), accepted.next.unsqueeze(1)
+        padded = torch.cat([tokens, following], dim=1)
+        return torch.where(steps == accepted.count.unsqueeze(1), following, padded)
+
+    def _retire(self, held: list[Sequence]) -> None:
+        """Takes out the sequences that are done and were not replaced; the last one takes the slot of each."""
+        for slot in reversed([slot for slot, one in enumerate(held) if one.done]):
+            last = held.pop()
+            if slot < len(held):
+                self._move([len(held)], [slot], max(one.length for one in (last, *held)))
+                held[slot] = last
+
+    def _move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Copies everything that belongs to some sequences to the slots of others, all at once."""
+        self._layout.move(sources, destinations, kv_len)
+        self.drafter.move(sources, destinations, kv_len)
+        for buffer in (self._tokens, self._uniforms):
+            if buffer is not None:
+                buffer[destinations] = buffer[sources]
+
+    # -- the start of a sequence
+
+    def _admit(self, waiting: deque[Sequence], held: list[Sequence]) -> None:
+        """Lets waiting sequences join, first of all in the slots of sequences that are done."""
+        room = self.scheduler.joining(sum(not one.done for one in held))
+        while room > 0 and waiting:
+            slot = next((slot for slot, one in enumerate(held) if one.done), len(held))
+            one = waiting.popleft()
+            self._join(one, slot)
+            if not one.done:  # one that ends with its first token leaves the slot to the next
+                held[slot : slot + 1] = [one]
+                room -= 1
+
+    def _join(self, one: Sequence, slot: int) -> None:
+        """Prefills a sequence on its own."""
+        begun = self._last
+        request, device = one.request, self.target.device
+        n = len(request.prompt)
+        one.tokens = [*request.prompt]
+        prompt = torch.tensor([request.prompt], device=device)
+        self._tokens[slot, :n] = prompt[0]
+        if self._uniforms is not None:
+            positions = request.decoding.max_new_tokens
+            numbers = position_draws(request.seed, positions, self.drafter.siblings, device)
+            self._uniforms[slot, n : n + positions] = numbers
+        prefill = self.target.prefill(prompt, self._layout.prefill_view(slot, n), self.drafter.taps)
+        draw = None if self._uniforms is None else self._uniforms[slot, n : n + 1, TARGET]
+        first, _ = request.decoding.select(prefill.logits, draw)
+        self._tokens[slot, n : n + 1] = first
+        one.tokens += all_drawn(first.tolist())
+        try:
+            self.drafter.begin(slot, one, prefill)
+        except BaseException:  # whatever it was, what was begun is given up
+            self.drafter.end(slot)
+            raise
+        if one.done:
+            self.drafter.end(slot)
+        self._last = self.clock.mark()
+        one.prefill = (begun, self._last)
+
+    def _open(self, requests: list[Request]) -> None:
+        """Makes what holds these requests, or takes what the last call has left."""
+        spare = self._nodes + 1  # sequences near their end take part in the drafts of others
+        capacity = max(len(r.prompt) + r.decoding.max_new_tokens for r in requests) + spare
+        slots = min(self.scheduler.slots, len(requests))
+        if self._cache is None or self._cache.capacity < capacity or self._cache.slots < slots:
+            if self._cache is not None:
+                # What has grown once does not shrink, or two kinds of calls would take turns.
+                capacity, slots = max(capacity, self._cache.capacity), max(slots, self._cache.slots)
+                self._cache = None  # given back before what is larger is asked for; the layout holds it, too
+                del self._layout
+            capacity = -(-capacity // CACHE_STEP) * CACHE_STEP
+            cache = self.target.new_cache(capacity, slots)
+            self._tokens = torch.zeros(slots, capacity, dtype=torch.int64, device=self.target.device)
+            self.drafter.open(slots, capacity, self.target)
+            self._cache = cache  # last: only now does everything have this size
+        self._layout = self.scheduler.layout(self._cache)
+        self._uniforms = None
+        if not requests[0].decoding.greedy:
+            shape = (*self._tokens.shape, 1 + 2 * self.drafter.siblings)
+            self._uniforms = torch.zeros(shape, dtype=torch.float64, device=self.target.device)
+
+    def _draws(self, batch: Batch, n: int) -> torch.Tensor | None:
+        """[b, n, 1 + 2 * siblings] numbers of the n positions behind the known tokens."""
+        if self._uniforms is None:
+            return None
+        if batch.size == 1:
+            return self._uniforms[:1, batch.lengths[0] : batch.lengths[0] + n]
+        at = span(batch.known, n)
+        return self._uniforms[torch.arange(batch.size, device=at.device).unsqueeze(1), at]
+
+    def _check(self, requests: list[Request]) -> None:
+        if len({request.decoding.temperature for request in requests}) > 1:
+            raise UserError("the requests of a batch must have one temperature")
+        for request in requests:
+            check_request(request, self.context_length)
+
+    # -- the trace
+
+    def _timed(self, done: Round) -> tuple[tuple[float, float, float, float], list[dict[str, Any]]]:
+        """Each sequence's seconds of drafting, verification, the rest and alignment; and the stats of each."""
+        align, drafting, verify, other = (
+            self.clock.seconds(a, z) / done.sequences for a, z in zip(done.marks, done.marks[1:])
+        )
+        if not self._layout.aligns:
+            align, other = 0.0, align + other
+        return (drafting, verify, other, align), self._stats(done)
+
+    def _stats(self, done: Round) -> list[dict[str, Any]]:
+        """The drafter's numbers for each sequence of a round."""
+        each: list[dict[str, Any]] = [{} for _ in range(done.sequences)]
+        for name, value in done.stats.items():
+            if isinstance(value, tuple):
+                value = self.clock.seconds(*value)
+            elif isinstance(value, torch.Tensor):
+                value = value.tolist()
+            for slot, own in enumerate(each):
+                own[name] = value[slot] if isinstance(value, list) else value
+        return each
+
+    def _generation(
+        self, one: Sequence, rounds: list[Round], timed: list[tuple], opening: float
+    ) -> Generation:
+        steps = []
+        for number, slot, drafted, depth, accepted, emitted in one.rounds:
+            done, ((drafting, verify, other, align), stats) = rounds[number], timed[number]
+            steps.append(
+                Step(
+                    drafted=drafted,
+                    accepted=accepted,
+                    emitted=emitted,
+                    depth=depth,
+                    draft_seconds=drafting,
+                    verify_seconds=verify,
+                    other_seconds=other,
+                    draft_bytes=done.draft_bytes,
+                    target_bytes=done.target_bytes,
+                    rows=done.sequences,
+                    align_seconds=align,
+                    stats=stats[slot],
+                )
+            )
+        prefill = opening + self.clock.seconds(*one.prefill)
+        spent = sum(s.draft_seconds + s.verify_seconds + s.other_seconds + s.align_seconds for s in steps)
+        finish = "stop" if one.tokens[-1] in one.stop_ids else "length"
+        return Generation(one.new_tokens, prefill, prefill + spent, finish, steps)
 
 
-def check_fits(prompt: list[int], decoding: Decoding, context_length: int) -> None:
+def check_request(request: Request, context_length: int) -> None:
     """Raises UserError unless there is a prompt, something to decode, and a context that holds both."""
+    prompt, decoding = request.prompt, request.decoding
     if not prompt:
         raise UserError("the prompt is empty")
     at_least(1, max_new_tokens=decoding.max_new_tokens)
@@ -183,11 +444,3 @@ def check_fits(prompt: list[int], decoding: Decoding, context_length: int) -> No
             f"a prompt of {len(prompt)} tokens and {decoding.max_new_tokens} new ones do not fit the context of "
             f"{context_length}"
         )
-
-
-def that_count(new: list[int], stop_ids: frozenset[int]) -> int:
-    """How many of the new tokens count: up to and including the first stop token."""
-    for i, token in enumerate(new):
-        if token in stop_ids:
-            return i + 1
-    return len(new)

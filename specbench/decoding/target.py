@@ -1,7 +1,7 @@
 """A stock Hugging Face causal language model, driven layer by layer.
 
 The one file that touches a model's insides. It needs the anatomy that the decoder-only families share (token
-embedding, a list of layers, rotary or learned positions, a final norm, a head); `Target.check` compares the staged
+embedding, a list of layers, rotary or learned positions, a final norm, a head); `StagedModel.check` compares the staged
 forward with the model's own once at load, so a family with another anatomy is refused instead of being measured
 wrongly. Draft models are driven by this same class.
 """
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from specbench.decoding.kv_cache import KVCache, Places, RowCache
+from specbench.decoding.draft import NORMED
+from specbench.decoding.kv_cache import KVCache, Pass
 from specbench.decoding.layers import quick, weight_bytes
 from specbench.decoding.linear import lay_out
 from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Sequence
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -36,55 +37,17 @@ class Prefill:
     """The outcome of a prompt's pass.
 
     Attributes:
+        ids: [1, n] the prompt.
         logits: [1, vocab] after the prompt's last token.
-        hidden: for each tapped layer its input states [1, n, d].
+        hidden_states: of each tapped layer [1, n, d].
     """
 
+    ids: torch.Tensor
     logits: torch.Tensor
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-def ancestors(parents: torch.Tensor) -> torch.Tensor:
-    """Which nodes lie on the path to each node of a tree, itself included.
-
-    Args:
-        parents: [k] index of each node's parent, -1 for children of the root; parents stand before their children.
-
-    Returns:
-        [k, k] bool, a row for each node.
-    """
-    k = parents.shape[0]
-    closure = torch.eye(k, dtype=torch.bool, device=parents.device)
-    parent = torch.where(parents < 0, torch.arange(k, device=parents.device), parents)
-    for _ in range(max(k - 1, 0).bit_length()):  # each doubling reaches twice as far towards the root
-        closure = closure | closure[parent]
-        parent = parent[parent]
-    return closure
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """Tree visibility among the last m entries of a cache; all earlier entries are visible to every token.
-
-    Attributes:
-        offsets: [m] positions, counted from the first of these entries.
-        seen: [n, m], which entries each of the n tokens of a pass attends to; these tokens are the last n entries.
-    """
-
-    offsets: torch.Tensor
-    seen: torch.Tensor
-
-    @classmethod
-    def tree(cls, parents: torch.Tensor) -> Nodes:
-        """Those of the pending token and the k nodes of a draft's tree; parents: [k], as in `ancestors`."""
-        k = parents.shape[0]
-        seen = torch.zeros(k + 1, k + 1, dtype=torch.bool, device=parents.device)
-        seen[:, 0] = True
-        seen[1:, 1:] = ancestors(parents)
-        return cls(seen.sum(1) - 1, seen)
-
-
-class Target:
+class StagedModel:
     """Stages of a model: `embed`, `run_layers`, `head`, and `prefill` and `verify` built from them.
 
     Args:
@@ -147,13 +110,9 @@ class Target:
 
     # -- stages ------------------------------------------------------------------------------------------------
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for `capacity` positions of every layer."""
-        return KVCache(self._devices, *self._cache_shape(), capacity, self.dtype)
-
-    def new_rows(self, rows: int, capacity: int) -> RowCache:
-        """An empty cache for `rows` sequences of up to `capacity` positions. All layers must be on one device."""
-        return RowCache(len(self.layers), *self._cache_shape(), rows, capacity, self.device, self.dtype)
+    def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
+        """An empty cache for `slots` sequences of up to `capacity` positions."""
+        return KVCache(self._devices, *self._cache_shape(), slots, capacity, self.dtype)
 
     def _cache_shape(self) -> tuple[int, int]:
         """Heads of keys and values, width of a head."""
@@ -162,69 +121,53 @@ class Target:
         return kv_heads, getattr(self.config, "head_dim", None) or self.hidden_size // heads
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [1, n] -> hidden states [1, n, d]."""
+        """Token ids [b, n] -> hidden states [b, n, d]."""
         return self.embed_tokens(ids if self._last_id is None else ids.clamp(max=self._last_id))
 
     def run_layers(
         self,
         hidden: torch.Tensor,
         cache: KVCache,
+        where: Pass | int,
         lo: int = 0,
         hi: int | None = None,
-        nodes: Nodes | None = None,
+        taps: Sequence[int] = (),
+        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Runs layers [lo, hi) over states that follow what the cache holds of these layers.
+        """Runs layers [lo, hi) over the states of b sequences.
 
         Args:
-            hidden: [1, n, d] states.
+            hidden: [b, n, d] states.
             cache: receives keys and values.
+            where: positions, write places and visibility; a number for tokens that follow so many others.
             lo: the first layer.
             hi: the layer behind the last one; None for all.
-            nodes: positions and visibility of a tree; None where the tokens follow one another.
+            taps: layers in front of which `on_hidden` is called.
+            on_hidden: called with a layer and the states [b, n, d] that enter it.
 
         Returns:
-            States [1, n, d] behind the layers.
+            States [b, n, d] behind the layers.
         """
-        n, start = hidden.shape[1], cache.lengths[lo]
-        rope = {}
+        b, n = hidden.shape[:2]
+        if isinstance(where, int):
+            where = Pass.consecutive(where, n)
+        hi = len(self.layers) if hi is None else hi
+        rope: dict[str, tuple[torch.Tensor, ...]] = {}
         if self.rotary is not None:
-            rope["position_embeddings"] = self._rope(start, n, nodes, cache.capacity)
+            rope["position_embeddings"] = self._rope(where, n, cache.capacity)
         elif lo == 0:
-            hidden = hidden + self._learned(start, n, nodes)
-        cache.reserve(lo, len(self.layers) if hi is None else hi, n)
-        masks = {w: attention_mask(n, start, hidden, w, nodes) for w in self._window_kinds}
-        return self._through(hidden, cache, lo, hi, masks, rope)
-
-    def run_rows(
-        self, hidden: torch.Tensor, cache: RowCache, places: Places, lo: int = 0, hi: int | None = None
-    ) -> torch.Tensor:
-        """Runs layers [lo, hi) over states [b, n, d] of b sequences; write positions and visibility as in `places`."""
-        rope = {}
-        if self.rotary is not None:
-            rope["position_embeddings"] = self._rope_of(places.positions, cache.capacity)
-        elif lo == 0:
-            # A sequence near its end is padded to the longer drafts of others: these states are never used.
-            positions = places.positions.clamp(max=self.config.max_position_embeddings - 1)
-            hidden = hidden + self.learned_positions(None, position_ids=positions)
-        cache.open(lo, len(self.layers) if hi is None else hi, places)
-        masks = {w: rows_mask(places, hidden, w) for w in self._window_kinds}
-        return self._through(hidden, cache, lo, hi, masks, rope)
-
-    def _through(
-        self,
-        hidden: torch.Tensor,
-        cache: KVCache | RowCache,
-        lo: int,
-        hi: int | None,
-        masks: Mapping[int | None, torch.Tensor | None],
-        rope: Mapping[str, tuple[torch.Tensor, ...]],
-    ) -> torch.Tensor:
+            hidden = hidden + self._learned(where, n)
+        cache.begin_pass(lo, hi, where, b, n)
+        masks = {window: attention_mask(where, n, hidden, window) for window in self._window_kinds}
         here = hidden.device
-        for layer, window, device in zip(self.layers[lo:hi], self._windows[lo:hi], self._devices[lo:hi]):
+        parts = zip(self.layers[lo:hi], self._windows[lo:hi], self._devices[lo:hi])
+        for i, (layer, window, device) in enumerate(parts, lo):
+            if i in taps and on_hidden is not None:
+                on_hidden(i, hidden)
             if device != here:  # of a target that is spread over several
                 hidden, here = hidden.to(device), device
-                masks = {w: None if mask is None else mask.to(device) for w, mask in masks.items()}
-                rope = {name: tuple(part.to(device) for part in both) for name, both in rope.items()}
+                masks = {w: None if mask is None else mask.to(here) for w, mask in masks.items()}
+                rope = {name: tuple(part.to(here) for part in both) for name, both in rope.items()}
             hidden = layer(
                 hidden,
                 attention_mask=masks[window],
@@ -245,67 +188,53 @@ class Target:
 
     # -- passes ------------------------------------------------------------------------------------------------
 
-    def prefill(self, ids: torch.Tensor, cache: KVCache, taps: tuple[int, ...] = ()) -> Prefill:
+    def prefill(self, ids: torch.Tensor, cache: KVCache, taps: Sequence[int] = ()) -> Prefill:
         """Runs a prompt [1, n] into an empty cache; only its last position goes through the head."""
-        hidden, done, tapped = self.embed(ids), 0, {}
-        for layer in sorted(taps):
-            hidden = self.run_layers(hidden, cache, done, layer)
-            tapped[layer], done = hidden, layer
-        hidden = self.run_layers(hidden, cache, done)
-        return Prefill(self.head(hidden[:, -1]), tapped)
+        tapped: dict[int, torch.Tensor] = {}
+        hidden = self.run_layers(self.embed(ids), cache, 0, taps=taps, on_hidden=tapped.__setitem__)
+        if len(self.layers) in taps:
+            tapped[len(self.layers)] = hidden
+        if NORMED in taps:
+            tapped[NORMED] = self.norm(hidden)
+        return Prefill(ids, self.head(hidden[:, -1]), tapped)
 
     def verify(
         self,
         pending: torch.Tensor,
         draft: Draft,
         cache: KVCache,
-        exit_layer: int | None = None,
-        at_exit: Callable[[torch.Tensor], None] | None = None,
+        where: Pass | int,
+        taps: Sequence[int] = (),
+        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Verifies a draft in one pass.
-
-        Args:
-            pending: [1, 1] the newest token.
-            draft: k tokens behind it.
-            cache: holds all tokens before the pending one.
-            exit_layer: with `at_exit`, how many layers to run before it is called.
-            at_exit: called on the way with the states [1 + k, d] that leave the first `exit_layer` layers.
-
-        Returns:
-            Logits [1 + k, vocab] that follow the pending token and each of the draft's tokens.
-        """
-        nodes = None if draft.parents is None else Nodes.tree(draft.parents)
-        if draft.resume is not None:
-            hidden, lo = draft.resume.hidden, draft.resume.layer
-        else:
-            hidden, lo = self.embed(torch.cat([pending, draft.tokens.unsqueeze(0)], dim=1)), 0
-        if exit_layer is not None and at_exit is not None:
-            if exit_layer > lo:
-                hidden, lo = self.run_layers(hidden, cache, lo, exit_layer, nodes), exit_layer
-            at_exit(hidden[0])
-        if lo < len(self.layers):
-            hidden = self.run_layers(hidden, cache, lo, nodes=nodes)
-        return self.head(hidden)[0]
-
-    def verify_rows(
-        self, pending: torch.Tensor, draft: Draft, cache: RowCache, places: Places
-    ) -> torch.Tensor:
-        """Verifies drafts of b sequences, as `verify`.
+        """Verifies the drafts of b sequences in one pass.
 
         Args:
             pending: [b, 1] the newest tokens.
-            draft: k tokens behind each, a chain.
+            draft: k tokens behind each.
             cache: holds all tokens before the pending ones.
-            places: of the pending and the draft tokens.
+            where: of the pending and the draft tokens.
+            taps: as in `Drafter`; those below the layer that the draft resumes at are left out.
+            on_hidden: called on the way with a tap and the states [b, 1 + k, d] there.
 
         Returns:
-            Logits [b, 1 + k, vocab].
+            Logits [b, 1 + k, vocab] that follow the pending token and each of the draft's tokens.
         """
         if draft.resume is not None:
             hidden, lo = draft.resume.hidden, draft.resume.layer
         else:
-            hidden, lo = self.embed(torch.cat([pending, draft.tokens], dim=1)), 0
-        return self.head(self.run_rows(hidden, cache, places, lo))
+            ids = torch.cat([pending, draft.tokens], dim=1) if draft.tokens.shape[1] else pending
+            hidden, lo = self.embed(ids), 0
+        if lo < len(self.layers):
+            hidden = self.run_layers(hidden, cache, where, lo, taps=taps, on_hidden=on_hidden)
+        if not taps or on_hidden is None:
+            return self.head(hidden)
+        if len(self.layers) in taps:
+            on_hidden(len(self.layers), hidden)
+        normed = self.norm(hidden)
+        if NORMED in taps:
+            on_hidden(NORMED, normed)
+        return self.unembed(normed)
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -315,7 +244,10 @@ class Target:
         half = ids.shape[1] // 2  # two parts, to check positions and masks behind a filled cache too
         with drivable(self.model):
             cache = self.new_cache(ids.shape[1])
-            parts = (self.run_layers(self.embed(part), cache) for part in (ids[:, :half], ids[:, half:]))
+            parts = (
+                self.run_layers(self.embed(part), cache, start)
+                for part, start in ((ids[:, :half], 0), (ids[:, half:], half))
+            )
             staged = torch.cat([self.head(part)[0] for part in parts]).float()
         scale = own.abs().max().clamp(min=1.0)
         error = ((own - staged).abs().max() / scale).item()
@@ -327,27 +259,9 @@ class Target:
 
     # -- positions ---------------------------------------------------------------------------------------------
 
-    def _rope(
-        self, start: int, n: int, nodes: Nodes | None, capacity: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [1, n, rotary_dim] of the n positions from `start` on, or of nodes."""
-        cos, sin = self._angles(max(capacity, start + n))
-        if nodes is None:
-            return cos.narrow(1, start, n), sin.narrow(1, start, n)
-        positions = self._positions(start, n, nodes)
-        return cos.index_select(1, positions), sin.index_select(1, positions)
-
-    def _positions(self, start: int, n: int, nodes: Nodes | None) -> torch.Tensor:
-        """[n] positions of the tokens of a pass behind a cache of `start`."""
-        if nodes is None:
-            return torch.arange(start, start + n, device=self.device)
-        m = nodes.offsets.shape[0]
-        return nodes.offsets[m - n :] + (start + n - m)
-
-    def _rope_of(self, positions: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [b, n, rotary_dim] of positions [b, n]."""
-        cos, sin = self._angles(capacity)
-        return cos[0][positions], sin[0][positions]
+    def _rope(self, where: Pass, n: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [b or 1, n, rotary_dim] of the positions of a pass."""
+        return rope_of(self._angles(max(capacity, where.kv_len)), where, n)
 
     def _angles(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [1, at least capacity, rotary_dim] of all positions, computed once."""
@@ -358,11 +272,16 @@ class Target:
             self._rope_table = self.rotary(like, positions)
         return self._rope_table
 
-    def _learned(self, start: int, n: int, nodes: Nodes | None) -> torch.Tensor:
-        """Learned embeddings [1, n, d] of the same positions, added to the token embeddings (OPT)."""
-        # Nodes may look further than the answer can reach: what they compute there is never used.
-        positions = self._positions(start, n, nodes).clamp(max=self.config.max_position_embeddings - 1)
-        return self.learned_positions(None, position_ids=positions.unsqueeze(0))
+    def _learned(self, where: Pass, n: int) -> torch.Tensor:
+        """Learned embeddings [b or 1, n, d] of the same positions, added to the token embeddings (OPT)."""
+        if where.start is not None:
+            positions = torch.arange(where.start, where.start + n, device=self.device).unsqueeze(0)
+        else:
+            assert where.positions is not None  # of every pass without a start
+            positions = where.positions
+        # A draft may reach further than the answer can: what is computed there is never used.
+        positions = positions.clamp(max=self.config.max_position_embeddings - 1)
+        return self.learned_positions(None, position_ids=positions)
 
 
 @contextmanager
@@ -410,50 +329,48 @@ def check_rope(config: PretrainedConfig) -> None:
             )
 
 
-def attention_mask(
-    n: int,
-    start: int,
-    like: torch.Tensor,
-    window: int | None = None,
-    nodes: Nodes | None = None,
-) -> torch.Tensor | None:
-    """The attention mask of a pass.
+def rope_of(
+    table: tuple[torch.Tensor, torch.Tensor], where: Pass, n: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [b or 1, n, rotary_dim] of a pass of n tokens, from those of all positions."""
+    cos, sin = table
+    if where.start is not None:
+        return cos.narrow(1, where.start, n), sin.narrow(1, where.start, n)
+    return cos[0][where.positions], sin[0][where.positions]
+
+
+def attention_mask(where: Pass, n: int, like: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
+    """The additive attention mask of a pass.
 
     Args:
-        n: positions of the pass.
-        start: positions that the cache holds before it.
+        where: the pass.
+        n: its tokens of each sequence.
         like: gives dtype and device.
-        window: positions a layer looks back on; None for all.
-        nodes: as in `Target.run_layers`.
+        window: positions that a layer looks back on; None for all.
 
     Returns:
-        Additive mask [1, 1, n, start + n]; None where the attention kernel's own rule (all for a single position,
-        causal for an empty cache) is the right one.
+        [b or 1, 1, n, kv_len]; None where the attention kernel's own rule (all for a single position, causal for an
+        empty cache) is the right one.
     """
-    reaches_all = window is None or start + n <= window
-    if nodes is None and reaches_all and (n == 1 or start == 0):
-        return None
-    steps = torch.arange(n, device=like.device)
-    m = n if nodes is None else nodes.offsets.shape[0]
-    base = start + n - m  # columns that are a sequence
-    columns = steps if nodes is None else nodes.offsets
-    among = torch.ones(n, n, dtype=torch.bool, device=like.device).tril() if nodes is None else nodes.seen
-    allowed = torch.ones(n, base, dtype=torch.bool, device=like.device)
-    if window is not None and start + n > window:
-        own = columns[m - n :].unsqueeze(1)
-        allowed = own + base - torch.arange(base, device=like.device) < window
-        among = among & (own - columns < window)
-    mask = torch.zeros(n, start + n, dtype=like.dtype, device=like.device)
-    return mask.masked_fill_(~torch.cat([allowed, among], dim=1), float("-inf")).view(1, 1, n, start + n)
-
-
-def rows_mask(places: Places, like: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Additive mask [b, 1, n, reach] for `places`; `like` and `window` as in `attention_mask`."""
-    back = places.positions.unsqueeze(-1) - places.columns.unsqueeze(1)
+    device = like.device
+    in_window = window is None or where.kv_len <= window
+    if where.start is not None:
+        if in_window and (n == 1 or where.start == 0):
+            return None
+        positions = torch.arange(where.start, where.kv_len, device=device).unsqueeze(0)
+        kv_positions = torch.arange(where.kv_len, device=device).unsqueeze(0)
+    else:
+        assert where.positions is not None
+        assert where.kv_positions is not None
+        positions, kv_positions = where.positions, where.kv_positions
+    back = positions.unsqueeze(-1) - kv_positions.unsqueeze(-2)
     allowed = back >= 0
-    if window is not None and places.reach > window:
+    if where.visible is not None:
+        visible = where.visible.expand(allowed.shape[0], -1, -1)
+        allowed = torch.cat([allowed[..., : where.kv_len - visible.shape[-1]], visible], dim=-1)
+    if window is not None and not in_window:
         allowed &= back < window
-    mask = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
+    mask = torch.zeros(allowed.shape, dtype=like.dtype, device=device)
     return mask.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
 
 

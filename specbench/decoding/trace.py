@@ -12,27 +12,6 @@ Mark = Any  # seconds on a CPU, a torch.cuda.Event on a GPU: a `Clock` makes onl
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """Timings of a draft that was made during the verification of the one before.
-
-    Attributes:
-        hit: whether the target's decision was among the branches drafted meanwhile; None where none was launched.
-        early_seconds: drafting before the target had reached its exit.
-        beside_seconds: drafting from there until its decision was known, on all branches.
-        after_seconds: drafting once its decision was known: the whole draft after a miss, the rest of it after a hit.
-        idle_seconds: the drafter waited for the target.
-        handover_seconds: from sending to receiving, of every message in between.
-    """
-
-    hit: bool | None
-    early_seconds: float
-    beside_seconds: float
-    after_seconds: float
-    idle_seconds: float
-    handover_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """One draft-verify round.
 
@@ -46,17 +25,9 @@ class Step:
         other_seconds: the rest: acceptance, roll-back, commit.
         draft_bytes: bytes of weights read by the drafter's passes; in a batch of the whole passes.
         target_bytes: bytes of weights read by the target's verification pass; in a batch of the whole pass.
-        exits: as in `Draft`, one entry per drafted token; empty for a drafter with a single depth.
         rows: sequences that shared the round.
         align_seconds: in a batch, the time spent on alignment in memory.
-        grouped: in a batch, whether the scheduler had found sequences of one length; None for one that does not look.
-        exit_seconds: of a drafter that works during verification, the part of verify_seconds before it was launched.
-        hit: as in `Beside`, as are all that follow, about the draft that this round verified; None for other drafters.
-        early_seconds: as in `Beside`.
-        beside_seconds: as in `Beside`.
-        after_seconds: as in `Beside`.
-        idle_seconds: as in `Beside`.
-        handover_seconds: as in `Beside`.
+        stats: numbers of the drafter's and the scheduler's own, see `Draft`.
     """
 
     drafted: int
@@ -68,17 +39,9 @@ class Step:
     other_seconds: float
     draft_bytes: int
     target_bytes: int
-    exits: tuple[int, ...] = ()
     rows: int = 1
     align_seconds: float = 0.0
-    grouped: bool | None = None
-    exit_seconds: float | None = None
-    hit: bool | None = None
-    early_seconds: float | None = None
-    beside_seconds: float | None = None
-    after_seconds: float | None = None
-    idle_seconds: float | None = None
-    handover_seconds: float | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria
 
-from specbench.decoding.batch import Request
+from specbench.decoding.draft import Request
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Mark, Step
 from specbench.decoding.turns import between_rounds
-from specbench.measure.equivalence import until_stop
 from specbench.pairs import Pair
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Steps(StoppingCriteria):
 
 def one_by_one(engine: Engine) -> Arm:
     """An engine for single sequences, which answers its requests one after the other."""
-    return lambda requests: [engine.generate(r.prompt, r.decoding, r.seed) for r in requests]
+    return lambda requests: [engine.generate([request])[0] for request in requests]
 
 
 def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int = 0, **options: Any) -> Arm:
@@ -99,7 +99,7 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int = 0, **opti
         clock.synchronize()
         seconds = steps.seconds()
         answers = [
-            list(until_stop(tokens[: request.decoding.max_new_tokens], pair.stop_ids))
+            truncate_at_stop(tokens[: request.decoding.max_new_tokens], pair.stop_ids)
             for tokens, request in zip(new, requests)
         ]
         return [_generation(tokens, seconds, len(requests)) for tokens in answers]

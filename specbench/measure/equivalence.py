@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from specbench.decoding.stop import truncate_at_stop
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
@@ -43,7 +45,7 @@ def certify(
     on after the reference without a differing token: the token that ends an answer is a token, so no near-tie
     explains a missing one. So is an equal answer that goes on behind its stop token.
     """
-    ours, theirs = until_stop(answer, stop_ids), until_stop(reference, stop_ids)
+    ours, theirs = truncate_at_stop(answer, stop_ids), truncate_at_stop(reference, stop_ids)
     for index, (expected, found) in enumerate(zip_longest(theirs, ours)):
         if expected == found:
             continue
@@ -54,9 +56,3 @@ def certify(
     if len(answer) > len(ours):
         return Certificate("violation", len(ours), None, None)
     return Certificate("exact", None, None, None)
-
-
-def until_stop(tokens: Sequence[int], stop_ids: Collection[int]) -> Sequence[int]:
-    """The tokens up to and including the first stop token."""
-    end = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens))
-    return tokens[: end + 1]

@@ -9,6 +9,11 @@ import pandas as pd
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Columns of older journals, which are numbers of single methods: `stats` holds them now.
+OWN_COLUMNS = (
+    *("exits", "grouped", "exit_seconds", "hit"),
+    *("early_seconds", "beside_seconds", "after_seconds", "idle_seconds", "handover_seconds"),
+)
 # The columns of decoding.trace.Step; seconds and bytes as there. (Not imported: that would load torch.)
 STEP_COLUMNS = {
     "drafted": "int32",
@@ -20,17 +25,9 @@ STEP_COLUMNS = {
     "other_seconds": "float64",
     "draft_bytes": "int64",
     "target_bytes": "int64",
-    "exits": "object",
     "rows": "int32",
     "align_seconds": "float64",
-    "grouped": "object",
-    "exit_seconds": "float64",
-    "hit": "object",
-    "early_seconds": "float64",
-    "beside_seconds": "float64",
-    "after_seconds": "float64",
-    "idle_seconds": "float64",
-    "handover_seconds": "float64",
+    "stats": "object",
 }
 KEYS = {
     "question_id": "int64",
@@ -61,10 +58,30 @@ def steps_frame(records: list[dict]) -> pd.DataFrame:
     rows = [
         (*keys, step, *values)
         for keys, generation in _generations(records)
-        for step, values in enumerate(zip(*(generation["steps"][name] for name in STEP_COLUMNS), strict=True))
+        for step, values in enumerate(_rounds(generation["steps"]))
     ]
     types = KEYS | {"step": "int32"} | STEP_COLUMNS
     return pd.DataFrame(rows, columns=list(types)).astype(types)
+
+
+def stat(rounds: pd.DataFrame, name: str) -> pd.Series:
+    """One of the numbers that a method keeps of its rounds, see `Draft.stats`; None where a round has none."""
+    return rounds["stats"].map(lambda stats: stats.get(name) if stats else None).astype(object)
+
+
+def _rounds(steps: dict[str, list]) -> Iterator[tuple]:
+    """The values of STEP_COLUMNS of each round."""
+    if "stats" not in steps:
+        own = [
+            {name: steps[name][i] for name in OWN_COLUMNS if name in steps} for i in range(len(steps["rows"]))
+        ]
+        kept = [{k: v for k, v in one.items() if v is not None and v != []} for one in own]
+        # Of a draft that nothing was launched for it is known, too.
+        for one, every in zip(kept, own):
+            if "exit_seconds" in one or "idle_seconds" in one:
+                one["hit"] = every["hit"]
+        steps = steps | {"stats": [one or None for one in kept]}
+    return zip(*(steps[name] for name in STEP_COLUMNS), strict=True)
 
 
 def failed_questions(records: list[dict]) -> set[int]:

@@ -1,15 +1,15 @@
 """From journal records to the numbers of a summary.
 
-Nothing else in the project computes a metric but `rounds.py` (those that rounds have without a baseline) and
-`machine.py` (what was seen of the machine). Every function is pure. A number that could not be measured is None. Totals
-(tokens, seconds) are over all repeats; comparisons take the mean of a question's repeats first, so that the jackknife
-of an interval drops questions.
+Nothing else in the project computes a metric but `rounds.py` (those that rounds have without a baseline), `machine.py`
+(what was seen of the machine), and what a method makes of its own statistics. Every function is pure. A number that
+could not be measured is None. Totals (tokens, seconds) are over all repeats; comparisons take the mean of a question's
+repeats first, so that the jackknife of an interval drops questions.
 """
 
 from __future__ import annotations
 
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
@@ -17,19 +17,21 @@ from specbench import values
 from specbench.measure.equivalence import VERDICTS
 from specbench.measure.frames import GENERATION_COLUMNS, failed_questions, generations_frame, steps_frame
 from specbench.measure.machine import machine
+from specbench.measure.of_method import classes, describe, of_method
 from specbench.measure.rounds import (
     BATCHING,
     acceptance_by_position,
     acceptance_length,
     acceptance_rate,
     batching,
-    exit_shares,
     mbsu,
-    overlap,
     ratio,
     total,
 )
 from specbench.measure.statistics import Speedup, over_passes, ratio_of_means, speedup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SCHEMA = 4
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
@@ -59,7 +61,8 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     baseline = baseline_numbers(records, facts)
     reference = ARMS[baseline["quoted_against"]]
     batch_size = config["batch_size"] if facts["batched"] else None
-    overall = numbers(records, facts, reference, batch_size)
+    owners = classes(config, facts["batched"])
+    overall = numbers(records, facts, reference, batch_size, owners=owners)
     settings = values.settings(config["method"])
     if facts["batched"]:
         settings |= {f"drafter.{key}": value for key, value in values.settings(config["drafter"]).items()}
@@ -92,15 +95,22 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "overall": overall,
         "machine": machine(records),
         "tasks": {
-            task: numbers(of_task, facts, reference, batch_size, False) for task, of_task in tasks.items()
+            task: numbers(of_task, facts, reference, batch_size, False, owners)
+            for task, of_task in tasks.items()
         },
+        "notes": describe(owners, overall["stats"]),
         "equivalence": overall["equivalence"],
         "baseline": baseline,
     }
 
 
 def numbers(
-    records: list[dict], facts: dict, reference: str, batch_size: int | None = None, whole_run: bool = True
+    records: list[dict],
+    facts: dict,
+    reference: str,
+    batch_size: int | None = None,
+    whole_run: bool = True,
+    owners: Sequence[type] = (),
 ) -> dict:
     """The metrics of the method over some questions.
 
@@ -110,6 +120,7 @@ def numbers(
         reference: the arm that speedups are against.
         batch_size: None for a method that decodes one sequence at a time.
         whole_run: whether these are all questions that were measured.
+        owners: classes of the method and of its drafter, which summarise numbers of their own.
     """
     generations, steps = generations_frame(records), steps_frame(records)
     method = generations[generations["arm"] == "method"]
@@ -140,7 +151,6 @@ def numbers(
         "acceptance_length": acceptance_length(rounds),
         "acceptance_rate": acceptance_rate(rounds),
         **acceptance_by_position(rounds),
-        "exit_shares": exit_shares(rounds),
         "mbsu": mbsu(rounds, facts["target_pass_bytes"]),
         "bandwidth_fraction": bandwidth_fraction(rate, facts),
         "prefill_seconds": total(method["prefill_seconds"]),
@@ -148,7 +158,7 @@ def numbers(
         "verify_seconds": total(rounds["verify_seconds"]),
         "other_seconds": total(rounds["other_seconds"]),
         **(batching(method, rounds, batch_size) if batch_size else dict.fromkeys(BATCHING)),
-        "overlap": overlap(rounds),
+        "stats": of_method(owners, rounds),
         "equivalence": equivalence(records),
     }
 

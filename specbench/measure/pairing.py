@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from specbench.decoding.batch import Request
+from specbench.decoding.draft import Request
 from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.sampling import TARGET, Decoding, position_draws
 from specbench.decoding.trace import Generation, Step
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from specbench.decoding.draft import Drafter
-    from specbench.decoding.target import Target
+    from specbench.decoding.target import StagedModel
     from specbench.measure.arms import Arm
     from specbench.pairs import Pair
     from specbench.questions import Question
@@ -73,7 +73,7 @@ class Bench:
     """
 
     pair: Pair
-    target: Target
+    target: StagedModel
     drafter: Drafter
     arms: dict[str, Arm]
     decoding: Decoding
@@ -136,6 +136,8 @@ class Bench:
         Returns:
             A journal record for each question.
         """
+        if place == 0:
+            self.drafter.forget()  # of the warm-up, and of the pass before
         said: dict[int, dict[str, list[str]]] = {
             q.question_id: {name: [] for name in self.arms} for q in questions
         }
@@ -205,10 +207,12 @@ class Bench:
         self._foretell(requests[METHOD])
         self.watch.find_children()
         heat = self.watch.heat()
+        learnt = self.drafter.snapshot()
         goes = [self._go(seeded)]
         answers, disturbed = least_disturbed(goes)
         still_disturbed = disturbed
         while self._is_worth_another(goes, still_disturbed):
+            self.drafter.restore(learnt)  # or it would copy the answer that it has just given
             goes.append(self._go(seeded))
             answers, still_disturbed = least_disturbed(goes)
         heat = between(heat, self.watch.heat())
@@ -381,6 +385,7 @@ def answer_seed(*parts: int) -> int:
 def _journal(generation: Generation) -> dict:
     """A generation as the journal holds it: steps by column."""
     columns = {name: [getattr(step, name) for step in generation.steps] for name in Step.__dataclass_fields__}
+    columns["stats"] = [stats or None for stats in columns["stats"]]
     return {
         "tokens": generation.tokens,
         "prefill_seconds": generation.prefill_seconds,

@@ -14,13 +14,13 @@ import torch
 
 if TYPE_CHECKING:
     from specbench.decoding.sampling import Decoding
-    from specbench.decoding.target import Target
+    from specbench.decoding.target import StagedModel
 
 BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row
 
 
 @torch.inference_mode()
-def forced_logits(target: Target, prompt: list[int], answer: list[int], block: int) -> torch.Tensor:
+def forced_logits(target: StagedModel, prompt: list[int], answer: list[int], block: int) -> torch.Tensor:
     """Logits [len(answer), vocab] that the target gives each token of `answer`, fed `block` rows at a time.
 
     The prompt goes in at once, as in a generation; block 1 repeats the arithmetic of autoregressive decoding.
@@ -30,12 +30,12 @@ def forced_logits(target: Target, prompt: list[int], answer: list[int], block: i
     logits = [target.prefill(ids[:, : len(prompt)], cache).logits]
     for start in range(len(prompt), ids.shape[1] - 1, block):
         rows = ids[:, start : min(start + block, ids.shape[1] - 1)]
-        logits.append(target.head(target.run_layers(target.embed(rows), cache))[0])
+        logits.append(target.head(target.run_layers(target.embed(rows), cache, start))[0])
     return torch.cat(logits).float()
 
 
 def margin(
-    target: Target, prompt: list[int], answer: list[int], index: int, preferred: int, other: int
+    target: StagedModel, prompt: list[int], answer: list[int], index: int, preferred: int, other: int
 ) -> float:
     """logit[preferred] - logit[other] where the target chooses token `index` of `answer`, decoding token by token."""
     logits = forced_logits(target, prompt, answer[: index + 1], block=1)[index]
@@ -43,7 +43,7 @@ def margin(
 
 
 def drawn_margin(
-    target: Target,
+    target: StagedModel,
     prompt: list[int],
     answer: list[int],
     index: int,
@@ -67,7 +67,7 @@ def drawn_margin(
     return decoding.temperature * float((torch.logit(ends.new_tensor(uniform)) - torch.logit(nearer)).abs())
 
 
-def shape_noise(target: Target, samples: list[tuple[list[int], list[int]]]) -> float:
+def shape_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]]) -> float:
     """Twice the largest change, between block shapes, of the distance of the target's first two choices.
 
     samples: (prompt, answer) token ids. Twice, because the largest of some hundred positions is a sample itself; a
@@ -82,7 +82,7 @@ def shape_noise(target: Target, samples: list[tuple[list[int], list[int]]]) -> f
     return 2 * largest
 
 
-def batch_noise(target: Target, samples: list[tuple[list[int], list[int]]], rows: int) -> float:
+def batch_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]], rows: int) -> float:
     """The same between a sequence alone and among `rows` copies of it, one token or a block of them at a time."""
     largest = 0.0
     for prompt, answer in samples:
@@ -93,7 +93,7 @@ def batch_noise(target: Target, samples: list[tuple[list[int], list[int]]], rows
     return 2 * largest
 
 
-def first_two(target: Target, prompt: list[int], answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def first_two(target: StagedModel, prompt: list[int], answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The target's first two choices for each token of an answer, as autoregressive decoding has them.
 
     Returns:
@@ -105,7 +105,9 @@ def first_two(target: Target, prompt: list[int], answer: list[int]) -> tuple[tor
 
 
 @torch.inference_mode()
-def forced_rows(target: Target, prompt: list[int], answer: list[int], block: int, rows: int) -> torch.Tensor:
+def forced_rows(
+    target: StagedModel, prompt: list[int], answer: list[int], block: int, rows: int
+) -> torch.Tensor:
     """As `forced_logits`, for a batch of `rows` copies: logits [2, len(answer), vocab] of the first and the last.
 
     It goes through the model's own forward and cache: a fault in our batches must not widen the noise that it is

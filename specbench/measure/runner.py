@@ -21,12 +21,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from specbench.decoding.batch import BatchEngine, Scheduler
 from specbench.decoding.draft import Drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError, one_line_errors, reason
 from specbench.measure import provenance, store
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
@@ -49,27 +49,25 @@ def prepare(cfg: DictConfig) -> Bench:
     if needs.part:  # it may bring the draft model with it
         pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
-    target = Target(pair.target)
+    target = StagedModel(pair.target)
     target.check()
     # Not hydra's instantiate, which would wrap what a method says is wrong.
     drafter = drafter_class(pair=pair, **parameters(drafting))
-    ends = (pair.stop_ids, pair.context_length)
+
+    def engine(drafter: Drafter, scheduler: Scheduler | None = None) -> Engine:
+        return Engine(target, drafter, pair.stop_ids, scheduler, pair.context_length)
+
     size = cfg.batch_size if batched else None
+    single = one_by_one(engine(Drafter()))
+    arms: dict[str, Arm] = {BASELINE: single}
+    if batched and cfg.batch_size > 1:
+        arms[BASELINE] = engine(Drafter(), Scheduler(cfg.batch_size)).generate
     if batched:
-        scheduler = method(batch_size=size, **parameters(cfg.method))
-        single = one_by_one(Engine(target, Drafter(), *ends))
-        autoregressive = BatchEngine(target, Drafter(), Scheduler(cfg.batch_size), *ends).generate
-        arms: dict[str, Arm] = {
-            BASELINE: autoregressive if cfg.batch_size > 1 else single,
-            METHOD: BatchEngine(target, drafter, scheduler, *ends).generate,
-        }
-        if cfg.batch_size > 1:
-            arms[SINGLE] = single
+        arms[METHOD] = engine(drafter, method(batch_size=size, **parameters(cfg.method))).generate
     else:
-        arms = {
-            BASELINE: one_by_one(Engine(target, Drafter(), *ends)),
-            METHOD: one_by_one(Engine(target, drafter, *ends)),
-        }
+        arms[METHOD] = one_by_one(engine(drafter))
+    if batched and cfg.batch_size > 1:
+        arms[SINGLE] = single
     if cfg.generate:
         arms[HF] = hf_generate_arm(pair, size or 1, target.pass_bytes())
     decoding = Decoding(cfg.decoding.max_new_tokens, cfg.decoding.temperature)

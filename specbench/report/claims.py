@@ -147,7 +147,7 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
         return None
     value = run.summary["overall"]
     for key in claim["what"].split("."):
-        value = None if value is None else value[key]
+        value = None if value is None else value.get(key)
     return Speedup(value, None, None), _asked(run)
 
 

@@ -32,11 +32,11 @@ PANELS = 3
 WIDEST = 44  # characters in a line of a label
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 MARKERS = "osD^vP*X<>"
-HATCHES = {"draft": "//", "verify": "", "lining up": "xx", "prefill": "..", "other": "\\\\"}
+HATCHES = {"draft": "//", "verify": "", "alignment": "xx", "prefill": "..", "other": "\\\\"}
 PARTS = {
     "draft": PALETTE[1],
     "verify": PALETTE[5],
-    "lining up": PALETTE[3],
+    "alignment": PALETTE[3],
     "prefill": PALETTE[4],
     "other": "#DDDDDD",
 }
@@ -447,7 +447,7 @@ def _milliseconds(overall: dict) -> dict[str, float]:
     names = {
         "draft": "draft_seconds",
         "verify": "verify_seconds",
-        "lining up": "align_seconds",
+        "alignment": "align_seconds",
         "prefill": "prefill_seconds",
     }
     parts = {part: overall[key] or 0.0 for part, key in names.items()}

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
-NESTED = ("equivalence", "exit_shares", "overlap")
+NESTED = ("equivalence", "stats")
 # What reports read of a summary: a run that lacks any of it is damaged, or was written by another version.
 COUNTS = dict.fromkeys(("answers", "exact", "tie", "violation"))
 NUMBERS = dict.fromkeys(
     (
         *("questions", "tokens", "seconds", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
         *("speedup_questions", "spec_bench_speedup", "acceptance_length", "acceptance_rate", "mbsu"),
-        *("acceptance_by_position_conditional", "exit_shares", "overlap", "prefill_seconds", "draft_seconds"),
-        *("verify_seconds", "align_seconds", "occupancy", "alignment_share", "group_rate"),
+        *("acceptance_by_position_conditional", "stats", "prefill_seconds", "draft_seconds"),
+        *("verify_seconds", "align_seconds", "occupancy", "alignment_share"),
     )
 ) | {"equivalence": COUNTS}
 BASELINE = dict.fromkeys(
@@ -352,7 +352,7 @@ def grids(summaries: Iterable[Mapping]) -> list[Grid]:
 def summary_frame(runs: Iterable[Run]) -> pd.DataFrame:
     """One row per run and task, and one with task "overall": the numbers of summary.json, flat.
 
-    Exit shares and what drafting beside the target gained are left out. Verdict counts stand under their names (exact,
+    Numbers of a method's own are left out. Verdict counts stand under their names (exact,
     tie, violation), numbers of the baseline under `baseline_<name>`, parameters of the method as one text in
     `settings`.
     """

@@ -77,15 +77,9 @@ class PlainTable(Table):
 def run_table(summary: dict) -> Table:
     """The numbers of one run: a row per task, those with a violation first, then all questions together."""
     caption = baseline_line(summary["baseline"])
-    shares = summary["overall"]["exit_shares"] or {}
-    if len(shares) > 1:
-        left = ", ".join(f"{layers} layers {share:.0%}" for layers, share in shares.items())
-        caption.append(f"\ndraft tokens left the draft model after: {left}")
     if summary["drafter"]:
         caption.append(f"\n{batch_line(summary)}")
-    if summary["overall"]["overlap"]:
-        caption.append(f"\n{overlap_line(summary['overall']['overlap'])}")
-    for line in (passes_line(summary), machine_line(summary)):
+    for line in (*summary.get("notes", ()), passes_line(summary), machine_line(summary)):
         caption.append(f"\n{line}" if line else "")
     table = PlainTable(_title(summary), caption)
     _add_columns(table, "task")
@@ -112,7 +106,7 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     shown = list(dict.fromkeys((*TASKS, *task_names(summaries))))
     for task in shown:
         table.add_column(SHORT.get(task, task), justify="right", no_wrap=True)
-    for name in ("tokens\na pass", "overall", "its\ndef.", "MBSU", "exact/\ntie/viol."):
+    for name in ("accept.\nlength", "overall", "its\ndef.", "MBSU", "exact/\ntie/viol."):
         table.add_column(name, justify="right", no_wrap=True)
     for label, summary in zip(labels(summaries), summaries):
         numbers, tasks = summary["overall"], summary["tasks"]
@@ -202,8 +196,8 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
     table = PlainTable("batches", _interval_caption(batched))
     table.add_column("run", overflow="fold")
     for name in (
-        *("rows", "tokens\nper s", "times one\nby one", "times plain\nbatches"),
-        *("places\nin use", "lining\nup", "of one\nlength", "peak\nGB"),
+        *("batch\nsize", "tokens\nper s", "times AR\nat batch 1", "times AR\nbatches"),
+        *("occu-\npancy", "align-\nment", "peak\nGB"),
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for label, summary in zip(labels(batched, without=("batch_size",)), batched):
@@ -216,7 +210,6 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
             _speedup(overall),
             _share(overall["occupancy"]),
             _share(overall["alignment_share"]),
-            _share(overall["group_rate"]),
             _number(memory and memory / 1e9, 2),
         )
     return table
@@ -226,29 +219,11 @@ def batch_line(summary: dict) -> str:
     """One line on a batch method: occupancy, time, gain over batch size 1, and what its interval does not cover."""
     overall = summary["overall"]
     parts = [
-        f"batch of {summary['batch_size']}: {_share(overall['occupancy'])} of the places in use",
-        f"{_share(overall['alignment_share'])} of the time spent on lining rows up",
+        f"batch of {summary['batch_size']}: occupancy {_share(overall['occupancy'])}",
+        f"{_share(overall['alignment_share'])} of the time spent on alignment",
     ]
-    if overall["group_rate"] is not None:
-        parts.append(f"rows of one length in {_share(overall['group_rate'])} of the rounds")
     parts.append(f"{_number(gain(summary), 2)} times the tokens/s of autoregressive decoding at batch size 1")
     return ", ".join(parts) + (f"; {ONE_POOL}" if _of_one_pool(summary) else "")
-
-
-def overlap_line(overlap: dict) -> str:
-    """How much of the drafting was hidden beside the target, and where the time of a round went."""
-
-    def ms(name: str) -> str:
-        return UNKNOWN if overlap[name] is None else f"{1e3 * overlap[name]:.1f}"
-
-    return (
-        f"drafted beside the target: {_share(overlap['hidden_share'])} of the time of a serial draft "
-        f"({ms('after_miss_seconds')} ms) hidden, "
-        f"{_share(overlap['fall_back_rate'])} of the decisions not guessed; a round took {ms('round_seconds')} ms: "
-        f"{ms('exit_seconds')} to the exit and {ms('rest_seconds')} behind it (drafting meanwhile "
-        f"{ms('early_seconds')} and {ms('beside_seconds')}), "
-        f"{ms('waited_seconds')} waiting; the latency model says {ms('model_seconds')} ms"
-    )
 
 
 def passes_line(summary: dict) -> str:

@@ -1,8 +1,8 @@
 """Ways to decode a batch, interleaved in one run: `python -m tests.benchmarks.batching`, part of `make benchmarks`.
 
-AR batches, EQSPEC, EXSPEC and ragged batches of one size, the last two at batch 1, and the engine of single sequences,
-on one pool of embedded questions. Ratios of seconds with a 95 % interval over the repeats, of timing noise alone; every
-answer must be that of autoregressive decoding.
+AR batches, EQSPEC, EXSPEC and ragged batches of one size, some at batch 1, too, on one pool of embedded questions.
+Ratios of seconds with a 95 % interval over the repeats, of timing noise alone; every answer must be that of
+autoregressive decoding.
 """
 
 from __future__ import annotations
@@ -19,23 +19,13 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
-from specbench.decoding.batch import BatchEngine, Request
 from specbench.decoding.engine import Engine
-from specbench.decoding.target import Target
-from specbench.decoding.trace import Generation
+from specbench.decoding.target import StagedModel
 from specbench.measure.statistics import speedup
 from specbench.threads import use_threads
 from tests.benchmarks.common import pair_and_requests, print_ratios
 
 KINDS = {"eqspec": EqSpec, "exspec": ExSpec, "ragged": RaggedBatch}
-
-
-class OneByOne(Engine):
-    """The engine of single sequences, asked as a `BatchEngine` is."""
-
-    def generate(self, requests: list[Request]) -> list[Generation]:
-        """One answer after the other."""
-        return [super(OneByOne, self).generate(one.prompt, one.decoding, one.seed) for one in requests]
 
 
 def main() -> None:
@@ -49,17 +39,14 @@ def main() -> None:
     )
     options = parser.parse_args()
     pair, requests = pair_and_requests(options.pair, options.limit)
-    target = Target(pair.target)
+    target = StagedModel(pair.target)
     random.Random(0).shuffle(requests)
 
-    def engine(drafter, scheduler) -> BatchEngine:
-        return BatchEngine(target, drafter, scheduler, pair.stop_ids, pair.context_length)
+    def engine(drafter, scheduler) -> Engine:
+        return Engine(target, drafter, pair.stop_ids, scheduler, pair.context_length)
 
     first = options.draft[0]
-    ends = (pair.stop_ids, pair.context_length)
     engines = {
-        "ar alone": OneByOne(target, Autoregressive(pair), *ends),
-        "sps alone": OneByOne(target, SpeculativeSampling(pair, first), *ends),
         "ar at 1": engine(Autoregressive(pair), RaggedBatch(1)),
         "ar": engine(Autoregressive(pair), RaggedBatch(options.rows)),
         "exspec at 1": engine(SpeculativeSampling(pair, first), ExSpec(1)),
@@ -94,12 +81,10 @@ def main() -> None:
         align = sum(step.align_seconds for step in steps) / sum(a.seconds for a in answers[name])
         differing = sum(a.tokens != tokens for a, tokens in zip(answers[name], own))
         print(
-            f"{name:18} {rate:7.1f} tokens/s, {len(steps) / rounds:5.2f} rows a round, {align:5.1%} lining up, "
+            f"{name:18} {rate:7.1f} tokens/s, {len(steps) / rounds:5.2f} sequences a round, {align:5.1%} alignment, "
             f"{differing} answers differ"
         )
     compared = (
-        ("ar at 1", "ar alone"),
-        ("ragged at 1", "sps alone"),
         ("exspec at 1", "exspec"),
         ("ragged at 1", "ragged"),
         ("ar", "ragged"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from specbench.decoding.batch import Request
+from specbench.decoding.draft import Request
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Generation
 from specbench.measure.arms import Arm

@@ -16,7 +16,7 @@ import torch
 from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
 from specbench.measure.statistics import speedup
 from tests.benchmarks.common import interleave, pair_and_requests, print_ratios
@@ -35,7 +35,9 @@ def assisted_arm(pair) -> Arm:
 
 def engine_arm(pair, drafter: Drafter) -> Arm:
     """Our loop with a drafter."""
-    return one_by_one(Engine(Target(pair.target), drafter, pair.stop_ids, pair.context_length))
+    return one_by_one(
+        Engine(StagedModel(pair.target), drafter, pair.stop_ids, context_length=pair.context_length)
+    )
 
 
 def main() -> None:

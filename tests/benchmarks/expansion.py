@@ -44,8 +44,8 @@ def prompts(bench: Bench, cfg: DictConfig) -> list[list[int]]:
 
 def answers(bench: Bench, drafter: Drafter, asked: list[list[int]], tokens: int) -> list[Generation]:
     """What a drafter makes of some prompts."""
-    engine = Engine(bench.target, drafter, bench.pair.stop_ids, bench.pair.context_length)
-    return [engine.generate(prompt, Decoding(tokens)) for prompt in tqdm(asked, leave=False)]
+    engine = Engine(bench.target, drafter, bench.pair.stop_ids, context_length=bench.pair.context_length)
+    return [engine.answer(prompt, Decoding(tokens)) for prompt in tqdm(asked, leave=False)]
 
 
 def acceptance(generations: list[Generation]) -> float:

@@ -19,7 +19,7 @@ from specbench.decoding import layouts
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.linear import default
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.questions import packaged
 
 SHAPES = ["128x128", "16384x128", "512x512", "1536x512", "512x1536", "1024x3072", "3072x1024"]
@@ -28,7 +28,7 @@ PROMPT, CAPACITY = 100, 256
 ANATOMY = "specbench/tiny/weights/target"
 
 
-def wide_target(width: int, dtype: torch.dtype) -> Target:
+def wide_target(width: int, dtype: torch.dtype) -> StagedModel:
     """The embedded target with other widths and random weights; its heads stay as wide as they are."""
     config = AutoConfig.from_pretrained(packaged(ANATOMY))
     factor = width / config.hidden_size
@@ -36,18 +36,16 @@ def wide_target(width: int, dtype: torch.dtype) -> Target:
     config.hidden_size, config.intermediate_size = width, int(config.intermediate_size * factor)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    return Target(model.eval().requires_grad_(False))
+    return StagedModel(model.eval().requires_grad_(False))
 
 
 @torch.inference_mode()
-def pass_seconds(target: Target, cache: KVCache, tokens: int) -> float:
+def pass_seconds(target: StagedModel, cache: KVCache, tokens: int) -> float:
     """Seconds of a pass over some tokens behind the prompt."""
     ids = torch.arange(tokens).view(1, -1)
     start = time.perf_counter()
-    target.head(target.run_layers(target.embed(ids), cache))
-    seconds = time.perf_counter() - start
-    cache.truncate(PROMPT)
-    return seconds
+    target.head(target.run_layers(target.embed(ids), cache, PROMPT))
+    return time.perf_counter() - start
 
 
 def print_products(shapes: list[str], dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Drafting beside the target against drafting in turns, interleaved in one run: `python -m tests.benchmarks.overlap`.
+"""Drafting during verification against serial drafting, interleaved in one run: `python -m tests.benchmarks.overlap`.
 
 One draft model for all arms (the first `--layers` of the folder `--draft`; by default the embedded family's sorted one
 as far as its second exit): autoregressive decoding, speculative sampling at several draft lengths, SSD, Mirror-SD with
@@ -12,12 +12,12 @@ import argparse
 
 import torch
 
-from methods.mirror_sd import MirrorSD
+from methods.mirror_sd import MirrorSD, StreamingSampling
 from methods.mirror_sd.streams import FILE
 from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.measure.arms import one_by_one
 from specbench.measure.statistics import speedup
 from specbench.questions import packaged
@@ -28,7 +28,7 @@ SORTED, MAP = "specbench/tiny/weights/s2d", "specbench/tiny/weights/vocab_map"
 
 def mean(steps: list, name: str) -> float:
     """Milliseconds a step."""
-    return 1e3 * sum(getattr(step, name) or 0.0 for step in steps) / len(steps)
+    return 1e3 * sum(getattr(step, name, None) or step.stats.get(name) or 0.0 for step in steps) / len(steps)
 
 
 def main() -> None:
@@ -69,13 +69,17 @@ def main() -> None:
         for kind in ("exit", "both"):
             drafters[f"mirror, {kind} at {layer}"] = MirrorSD(pair, candidates=kind, exit_layer=layer, **own)
     if (folder / FILE).is_file():
+        serial = {"max_draft_tokens": options.tokens, "streams": str(folder), **head}
+        drafters["sps with streams"] = StreamingSampling(pair, **serial)
         streams = {"streams": str(folder), **own}
-        drafters["sps with streams"] = MirrorSD(pair, candidates="none", **streams)
         drafters["mirror with streams"] = MirrorSD(
             pair, candidates="both", exit_layer=options.exit_layers[0], **streams
         )
-    target = Target(pair.target)
-    arms = {n: one_by_one(Engine(target, d, pair.stop_ids, pair.context_length)) for n, d in drafters.items()}
+    target = StagedModel(pair.target)
+    arms = {
+        n: one_by_one(Engine(target, d, pair.stop_ids, context_length=pair.context_length))
+        for n, d in drafters.items()
+    }
     found = interleave(arms, requests)
     seconds, names = found.seconds, list(arms)
     print(
@@ -84,14 +88,14 @@ def main() -> None:
     print(f"prompts on which they did not agree: {found.differing}")
     for name, answers in found.answers.items():
         own_steps = [step for answer in answers for step in answer.steps]
-        looked = [step.hit for step in own_steps if step.hit is not None]
+        looked = [step.stats["hit"] for step in own_steps if step.stats.get("hit") is not None]
         tokens = sum(step.emitted for step in own_steps) / len(own_steps)
         drafting, verifying = mean(own_steps, "draft_seconds"), mean(own_steps, "verify_seconds")
-        line = f"{name:22} {tokens:4.2f} tokens a pass; ms a round: draft {drafting:5.2f}, verify {verifying:5.2f}"
+        line = f"{name:22} {tokens:4.2f} acceptance length; ms a round: draft {drafting:5.2f}, verify {verifying:5.2f}"
         if looked:
             meanwhile = mean(own_steps, "early_seconds") + mean(own_steps, "beside_seconds")
             line += f"; beside {meanwhile:5.2f}, after {mean(own_steps, 'after_seconds'):5.2f}"
-            line += f", not guessed {looked.count(False) / len(looked):.0%}"
+            line += f", miss rate {looked.count(False) / len(looked):.0%}"
         print(line)
     serial = min((n for n in names if n.startswith("sps")), key=lambda n: sum(seconds[n]))
     print_ratios(seconds, tuple(("plain", name) for name in names[1:]), speedup)

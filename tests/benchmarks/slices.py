@@ -18,7 +18,7 @@ from tqdm import tqdm
 from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.decoding.turns import Turns
 from specbench.measure.statistics import speedup
 from specbench.threads import use_threads
@@ -35,13 +35,15 @@ def main() -> None:
     parser.add_argument("--milliseconds", type=float, nargs="+", default=[5, 20, 50, 200])
     options = parser.parse_args()
     pair, requests = pair_and_requests(options.pair, options.limit)
-    target = Target(pair.target)
+    target = StagedModel(pair.target)
     drafters = [Drafter(), SpeculativeSampling(pair) if options.sps else Drafter()]
-    engines = [Engine(target, drafter, pair.stop_ids, pair.context_length) for drafter in drafters]
+    engines = [
+        Engine(target, drafter, pair.stop_ids, context_length=pair.context_length) for drafter in drafters
+    ]
 
     def arms(number: int) -> list:
         request = requests[number]
-        return [partial(engine.generate, request.prompt, request.decoding) for engine in engines]
+        return [partial(engine.answer, request.prompt, request.decoding) for engine in engines]
 
     chosen = use_threads(None, lambda: [arm() for arm in arms(0)])
     print(f"{chosen.threads} threads of torch, by {chosen.chosen_by}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,14 +15,12 @@ from specbench.decoding import acceptance
 from specbench.decoding.acceptance import (
     accept,
     greedy_chain,
-    greedy_tree,
     residual,
     sampled_chain,
-    siblings_before,
 )
 from specbench.decoding.draft import Draft
 from specbench.decoding.sampling import Decoding, invert, position_draws
-from specbench.decoding.target import ancestors
+from specbench.decoding.tree import Tree, ancestors
 
 SMALL = st.integers(0, 2)
 
@@ -67,10 +67,52 @@ def test_greedy_tree_walks_the_matching_path(tree):
             break
         node = fits[0]
         path.append(node)
-    parents = torch.tensor(parents)
-    verdict = greedy_tree(torch.tensor(choices), torch.tensor(tokens), parents, ancestors(parents))
-    assert verdict.path[: verdict.count].tolist() == path
+    logits = one_hot(torch.tensor([choices]))
+    draft = Draft(torch.tensor([tokens]), tree=Tree.of(torch.tensor(parents)))
+    verdict = accept(logits, draft, Decoding(1), None)
+    assert verdict.path[0, : verdict.count].tolist() == path
     assert verdict.next.item() == choices[node + 1]
+    for most in range(len(path) + 1):
+        cut = accept(logits, draft, Decoding(1), None, limits=torch.tensor([most]))
+        assert cut.path[0, : cut.count].tolist() == path[:most]
+        assert cut.next.item() == choices[([-1, *path])[most] + 1]
+    # Of nodes that are only looked at none is accepted.
+    some = accept(logits, replace(draft, candidates=len(tokens) // 2), Decoding(1), None)
+    assert some.path[0, : some.count].tolist() == [n for n in path if n < len(tokens) // 2]
+
+
+def test_trees_of_a_batch_are_accepted_one_by_one():
+    """Different shapes, padded; and one shape for all."""
+    g = torch.Generator().manual_seed(4)
+    for _ in range(40):
+        k = int(torch.randint(1, 9, (), generator=g))
+        parents = torch.stack(
+            [torch.randint(-1, i, (5,), generator=g) if i else torch.full((5,), -1) for i in range(k)], 1
+        )
+        tokens, logits = torch.randint(0, 3, (5, k), generator=g), torch.randn(5, 1 + k, 3, generator=g)
+        counts = torch.randint(0, k + 1, (5,), generator=g)
+        numbers = torch.stack([position_draws(seed, k + 1, k, torch.device("cpu")) for seed in range(5)])
+        q = torch.softmax(torch.randn(5, k, 3, generator=g), dim=-1)
+        for decoding, uniforms, probs in ((Decoding(1), None, None), (Decoding(1, 1.0), numbers, q)):
+            for shape in (parents, parents[:1]):
+                draft = Draft(tokens, probs, Tree.of(shape), candidates=counts)
+                batch = accept(logits, draft, decoding, uniforms)
+                for i in range(5):
+                    one = slice(i, i + 1)
+                    own = Draft(
+                        tokens[one],
+                        None if probs is None else probs[one],
+                        Tree.of(shape[one] if len(shape) > 1 else shape),
+                        candidates=int(counts[i]),
+                    )
+                    alone = accept(logits[one], own, decoding, None if uniforms is None else uniforms[one])
+                    n = int(alone.count)
+                    assert (int(batch.count[i]), int(batch.next[i])) == (n, int(alone.next))
+                    assert batch.path[i, :n].tolist() == alone.path[0, :n].tolist()
+
+
+def one_hot(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.one_hot(tokens, int(tokens.max()) + 1).float()
 
 
 @given(trees())
@@ -226,20 +268,20 @@ def test_residual_never_vanishes():
 def test_sampled_trees_leave_the_distribution_unchanged(certain):
     """Two children of the root and one grandchild: what comes first is still a draw from p."""
     g = torch.Generator().manual_seed(2)
-    logits = torch.randn(4, VOCAB, generator=g)
-    p = torch.softmax(logits, dim=-1)
+    logits = torch.randn(1, 4, VOCAB, generator=g)
+    p = torch.softmax(logits[0], dim=-1)
     q = torch.softmax(torch.randn(VOCAB, generator=g), dim=-1)
-    parents = torch.tensor([-1, -1, 0])
+    tree = Tree.of(torch.tensor([-1, -1, 0]), widest=2)
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.int64)
     for seed in range(6000):
         numbers = position_draws(seed, 4, 2, torch.device("cpu"))
         if certain:
-            draft = Draft(torch.tensor([1, 4, 2]), parents=parents)
+            draft = Draft(torch.tensor([[1, 4, 2]]), tree=tree)
         else:
             rows = numbers[[0, 0, 1], [3, 4, 3]]
-            draft = Draft(invert(q.expand(3, -1), rows), q.expand(3, VOCAB), parents)
-        verdict = accept(logits, draft, Decoding(9, 1.0), numbers)
-        kept = [*draft.tokens[verdict.path[: verdict.count]].tolist(), verdict.next.item()]
+            draft = Draft(invert(q.expand(1, 3, -1), rows.unsqueeze(0)), q.expand(1, 3, VOCAB), tree)
+        verdict = accept(logits, draft, Decoding(9, 1.0), numbers.unsqueeze(0))
+        kept = [*draft.tokens[0, verdict.path[0, : verdict.count]].tolist(), verdict.next.item()]
         if verdict.count and len(kept) < 2:
             raise AssertionError("a kept token is followed by one of the target")
         second = kept[1] if len(kept) > 1 else torch.multinomial(p[1], 1, generator=g).item()
@@ -266,23 +308,27 @@ def walk(probs, tokens, draft_probs, parents, uniforms):
 @given(trees(), st.integers(0, 10_000))
 @settings(deadline=None, max_examples=150)
 def test_a_tree_of_drawn_tokens_is_walked_as_published(tree, seed):
-    parents, k = torch.tensor(tree[0]), len(tree[0])
+    parents, k = tree[0], len(tree[0])
     g = torch.Generator().manual_seed(seed)
     probs = torch.softmax(2 * torch.randn(k + 1, VOCAB, generator=g), dim=-1)
-    q = torch.softmax(torch.randn(k, VOCAB, generator=g), dim=-1)
+    # The children of a node are drawn from one distribution.
+    q = torch.softmax(torch.randn(k + 1, VOCAB, generator=g), dim=-1)[torch.tensor(parents) + 1]
     tokens = torch.randint(0, VOCAB, (k,), generator=g)
     uniforms = torch.rand(k, generator=g) ** 2  # so that several are accepted one after the other
-    expected, following = walk(probs, tokens.tolist(), q, parents.tolist(), uniforms)
-    count, path, rest = acceptance.sampled_tree(probs, tokens, q, parents, uniforms)
-    assert path[:count].tolist() == expected
-    assert torch.allclose(rest / rest.sum(), following / following.sum(), atol=1e-5)
+    expected, following = walk(probs, tokens.tolist(), q, parents, uniforms)
+    shape = Tree.of(torch.tensor(parents))
+    count, path, rest = acceptance.sampled_tree(
+        probs.unsqueeze(0), tokens.unsqueeze(0), q.unsqueeze(0), shape, uniforms.unsqueeze(0)
+    )
+    assert path[0, :count].tolist() == expected
+    assert torch.allclose(rest[0] / rest.sum(), following / following.sum(), atol=1e-5)
 
 
 def test_siblings_are_counted():
-    assert siblings_before(torch.tensor([-1, -1, 0, -1, 0, 2])).tolist() == [0, 1, 0, 2, 1, 0]
+    assert Tree.of(torch.tensor([-1, -1, 0, -1, 0, 2])).siblings_before().tolist() == [[0, 1, 0, 2, 1, 0]]
 
 
 def test_a_tree_without_nodes_is_an_empty_chain():
-    nothing = torch.empty(0, dtype=torch.int64)
-    verdict = accept(torch.tensor([[0.0, 2.0]]), Draft(nothing, parents=nothing), Decoding(1), None)
+    nothing = torch.empty(1, 0, dtype=torch.int64)
+    verdict = accept(torch.tensor([[[0.0, 2.0]]]), Draft(nothing, tree=Tree.of(nothing)), Decoding(1), None)
     assert (verdict.count.item(), verdict.next.item(), verdict.path) == (0, 1, None)

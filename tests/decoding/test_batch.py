@@ -9,10 +9,11 @@ import time
 import pytest
 
 from specbench.decoding import acceptance
-from specbench.decoding.batch import BatchEngine, Request, Scheduler
-from specbench.decoding.draft import Drafter
+from specbench.decoding.draft import Drafter, Needs, Request
+from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from tests.support.batches import (
     REQUESTS,
@@ -26,7 +27,7 @@ from tests.support.batches import (
 )
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_in_a_batch
-from tests.support.drafters import EarlyExit, ModelChain
+from tests.support.drafters import EarlyExit, ModelChain, ModelTree
 from tests.support.models import EVERY_ARCHITECTURE
 
 SCHEDULERS = {
@@ -39,6 +40,7 @@ DRAFTERS = {
     "chain": lambda pair: ModelChain(pair.draft, 4),
     "chain with a stop": lambda pair: ModelChain(pair.draft, 6, 0.03),
     "early exit": lambda pair: EarlyExit(2, 4),
+    "tree": lambda pair: ModelTree(pair.draft),
 }
 
 
@@ -47,34 +49,38 @@ DRAFTERS = {
 def test_every_row_is_transformers_own_answer(arch, scheduler):
     requests, expected = cases(arch)
     pair = random_pair(arch)
-    target = Target(pair.target)
+    target = StagedModel(pair.target)
     for place, (name, drafter) in enumerate(DRAFTERS.items()):
         size = SIZES[(place + list(SCHEDULERS).index(scheduler)) % 4]
-        engine = BatchEngine(target, drafter(pair), SCHEDULERS[scheduler](size), frozenset())
+        engine = Engine(target, drafter(pair), frozenset(), SCHEDULERS[scheduler](size))
         steps = assert_lossless(engine, requests, expected)
         assert any(s.accepted for s in steps) == (name != "none"), (
             "a drafter whose drafts all fail proves little"
         )
 
 
-@pytest.mark.parametrize("kind", [pytest.param("chain with a stop", marks=pytest.mark.slow), "early exit"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("chain with a stop", marks=pytest.mark.slow), "early exit", "tree"]
+)
 def test_a_sample_does_not_depend_on_who_shares_the_batch(kind):
     """The same seed gives the same answer alone, in any batch, and in any order."""
     requests = [Request(r.prompt, Decoding(12, 1.0), r.seed, r.stop_ids) for r in cases("llama")[0]]
     pair = random_pair("llama")
-    target, drafter = Target(pair.target), DRAFTERS[kind](pair)
-    alone = [BatchEngine(target, drafter, Scheduler(1), frozenset()).generate([r])[0] for r in requests]
+    target, drafter = StagedModel(pair.target), DRAFTERS[kind](pair)
+    alone = [Engine(target, drafter, frozenset(), Scheduler(1)).generate([r])[0] for r in requests]
     shuffled = random.Random(0).sample(range(REQUESTS), REQUESTS)
     for scheduler in (Scheduler(8), Static(5), Chaos(4, random.Random(1))):
-        answers = BatchEngine(target, drafter, scheduler, frozenset()).generate(
-            [requests[i] for i in shuffled]
-        )
+        answers = Engine(target, drafter, frozenset(), scheduler).generate([requests[i] for i in shuffled])
         assert [a.tokens for a in answers] == [alone[i].tokens for i in shuffled]
     assert any(s.accepted for a in alone for s in a.steps), "chance seldom repeats itself"
 
 
 @pytest.mark.parametrize(
-    "kind", ["early exit", *(pytest.param(k, marks=pytest.mark.slow) for k in ("chain", "chain with a stop"))]
+    "kind",
+    [
+        "early exit",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("chain", "chain with a stop", "tree")),
+    ],
 )
 def test_samples_follow_the_target(kind):
     pair = random_pair("llama", **SHAPE)
@@ -82,6 +88,7 @@ def test_samples_follow_the_target(kind):
         "chain": ModelChain(pair.draft, 3),
         "chain with a stop": ModelChain(pair.draft, 3, 0.5),
         "early exit": EarlyExit(1, 3),
+        "tree": ModelTree(pair.draft),
     }[kind]
     assert p_value_in_a_batch(pair, drafter, Scheduler(32)) > 1e-3
 
@@ -99,7 +106,7 @@ def test_drafts_are_cut_to_the_budget_by_the_batch_size_alone():
     pair = random_pair("llama")
     requests = cases("llama")[0]
     scheduler = Scheduler(4, token_budget=12)
-    answers = BatchEngine(Target(pair.target), ModelChain(pair.draft, 6), scheduler, frozenset()).generate(
+    answers = Engine(StagedModel(pair.target), ModelChain(pair.draft, 6), frozenset(), scheduler).generate(
         requests[:2]
     )
     assert scheduler.longest_draft == 2
@@ -109,7 +116,7 @@ def test_drafts_are_cut_to_the_budget_by_the_batch_size_alone():
 def test_a_budget_of_one_token_a_row_is_autoregressive_decoding():
     pair, (requests, expected) = random_pair("llama"), cases("llama")
     scheduler = Scheduler(4, token_budget=7)
-    answers = BatchEngine(Target(pair.target), ModelChain(pair.draft, 6), scheduler, frozenset()).generate(
+    answers = Engine(StagedModel(pair.target), ModelChain(pair.draft, 6), frozenset(), scheduler).generate(
         requests
     )
     assert [a.tokens for a in answers] == expected
@@ -122,16 +129,16 @@ def test_what_a_call_leaves_behind_serves_the_next():
     """Longer and shorter requests, more and fewer of them, in the buffers of one engine; and after a failure."""
     pair, (requests, expected) = random_pair("llama"), cases("llama")
     drafter = ModelChain(pair.draft, 3)
-    engine = BatchEngine(Target(pair.target), drafter, Chaos(3, random.Random(0)), frozenset())
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), Chaos(3, random.Random(0)))
     by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
     for some in (by_length[:2], by_length[-1:], by_length, by_length[2:4]):
         answers = engine.generate([requests[i] for i in some])
         assert [a.tokens for a in answers] == [expected[i] for i in some]
-    engine = BatchEngine(Target(pair.target), drafter, Chaos(3, random.Random(0)), frozenset())
-    real, drafter.open_rows = drafter.open_rows, lambda *_: 1 / 0
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), Chaos(3, random.Random(0)))
+    real, drafter.open = drafter.open, lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.generate(requests)
-    drafter.open_rows = real
+    drafter.open = real
     assert [a.tokens for a in engine.generate(requests)] == expected
 
 
@@ -145,7 +152,7 @@ def test_static_batches_wait_for_their_last_row():
 
 def test_the_seconds_of_all_rows_are_the_time_of_the_call():
     pair, (requests, _) = random_pair("llama"), cases("llama")
-    engine = BatchEngine(Target(pair.target), ModelChain(pair.draft, 3), Static(4), frozenset())
+    engine = Engine(StagedModel(pair.target), ModelChain(pair.draft, 3), frozenset(), Static(4))
     begun = time.perf_counter()
     answers = engine.generate(requests)
     spent = time.perf_counter() - begun
@@ -162,7 +169,7 @@ def test_logits_that_are_nan_end_a_sampled_batch(where, monkeypatch):
     """As with one sequence; no token is made up. The engine is as good as new for the next requests."""
     pair, (requests, _) = random_pair("llama"), cases("llama")
     requests = [Request(r.prompt, Decoding(6, 1.0), r.seed) for r in requests[:4]]
-    engine = BatchEngine(Target(pair.target), ModelChain(pair.draft, 3), Scheduler(3), frozenset())
+    engine = Engine(StagedModel(pair.target), ModelChain(pair.draft, 3), frozenset(), Scheduler(3))
     expected = [answer.tokens for answer in engine.generate(requests)]
     head, calls = engine.target.head, 0
 
@@ -185,14 +192,14 @@ def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_batch():
     spoiled = copy.deepcopy(pair.draft)
     spoiled.lm_head.weight.data[7] = float("nan")
     drafter = ModelChain(spoiled, 3)
-    engine = BatchEngine(Target(pair.target), drafter, Scheduler(2), frozenset())
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), Scheduler(2))
     with pytest.raises(UserError, match=r"NaN or inf.*pair\.dtype"):
         engine.generate([Request([3, 9, 27], Decoding(6, 1.0), seed) for seed in range(3)])
 
 
 def test_what_cannot_be_decoded_is_refused_before_anything_runs():
     pair = random_pair("llama", max_position_embeddings=64)
-    engine = BatchEngine(Target(pair.target), Drafter(), Scheduler(2), frozenset())
+    engine = Engine(StagedModel(pair.target), Drafter(), frozenset(), Scheduler(2))
     for requests, said in (
         ([Request([], Decoding(4))], "empty"),
         ([Request([1] * 60, Decoding(5))], "60 .*5 .*64"),
@@ -204,8 +211,7 @@ def test_what_cannot_be_decoded_is_refused_before_anything_runs():
     assert engine.generate([]) == []
 
     class Alone(Drafter):
-        def draft(self, context):
-            raise AssertionError("never asked")
+        needs = Needs(batching=False)
 
     with pytest.raises(UserError, match="Alone .*batch"):
-        BatchEngine(Target(pair.target), Alone(), Scheduler(2), frozenset())
+        Engine(StagedModel(pair.target), Alone(), frozenset(), Scheduler(2))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from tests.support.decoding import STOP, random_pair, random_prompt
 from tests.support.drafters import Oracle
@@ -26,13 +26,13 @@ from tests.support.drafters import Oracle
 @settings(max_examples=60, deadline=None)
 def test_random_schedules(seed, cap, error, tree):
     """Caps are exact, the trace adds up, and a second answer on the same buffers is the same."""
-    target = Target(random_pair("llama").target)
+    target = StagedModel(random_pair("llama").target)
     prompt = random_prompt(random.Random(seed), target.vocab_size)
-    plain = Engine(target, Drafter(), frozenset([STOP])).generate(prompt, Decoding(cap))
+    plain = Engine(target, Drafter(), frozenset([STOP])).answer(prompt, Decoding(cap))
     oracle = Oracle(len(prompt), plain.tokens, target.vocab_size, seed, error, 6, tree)
     engine = Engine(target, oracle, frozenset([STOP]))
     for _ in range(2):  # the second answer reuses the buffers of the first
-        answer = engine.generate(prompt, Decoding(cap))
+        answer = engine.answer(prompt, Decoding(cap))
         assert answer.tokens == plain.tokens
         assert len(answer.tokens) == cap or answer.tokens[-1] == STOP
         for step in answer.steps:
@@ -43,26 +43,19 @@ def test_random_schedules(seed, cap, error, tree):
         oracle.rng.seed(seed)
 
 
-def test_cache_holds_all_but_the_pending_token():
-    target = Target(random_pair("llama").target)
-    engine = Engine(target, Drafter(), frozenset())
-    engine.generate([5, 6, 7], Decoding(10))
-    assert engine._cache.lengths == [3 + 9] * len(target.layers)
-
-
 @pytest.mark.parametrize(
     ("prompt", "cap", "message"),
     [([], 5, "empty"), ([1], 0, "max_new_tokens .*1.*0"), ([1] * 500, 100, "500 .*100 .*512")],
 )
 def test_impossible_requests_are_refused(prompt, cap, message):
-    target = Target(random_pair("llama", max_position_embeddings=512).target)
+    target = StagedModel(random_pair("llama", max_position_embeddings=512).target)
     with pytest.raises(UserError, match=message):
-        Engine(target, Drafter(), frozenset()).generate(prompt, Decoding(cap))
+        Engine(target, Drafter(), frozenset()).answer(prompt, Decoding(cap))
 
 
 def test_answers_may_fill_the_context_to_the_brim():
-    target = Target(random_pair("llama", max_position_embeddings=64).target)
-    plain = Engine(target, Drafter(), frozenset()).generate([7] * 40, Decoding(24))
+    target = StagedModel(random_pair("llama", max_position_embeddings=64).target)
+    plain = Engine(target, Drafter(), frozenset()).answer([7] * 40, Decoding(24))
     oracle = Oracle(40, plain.tokens, target.vocab_size, 0, 0.0, 8, False)
-    assert Engine(target, oracle, frozenset()).generate([7] * 40, Decoding(24)).tokens == plain.tokens
+    assert Engine(target, oracle, frozenset()).answer([7] * 40, Decoding(24)).tokens == plain.tokens
     assert len(plain.tokens) == 24

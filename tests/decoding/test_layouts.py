@@ -12,7 +12,7 @@ import torch
 from specbench.decoding import layouts, linear
 from specbench.decoding.layouts import choose_layouts, fastest
 from specbench.decoding.linear import LAYOUTS, Layouts, laid_linear, product
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from tests.support.models import random_model
 
 TOLERANCES = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 0.05, "rtol": 0.05}}
@@ -83,7 +83,7 @@ def test_the_choice_is_applied_to_target_and_model_and_changes_no_logits(measure
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits[0]
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    target = Target(model)
+    target = StagedModel(model)
     passed = target.pass_bytes()
     chosen = choose_layouts()
 
@@ -98,15 +98,14 @@ def test_the_choice_is_applied_to_target_and_model_and_changes_no_logits(measure
     with torch.inference_mode():
         torch.testing.assert_close(model(ids, use_cache=False).logits[0], expected, atol=1e-4, rtol=1e-4)
         cache = target.new_cache(8)
-        parts = [
-            target.run_layers(target.embed(part), cache) for part in (ids[:, :1], ids[:, 1:7], ids[:, 7:])
-        ]
+        bounds = ((0, 1), (1, 7), (7, ids.shape[1]))
+        parts = [target.run_layers(target.embed(ids[:, lo:hi]), cache, lo) for lo, hi in bounds]
         torch.testing.assert_close(target.head(torch.cat(parts, 1))[0], expected, atol=1e-4, rtol=1e-4)
 
     after = model.state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     assert not any(weight.is_mkldnn for weight in after.values()), "checkpoints hold plain tensors"
-    assert target.pass_bytes() == passed == Target(model).pass_bytes()
+    assert target.pass_bytes() == passed == StagedModel(model).pass_bytes()
     assert model.get_input_embeddings().weight.stride(1) == 1, "an embedding is read row by row"
 
 
@@ -127,7 +126,7 @@ def test_which_layout_serves_which_number_of_tokens(monkeypatch):
 @needs_packed
 def test_copies_of_a_model_and_pickles_choose_for_themselves(measured):
     model = random_model("llama", 0, tie_word_embeddings=True)
-    Target(model)
+    StagedModel(model)
     choose_layouts()
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -142,7 +141,7 @@ def test_copies_of_a_model_and_pickles_choose_for_themselves(measured):
 @needs_packed
 def test_no_copy_outlives_a_change_of_its_weight(measured):
     model = random_model("llama", 0, tie_word_embeddings=False)
-    target = Target(model)
+    target = StagedModel(model)
     choose_layouts()
     hidden = torch.randn(1, 6, target.hidden_size)
     with torch.inference_mode():
@@ -167,7 +166,7 @@ def test_gradients_pass_through_a_packed_layer(measured):
 
 def test_weights_that_are_trained_are_left_alone(measured):
     model = random_model("llama", 0).requires_grad_(True)
-    Target(model)
+    StagedModel(model)
     assert choose_layouts() == {} and measured == []
     assert type(model.lm_head) is torch.nn.Linear
 

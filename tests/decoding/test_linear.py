@@ -13,7 +13,7 @@ from torch.nn.functional import linear as plain_linear
 from specbench.decoding import linear
 from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.linear import JoinedLinear, LaidLinear, Layouts, lay_out
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from tests.support.models import random_model
 
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -185,7 +185,7 @@ def test_a_model_has_joint_products_and_its_logits(arch):
     ids = torch.arange(3, 15).unsqueeze(0)
     with torch.inference_mode():
         right = model(ids, use_cache=False).logits[0]
-    target = Target(model)
+    target = StagedModel(model)
     choose_layouts()
     joined = [part for part in model.modules() if type(part) is JoinedLinear]
     assert len(joined) >= 3 * len(target.layers)
@@ -193,7 +193,7 @@ def test_a_model_has_joint_products_and_its_logits(arch):
         torch.testing.assert_close(model(ids, use_cache=False).logits[0], right, atol=1e-4, rtol=1e-4)
         cache = target.new_cache(16)
         bounds = [0, 1, 7, 8, 12]
-        parts = [target.run_layers(target.embed(ids[:, lo:hi]), cache) for lo, hi in pairwise(bounds)]
+        parts = [target.run_layers(target.embed(ids[:, lo:hi]), cache, lo) for lo, hi in pairwise(bounds)]
         torch.testing.assert_close(target.head(torch.cat(parts, 1))[0], right, atol=1e-4, rtol=1e-4)
 
 

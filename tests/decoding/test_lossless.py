@@ -8,7 +8,7 @@ from specbench.decoding import acceptance
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from tests.support.decoding import random_pair
 from tests.support.drafters import EarlyExit, ModelChain, ModelTree, Oracle
 from tests.support.lossless import (
@@ -62,12 +62,12 @@ def test_early_exit(arch, layer):
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_any_acceptance_pattern(arch, tree):
     """A drafter that is right and wrong at random leaves the answer as it is, for chains and for trees."""
-    target = Target(random_pair(arch).target)
+    target = StagedModel(random_pair(arch).target)
     accepted = set()
     for seed, error in enumerate([0.0, 0.1, 0.3, 1.0]):
         for prompt, cap, stop_ids, expected in cases(arch):
             oracle = Oracle(len(prompt), expected, target.vocab_size, seed, error, longest=8, tree=tree)
-            answer = Engine(target, oracle, frozenset(stop_ids)).generate(prompt, Decoding(cap))
+            answer = Engine(target, oracle, frozenset(stop_ids)).answer(prompt, Decoding(cap))
             assert answer.tokens == expected
             accepted |= {s.accepted for s in answer.steps}
     assert {0, 1, 2, 3} <= accepted and max(accepted) >= 6
@@ -77,14 +77,14 @@ def test_any_acceptance_pattern(arch, tree):
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_certain_drafts_leave_a_sampled_answer_as_it_is(arch, tree):
     """Token for token: what is drafted without chance changes no draw, whatever is accepted of it."""
-    target = Target(random_pair(arch).target)
+    target = StagedModel(random_pair(arch).target)
     accepted = set()
     for seed, error in enumerate([0.0, 0.3, 1.0]):
         for prompt, cap, stop_ids, _ in cases(arch)[:4]:
             stops, decoding = frozenset(stop_ids), Decoding(cap, 0.8)
-            plain = Engine(target, Drafter(), stops).generate(prompt, decoding, seed).tokens
+            plain = Engine(target, Drafter(), stops).answer(prompt, decoding, seed).tokens
             oracle = Oracle(len(prompt), plain, target.vocab_size, seed, error, longest=8, tree=tree)
-            answer = Engine(target, oracle, stops).generate(prompt, decoding, seed)
+            answer = Engine(target, oracle, stops).answer(prompt, decoding, seed)
             assert answer.tokens == plain
             accepted |= {s.accepted for s in answer.steps}
     assert 0 in accepted and max(accepted) >= 4

@@ -10,7 +10,7 @@ import torch
 from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import NOT_DRAWN, Decoding, all_drawn, invert
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from tests.support.decoding import random_pair
 from tests.support.distribution import PROMPT, SHAPE, p_value_alone
@@ -55,6 +55,6 @@ def test_weights_that_are_no_distribution_give_no_token():
 
 
 def test_a_seed_fixes_the_answer(pair):
-    engine = Engine(Target(pair.target), ModelChain(pair.draft, 3), frozenset())
-    answers = {tuple(engine.generate(PROMPT, Decoding(12, 1.0), seed=s).tokens) for s in (1, 1, 2)}
+    engine = Engine(StagedModel(pair.target), ModelChain(pair.draft, 3), frozenset())
+    answers = {tuple(engine.answer(PROMPT, Decoding(12, 1.0), seed=s).tokens) for s in (1, 1, 2)}
     assert len(answers) == 2

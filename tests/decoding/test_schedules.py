@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from specbench.decoding.batch import BatchEngine, Scheduler
-from specbench.decoding.kv_cache import Places
-from specbench.decoding.rows import Aligned, Ragged
+from specbench.decoding.engine import Engine
+from specbench.decoding.layout import AlignedLayout, RaggedLayout
+from specbench.decoding.scheduler import Scheduler
 from tests.support.batches import Chaos, Static
 from tests.support.schedules import FakeDrafter, FakeTarget, any_requests, expected_answers, run_schedules
 
@@ -27,37 +28,53 @@ SEEDED = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, S
 @pytest.mark.parametrize("seed", SEEDED)
 def test_every_schedule_gives_every_row_its_own_run(seed):
     ran = run_schedules(seed, SCHEDULES, any_scheduler)
-    assert ran == {(Scheduler, Ragged), (Static, Aligned), (Chaos, Ragged), (Chaos, Aligned)}
+    assert ran == {
+        (Scheduler, RaggedLayout),
+        (Static, AlignedLayout),
+        (Chaos, RaggedLayout),
+        (Chaos, AlignedLayout),
+    }
 
 
-class OffByOne(Ragged):
-    def places(self, starts, n, reach, offset=0):
-        places = super().places(starts, n, reach, offset)
-        return Places(places.positions + 1, places.reach, places.columns, places.to)
+class OffByOne(RaggedLayout):
+    def place(self, batch, n, offset=0, tree=None):
+        where = super().place(batch, n, offset, tree)
+        own, held = where.positions, where.kv_positions
+        if where.start is not None:
+            held = torch.arange(where.kv_len).unsqueeze(0)
+            own = held[:, where.start :]
+        return replace(where, start=None, positions=own + 1, kv_positions=held)
 
 
-class Forgetful(Aligned):
+class Forgetful(AlignedLayout):
     """Leaves what was rejected in sight."""
 
-    def settle(self, counts, kept):
-        super().settle(counts, kept)
-        fresh = self._held[: len(kept), self._end : self._end + self._width]
+    def commit(self, batch, count, counts, path):
+        super().commit(batch, count, counts, path)
+        fresh = self._held[: len(counts), self._end : self._end + self._width]
         fresh.copy_(torch.arange(self._width) + fresh[:, :1])
 
 
-class Unmoved(Ragged):
-    """Rows change places, their keys and values do not."""
+class Unmoved(RaggedLayout):
+    """Sequences change slots, their keys and values do not."""
 
-    def move(self, sources, destinations, reach):
+    def move(self, sources, destinations, kv_len):
         pass
 
 
-@pytest.mark.parametrize("layout", [OffByOne, Forgetful, Unmoved])
+class Straight(RaggedLayout):
+    """Leaves the accepted nodes of a tree where they were."""
+
+    def commit(self, batch, count, counts, path):
+        pass
+
+
+@pytest.mark.parametrize("layout", [OffByOne, Forgetful, Unmoved, Straight])
 def test_a_faulty_layout_is_found(layout):
     rng, wrong = random.Random(5), 0
     for _ in range(40):
         scheduler, requests = Chaos(3, rng), any_requests(rng)
         scheduler.layout = layout
-        answers = BatchEngine(FakeTarget(), FakeDrafter(rng), scheduler, frozenset()).generate(requests)
+        answers = Engine(FakeTarget(), FakeDrafter(rng), frozenset(), scheduler).generate(requests)
         wrong += [a.tokens for a in answers] != expected_answers(requests)
     assert wrong > 5

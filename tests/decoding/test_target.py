@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import chain, repeat
 
 import pytest
@@ -11,12 +12,14 @@ import transformers
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specbench.decoding.draft import Draft, Resume
+from specbench.decoding.draft import NORMED, Draft, Resume
 from specbench.decoding.engine import Engine
+from specbench.decoding.kv_cache import Pass
 from specbench.decoding.layers import quick
 from specbench.decoding.linear import by_columns
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
+from specbench.decoding.tree import Tree
 from specbench.errors import UserError
 from specbench.pairs import cut
 from tests.support.decoding import generate_with_transformers, random_pair
@@ -31,21 +34,22 @@ def logits_of(model, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_check_accepts_the_stock_models(arch):
-    Target(random_pair(arch).target).check()
+    StagedModel(random_pair(arch).target).check()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_check_refuses_shifted_positions(arch, monkeypatch):
     """A fault of ours, or a model whose positions work in another way, is found before anything is measured."""
     for name in ("_rope", "_learned"):
-        positions = getattr(Target, name)
+        positions = getattr(StagedModel, name)
 
-        def shifted(self, start, n, offsets, *capacity, positions=positions):
-            return positions(self, start + (start > 0), n, offsets, *(c + 1 for c in capacity))
+        def shifted(self, where, n, *capacity, positions=positions):
+            start = where.start + (where.start > 0)
+            return positions(self, replace(where, start=start), n, *(c + 1 for c in capacity))
 
-        monkeypatch.setattr(Target, name, shifted)
+        monkeypatch.setattr(StagedModel, name, shifted)
     with pytest.raises(UserError, match="model type '.*layer by layer"):
-        Target(random_pair(arch).target).check()
+        StagedModel(random_pair(arch).target).check()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -54,8 +58,8 @@ def test_layers_spread_over_devices(arch, monkeypatch):
     model = random_pair(arch).target
     places = chain(["cpu"], repeat("cpu:0"))  # of the layers, as the target asks for them
     monkeypatch.setattr("specbench.decoding.target.device_of", lambda layer: torch.device(next(places)))
-    target = Target(model)
-    assert len(target.new_cache(8).parts) == 2
+    target = StagedModel(model)
+    assert len(target.new_cache(8).segments) == 2
     target.check()
 
 
@@ -65,7 +69,7 @@ def test_check_refuses_a_model_that_does_more_than_its_parts():
         lambda module, args, output: setattr(output, "logits", output.logits / 7) or output
     )
     with pytest.raises(UserError, match="model type '.*layer by layer"):
-        Target(model).check()
+        StagedModel(model).check()
 
 
 def test_a_model_without_the_parts_is_named():
@@ -73,7 +77,7 @@ def test_a_model_without_the_parts_is_named():
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=17, n_positions=32, n_embd=8, n_layer=1, n_head=2))
     with pytest.raises(UserError, match="model type 'gpt2'"):
-        Target(model)
+        StagedModel(model)
 
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -136,7 +140,7 @@ def family(name: str, **overrides):
 def test_a_family_is_driven_exactly_or_refused_in_one_line(name):
     model = family(name)
     try:
-        target = Target(model)
+        target = StagedModel(model)
         target.check()
     except UserError as refusal:
         assert str(refusal).startswith(f"model type '{model.config.model_type}' ")
@@ -148,14 +152,14 @@ def test_a_family_is_driven_exactly_or_refused_in_one_line(name):
 
 def assert_lossless_behind_itself(model):
     """Drafts of the model's own first layers, often right, leave its answers as transformers gives them."""
-    engine = Engine(Target(model), ModelChain(cut(model, [0, 1, 2]), 4), frozenset())
+    engine = Engine(StagedModel(model), ModelChain(cut(model, [0, 1, 2]), 4), frozenset())
     for prompt in ([5, 9, 20, 9], list(range(3, 50))):
-        answer = engine.generate(prompt, Decoding(24)).tokens
+        answer = engine.answer(prompt, Decoding(24)).tokens
         assert answer == generate_with_transformers(model, prompt, 24, stop_ids=())
 
 
 def test_a_full_memory_is_not_taken_for_a_family_that_cannot_be_driven(monkeypatch):
-    target = Target(random_model("llama", 0))
+    target = StagedModel(random_model("llama", 0))
 
     def full(*args):
         raise torch.OutOfMemoryError("no room")
@@ -169,7 +173,7 @@ def test_a_model_without_a_head_is_refused_in_one_line(monkeypatch):
     model = random_model("llama", 0)
     monkeypatch.setattr(model, "get_output_embeddings", lambda: None)
     with pytest.raises(UserError, match="model type 'llama'.*AttributeError"):
-        Target(model)
+        StagedModel(model)
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -192,7 +196,7 @@ def test_angles_that_depend_on_the_pass_are_refused(name, kind):
     rope = {"rope_parameters": ROPES[kind] | {"rope_theta": 10000.0}}
     model = family(name, **rope) if name in FAMILIES else random_model(name, 0, **rope)
     with pytest.raises(UserError, match=f"'{kind}'.*rope_type.* default, "):
-        Target(model)
+        StagedModel(model)
 
 
 def test_every_kind_of_angles_of_a_model_counts():
@@ -200,23 +204,23 @@ def test_every_kind_of_angles_of_a_model_counts():
     ropes = {"full_attention": ROPES["dynamic"], "sliding_attention": {"rope_type": "default"}}
     ropes = {kind: rope | {"rope_theta": 10000.0} for kind, rope in ropes.items()}
     with pytest.raises(UserError, match="'dynamic'.*rope_type"):
-        Target(family("Gemma3", rope_parameters=ropes))
+        StagedModel(family("Gemma3", rope_parameters=ropes))
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
 def test_scaled_angles_of_the_position_alone_are_driven_exactly(kind):
     model = random_model("llama", 0, rope_parameters=ROPES[kind] | {"rope_theta": 10000.0})
-    Target(model).check()
+    StagedModel(model).check()
     assert_lossless_behind_itself(model)
 
 
 @torch.inference_mode()
 def test_a_draft_model_embeds_ids_that_it_lacks_as_its_last():
     model, ids = random_model("llama", 0, vocab_size=56), torch.tensor([[3, 55, 56, 63]])
-    own = Target(model).embed(ids.clamp(max=55))
-    assert torch.equal(Target(model, 50, 64).embed(ids), own)
+    own = StagedModel(model).embed(ids.clamp(max=55))
+    assert torch.equal(StagedModel(model, 50, 64).embed(ids), own)
     with pytest.raises(IndexError):
-        Target(model, 50, 56).embed(ids)
+        StagedModel(model, 50, 56).embed(ids)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -224,29 +228,33 @@ def test_a_draft_model_embeds_ids_that_it_lacks_as_its_last():
 def test_unequal_layers_resume_exactly(arch):
     """Shallow layers run ahead token by token; the deep ones follow in one pass."""
     model = random_pair(arch).target
-    target, ids = Target(model), list(range(3, 33))
+    target, ids = StagedModel(model), list(range(3, 33))
     cache = target.new_cache(64)
     prefill = target.prefill(torch.tensor([ids[:20]]), cache, taps=(2,))
-    states = [target.run_layers(target.embed(torch.tensor([[i]])), cache, 0, 2) for i in ids[20:25]]
-    assert cache.lengths == [25, 25] + [20] * (len(target.layers) - 2)
-    draft = Draft(torch.tensor(ids[21:25]), resume=Resume(2, torch.cat(states, dim=1)))
-    logits = target.verify(torch.tensor([[ids[20]]]), draft, cache)
+    states = [
+        target.run_layers(target.embed(torch.tensor([[ids[i]]])), cache, i, 0, 2) for i in range(20, 25)
+    ]
+    draft = Draft(torch.tensor([ids[21:25]]), resume=Resume(2, torch.cat(states, dim=1)))
+    logits = target.verify(torch.tensor([[ids[20]]]), draft, cache, 20)
     expected = logits_of(model, ids[:25])
-    torch.testing.assert_close(logits, expected[20:25], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[0], expected[20:25], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(prefill.logits[0], expected[19], atol=1e-4, rtol=1e-4)
-    assert prefill.hidden[2].shape == (1, 20, target.hidden_size)
+    assert prefill.hidden_states[2].shape == (1, 20, target.hidden_size)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @torch.inference_mode()
 def test_each_path_of_a_tree_gets_the_logits_of_its_own_sequence(arch):
     model = random_pair(arch).target
-    target, prompt, pending = Target(model), list(range(3, 25)), 30
+    target, prompt, pending = StagedModel(model), list(range(3, 25)), 30
     cache = target.new_cache(64)
     target.prefill(torch.tensor([prompt]), cache)
     tokens, parents = [5, 6, 7, 8, 9], [-1, 0, -1, 2, 2]
-    draft = Draft(torch.tensor(tokens), parents=torch.tensor(parents))
-    logits = target.verify(torch.tensor([[pending]]), draft, cache)
+    tree, n = Tree.of(torch.tensor(parents)), len(prompt)
+    where = Pass.nodes(n, tree.offsets()[0], tree.visible()[0])
+    logits = target.verify(torch.tensor([[pending]]), Draft(torch.tensor([tokens]), tree=tree), cache, where)[
+        0
+    ]
     for node in range(len(tokens)):
         path, at = [], node
         while at >= 0:
@@ -255,16 +263,39 @@ def test_each_path_of_a_tree_gets_the_logits_of_its_own_sequence(arch):
         expected = logits_of(model, [*prompt, pending, *path])[-1]
         torch.testing.assert_close(logits[node + 1], expected, atol=1e-4, rtol=1e-4)
     # The accepted path moves into place; what follows is computed as if nothing else had been there.
-    cache.keep(len(prompt) + 1, torch.tensor([2, 4]))
-    after = target.verify(torch.tensor([[40]]), Draft(torch.tensor([], dtype=torch.int64)), cache)
+    cache.move_entries(torch.tensor([[n + 1 + 2, n + 1 + 4]]), torch.tensor([[n + 1, n + 2]]))
+    after = target.verify(torch.tensor([[40]]), Draft(torch.empty(1, 0, dtype=torch.int64)), cache, n + 3)
     expected = logits_of(model, [*prompt, pending, 7, 9, 40])[-1]
-    torch.testing.assert_close(after[0], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after[0, 0], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@torch.inference_mode()
+def test_taps_are_the_models_own_hidden_states(arch):
+    """At every depth, the output of the last layer and of the final norm included, in prefill and verification."""
+    model = random_pair(arch).target
+    target, ids = StagedModel(model), torch.arange(3, 25).unsqueeze(0)
+    own, before_norm = [], []
+    hook = target.norm.register_forward_pre_hook(lambda module, args: before_norm.append(args[0]))
+    own = model(ids, use_cache=False, output_hidden_states=True).hidden_states
+    hook.remove()
+    layers = len(target.layers)
+    expected = {i: own[i] for i in range(layers)} | {layers: before_norm[0], NORMED: own[layers]}
+    taps = (NORMED, *range(layers + 1))
+    cache = target.new_cache(32)
+    prefill = target.prefill(ids[:, :18], cache, taps)
+    verified: dict = {}
+    target.verify(ids[:, 18:19], Draft(ids[:, 19:]), cache, 18, taps, verified.__setitem__)
+    assert list(verified) == [*range(layers + 1), NORMED], "in the order in which they are reached"
+    for tap in taps:
+        both = torch.cat([prefill.hidden_states[tap], verified[tap]], dim=1)
+        torch.testing.assert_close(both, expected[tap], atol=1e-4, rtol=1e-4)
 
 
 def test_pass_bytes_count_heads_but_no_look_ups():
     for tied in (True, False):
         model = random_model("llama", 0, tie_word_embeddings=tied)
-        target = Target(model)
+        target = StagedModel(model)
         embedding = model.model.embed_tokens.weight.numel() * 4
         everything = sum(p.numel() for p in model.parameters()) * 4
         assert target.pass_bytes() == (everything if tied else everything - embedding)
@@ -275,20 +306,20 @@ def test_pass_bytes_count_heads_but_no_look_ups():
 def test_logits_can_be_cut_to_the_ids_that_count():
     model = random_model("llama", 0)
     hidden = torch.randn(1, 2, model.config.hidden_size)
-    assert Target(model, vocab_size=50).head(hidden).shape == (1, 2, 50)
+    assert StagedModel(model, vocab_size=50).head(hidden).shape == (1, 2, 50)
 
 
 def test_driven_layers_share_weights_and_hooks_with_the_model():
     model = random_model("llama", 0)
     theirs = model.model.layers[0].mlp.up_proj
-    target = Target(model)
+    target = StagedModel(model)
     ours = target.layers[0].mlp.up_proj
     assert isinstance(ours, torch.nn.Linear) and ours.weight is theirs.weight
     assert {"weight", "bias"} <= vars(ours).keys()
     assert not {"weight", "bias"} & vars(theirs).keys(), "the model itself stays as it is"
     seen = []
     theirs.register_forward_hook(lambda *_: seen.append(1))
-    target.run_layers(target.embed(torch.tensor([[1, 2]])), target.new_cache(2))
+    target.run_layers(target.embed(torch.tensor([[1, 2]])), target.new_cache(2), 0)
     assert seen == [1]
 
 
@@ -297,7 +328,7 @@ def test_driven_layers_share_weights_and_hooks_with_the_model():
 def test_driven_layers_give_the_bits_of_the_models_own(arch):
     """Prefill and a token behind it, in the layout that the target gives to the weights."""
     model = copy.deepcopy(random_pair(arch).target)
-    target = Target(model)
+    target = StagedModel(model)
     for part in model.modules():
         if hasattr(part, "variance_epsilon"):
             part.weight.copy_(0.5 + torch.rand_like(part.weight))
@@ -307,9 +338,9 @@ def test_driven_layers_give_the_bits_of_the_models_own(arch):
     # differently. Elsewhere both run the same operations.
     window = getattr(model.config, "sliding_window", None)
     rounding = 0.0 if window is None or window >= ids.shape[1] else 64 * torch.finfo(torch.float32).eps
-    for part in (ids[:, :11], ids[:, 11:]):
+    for start, part in ((0, ids[:, :11]), (11, ids[:, 11:])):
         own = model.get_decoder()(part, past_key_values=kept, use_cache=True).last_hidden_state
-        ours = target.norm(target.run_layers(target.embed(part), cache))
+        ours = target.norm(target.run_layers(target.embed(part), cache, start))
         torch.testing.assert_close(ours, own, rtol=0.0, atol=rounding * own.abs().max().item())
 
 
@@ -341,7 +372,7 @@ def test_a_norm_that_is_computed_otherwise_stays_what_it_is():
 def test_weights_are_laid_out_by_columns_and_stay_what_they_are():
     model = random_model("llama", 0, tie_word_embeddings=True)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    target = Target(model)
+    target = StagedModel(model)
     assert target.layers[0].mlp.up_proj.weight.stride(0) == 1
     assert model.get_input_embeddings().weight.stride(1) == 1, "an embedding is read row by row"
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specbench.decoding.batch import Request
-from specbench.decoding.kv_cache import Places, RowCache
-from specbench.decoding.rows import Aligned, Ragged
+from specbench.decoding.draft import Request
+from specbench.decoding.kv_cache import KVCache
+from specbench.decoding.layout import AlignedLayout, RaggedLayout
 from specbench.decoding.sampling import Decoding
 from specbench.measure import runner, store
 from specbench.measure.arms import hf_generate_arm
@@ -77,7 +77,7 @@ def test_a_run(workplace, tmp_path, method):  # noqa: F811
     )
     assert 0 < overall["occupancy"] <= 1 and overall["tokens_per_second"] > 0
     assert (overall["alignment_share"] > 0) == (method in ("eqspec", "exspec"))
-    assert (overall["group_rate"] is not None) == (method == "exspec")
+    assert (overall["stats"].get("grouping_rate") is not None) == (method == "exspec")
     assert summary["peak_memory_bytes"] > 1e6
     steps = (
         overall["draft_seconds"]
@@ -172,38 +172,44 @@ def test_a_question_that_does_not_fit_fails_alone(workplace, tmp_path, capsys): 
 
 
 def shift_positions(monkeypatch):
-    real = Ragged.places
+    real = RaggedLayout.place
 
-    def shifted(self, *args):
-        places = real(self, *args)
-        return dataclasses.replace(places, positions=places.positions + 3)
+    def shifted(self, batch, n, *more, **named):
+        where = real(self, batch, n, *more, **named)
+        held, own = where.kv_positions, where.positions
+        if where.start is not None:
+            held = torch.arange(where.kv_len).unsqueeze(0)
+            own = held[:, where.start :].expand(batch.size, n)
+        return dataclasses.replace(where, start=None, positions=own + 3, kv_positions=held)
 
-    monkeypatch.setattr(Ragged, "places", shifted)
+    monkeypatch.setattr(RaggedLayout, "place", shifted)
 
 
 def keep_a_stale_row(monkeypatch):
-    real = RowCache.update
+    real = KVCache.update
 
     def stale(self, keys, values, layer_idx, *args, **kwargs):
         keys, values = keys.clone(), values.clone()
         keys[-1], values[-1] = keys[0], values[0]
         return real(self, keys, values, layer_idx)
 
-    monkeypatch.setattr(RowCache, "update", stale)
+    monkeypatch.setattr(KVCache, "update", stale)
 
 
 def number_by_column(monkeypatch):
     """What masking without position ids does: a hole counts as a position."""
-    real = Aligned.places
+    real = AlignedLayout.place
 
-    def numbered(self, starts, n, reach, offset=0):
-        places = real(self, starts, n, reach, offset)
-        columns = (places.to + torch.arange(n)).expand(starts.shape[0], n)
-        held = places.columns.clone()
-        held[:, places.to : places.to + n] = columns
-        return Places(columns, places.reach, held, places.to)
+    def numbered(self, batch, n, *more, **named):
+        where = real(self, batch, n, *more, **named)
+        if where.start is not None:  # no holes
+            return where
+        own = (where.write_index + torch.arange(n)).expand(batch.size, n)
+        held = where.kv_positions.clone()
+        held[:, where.write_index : where.write_index + n] = own
+        return dataclasses.replace(where, positions=own, kv_positions=held)
 
-    monkeypatch.setattr(Aligned, "places", numbered)
+    monkeypatch.setattr(AlignedLayout, "place", numbered)
 
 
 def spoil_answers(spoil):

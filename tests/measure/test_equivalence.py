@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from specbench.decoding.sampling import Decoding, invert
+from specbench.decoding.stop import truncate_at_stop
 from specbench.measure import rounding
-from specbench.measure.equivalence import Certificate, certify, until_stop
+from specbench.measure.equivalence import Certificate, certify
 
 STOP = {0}
 LIMIT = 1e-3
@@ -33,8 +34,8 @@ def cut(tokens):
 
 
 @pytest.mark.parametrize("tokens", WORDS)
-def test_until_stop(tokens):
-    assert until_stop(tokens, STOP) == cut(tokens)
+def test_truncate_at_stop(tokens):
+    assert truncate_at_stop(tokens, STOP) == list(cut(tokens))
 
 
 def test_every_pair_of_short_answers():

@@ -299,7 +299,9 @@ def batched_run(seconds: list[list[tuple[float, float]]]) -> list[dict]:
     """One question per pool; for each repeat the seconds of the baseline and of the method, two rows a round."""
     records = []
     for pool, repeats in enumerate(seconds):
-        rounds = [{"accepted": 1, "rows": 2, "align_seconds": 0.1, "grouped": i == 0} for i in range(4)]
+        rounds = [
+            {"accepted": 1, "rows": 2, "align_seconds": 0.1, "stats": {"grouped": i == 0}} for i in range(4)
+        ]
         method = [generation([1] * 4, seconds=m) | {"steps": columns(rounds)} for _, m in repeats]
         plain = [generation([0] * 8, seconds=b, drafted=0) for b, _ in repeats]
         single = [generation([0] * 8, seconds=9.0 + i, drafted=0) for i in range(len(repeats))]
@@ -311,7 +313,13 @@ def test_a_batch_run_by_hand():
     records = batched_run([[(2.0, 1.0), (8.0, 2.0)], [(3.0, 1.5), (4.0, 4.0)]])
     config = CONFIG | {
         "batch_size": 4,
-        "method": {"name": "exspec", "batch_size": 8, "repeats": 3, "window": 5},
+        "method": {
+            "_target_": "methods.exspec.ExSpec",
+            "name": "exspec",
+            "batch_size": 8,
+            "repeats": 3,
+            "window": 5,
+        },
     }
     found = metrics.summary(records, FACTS | {"batched": True, "peak_memory_bytes": 7}, config)
     numbers, ratios = found["overall"], np.log([10 / 3, 7 / 5.5])  # of the two pools, repeats together
@@ -319,7 +327,8 @@ def test_a_batch_run_by_hand():
     half = 12.7062 * ratios.std(ddof=1) / np.sqrt(2)
     assert numbers["speedup_high"] == pytest.approx(2 * np.exp(half), rel=1e-4)
     assert numbers["occupancy"] == pytest.approx(2 / 4)  # two rows in each round, places for four
-    assert numbers["group_rate"] == pytest.approx(1 / 4)
+    assert numbers["stats"]["grouping_rate"] == pytest.approx(1 / 4)
+    assert found["notes"] == ["sequences of one length in 25% of the rounds"]
     assert numbers["mbsu"] == pytest.approx(16 * 2 * 1000 / (16 * 1500 / 2))
     task = found["tasks"]["qa"]
     assert (task["speedup"], task["tokens_per_second"], task["decode_speedup"]) == (None, None, None)

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from specbench.measure.frames import steps_frame
 from specbench.measure.rounds import acceptance_length, mbsu
 from tests.support.synthetic import (
-    BESIDE,
     FACTS,
-    answered,
     columns,
     generation,
     overall,
@@ -21,65 +19,6 @@ from tests.support.synthetic import (
     record,
     turn,
 )
-
-
-def test_exit_shares():
-    rounds = [
-        {"accepted": 1, "exits": [2, 2, 6]},
-        {"accepted": 0, "exits": [4]},
-        {"accepted": 0, "exits": []},
-    ]
-    method = generation([1, 0, 0]) | {"steps": columns(rounds)}
-    shares = overall([record(turns=[turn(method=method)])])["exit_shares"]
-    assert shares == {"2": 0.5, "4": 0.25, "6": 0.25}
-    assert overall([record()])["exit_shares"] is None
-
-
-def test_overlap_by_hand():
-    """Three rounds: the first draft is nobody's guess, the second was guessed, the third was not."""
-    common = {"exit_seconds": 0.004, "verify_seconds": 0.010, "other_seconds": 0.001, "idle_seconds": 0.002}
-    common |= {"handover_seconds": 0.0001, "early_seconds": 0.0}
-    names = ("accepted", "hit", "early_seconds", "beside_seconds", "after_seconds", "draft_seconds")
-    rounds = [
-        dict(zip(names, (2, None, 0.0, 0.0, 0.005, 0.005))),
-        dict(zip(names, (4, True, 0.002, 0.007, 0.0, 0.001))),
-        dict(zip(names, (0, False, 0.0, 0.005, 0.003, 0.003))),
-        {"accepted": 0} | dict.fromkeys(BESIDE),  # the last place belongs to the target alone
-    ]
-    rounds = [common | r for r in rounds]
-    method = generation([2, 4, 0, 0]) | {"steps": columns(rounds)}
-    found = overall([record(turns=[turn(method=method)])])["overlap"]
-    assert found["fall_back_rate"] == 0.5
-    assert found["fall_back_rate_by_accepted"] == {"2": 0.0, "4": 1.0}
-    assert found["hidden_share"] == pytest.approx(1 - 0.002 / 0.003)  # waited a round / a serial draft
-    assert found["waited_seconds"] == pytest.approx(0.002)
-    # max(exit, draft before it) + max(rest of the pass, draft beside it) + handover + half of a miss's draft + the rest
-    assert found["model_seconds"] == pytest.approx(0.004 + 0.006 + 0.0001 + 0.5 * 0.003 + 0.001)
-    for r in rounds[:3]:
-        r |= {"early_seconds": 0.009, "beside_seconds": 0.008}
-    method = generation([2, 4, 0, 0]) | {"steps": columns(rounds)}
-    found = overall([record(turns=[turn(method=method)])])["overlap"]
-    assert found["model_seconds"] == pytest.approx(0.009 + 0.008 + 0.0001 + 0.5 * 0.003 + 0.001)
-    assert found["round_seconds"] == pytest.approx(0.002 + 0.010 + 0.001)
-    assert overall([answered()])["overlap"] is None
-
-
-def test_work_on_branches_that_nobody_took_hides_nothing():
-    """The target waits 6 ms a round, a serial draft takes 10: 40 % hidden, however much is drafted meanwhile."""
-    common = {"exit_seconds": 0.004, "verify_seconds": 0.010, "idle_seconds": 0.0, "handover_seconds": 0.0}
-    names = ("accepted", "hit", "after_seconds", "draft_seconds")
-    kinds = ((2, None, 0.01, 0.01), (4, True, 0.0, 0.002), (0, False, 0.01, 0.010))
-
-    def hidden(useless: float, kinds: tuple = kinds) -> float | None:
-        work = {"early_seconds": useless, "beside_seconds": 0.005 + useless}
-        rounds = [common | work | dict(zip(names, kind)) for kind in kinds]
-        method = generation([r["accepted"] for r in rounds]) | {"steps": columns(rounds)}
-        return overall([record(turns=[turn(method=method)])])["overlap"]["hidden_share"]
-
-    assert hidden(0.0) == hidden(0.02) == pytest.approx(0.4)
-    assert hidden(0.02, kinds[:1]) is None  # nothing was looked up
-    assert hidden(0.02, kinds[:2]) is None  # nothing was missed: what a serial draft takes is not known
-    assert hidden(0.02, (kinds[0], (0, False, 0.01, 0.02))) == 0.0
 
 
 @settings(deadline=None, max_examples=30)

@@ -24,7 +24,7 @@ from specbench.decoding import engine as engine_module
 from specbench.decoding import layouts
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.kv_cache import KVCache
+from specbench.decoding.layout import RaggedLayout
 from specbench.decoding.turns import Turns
 from specbench.errors import JobError
 from specbench.measure import pairing, runner, store
@@ -242,11 +242,11 @@ def test_the_noise_is_measured_when_an_answer_differs_and_once(workplace, tmp_pa
 
     real = Engine.generate
 
-    def wrong(self, prompt, decoding, seed=0):
-        answer = real(self, prompt, decoding, seed)
+    def wrong(self, requests):
+        answers = real(self, requests)
         if type(self.drafter).__name__ == "PromptLookup":
-            answer.tokens[:3] = [40, 41, 42]
-        return answer
+            answers[0].tokens[:3] = [40, 41, 42]
+        return answers
 
     monkeypatch.setattr(Engine, "generate", wrong)
     _, summary, _ = measured(workplace, "pld", tmp_path / "wrong")
@@ -284,15 +284,39 @@ def test_an_arm_that_must_not_be_cut_alternates_by_answers(workplace, tmp_path, 
     assert measured(workplace, "pld", tmp_path, "task=qa")[1]["slice_seconds"] is None
 
 
+def test_the_memory_of_a_run_is_emptied_before_every_pass(workplace, tmp_path):
+    """Or the second pass would copy the answers of the first. With memory=answer no question helps another."""
+    settings = ("repeats=2", "method.nodes=20", "method.prompt=false", "decoding.max_new_tokens=16")
+
+    def accepted(memory: str) -> list[list[list[int]]]:
+        _, _, records = measured(
+            workplace, "recycling", tmp_path / memory, *settings, f"method.memory={memory}"
+        )
+        return [
+            [
+                t["arms"]["method"][0]["steps"]["accepted"]
+                for r in records
+                if r["repeat"] == n
+                for t in r["turns"]
+            ]
+            for n in (0, 1)
+        ]
+
+    kept, forgotten = accepted("run"), accepted("answer")
+    assert kept[0] == kept[1] and forgotten[0] == forgotten[1]
+    assert sum(map(sum, kept[0])) > sum(map(sum, forgotten[0])), "one table for all learns from all"
+
+
 def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, monkeypatch):
     """With an arm that says something else in turn 1, the protocols differ in what they ask in turn 2."""
     real = Engine.generate
 
-    def stutter(self, prompt, decoding, seed=0):
-        answer = real(self, prompt, decoding, seed)
+    def stutter(self, requests):
+        answers = real(self, requests)
         if type(self.drafter).__name__ == "PromptLookup":
-            answer.tokens[:3] = [40, 41, 42]  # plain letters, which the chat template hands on as they are
-        return answer
+            # Plain letters, which the chat template hands on as they are.
+            answers[0].tokens[:3] = [40, 41, 42]
+        return answers
 
     monkeypatch.setattr(Engine, "generate", stutter)
     prompts = {"paired": [], "spec_bench": []}
@@ -318,24 +342,21 @@ def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, m
     assert len(second["spec_bench"]) == 2
 
 
-def keep_stale_rows(monkeypatch, bench):
-    real = KVCache.truncate
+def keep_stale_entries(monkeypatch, bench):
+    def sloppy(self, batch, count, counts, path):
+        end = batch.lengths[0] + counts[0]
+        # The last token that is kept gets the keys and values of one that was rejected.
+        self.cache.move_entries(torch.tensor([[end]]), torch.tensor([[end - 1]]))
 
-    def sloppy(self, length):
-        if 0 < length < max(self.lengths):
-            for part in self.parts:
-                part[..., length - 1, :] = part[..., length, :]  # of a token that was rejected
-        real(self, length)
-
-    monkeypatch.setattr(KVCache, "truncate", sloppy)
+    monkeypatch.setattr(RaggedLayout, "commit", sloppy)
 
 
 def accept_one_too_many(monkeypatch, bench):
     real = engine_module.accept
 
-    def generous(logits, draft, decoding, uniforms):
-        verdict = real(logits, draft, decoding, uniforms)
-        k = draft.tokens.shape[0]
+    def generous(logits, draft, *more):
+        verdict = real(logits, draft, *more)
+        k = draft.tokens.shape[1]
         return type(verdict)((verdict.count + 1).clamp(max=k), verdict.next, verdict.path)
 
     monkeypatch.setattr(engine_module, "accept", generous)
@@ -355,17 +376,17 @@ def drop_a_token(monkeypatch, bench):
 def run_past_the_stop_token(monkeypatch):
     real = Engine.generate
 
-    def restless(self, prompt, decoding, seed=0):
+    def restless(self, requests):
         drafting = type(self.drafter) is not Drafter
         self.stop_ids, stops = (frozenset(), self.stop_ids) if drafting else (self.stop_ids, self.stop_ids)
-        answer = real(self, prompt, decoding, seed)
+        answer = real(self, requests)
         self.stop_ids = stops
         return answer
 
     monkeypatch.setattr(Engine, "generate", restless)
 
 
-@pytest.mark.parametrize("fault", [keep_stale_rows, accept_one_too_many, drop_a_token])
+@pytest.mark.parametrize("fault", [keep_stale_entries, accept_one_too_many, drop_a_token])
 def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, fault):
     prepare = runner.prepare
 

@@ -15,10 +15,11 @@ from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.decoding.batch import BatchEngine, Request, Row, Scheduler
-from specbench.decoding.draft import Drafter
+from specbench.decoding.draft import Drafter, Request, Sequence
+from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from tests.methods import test_sampling
 from tests.support.batches import (
@@ -70,7 +71,7 @@ def drafters(arch: str, folder: str) -> dict[str, Drafter]:
 )
 def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
     requests, expected = cases(arch)
-    target = Target(random_pair(arch).target)
+    target = StagedModel(random_pair(arch).target)
     turn = list(ARCHITECTURES).index(arch) + list(schedulers(1)).index(scheduler)
     for place, (name, drafter) in enumerate(drafters(arch, str(tmp_path)).items()):
         # Every drafter meets every architecture, and every scheduler on half of them; the two that matter most all.
@@ -79,7 +80,7 @@ def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
             continue
         first = SIZES[(place + turn // 2 + list(ARCHITECTURES).index(arch)) % 4]
         for size in {first, 8} if often else {first}:
-            engine = BatchEngine(target, drafter, schedulers(size)[scheduler], frozenset())
+            engine = Engine(target, drafter, frozenset(), schedulers(size)[scheduler])
             steps = assert_lossless(engine, requests, expected)
             assert any(s.accepted > 0 for s in steps) == (name != "none"), (
                 "a drafter whose drafts all fail proves little"
@@ -92,13 +93,11 @@ def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
 def test_a_sample_does_not_depend_on_who_shares_the_batch(arch, name, tmp_path):
     """The same seed gives the same answer alone, in any batch, and in any order."""
     requests = [Request(r.prompt, Decoding(12, 1.0), r.seed, r.stop_ids) for r in cases(arch)[0]]
-    target, drafter = Target(random_pair(arch).target), drafters(arch, str(tmp_path))[name]
-    alone = [BatchEngine(target, drafter, RaggedBatch(1), frozenset()).generate([r])[0] for r in requests]
+    target, drafter = StagedModel(random_pair(arch).target), drafters(arch, str(tmp_path))[name]
+    alone = [Engine(target, drafter, frozenset(), RaggedBatch(1)).generate([r])[0] for r in requests]
     shuffled = random.Random(0).sample(range(len(requests)), len(requests))
     for scheduler in (RaggedBatch(8), EqSpec(5), ExSpec(4, window=9)):
-        answers = BatchEngine(target, drafter, scheduler, frozenset()).generate(
-            [requests[i] for i in shuffled]
-        )
+        answers = Engine(target, drafter, frozenset(), scheduler).generate([requests[i] for i in shuffled])
         assert [a.tokens for a in answers] == [alone[i].tokens for i in shuffled]
     assert any(s.accepted for a in alone for s in a.steps) or name == "pld", "chance seldom repeats itself"
 
@@ -115,28 +114,31 @@ def test_what_a_call_leaves_behind_serves_the_next():
     """Also in a drafter's own cache: longer and shorter requests, more and fewer of them; and after a failure."""
     pair, (requests, expected) = random_pair("llama"), cases("llama")
     drafter = SpeculativeSampling(pair, 3)
-    engine = BatchEngine(Target(pair.target), drafter, ExSpec(3, window=6), frozenset())
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), ExSpec(3, window=6))
     by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
     for some in (by_length[:2], by_length[-1:], by_length, by_length[2:4]):
         answers = engine.generate([requests[i] for i in some])
         assert [a.tokens for a in answers] == [expected[i] for i in some]
-    engine = BatchEngine(Target(pair.target), drafter, ExSpec(3, window=6), frozenset())
-    real, drafter.open_rows = drafter.open_rows, lambda *_: 1 / 0
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), ExSpec(3, window=6))
+    real, drafter.open = drafter.open, lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.generate(requests)
-    drafter.open_rows = real
+    drafter.open = real
     assert [a.tokens for a in engine.generate(requests)] == expected
 
 
-def held(*lengths: int, waited: int = 0) -> list[Row]:
+def held(*lengths: int, waited: int = 0) -> list[Sequence]:
     request = Request([1], Decoding(1))
-    return [Row(place, request, frozenset(), n, waited=waited) for place, n in enumerate(lengths)]
+    return [
+        Sequence(place, request, frozenset(), [0] * n, skipped_rounds=waited)
+        for place, n in enumerate(lengths)
+    ]
 
 
 def test_exspec_takes_rows_of_one_length_if_half_of_them_ran_last():
     scheduler = ExSpec(2, window=6)
-    assert scheduler.choose(held(9, 8, 7, 7)) == [0, 1] and not scheduler.grouped
-    assert scheduler.choose(held(9, 7, 8, 7)) == [1, 3] and scheduler.grouped
+    assert scheduler.choose(held(9, 8, 7, 7)) == [0, 1] and not scheduler.stats["grouped"]
+    assert scheduler.choose(held(9, 7, 8, 7)) == [1, 3] and scheduler.stats["grouped"]
     scheduler = ExSpec(2, window=6)
     scheduler.choose(held(9, 8, 7, 7))
     assert scheduler.choose(held(9, 8, 7, 7)) == [0, 1], "both of the group would have to be copied in"
@@ -163,6 +165,6 @@ def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_batch():
     spoiled = copy.deepcopy(pair.draft)
     spoiled.lm_head.weight.data[7] = float("nan")
     drafter = SpeculativeSampling(type(pair)(**(vars(pair) | {"draft": spoiled})), 3)
-    engine = BatchEngine(Target(pair.target), drafter, RaggedBatch(2), frozenset())
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(2))
     with pytest.raises(UserError, match=r"NaN or inf.*pair\.dtype"):
         engine.generate([Request([3, 9, 27], Decoding(6, 1.0), seed) for seed in range(3)])

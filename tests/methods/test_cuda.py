@@ -18,10 +18,10 @@ from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.decoding.batch import BatchEngine, Request
+from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from tests.support.decoding import STOP, generate_with_transformers, random_prompt
 from tests.support.drafters import EarlyExit, ModelChain, ModelTree
 from tests.support.methods import sorted_pair
@@ -71,11 +71,11 @@ def prompts(pair) -> list[list[int]]:
 def test_an_answer_is_transformers_own(pair_on, adapter, arch, method):
     pair = pair_on(arch)
     drafter = METHODS[method](pair, adapter(arch))
-    engine = Engine(Target(pair.target), drafter, frozenset([STOP]))
+    engine = Engine(StagedModel(pair.target), drafter, frozenset([STOP]))
     accepted = 0
     try:
         for prompt in prompts(pair):
-            answer = engine.generate(prompt, Decoding(NEW_TOKENS))
+            answer = engine.answer(prompt, Decoding(NEW_TOKENS))
             assert answer.tokens == generate_with_transformers(pair.target, prompt, NEW_TOKENS)
             accepted += sum(step.accepted for step in answer.steps)
     finally:
@@ -88,11 +88,11 @@ def test_an_answer_is_transformers_own(pair_on, adapter, arch, method):
 @pytest.mark.parametrize("drafter", BATCHED)
 def test_every_row_of_a_batch_is_transformers_own(pair_on, adapter, arch, scheduler, drafter):
     pair = pair_on(arch)
-    engine = BatchEngine(
-        Target(pair.target),
+    engine = Engine(
+        StagedModel(pair.target),
         BATCHED[drafter](pair, adapter(arch)),
-        SCHEDULERS[scheduler](3),
         frozenset([STOP]),
+        SCHEDULERS[scheduler](3),
     )
     answers = engine.generate([Request(prompt, Decoding(NEW_TOKENS)) for prompt in prompts(pair)])
     expected = [generate_with_transformers(pair.target, prompt, NEW_TOKENS) for prompt in prompts(pair)]
@@ -102,7 +102,7 @@ def test_every_row_of_a_batch_is_transformers_own(pair_on, adapter, arch, schedu
 @pytest.mark.parametrize("method", ["sps", "kangaroo"])
 def test_a_seed_fixes_a_sampled_answer(pair_on, adapter, method):
     pair = pair_on("llama")
-    engine = Engine(Target(pair.target), METHODS[method](pair, adapter("llama")), frozenset())
+    engine = Engine(StagedModel(pair.target), METHODS[method](pair, adapter("llama")), frozenset())
     prompt = prompts(pair)[0]
-    one, same, other = (engine.generate(prompt, Decoding(NEW_TOKENS, 1.0), seed=seed) for seed in (1, 1, 2))
+    one, same, other = (engine.answer(prompt, Decoding(NEW_TOKENS, 1.0), seed=seed) for seed in (1, 1, 2))
     assert one.tokens == same.tokens != other.tokens

@@ -9,7 +9,7 @@ from methods.heads import DraftHead
 from methods.kangaroo import Kangaroo
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from tests.support.methods import drafts, saved_adapter, sorted_pair, trimmed
 
 METHODS = ("sps", "kangaroo", "s2d")
@@ -50,7 +50,7 @@ def test_nothing_outside_the_kept_tokens_is_drafted(method, tmp_path):
 
 def test_the_rows_are_copies_and_the_embedding_stays_whole():
     pair = sorted_pair("llama", seed=2, tie_word_embeddings=True)
-    model = Target(pair.draft)
+    model = StagedModel(pair.draft)
     before = pair.draft.model.embed_tokens.weight.clone()
     head = DraftHead(model, model.vocab_size, torch.tensor([4, 8, 15]))
     head.trimmed.weight.zero_()
@@ -58,7 +58,7 @@ def test_the_rows_are_copies_and_the_embedding_stays_whole():
 
 
 def test_bytes_are_those_of_the_kept_rows():
-    model = Target(sorted_pair("llama").draft)
+    model = StagedModel(sorted_pair("llama").draft)
     whole, part = DraftHead(model, 61), DraftHead(model, 61, torch.arange(10))
     row = 4 * model.hidden_size
     assert whole.bytes == model.pass_bytes(0, 0)

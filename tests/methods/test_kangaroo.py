@@ -13,8 +13,9 @@ from transformers import LlamaConfig
 from methods.kangaroo import Kangaroo
 from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter
 from specbench.decoding.engine import Engine
+from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from tests.support.decoding import random_pair
 from tests.support.methods import saved_adapter
@@ -30,7 +31,7 @@ def folder(tmp_path):
 def run(folder: str, gamma: int, eta: float, kind=Kangaroo, cap: int = 40):
     pair = random_pair("llama")
     drafter = kind(pair, folder, 2, gamma, eta)
-    return Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(cap)).steps
+    return Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(cap)).steps
 
 
 def full_rounds(steps, gamma: int, cap: int = 40) -> list:
@@ -61,24 +62,29 @@ def test_caches_after_every_round(folder):
     seen = set()
 
     class Checked(Kangaroo):
-        def commit(self, context, accepted):
-            super().commit(context, accepted)
-            known = context.length - 1
-            full = self._unadapted is not None
-            assert self.cache.lengths == [known] * len(self.target.layers)
-            assert self._cache.lengths == [known - full]
-            seen.add(full)
+        def commit(self, batch, verified):
+            super().commit(batch, verified)
+            (sequence,), held = batch.sequences, self._adapted[0]
+            known = sequence.length - 1
+            full = known - held
+            assert full == (verified.counts[0] == verified.logits.shape[1] - 1)
+            seen.add(bool(full))
             fresh = self.target.new_cache(known)
-            states = self.target.run_layers(self.target.embed(context.known()[:-1].unsqueeze(0)), fresh, 0, 2)
+            hidden = self.target.embed(torch.tensor([sequence.tokens[:-1]]))
+            states = self.target.run_layers(hidden, fresh, 0, 0, 2)
+            whole = self.target.run_layers(states, fresh, 0, 2)
+            assert whole.shape == states.shape
             other = self.adapter.new_cache(known)
+            other.begin_pass(0, 1, Pass.consecutive(0, known), 1, known)
             rope = self.adapter.rope(torch.arange(known).unsqueeze(0), states)
             self.adapter(states, rope, None, other)
-            held = known - full
-            torch.testing.assert_close(
-                self._cache.parts[0][..., :held, :], other.parts[0][..., :held, :], atol=1e-4, rtol=1e-4
-            )
-            if full:
-                torch.testing.assert_close(self._unadapted, states[:, -1:], atol=1e-4, rtol=1e-4)
+            for cache, expected, n in (
+                (self._layout.cache, other, held),
+                (batch.layout.cache, fresh, known),
+            ):
+                ours, theirs = (c.segments[0][:, :, :, :n] for c in (cache, expected))
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(self._before[:1], states[:, -1:], atol=1e-4, rtol=1e-4)
 
     run(folder, 3, 0.0, Checked)
     assert seen == {True, False}
@@ -95,12 +101,11 @@ def test_no_layer_sees_a_token_twice_in_a_round(folder):
     for hook in hooks:
         hook.remove()
     assert rows == [len(PROMPT) + sum(s.drafted + 1 for s in steps)] * len(rows)
-    assert all(step.exit_seconds is None for step in steps)  # it is no drafter that works beside the target
 
 
 def test_bytes_of_a_round(folder):
     pair = random_pair("llama")
-    target = Target(pair.target)
+    target = StagedModel(pair.target)
     adapter = load_adapter(folder, pair.target.config, "cpu", torch.float32)
     adapter_bytes = 4 * sum(p.numel() for p in adapter.parameters())
     head, shallow = target.pass_bytes(0, 0), target.pass_bytes(0, 2, head=False)

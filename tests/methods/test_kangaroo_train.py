@@ -11,7 +11,7 @@ import torch
 from methods.kangaroo import train as kangaroo_train
 from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter
 from methods.training import agreement, batches
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.pairs import load_pair
 from tests.support.decoding import random_pair
 from tests.support.training import Stopped, stop_after, training_settings, training_workplace
@@ -28,7 +28,7 @@ def batch_of(*weights: float) -> dict[str, torch.Tensor]:
 
 def test_loss_counts_exactly_the_predictions_of_weighted_tokens():
     """Token 4 weighs: the one term is the cross-entropy at position 3, teacher and student at the same place."""
-    target = Target(random_pair("llama").target)
+    target = StagedModel(random_pair("llama").target)
     adapter = Adapter(adapter_config(target.config))
     batch = batch_of(0, 0, 0, 0, 1.0, 0)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def test_loss_counts_exactly_the_predictions_of_weighted_tokens():
 
 
 def test_weights_are_weights():
-    target = Target(random_pair("llama").target)
+    target = StagedModel(random_pair("llama").target)
     adapter = Adapter(adapter_config(target.config))
     loss = kangaroo_train.Distillation(adapter, target, 2)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_training_learns_and_a_stopped_one_goes_on_to_the_same_adapter(workplace
     cfg = settings(workplace, tmp_path / "whole")
     whole = kangaroo_train.train(cfg)
     pair = load_pair(cfg.pair, 0, with_draft=False)
-    target = Target(pair.target)
+    target = StagedModel(pair.target)
     held_out = list(islice(batches(cfg, pair, held_out=True), 2))
     trained = load_adapter(whole, pair.target.config, "cpu", torch.float32)
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_training_learns_and_a_stopped_one_goes_on_to_the_same_adapter(workplace
 
 def test_an_adapter_begins_like_a_layer_of_its_target_where_it_can():
     for heads, same in ((4, True), (2, False)):
-        target = Target(random_pair("llama", num_key_value_heads=heads).target)
+        target = StagedModel(random_pair("llama", num_key_value_heads=heads).target)
         adapter = kangaroo_train.fresh_adapter(target, 3)
         attention = adapter.layers[0].self_attn
         assert torch.equal(adapter.norm.weight, target.norm.weight)

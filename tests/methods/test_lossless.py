@@ -13,10 +13,10 @@ from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.decoding.batch import BatchEngine, Request
+from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from tests.support.decoding import generate_with_transformers, random_pair, random_prompt
 from tests.support.lossless import (
     LENGTHS,
@@ -92,7 +92,7 @@ def test_sorted_draft(arch, threshold):
         drafter = SortedDraft(sorted_pair(arch), thresholds=[threshold, threshold], max_draft_tokens=n)
         steps += assert_lossless(arch, drafter, third=n)
     assert_rounds_of_every_kind(steps)
-    exits = {layers for s in steps for layers in s.exits}
+    exits = {layers for s in steps for layers in s.stats.get("exits", ())}
     deepest = sorted_pair(arch).draft.config.num_hidden_layers
     assert exits == {0.0: {1}, 0.2: {1, 2, deepest}, 1.01: {deepest}}[threshold]
 
@@ -111,7 +111,7 @@ def test_mirror(arch, candidates):
         drafter = MirrorSD(random_pair(arch), n, kappa=2, candidates=candidates, placement="inline")
         steps += assert_lossless(arch, drafter, third=n)
     assert_rounds_of_every_kind(steps)
-    assert {s.hit for s in steps} == {None, True, False}
+    assert {s.stats.get("hit") for s in steps} == {None, True, False}
 
 
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
@@ -139,13 +139,11 @@ def test_trimmed_head(arch, method, adapter):
 def test_a_target_padded_beyond_the_draft_models_embedding(method, temperature):
     """Sampled, or with such weights, a target says padding ids; a draft model without them must go on drafting."""
     pair, rng = padded_pair(), random.Random(5)
-    target, embeddings = Target(pair.target), pair.draft.get_input_embeddings().weight.shape[0]
+    target, embeddings = StagedModel(pair.target), pair.draft.get_input_embeddings().weight.shape[0]
     prompts = [random_prompt(rng, pair.vocab_size) for _ in range(6)]
     requests = [Request(prompt, Decoding(24, temperature), seed) for seed, prompt in enumerate(prompts)]
     if method == "ragged":
-        answers = BatchEngine(target, SpeculativeSampling(pair, 3), RaggedBatch(4), frozenset()).generate(
-            requests
-        )
+        answers = Engine(target, SpeculativeSampling(pair, 3), frozenset(), RaggedBatch(4)).generate(requests)
     else:
         drafter = {
             "sps": lambda: SpeculativeSampling(pair, 3),
@@ -153,7 +151,7 @@ def test_a_target_padded_beyond_the_draft_models_embedding(method, temperature):
             "mirror": lambda: MirrorSD(pair, 3, kappa=2, acceptance="ratio", placement="inline"),
         }[method]()
         engine = Engine(target, drafter, frozenset())
-        answers = [engine.generate(r.prompt, r.decoding, r.seed) for r in requests]
+        answers = [engine.answer(r.prompt, r.decoding, r.seed) for r in requests]
     said = {token for answer in answers for token in answer.tokens[:-1]}
     assert max(said) >= embeddings, "only an id that the draft model lacks proves anything"
     assert any(s.accepted for a in answers for s in a.steps)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from methods.heads import DraftHead
-from methods.mirror_sd import MirrorSD
+from methods.mirror_sd import MirrorSD, StreamingSampling
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.branches import likely_decisions, mixture, prefix_products
 from methods.mirror_sd.streams import save_streams
@@ -26,7 +26,7 @@ from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import JobError, UserError
 from tests.support.decoding import random_pair
 from tests.support.methods import drafts, trimmed
@@ -50,12 +50,13 @@ def mirror(pair, placement: str = "inline", **settings) -> MirrorSD:
 
 
 def steps(pair, drafter, cap: int = 60) -> list:
-    return Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(cap)).steps
+    return Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(cap)).steps
 
 
 def missed(pair, cap: int = 40, **settings) -> float:
     """Share of misses among the rounds that looked for a branch."""
-    hits = [step.hit for step in steps(pair, mirror(pair, **settings), cap) if step.hit is not None]
+    hits = [step.stats.get("hit") for step in steps(pair, mirror(pair, **settings), cap)]
+    hits = [hit for hit in hits if hit is not None]
     assert hits
     return hits.count(False) / len(hits)
 
@@ -99,8 +100,10 @@ def streaming(request, tmp_path_factory):
 def test_streams_change_nothing_about_a_draft(streaming, variant):
     """Main streams vet the guesses: tokens are those of the draft model alone."""
     pair, folder = streaming
-    settings = VARIANTS.get(variant, {"candidates": "none"})
-    drafter = mirror(pair, streams=folder, **settings)
+    if variant == "serial":
+        drafter = StreamingSampling(pair, 4, streams=folder)
+    else:
+        drafter = mirror(pair, streams=folder, **VARIANTS[variant])
     assert tokens_of(drafts(drafter, pair, 0.0)) == plain_drafts(pair.name)
 
 
@@ -116,7 +119,7 @@ def test_streams_save_passes():
             layer.mlp.down_proj.weight.zero_()
             layer.self_attn.o_proj.weight.zero_()
         pair.draft.model.embed_tokens.weight[:] = 1.0
-    model = Target(pair.draft)
+    model = StagedModel(pair.draft)
     brancher = Brancher(model, DraftHead(model, 61), None, Plan(8, 1, guesses="none"), torch.ones(3, 64))
     brancher.begin(torch.tensor(PROMPT), 64, 0.0, 0)
     found = brancher.settle(0, 5, 8)
@@ -127,7 +130,7 @@ def test_streams_save_passes():
 
 def test_a_draft_that_nobody_wants_any_more():
     """It is given up at once, and the next sequence knows nothing of it."""
-    model = Target(random_pair("llama").draft)
+    model = StagedModel(random_pair("llama").draft)
     brancher = Brancher(model, DraftHead(model, 61), None, Plan(4, 2, guesses="draft"))
     drafted = []
     for given_up in (False, True, False):
@@ -170,7 +173,7 @@ def test_whenever_the_decision_is_known(variant, streams, streaming, monkeypatch
 
 def test_a_branch_left_where_it_grew_would_be_found(monkeypatch):
     pair, expected = random_pair("llama"), plain_drafts("llama")
-    monkeypatch.setattr(KVCache, "keep", lambda self, start, path: self.truncate(start + path.shape[0]))
+    monkeypatch.setattr(KVCache, "move_entries", lambda self, sources, destinations: None)
     assert tokens_of(drafts(mirror(pair, kappa=8), pair, 0.0)) != expected
 
 
@@ -188,20 +191,20 @@ def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_
     checked = 0
     inner = drafter.draft
 
-    def check(context):
+    def check(batch):
         nonlocal checked
-        draft = inner(context)
-        ids = torch.cat([context.known(), draft.tokens]).unsqueeze(0)
-        logits = pair.draft(ids, use_cache=False).logits[0, context.length - 1 : -1]
+        draft = inner(batch)
+        ids = torch.tensor([batch.sequences[0].tokens + draft.tokens[0].tolist()])
+        logits = pair.draft(ids, use_cache=False).logits[:, batch.lengths[0] - 1 : -1]
         if kept:
             outside = [i for i in range(61) if i not in kept]
-            logits[:, outside] = float("-inf")
+            logits[..., outside] = float("-inf")
         torch.testing.assert_close(draft.probs, torch.softmax(logits, -1), atol=1e-4, rtol=1e-3)
-        checked += draft.beside.hit is True
+        checked += draft.stats["hit"] is True
         return draft
 
     drafter.draft = check
-    Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(60, 1.0), seed=3)
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(60, 1.0), seed=3)
     assert checked > 3
 
 
@@ -211,9 +214,9 @@ def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_answer():
     spoiled = copy.deepcopy(pair.draft)
     spoiled.lm_head.weight.data[7] = float("nan")
     pair = type(pair)(**(vars(pair) | {"draft": spoiled}))
-    drafter = MirrorSD(pair, 3, kappa=2, acceptance="ratio", candidates="none", placement="inline")
+    drafter = StreamingSampling(pair, 3, acceptance="ratio")
     with pytest.raises(UserError, match="NaN or infinite"):
-        Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(12, 1.0), seed=3)
+        Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(12, 1.0), seed=3)
 
 
 @pytest.mark.slow
@@ -280,14 +283,15 @@ def test_what_is_read_and_how_long_it_took():
     drafter = mirror(pair, kappa=2)
     whole = drafter._pass_bytes
     first, *others = steps(pair, drafter)
-    assert first.hit is None and first.draft_bytes == first.drafted * whole and first.beside_seconds == 0
+    assert first.stats["hit"] is None and first.draft_bytes == first.drafted * whole
+    assert first.stats["beside_seconds"] == 0
     for step in (s for s in others if s.drafted):
-        assert step.beside_seconds > 0 and step.early_seconds > 0
-        assert 0 <= step.exit_seconds < step.verify_seconds
+        assert step.stats["beside_seconds"] > 0 and step.stats["early_seconds"] > 0
+        assert 0 <= step.stats["exit_seconds"] < step.verify_seconds
     for step in others[:-6]:  # further from the cap than a draft is long
         passes, rest = divmod(step.draft_bytes - drafter._guess_bytes, whole)
         # One to look ahead, four for all branches, and four more for a draft of its own after a miss.
-        assert (passes, rest) == (5 if step.hit else 9, 0)
+        assert (passes, rest) == (5 if step.stats["hit"] else 9, 0)
 
 
 @pytest.mark.slow
@@ -298,19 +302,24 @@ def test_guesses_are_made_from_the_draft_models_own_distributions(variant, strea
     pair, folder = streaming
     monkeypatch.setattr("methods.mirror_sd.drafter.Brancher", Interrupted)
     drafter = mirror(pair, streams=folder if streams else None, **VARIANTS[variant])
-    launch, seen = drafter.launch, []
+    inner, hook, seen, drafted = drafter.draft, drafter.on_hidden, [], []
 
-    def check(context, draft, states):
-        launch(context, draft, states)
-        if context.max_draft == 1:  # nothing can follow this draft
+    def draft(batch):
+        drafted[:] = [batch, inner(batch)]
+        return drafted[1]
+
+    def check(layer, states):
+        hook(layer, states)
+        batch, made = drafted
+        if batch.max_draft == 1:  # nothing can follow this draft
             return
-        k = draft.tokens.shape[0]
-        ids = torch.cat([context.known(), draft.tokens]).unsqueeze(0)
+        k = made.tokens.shape[1]
+        ids = torch.tensor([batch.sequences[0].tokens + made.tokens[0].tolist()])
         own = pair.draft(ids, use_cache=False).logits[0, -(k + 1) :]
         torch.testing.assert_close(drafter.link.brancher._own[: k + 1], own, atol=1e-3, rtol=1e-3)
         seen.append(k)
 
-    drafter.launch = check
+    drafter.draft, drafter.on_hidden = draft, check
     steps(pair, drafter, 24)
     assert len(seen) > 5
 
@@ -320,13 +329,13 @@ def test_drafts_are_drawn_with_other_numbers_than_acceptance(monkeypatch):
     drafter = mirror(pair, acceptance="ratio", kappa=1)
     real, drawing, accepting = acceptance.sampled_chain, set(), set()
 
-    def watched(probs, tokens, draft_probs, uniforms):
-        accepting.update(uniforms.tolist())
+    def watched(probs, tokens, draft_probs, uniforms, live):
+        accepting.update(uniforms[0].tolist())
         drawing.update(drafter.link.brancher._uniforms.tolist())
-        return real(probs, tokens, draft_probs, uniforms)
+        return real(probs, tokens, draft_probs, uniforms, live)
 
     monkeypatch.setattr(acceptance, "sampled_chain", watched)
-    Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(40, 1.0), seed=3)
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(40, 1.0), seed=3)
     assert len(accepting) > 20 and len(drawing) > 20 and not accepting & drawing
 
 
@@ -456,13 +465,13 @@ def test_a_worker_that_dies_or_hangs(how):
     rng = random.Random(os.environ.get("SPECBENCH_KILLS_SEED", how))
     answered = Decoding(150)
     cores = os.sched_getaffinity(0)
-    expected = Engine(Target(pair.target), SpeculativeSampling(pair, 4), frozenset()).generate(
+    expected = Engine(StagedModel(pair.target), SpeculativeSampling(pair, 4), frozenset()).answer(
         PROMPT, answered
     )
     for _ in range(int(os.environ.get("SPECBENCH_KILLS", 1))):
         drafter = mirror(pair, "process", kappa=3, patience=2.0)
-        engine = Engine(Target(pair.target), drafter, frozenset())
-        engine.generate(PROMPT, Decoding(8))
+        engine = Engine(StagedModel(pair.target), drafter, frozenset())
+        engine.answer(PROMPT, Decoding(8))
         pid = drafter.link.handle.pid
         sent = signal.SIGKILL if how == "kill" else signal.SIGSTOP
         timer = threading.Timer(rng.random() * expected.seconds, os.kill, (pid, sent))
@@ -470,9 +479,9 @@ def test_a_worker_that_dies_or_hangs(how):
         said = "SIGKILL" if how == "kill" else "2 seconds"
         with pytest.raises(JobError, match=said):
             while True:  # an answer that was complete before the worker was gone is right
-                assert engine.generate(PROMPT, answered).tokens == expected.tokens
+                assert engine.answer(PROMPT, answered).tokens == expected.tokens
         with pytest.raises(JobError):
-            engine.generate(PROMPT, answered)
+            engine.answer(PROMPT, answered)
         drafter.close()
         assert not running(pid)
         assert os.sched_getaffinity(0) == cores

@@ -18,11 +18,10 @@ from methods.oracle import Foretold, Oracle
 from methods.ragged import RaggedBatch
 from specbench.decoding import acceptance as acceptance_rules
 from specbench.decoding.acceptance import Accepted
-from specbench.decoding.batch import BatchEngine, Request
-from specbench.decoding.draft import Drafter, needs_of
+from specbench.decoding.draft import Drafter, Request, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.measure import store
 from tests.support import commands, lossless
@@ -59,9 +58,9 @@ def oracle(cost: str, folder: Path, acceptance: float = 0.7, k: int = 4, seed: i
 def known_answers(count: int) -> list[tuple[list[int], list[int]]]:
     """(prompt, what the baseline answers where nothing stops it)."""
     pair, rng = random_pair("llama"), random.Random(8)
-    engine = Engine(Target(pair.target), Drafter(), frozenset())
+    engine = Engine(StagedModel(pair.target), Drafter(), frozenset())
     prompts = [random_prompt(rng, pair.vocab_size) for _ in range(count)]
-    return [(prompt, engine.generate(prompt, Decoding(LENGTH)).tokens) for prompt in prompts]
+    return [(prompt, engine.answer(prompt, Decoding(LENGTH)).tokens) for prompt in prompts]
 
 
 def rounds_of(right: list[bool], length: int, k: int) -> list[tuple[int, int]]:
@@ -109,11 +108,11 @@ def test_what_is_accepted_is_what_was_drawn(cost, tmp_path):
     answers = known_answers(3)
     for acceptance, k, asked in ((0.0, 3, answers[:1]), (0.7, 4, answers * 2), (1.0, 6, answers[2:])):
         drafter = oracle(cost, tmp_path, acceptance, k)
-        engine = Engine(Target(pair.target), drafter, frozenset())
+        engine = Engine(StagedModel(pair.target), drafter, frozenset())
         drafter.foretell(*zip(*answers))
         for prompt, answer in asked:
             right = Foretold(prompt, answer, acceptance, pair.vocab_size, 0, k).right
-            said = engine.generate(prompt, Decoding(LENGTH))
+            said = engine.answer(prompt, Decoding(LENGTH))
             assert said.tokens == answer
             assert [(s.drafted, s.accepted) for s in said.steps] == rounds_of(right, LENGTH, k)
 
@@ -124,10 +123,10 @@ def test_the_wrapped_drafter_does_its_work(tmp_path):
     for cost in ("sps", "kangaroo"):
         drafter = oracle(cost, tmp_path, 0.5, 4)
         drafter.foretell([prompt], [answer])
-        steps = Engine(Target(pair.target), drafter, frozenset()).generate(prompt, Decoding(LENGTH)).steps
+        steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, Decoding(LENGTH)).steps
         alone = drafter.inner
         alone.head = alone.head._head
-        own = Engine(Target(pair.target), alone, frozenset()).generate(prompt, Decoding(LENGTH)).steps
+        own = Engine(StagedModel(pair.target), alone, frozenset()).answer(prompt, Decoding(LENGTH)).steps
         assert {s.draft_bytes for s in steps if s.drafted == 4} == {
             s.draft_bytes for s in own if s.drafted == 4
         }
@@ -139,15 +138,15 @@ def test_the_wrapped_cache_follows_the_verified_tokens(tmp_path):
     pair, (prompt, answer) = sorted_pair("llama"), known_answers(1)[0]
     drafter = oracle("sps", tmp_path, 0.6, 4)
     drafter.foretell([prompt], [answer])
-    Engine(Target(pair.target), drafter, frozenset()).generate(prompt, Decoding(LENGTH))
-    held = drafter.inner._cache
-    n = held.lengths[0]
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, Decoding(LENGTH))
+    held = drafter.inner._layout.cache
+    n = drafter.inner._fed[0]
     assert n > len(prompt) + LENGTH // 2
-    model = Target(pair.draft)
+    model = StagedModel(pair.draft)
     fresh = model.new_cache(held.capacity)
     with torch.inference_mode():
-        model.run_layers(model.embed(torch.tensor([[*prompt, *answer][:n]])), fresh, 0, len(model.layers))
-    ours, theirs = (cache.parts[0][..., :n, :] for cache in (held, fresh))
+        model.run_layers(model.embed(torch.tensor([[*prompt, *answer][:n]])), fresh, 0, 0, len(model.layers))
+    ours, theirs = (cache.segments[0][:, :, :, :n] for cache in (held, fresh))
     assert torch.allclose(ours, theirs, atol=1e-4)
 
 
@@ -156,13 +155,13 @@ def test_an_answer_that_is_not_the_known_one_is_drafted_by_the_wrapped_drafter(c
     """From the first token that differs on; and all of it where nothing was foretold."""
     pair, (prompt, answer) = random_pair("llama"), known_answers(1)[0]
     drafter = oracle(cost, tmp_path, 1.0, 3)
-    engine = Engine(Target(pair.target), drafter, frozenset())
-    alone = engine.generate(prompt, Decoding(LENGTH))
+    engine = Engine(StagedModel(pair.target), drafter, frozenset())
+    alone = engine.answer(prompt, Decoding(LENGTH))
     assert alone.tokens == answer
     place = 20
     wrong = [*answer[:place], *((t + 1) % pair.vocab_size for t in answer[place:])]
     drafter.foretell([prompt], [wrong])
-    said = engine.generate(prompt, Decoding(LENGTH))
+    said = engine.answer(prompt, Decoding(LENGTH))
     assert said.tokens == answer
     emitted = 1
     for step in said.steps:
@@ -176,16 +175,16 @@ def test_an_answer_that_is_not_the_known_one_is_drafted_by_the_wrapped_drafter(c
     else:
         behind = [s.accepted for s in alone.steps]
         assert sum(s.accepted for s in rest) > 0 or sum(behind[-len(rest) :]) == 0
-        assert drafter._known is None
+        assert drafter._known == [None]
 
 
 def test_an_answer_that_goes_on_behind_the_known_one(tmp_path):
     prompt, answer = known_answers(1)[0]
     drafter = oracle("none", tmp_path, 1.0, 4)
-    target = Target(random_pair("llama").target)
+    target = StagedModel(random_pair("llama").target)
     drafter.foretell([prompt], [answer[:11]])
-    alone = Engine(target, drafter, frozenset()).generate(prompt, Decoding(LENGTH))
-    (batch,) = BatchEngine(target, drafter, RaggedBatch(1), frozenset()).generate(
+    alone = Engine(target, drafter, frozenset()).answer(prompt, Decoding(LENGTH))
+    (batch,) = Engine(target, drafter, frozenset(), RaggedBatch(1)).generate(
         [Request(prompt, Decoding(LENGTH))]
     )
     for said in (alone, batch):
@@ -212,11 +211,11 @@ def test_a_batch_accepts_what_each_sequence_does_alone(cost, scheduler, tmp_path
     pair, (requests, expected) = random_pair("llama"), cases("llama")
     drafter = oracle(cost, tmp_path)
     drafter.foretell([r.prompt for r in requests], expected)
-    target = Target(pair.target)
-    answers = BatchEngine(target, drafter, scheduler(3), frozenset()).generate(requests)
+    target = StagedModel(pair.target)
+    answers = Engine(target, drafter, frozenset(), scheduler(3)).generate(requests)
     assert [a.tokens for a in answers] == expected
     for request, answer in zip(requests, answers):
-        alone = Engine(target, drafter, request.stop_ids).generate(request.prompt, request.decoding)
+        alone = Engine(target, drafter, request.stop_ids).answer(request.prompt, request.decoding)
         told = [(s.drafted, s.accepted, s.emitted) for s in answer.steps]
         assert told == [(s.drafted, s.accepted, s.emitted) for s in alone.steps]
     assert sum(s.accepted for a in answers for s in a.steps) > 20
@@ -230,7 +229,7 @@ def test_in_a_batch_an_answer_that_is_not_the_known_one_leaves_the_others_alone(
     told[1][20:] = [(t + 1) % pair.vocab_size for t in told[1][20:]]
     drafter.foretell([p for p, _ in answers[:3]], told[:3])  # nothing of the last one
     requests = [Request(prompt, Decoding(LENGTH)) for prompt, _ in answers]
-    engine = BatchEngine(Target(pair.target), drafter, RaggedBatch(4), frozenset())
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(4))
     said = engine.generate(requests)
     assert [a.tokens for a in said] == [answer for _, answer in answers]
     for place in (0, 2):
@@ -259,7 +258,7 @@ def test_it_needs_what_the_wrapped_drafter_needs(tmp_path):
 
 def test_a_drafter_that_it_cannot_wrap(tmp_path):
     class Tree(Drafter):
-        tree_nodes = 3
+        max_nodes = 3
 
         def __init__(self, pair):
             pass
@@ -309,7 +308,7 @@ def test_a_wrong_token_that_is_taken_is_found(monkeypatch, capfd, place):
     """A verification that accepts every draft token lets the oracle's wrong ones into the answers."""
 
     def takes_all(choices: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor | None = None) -> Accepted:
-        return Accepted(torch.tensor(tokens.shape[-1]), choices[..., -1])
+        return Accepted(torch.full((len(tokens),), tokens.shape[-1]), choices[..., -1])
 
     monkeypatch.setattr(acceptance_rules, "greedy_chain", takes_all)
     settings = ["method=oracle", "method.acceptance=0.6", "runs_root=runs", "repeats=1"]

@@ -11,7 +11,7 @@ from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.pairs import cut
 from tests.support.methods import drafts, sorted_pair
@@ -23,24 +23,25 @@ EXITS = [1, 2, 4]
 def run(kind=SortedDraft, cap: int = 60, pair=None, **settings) -> list:
     pair = pair or sorted_pair("llama")
     drafter = kind(pair, **settings)
-    return Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(cap)).steps
+    return Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(cap)).steps
 
 
-def assert_like_a_full_pass(drafter: SortedDraft, known: torch.Tensor) -> None:
+def assert_like_a_full_pass(drafter: SortedDraft, known: list[int]) -> None:
     """Every layer's keys and values, and every state that waits for a deeper slice, are those of one pass over all."""
-    model, cache = drafter.model, drafter._cache
+    model, cache = drafter.model, drafter._layout.cache
     fresh = model.new_cache(len(known))
-    hidden, start = model.embed(known.unsqueeze(0)), 0
-    for end, left in zip(drafter.exits, [*drafter._left, None]):
-        hidden = model.run_layers(hidden, fresh, start, end)
-        for layer in range(start, end):
-            held = cache.lengths[layer]
-            assert held == cache.lengths[start] <= len(known)
-            whole, lazy = fresh.parts[0][layer, ..., :held, :], cache.parts[0][layer, ..., :held, :]
-            torch.testing.assert_close(lazy, whole, atol=1e-4, rtol=1e-4)
-        if left is not None:
-            waiting = slice(cache.lengths[end], cache.lengths[start])
-            torch.testing.assert_close(left[:, waiting], hidden[:, waiting], atol=1e-4, rtol=1e-4)
+    hidden, start = model.embed(torch.tensor([known])), 0
+    filled = [drafter._fed[0], *(deeper[0] for deeper in drafter._deeper)]
+    for i, (end, held) in enumerate(zip(drafter.exits, filled)):
+        assert held <= len(known)
+        hidden = model.run_layers(hidden, fresh, 0, start, end)
+        whole, lazy = (c.segments[0][start:end, :, :, :held] for c in (fresh, cache))
+        torch.testing.assert_close(lazy, whole, atol=1e-4, rtol=1e-4)
+        if i + 1 < len(filled):
+            waiting = slice(filled[i + 1], held)
+            torch.testing.assert_close(
+                drafter._left[i, :1, waiting], hidden[:, waiting], atol=1e-4, rtol=1e-4
+            )
         start = end
 
 
@@ -51,15 +52,10 @@ class Checked(SortedDraft):
         super().__init__(*args, **settings)
         self.rejected: set[int] = set()
 
-    def draft(self, context):
-        drafted = super().draft(context)
-        self.drafted = len(drafted.tokens)
-        return drafted
-
-    def commit(self, context, accepted):
-        super().commit(context, accepted)
-        self.rejected.add(self.drafted - accepted)
-        assert_like_a_full_pass(self, context.known()[: context.length - 1])
+    def commit(self, batch, verified):
+        super().commit(batch, verified)
+        self.rejected.add(self._drafted - verified.counts[0])
+        assert_like_a_full_pass(self, batch.sequences[0].tokens[:-1])
 
 
 def run_checked(kind: type[Checked]) -> set[int]:
@@ -68,7 +64,7 @@ def run_checked(kind: type[Checked]) -> set[int]:
     for length in (1, 2, 3, 5):
         for threshold in (0.1, 0.2, 0.4):
             drafter = kind(pair, thresholds=[threshold, threshold], max_draft_tokens=length)
-            Engine(Target(pair.target), drafter, frozenset()).generate(PROMPT, Decoding(30))
+            Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(30))
             rejected |= drafter.rejected
     return rejected
 
@@ -84,12 +80,11 @@ def test_a_stale_state_would_be_found():
     draft token never goes through our draft model, so here it takes two.)"""
 
     class Stale(Checked):
-        def commit(self, context, accepted):
-            before = self._cache.lengths
-            super().commit(context, accepted)
-            if self.drafted - accepted == 2:
-                self._cache.lengths = before
-                assert_like_a_full_pass(self, context.known()[: context.length - 1])
+        def commit(self, batch, verified):
+            super().commit(batch, verified)
+            if self._drafted - verified.counts[0] == 2:
+                self._fed[0] += 1
+                assert_like_a_full_pass(self, [*batch.sequences[0].tokens[:-1], 0])
 
     with pytest.raises(AssertionError):
         run_checked(Stale)
@@ -99,28 +94,28 @@ def test_a_token_leaves_at_the_first_exit_whose_confidence_passes_its_threshold(
     pair = sorted_pair("llama")
 
     class Checked(SortedDraft):
-        def _next(self, ids):
-            model, end = self.model, self._cache.lengths[0] + ids.shape[1]
-            self.fed = torch.cat([self.fed[: end - ids.shape[1]], ids[0]])
-            states = model.embed(self.fed.unsqueeze(0))
+        def _next(self, batch, ids, offset):
+            model, end = self.model, batch.lengths[0] - 1 + offset + ids.shape[1]
+            self.fed = self.fed[: end - ids.shape[1]] + ids[0].tolist()
+            states = model.embed(torch.tensor([self.fed]))
             cache, start, expected = model.new_cache(end), 0, None
             for layers, threshold in zip(EXITS, (0.2, 0.3, 0.0)):
-                states = model.run_layers(states, cache, start, layers)
+                states = model.run_layers(states, cache, 0, start, layers)
                 logits = model.head(states[:, -1])
                 if expected is None and (layers == EXITS[-1] or logits.softmax(-1).max() > threshold):
                     expected = logits, layers
                 start = layers
-            logits, layers = super()._next(ids)
-            assert layers == expected[1]
+            logits, layers, read = super()._next(batch, ids, offset)
+            assert layers.tolist() == [expected[1]]
             torch.testing.assert_close(logits, expected[0], atol=1e-4, rtol=1e-4)
-            return logits, layers
+            return logits, layers, read
 
-        def begin(self, context, *others):
-            super().begin(context, *others)
-            self.fed = context.known()[:-1].clone()
+        def begin(self, slot, sequence, prefill):
+            super().begin(slot, sequence, prefill)
+            self.fed = sequence.tokens[:-1]
 
     steps = run(Checked, pair=pair, thresholds=[0.2, 0.3])
-    assert {layers for s in steps for layers in s.exits} == set(EXITS)
+    assert {layers for s in steps for layers in s.stats.get("exits", ())} == set(EXITS)
 
 
 @pytest.mark.slow
@@ -133,21 +128,22 @@ def test_one_exit_is_a_shallower_draft_model():
         tokens, others = (drafts(drafter, pair, 0.0) for drafter in drafters)
         assert [t.tolist() for t, _ in tokens] == [t.tolist() for t, _ in others]
         steps = run(only=number, max_draft_tokens=4)
-        assert {layers for s in steps for layers in s.exits} == {exit}
-        assert {len(s.exits) for s in steps} >= {4}
-        model = Target(sorted_pair("llama").draft)
+        exits = [s.stats.get("exits", []) for s in steps]
+        assert {layers for of_step in exits for layers in of_step} == {exit}
+        assert {len(of_step) for of_step in exits} >= {4}
+        model = StagedModel(sorted_pair("llama").draft)
         per_token = model.pass_bytes(0, exit)
         assert all(s.draft_bytes == per_token * s.drafted for s in steps)
 
 
 def test_bytes_count_every_head_on_the_way():
-    model = Target(sorted_pair("llama").draft)
+    model = StagedModel(sorted_pair("llama").draft)
     head = model.pass_bytes(0, 0)
     cost = {
         layers: model.pass_bytes(0, layers, head=False) + (i + 1) * head for i, layers in enumerate(EXITS)
     }
     for step in run(thresholds=[0.2, 0.2]):
-        assert step.draft_bytes == sum(cost[layers] for layers in step.exits)
+        assert step.draft_bytes == sum(cost[layers] for layers in step.stats.get("exits", ()))
 
 
 @pytest.mark.parametrize(

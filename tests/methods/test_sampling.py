@@ -71,19 +71,17 @@ def test_a_spoiled_residual_is_found(pair, tmp_path, monkeypatch):
     assert p_value_alone(pair, drafter(pair, "sps", str(tmp_path))) < 1e-6
 
 
-def only_the_drafted_token(rule, probs, tokens, draft_probs, uniforms):
+def only_the_drafted_token(rule, probs, tokens, draft_probs, uniforms, live):
     """The residual takes away no more than the drafted token's own probability."""
-    if draft_probs is None:
-        return rule(probs, tokens, draft_probs, uniforms)
     index = tokens.unsqueeze(-1)
     own = torch.zeros_like(draft_probs).scatter(-1, index, draft_probs.gather(-1, index))
-    return rule(probs, tokens, own, uniforms)
+    return rule(probs, tokens, own, uniforms, live)
 
 
-def only_the_kept_tokens(rule, probs, tokens, draft_probs, uniforms):
+def only_the_kept_tokens(rule, probs, tokens, draft_probs, uniforms, live):
     """The target, too, is cut to the trimmed vocabulary."""
     kept = torch.zeros(VOCAB).index_fill(0, torch.tensor(KEPT), 1.0)
-    return rule(probs * kept / (probs * kept).sum(-1, keepdim=True), tokens, draft_probs, uniforms)
+    return rule(probs * kept / (probs * kept).sum(-1, keepdim=True), tokens, draft_probs, uniforms, live)
 
 
 @pytest.mark.parametrize("wrong", [only_the_drafted_token, only_the_kept_tokens])

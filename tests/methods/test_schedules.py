@@ -9,8 +9,8 @@ import pytest
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from specbench.decoding.batch import Scheduler
-from specbench.decoding.rows import Aligned, Ragged
+from specbench.decoding.layout import AlignedLayout, RaggedLayout
+from specbench.decoding.scheduler import Scheduler
 from tests.support.schedules import run_schedules
 
 SEEDS, SCHEDULES = 24, 250
@@ -28,4 +28,4 @@ SEEDED = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, S
 @pytest.mark.parametrize("seed", SEEDED)
 def test_every_schedule_gives_every_row_its_own_run(seed):
     ran = run_schedules(seed, SCHEDULES, any_scheduler)
-    assert ran == {(RaggedBatch, Ragged), (EqSpec, Aligned), (ExSpec, Aligned)}
+    assert ran == {(RaggedBatch, RaggedLayout), (EqSpec, AlignedLayout), (ExSpec, AlignedLayout)}

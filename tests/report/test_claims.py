@@ -108,8 +108,8 @@ def test_the_speedup_of_the_last_run_that_matches():
 
 
 def test_a_number_of_the_summary():
-    claim = {"measure": "number", "what": "overlap.hidden_share", "of": {}, "at_least": 0.7}
-    hidden = changed(SUMMARY, overall__overlap={"hidden_share": 0.8})
+    claim = {"measure": "number", "what": "stats.overlap.hidden_share", "of": {}, "at_least": 0.7}
+    hidden = changed(SUMMARY, overall__stats={"overlap": {"hidden_share": 0.8}})
     assert found(claim, runs_of(a=hidden)).found == Speedup(0.8, None, None)
     assert found(claim, runs_of(a=hidden)).verdict == "supported (point estimate)"
     assert found(claim, runs_of(a=SUMMARY)).verdict == "not measured"  # nothing ran beside the target

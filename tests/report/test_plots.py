@@ -124,7 +124,7 @@ def test_where_the_time_of_a_token_goes():
     assert parts == {
         "draft": pytest.approx([1.5, 1.5]),  # 30 s of 20,000 tokens, in ms
         "verify": pytest.approx([3.0, 3.0]),
-        "lining up": pytest.approx([0.0, 0.15]),
+        "alignment": pytest.approx([0.0, 0.15]),
         "prefill": pytest.approx([0.2, 0.2]),
         "other": pytest.approx([0.3, 0.15]),
     }

@@ -7,11 +7,12 @@ from functools import cache
 
 import pytest
 
-from specbench.decoding.batch import BatchEngine, Request, Scheduler
-from specbench.decoding.draft import Drafter
-from specbench.decoding.rows import Aligned, Ragged
+from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.engine import Engine
+from specbench.decoding.layout import AlignedLayout, RaggedLayout
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.target import StagedModel
 from tests.support.decoding import STOP, generate_with_transformers, random_pair, random_prompt
 
 SIZES = (1, 3, 8, 16)
@@ -21,11 +22,11 @@ REQUESTS = 12
 class Static(Scheduler):
     """A batch begins together, is aligned after every round, and the next one begins when its last row is done."""
 
-    def layout(self, cache) -> Aligned:
-        return Aligned(cache)
+    def layout(self, cache) -> AlignedLayout:
+        return AlignedLayout(cache)
 
     def joining(self, held: int) -> int:
-        return self.rows if held == 0 else 0
+        return self.slots if held == 0 else 0
 
 
 class Chaos(Scheduler):
@@ -33,14 +34,18 @@ class Chaos(Scheduler):
 
     def __init__(self, batch_size: int, rng: random.Random):
         super().__init__(batch_size)
-        self.rows, self.rng = batch_size + rng.randint(0, 4), rng
+        self.slots, self.rng = batch_size + rng.randint(0, 4), rng
 
-    def layout(self, cache) -> Ragged:
+    def layout(self, cache) -> RaggedLayout:
         kind = self.rng.random()
-        return Ragged(cache) if kind < 0.4 else Aligned(cache, None if kind < 0.6 else self.rng.random())
+        return (
+            RaggedLayout(cache)
+            if kind < 0.4
+            else AlignedLayout(cache, None if kind < 0.6 else self.rng.random())
+        )
 
     def joining(self, held: int) -> int:
-        return self.rows if held == 0 else self.rng.randint(0, self.rows - held)
+        return self.slots if held == 0 else self.rng.randint(0, self.slots - held)
 
     def choose(self, held: list) -> list[int]:
         some = self.rng.sample(range(len(held)), self.rng.randint(1, min(self.batch_size, len(held))))
@@ -60,7 +65,7 @@ def cases(arch: str) -> tuple[list[Request], list[list[int]]]:
     return requests, answers
 
 
-def assert_lossless(engine: BatchEngine, requests: list[Request], expected: list[list[int]]) -> list:
+def assert_lossless(engine: Engine, requests: list[Request], expected: list[list[int]]) -> list:
     """Decodes the requests, checks answers and trace, and returns all steps."""
     answers, size = engine.generate(requests), engine.scheduler.batch_size
     assert [a.tokens for a in answers] == expected
@@ -76,7 +81,7 @@ def assert_freed_places_are_filled_at_once(drafter: Drafter, scheduler: Schedule
     """With a drafter that drafts nothing and a scheduler of four sequences, which run in every round while any wait."""
     pair = random_pair("llama")
     requests = [Request(p.prompt, Decoding(6 + 5 * (i % 3))) for i, p in enumerate(cases("llama")[0])]
-    answers = BatchEngine(Target(pair.target), drafter, scheduler, frozenset()).generate(requests)
+    answers = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler).generate(requests)
     rounds = sum(1 / s.rows for a in answers for s in a.steps)
     full = sum(1 / s.rows for a in answers for s in a.steps if s.rows == 4)
     assert rounds - full < 17, "only while the last rows end may places be empty"
@@ -87,5 +92,5 @@ def assert_static_batches_wait_for_their_last_row(drafter: Drafter, scheduler: S
     """With a drafter that drafts nothing and a scheduler of two sequences, which take no new one while any runs."""
     pair = random_pair("llama")
     requests = [Request([3, 4, 5], Decoding(cap)) for cap in (2, 9, 4, 4)]
-    answers = BatchEngine(Target(pair.target), drafter, scheduler, frozenset()).generate(requests)
+    answers = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler).generate(requests)
     assert [[s.rows for s in a.steps] for a in answers] == [[2], [2] + [1] * 7, [2] * 3, [2] * 3]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from specbench.pairs import cut
 from tests.support.models import random_model
 
@@ -23,7 +23,7 @@ def random_pair(arch: str, seed: int = 0, draft_layers: int = 3, **overrides):
     layers as draft."""
     target = random_model(arch, seed, **overrides)
     with torch.no_grad():
-        for layer in Target(target).layers[2:]:
+        for layer in StagedModel(target).layers[2:]:
             for name, weight in layer.named_parameters():
                 if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight")):
                     weight.mul_(0.3)

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import torch
 from scipy.stats import chisquare
 
-from specbench.decoding.batch import BatchEngine, Request, Scheduler
-from specbench.decoding.draft import Drafter
+from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.target import StagedModel
 
 VOCAB, ANSWERS, LENGTH = 5, 500, 4
 PROMPT = [1, 3, 4, 1, 3]
@@ -56,14 +56,14 @@ def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
 
 def p_value_alone(pair, drafter: Drafter) -> float:
     """How well tokens 1 and 2 behind the first follow the target when each answer is decoded alone."""
-    engine = Engine(Target(pair.target), drafter, frozenset())
-    answers = (engine.generate(PROMPT, Decoding(LENGTH, 1.0), seed=seed).tokens for seed in range(ANSWERS))
+    engine = Engine(StagedModel(pair.target), drafter, frozenset())
+    answers = (engine.answer(PROMPT, Decoding(LENGTH, 1.0), seed=seed).tokens for seed in range(ANSWERS))
     return p_value(counted(answers), expected_counts(pair.target))
 
 
 def p_value_in_a_batch(pair, drafter: Drafter, scheduler: Scheduler) -> float:
     """The same when the answers are decoded in batches."""
-    engine = BatchEngine(Target(pair.target), drafter, scheduler, frozenset())
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler)
     requests = [Request(PROMPT, Decoding(LENGTH, 1.0), seed) for seed in range(ANSWERS)]
     answers = (answer.tokens for answer in engine.generate(requests))
     return p_value(counted(answers), expected_counts(pair.target))

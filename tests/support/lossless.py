@@ -9,7 +9,7 @@ from functools import cache
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from tests.support.decoding import STOP, generate_with_transformers, random_pair, random_prompt
 
 # Caps and stop ids: answers that end by either, and some that nothing ends early.
@@ -36,12 +36,12 @@ def cases(arch: str) -> list[tuple[list[int], int, tuple[int, ...], list[int]]]:
 
 def assert_lossless(arch: str, drafter: Drafter, third: int | None = None) -> list:
     """Runs every case, or every third from the given one on; returns all steps."""
-    engine = Engine(Target(random_pair(arch).target), drafter, frozenset())
+    engine = Engine(StagedModel(random_pair(arch).target), drafter, frozenset())
     steps = []
     chosen = cases(arch) if third is None else cases(arch)[third % 3 :: 3]
     for prompt, cap, stop_ids, expected in chosen:
         engine.stop_ids = frozenset(stop_ids)
-        answer = engine.generate(prompt, Decoding(cap))
+        answer = engine.answer(prompt, Decoding(cap))
         assert answer.tokens == expected
         assert sum(s.emitted for s in answer.steps) + 1 == len(expected)
         assert answer.finish == ("stop" if expected[-1] in stop_ids else "length")
@@ -74,7 +74,7 @@ def assert_stops_anywhere(drafter: Callable[[list[int], list[int]], Drafter]) ->
 
     drafter: made anew for each prompt and the answer that it has without a stop token.
     """
-    target = Target(random_pair("llama").target)
+    target = StagedModel(random_pair("llama").target)
     places = set()
     for turn, (prompt, free) in enumerate(free_answers()):
         engine = Engine(target, drafter(prompt, free), frozenset())
@@ -82,7 +82,7 @@ def assert_stops_anywhere(drafter: Callable[[list[int], list[int]], Drafter]) ->
             cut = free.index(stop) + 1
             cap = (cut, cut + 1, 24)[(turn + number) % 3]  # each place meets each cap on another prompt
             engine.stop_ids = frozenset([stop])
-            answer = engine.generate(prompt, Decoding(cap))
+            answer = engine.answer(prompt, Decoding(cap))
             assert answer.tokens == free[:cut]
             assert answer.finish == "stop"
             last = answer.steps[-1] if answer.steps else None

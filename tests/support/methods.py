@@ -10,10 +10,10 @@ import torch
 
 from methods.heads import DraftHead
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
-from specbench.decoding.draft import Context, Draft, Drafter
+from specbench.decoding.draft import Batch, Draft, Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Target
+from specbench.decoding.target import StagedModel
 from tests.support.decoding import random_pair
 
 
@@ -47,7 +47,7 @@ def near_identity_adapter(pair) -> Adapter:
     adapter = Adapter(adapter_config(pair.target.config))
     with torch.no_grad():
         adapter.layers[0].self_attn.o_proj.weight.mul_(0.1)
-        adapter.norm.weight.copy_(Target(pair.target).norm.weight)
+        adapter.norm.weight.copy_(StagedModel(pair.target).norm.weight)
     return adapter.eval().requires_grad_(False)
 
 
@@ -62,12 +62,12 @@ def drafts(drafter: Drafter, pair, temperature: float) -> list[tuple[torch.Tenso
     seen = []
     inner = drafter.draft
 
-    def record(context: Context) -> Draft:
-        draft = inner(context)
-        seen.append((draft.tokens.clone(), draft.probs))
+    def record(batch: Batch) -> Draft:
+        draft = inner(batch)
+        seen.append((draft.tokens[0].clone(), None if draft.probs is None else draft.probs[0]))
         return draft
 
     drafter.draft = record
     prompt = [3, 9, 27, 11, 33, 29, 17]
-    Engine(Target(pair.target), drafter, frozenset()).generate(prompt, Decoding(28, temperature), seed=5)
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, Decoding(28, temperature), seed=5)
     return seen

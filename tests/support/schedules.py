@@ -12,11 +12,14 @@ from types import SimpleNamespace
 
 import torch
 
-from specbench.decoding.batch import BatchEngine, Request, Rows, Scheduler
-from specbench.decoding.draft import Draft, Drafter, Needs
-from specbench.decoding.kv_cache import KVCache, Places, RowCache
+from specbench.decoding.draft import Batch, Draft, Drafter, Request, Sequence
+from specbench.decoding.engine import Engine
+from specbench.decoding.kv_cache import KVCache, Pass
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import Prefill
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.target import Prefill, attention_mask
+from specbench.decoding.tree import Tree
+from tests.support.drafters import branched
 
 VOCAB = 13
 
@@ -35,28 +38,34 @@ def sequential(prompt: list[int], cap: int, stop_ids: frozenset[int]) -> list[in
 
 
 class FakeTarget:
-    """The interface of `Target` that the batch engine uses. Keys hold a token's share of the checksum."""
+    """The interface of `StagedModel` that the batch engine uses. Keys hold a token's share of the checksum."""
 
     device = torch.device("cpu")
     config = SimpleNamespace(max_position_embeddings=10**6)
 
-    def new_rows(self, rows: int, capacity: int) -> RowCache:
-        return RowCache(1, 1, 1, rows, capacity, self.device, torch.float64)
+    def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
+        return KVCache([self.device], 1, 1, slots, capacity, torch.float64)
 
     def prefill(self, ids: torch.Tensor, cache: KVCache, taps) -> Prefill:
-        shares = self._shares(ids, torch.arange(ids.shape[1]))
+        n = ids.shape[1]
+        shares = self._shares(ids, torch.arange(n))
+        cache.begin_pass(0, 1, Pass.consecutive(0, n), 1, n)
         cache.update(shares.view(1, 1, -1, 1), shares.view(1, 1, -1, 1), 0)
-        return Prefill(self._logits(shares.sum(1)))
+        return Prefill(ids, self._logits(shares.sum(1)))
 
-    def verify_rows(
-        self, pending: torch.Tensor, draft: Draft, cache: RowCache, places: Places
+    def verify(
+        self, pending: torch.Tensor, draft: Draft, cache: KVCache, where: Pass, taps, on_hidden
     ) -> torch.Tensor:
         ids = torch.cat([pending, draft.tokens], dim=1)
-        shares = self._shares(ids, places.positions)
-        cache.open(0, 1, places)
+        b, n = ids.shape
+        positions = where.positions if where.start is None else torch.arange(where.start, where.kv_len)[None]
+        shares = self._shares(ids, positions)
+        cache.begin_pass(0, 1, where, b, n)
         keys, values = cache.update(shares[:, None, :, None], shares[:, None, :, None], 0)
         assert torch.equal(keys, values)
-        seen = places.columns.unsqueeze(1) <= places.positions.unsqueeze(2)
+        # A mask of None is the kernel's own: causal for an empty cache, all for a single token.
+        mask = attention_mask(where, n, keys)
+        seen = torch.ones(n, where.kv_len) if mask is None else mask[:, 0] == 0
         return self._logits((keys[:, 0, :, 0].unsqueeze(1) * seen).sum(2))
 
     def pass_bytes(self, lo: int = 0) -> int:
@@ -72,39 +81,64 @@ class FakeTarget:
 class FakeDrafter(Drafter):
     """Drafts what the target will say, but for random mistakes, and lets each row draft less than the batch."""
 
-    needs = Needs(batching=True)
-
     def __init__(self, rng: random.Random):
         self.rng = rng
         self.max_draft_tokens = rng.randint(0, 6)
         self.skill = rng.choice((0.0, 0.5, 0.8, 1.0))
+        self.trees = rng.random() < 0.5
+        self.max_nodes = 3 * self.max_draft_tokens if self.trees else 0
         self.owner: list[tuple] = []
 
-    def open_rows(self, rows: int, capacity: int, target, cache) -> None:
-        self.owner = [()] * rows
+    def open(self, slots: int, capacity: int, target) -> None:
+        self.owner = [()] * slots
 
-    def begin_row(self, row: int, prompt: torch.Tensor, prefill: Prefill, target) -> None:
-        self.owner[row] = tuple(prompt[0].tolist())
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        self.owner[slot] = tuple(sequence.request.prompt)
 
-    def move_rows(self, sources: list[int], destinations: list[int], reach: int) -> None:
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         moved = [self.owner[source] for source in sources]
         for destination, owner in zip(destinations, moved):
             self.owner[destination] = owner
 
-    def draft_rows(self, rows: Rows) -> Draft:
-        known, k = rows.known.tolist(), self.rng.randint(1, min(self.max_draft_tokens, rows.max_draft))
-        drafts = []
-        for row, length in enumerate(known):
-            tokens = rows.tokens[row, :length].tolist()
-            assert tuple(tokens[: len(self.owner[row])]) == self.owner[row], (
-                "a drafter's state went to another row"
+    def draft(self, batch: Batch) -> Draft:
+        k = self.rng.randint(1, min(self.max_draft_tokens, batch.max_draft))
+        chains = []
+        for slot, length in enumerate(batch.lengths):
+            tokens = batch.tokens[slot, :length].tolist()
+            assert tokens == batch.sequences[slot].tokens
+            assert tuple(tokens[: len(self.owner[slot])]) == self.owner[slot], (
+                "a drafter's state went to another sequence"
             )
             for _ in range(k):
                 right = following(tokens)
                 tokens.append(right if self.rng.random() < self.skill else self.rng.randrange(VOCAB))
-            drafts.append(tokens[length:])
-        counts = [self.rng.randint(0, k) for _ in known] if self.rng.random() < 0.5 else [k] * len(known)
-        return Draft(torch.tensor(drafts), counts=torch.tensor(counts))
+            chains.append(tokens[length:])
+        if self.trees and self.rng.random() < 0.8:
+            return self._tree(chains)
+        counts = None
+        if self.rng.random() < 0.5:
+            counts = torch.tensor([self.rng.randint(0, k) for _ in chains])
+        return Draft(torch.tensor(chains), candidates=counts)
+
+    def _tree(self, chains: list[list[int]]) -> Draft:
+        """Trees of different shapes, or of one that all share."""
+
+        def wrong(token: int) -> int:
+            return (token + self.rng.randrange(1, VOCAB)) % VOCAB
+
+        if self.rng.random() < 0.5:
+            state = self.rng.getstate()
+            trees = []
+            for chain in chains:  # the same random numbers, so the same shape
+                self.rng.setstate(state)
+                trees.append(branched(self.rng, chain, wrong))
+            return Draft(torch.tensor([t for t, _ in trees]), tree=Tree.of(torch.tensor(trees[0][1])))
+        trees = [branched(self.rng, chain, wrong) for chain in chains]
+        counts = [len(tokens) for tokens, _ in trees]
+        k = max(counts)
+        tokens = torch.tensor([tokens + [0] * (k - len(tokens)) for tokens, _ in trees])
+        parents = torch.tensor([parents + [-1] * (k - len(parents)) for _, parents in trees])
+        return Draft(tokens, tree=Tree.of(parents), candidates=torch.tensor(counts))
 
 
 def any_requests(rng: random.Random) -> list[Request]:
@@ -122,7 +156,7 @@ def run_schedules(seed: int, count: int, scheduler: Callable[[random.Random], Sc
     rng, ran = random.Random(seed), set()
     for _ in range(count):
         chosen = scheduler(rng)
-        engine = BatchEngine(FakeTarget(), FakeDrafter(rng), chosen, frozenset())
+        engine = Engine(FakeTarget(), FakeDrafter(rng), frozenset(), chosen)
         for _ in range(rng.choice((1, 1, 2))):  # the second time in the buffers of the first
             requests = any_requests(rng)
             answers = engine.generate(requests)

@@ -36,9 +36,6 @@ CONFIG = {
     "runs_root": "runs",
     "run_dir": None,
 }
-# What a drafter beside the target leaves in a step.
-BESIDE = ("exit_seconds", "hit", "early_seconds", "beside_seconds", "after_seconds", "idle_seconds",
-          "handover_seconds")  # fmt: skip
 EXACT = {"verdict": "exact", "first_divergence": None, "margin": None, "noise": 1e-4}
 TIE = {"verdict": "tie", "first_divergence": 4, "margin": 1e-5, "noise": 1e-4}
 VIOLATION = {"verdict": "violation", "first_divergence": 2, "margin": 0.5, "noise": 1e-4}
@@ -56,17 +53,15 @@ def columns(rounds: list[dict]) -> dict:
             "other_seconds": 0.005,
             "draft_bytes": r.get("drafted", 5) * 100,
             "target_bytes": 1000,
-            "exits": [],
             "rows": 1,
             "align_seconds": 0.0,
-            "grouped": None,
-            **dict.fromkeys(BESIDE),
+            "stats": None,
         }
         | r
         for r in rounds
     ]
     names = ("drafted", "accepted", "emitted", "depth", "draft_seconds", "verify_seconds", "other_seconds",
-             "draft_bytes", "target_bytes", "exits", "rows", "align_seconds", "grouped", *BESIDE)  # fmt: skip
+             "draft_bytes", "target_bytes", "rows", "align_seconds", "stats")  # fmt: skip
     return {name: [r[name] for r in full] for name in names}
 
 

@@ -1,0 +1,117 @@
+"""Medusa-1's drafter: a static tree of ranks, filled from heads on the state behind the last accepted token.
+
+The heads do not see the pending token: head i guesses i + 1 places behind it from the state in front of it (Cai et al.
+2024, section 2.1). The tree says which ranks of which heads are combined.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from methods.heads import draft_head
+from methods.medusa.heads import load_heads
+from methods.rank_trees import grown, rank_tree
+from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
+from specbench.decoding.layers import weight_bytes
+from specbench.decoding.target import StagedModel
+from specbench.errors import UserError
+from specbench.pairs import Pair
+from specbench.questions import packaged
+from specbench.values import Count
+
+if TYPE_CHECKING:
+    from specbench.decoding.target import Prefill
+
+# The authors' tree "mc_sim_7b_63", which Spec-Bench uses, too: children by path of ranks.
+PUBLISHED = grown(
+    10,
+    {
+        **{"0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1},
+        **{"00": 10, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1},
+        "000": 2,
+    },
+)
+
+
+class Medusa(Drafter):
+    """Drafts with heads on the target's states; see the module.
+
+    Not as published: with temperature the tree is verified by the target's own draws, which keeps its distribution; the
+    authors' "typical acceptance" does not.
+
+    Args:
+        pair: with the target.
+        heads: folder of the heads' checkpoint.
+        nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
+            get the authors' of 63 nodes.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_size: the size of the trimmed head; None for all tokens of the map.
+
+    Raises:
+        UserError: the heads cannot be read, do not fit the target, or have no tree of so many nodes.
+    """
+
+    needs = Needs(part="medusa")
+    certain = True
+    taps = (NORMED,)
+
+    def __init__(
+        self,
+        pair: Pair,
+        heads: str,
+        nodes: Count | None = None,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        target = StagedModel(pair.target)
+        self.heads, settings = load_heads(
+            packaged(heads), target.hidden_size, pair.device, pair.dtype, pair.expansion
+        )
+        self.head = draft_head(pair, target, vocab_map, vocab_size)
+        paths = [tuple(path) for path in settings.get("tree") or PUBLISHED]
+        paths = [path for path in paths if len(path) <= self.heads.heads]
+        if nodes is not None and nodes > len(paths):
+            raise UserError(f"method.nodes={nodes}: the tree of the heads has {len(paths)}")
+        self.paths = paths[:nodes]
+        self.max_nodes = len(self.paths)
+        self.max_draft_tokens = max(map(len, self.paths))
+        self.ranks = 1 + max(rank for path in self.paths for rank in path)
+        self.device = pair.device
+        self._output: torch.Tensor | None = self.heads.output
+        if self._output is not None and self.head.kept is not None:
+            self._output = self._output[:, self.head.kept]
+        own = 0 if self._output is None else self._output.nbytes
+        blocks = weight_bytes(self.heads) - (0 if self.heads.output is None else self.heads.output.nbytes)
+        # The rows of all heads go through the target's head in one product.
+        self._bytes = blocks + (own or self.head.bytes)
+
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Makes room for the state that each sequence drafts from."""
+        self._states = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
+
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Notes the state of the prompt's last token."""
+        self._states[slot] = prefill.hidden_states[NORMED][0, -1]
+
+    def draft(self, batch: Batch) -> Draft:
+        """Fills the tree from the likeliest tokens of each head."""
+        paths = tuple(self.paths[: batch.max_nodes])
+        tree, levels = rank_tree(paths, batch.max_draft, self.device)
+        states = self.heads(self._states[: batch.size])[:, : len(levels)]
+        if self._output is None:
+            logits = self.head.logits(states)
+        else:
+            logits = torch.einsum("bkd,kvd->bkv", states, self._output[: len(levels)])
+        likely = self.head.ids(logits.topk(min(self.ranks, logits.shape[-1]), dim=-1).indices)
+        tokens = [likely[:, depth, ranks] for depth, (_, ranks) in enumerate(levels)]
+        return Draft(torch.cat(tokens, dim=1), tree=tree, bytes_read=self._bytes)
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Notes the state of the last token that was accepted."""
+        self._states[: batch.size] = verified.last(verified.hidden_states[NORMED])
+
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Copies the states of slots."""
+        self._states[destinations] = self._states[sources]

@@ -1,0 +1,171 @@
+"""Token Recycling (Luo et al. 2025, arXiv 2408.08696): a tree of what the target last thought might follow each token.
+
+A table holds, for every token, the target's latest likeliest followers, whatever stood before it. A draft is a fixed
+tree of ranks that is filled from the table level by level. Every token that was verified, accepted or not, then gives
+the table its new followers. No model, no training.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from methods.rank_trees import grown, rank_tree
+from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Sequence, Verified
+from specbench.errors import UserError
+from specbench.pairs import Pair
+from specbench.values import Count
+
+if TYPE_CHECKING:
+    from specbench.decoding.target import Prefill, StagedModel
+
+RANKS = 8  # followers that are kept of each token
+CHUNK = 256  # positions of a prompt whose logits exist at a time
+# The authors' tree, "2.2.2": how many children a node has, by its path of ranks (appendix; their code).
+ROOT_CHILDREN = 8
+CHILDREN = {
+    **{"0": 8, "1": 4, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1},
+    **{"00": 8, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1},
+    **{"10": 2, "11": 1, "20": 1, "30": 1, "40": 1, "50": 1},
+    **{"000": 5, "001": 2, "002": 1, "003": 1, "004": 1},
+    **{"010": 1, "020": 1, "100": 1, "200": 1, "300": 1},
+    **{"0000": 3, "0001": 1, "0002": 1, "0010": 1, "0100": 1, "1000": 1},
+    **{"00000": 2, "00010": 1},
+}
+# How likely each rank is to be accepted, relative to the others: orders the nodes of a tree that is cut.
+LIKELY = (0.5, 0.14, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02)
+
+
+class TokenRecycling(Drafter):
+    """Drafts a tree of ranks; see the module.
+
+    Not as in the authors' code: which of several nodes with one token updates the table is defined (one that was
+    accepted, then a shallow one); the prompt's own logits can fill the table before the first draft; with temperature
+    the tree is verified by the target's own draws, so that the text is that of autoregressive decoding.
+
+    Args:
+        pair: with the target.
+        nodes: of the tree: the authors' 80, or the likeliest so many of them.
+        prompt: whether the prompt fills the table, too: one use of the head for each of its tokens.
+        memory: "answer": every answer begins with an empty table, so that no order of questions matters; "run": the
+            table goes on through all answers, and all sequences of a batch share it, as published.
+
+    Raises:
+        UserError: more nodes than the tree has.
+    """
+
+    certain = True
+
+    def __init__(
+        self, pair: Pair, nodes: Count = 80, prompt: bool = True, memory: Literal["answer", "run"] = "answer"
+    ):
+        paths = grown(ROOT_CHILDREN, CHILDREN)
+        if nodes > len(paths):
+            raise UserError(f"method.nodes={nodes}: the tree has {len(paths)}")
+        self.paths = sorted(paths, key=chance, reverse=True)[:nodes]
+        self.max_nodes = nodes
+        self.max_draft_tokens = max(map(len, self.paths))
+        self.prompt, self.shared = prompt, memory == "run"
+        self.taps = (NORMED,) if prompt else ()
+        self.device = pair.device
+        self._followers = torch.empty(0)
+
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Makes a table for each sequence, or one for all."""
+        self.target = target
+        tables = 1 if self.shared else slots
+        # -1: nothing is known.
+        shape = (tables, target.vocab_size, RANKS)
+        if not self.shared or self._followers.shape != shape:
+            self._followers = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        self._newest = torch.full((tables, target.vocab_size), -1, device=self.device)
+
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Empties the sequence's table, and fills it from the prompt."""
+        if not self.shared:
+            self._followers[slot] = -1
+        if self.prompt:
+            states, ids = prefill.hidden_states[NORMED][0], prefill.ids[0]
+            for some, tokens in zip(states.split(CHUNK), ids.split(CHUNK)):
+                logits = self.target.unembed(some).unsqueeze(0)
+                self._learn(
+                    slice(slot, slot + 1), tokens.unsqueeze(0), logits, torch.zeros_like(tokens)[None]
+                )
+
+    def draft(self, batch: Batch) -> Draft:
+        """Fills the tree, level by level."""
+        paths = tuple(self.paths[: min(batch.max_nodes, self.max_nodes)])
+        self._tree, levels = rank_tree(paths, batch.max_draft, self.device)
+        table = torch.arange(batch.size, device=self.device).unsqueeze(1) * (not self.shared)
+        tokens = [batch.newest(1)]
+        for parents, ranks in levels:
+            # An unknown follower becomes token 0, which is verified like any other.
+            followers = self._followers[table, tokens[-1][:, parents], ranks]
+            tokens.append(followers.clamp(min=0).long())
+        self._fed = torch.cat(tokens, dim=1)
+        return Draft(self._fed[:, 1:], tree=self._tree)
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Gives the table the followers of every token that was verified."""
+        b, k = batch.size, self._fed.shape[1] - 1
+        depths, deepest = self._tree.offsets().expand(b, -1), self.max_draft_tokens + 1
+        accepted = torch.zeros(b, 2 + k, dtype=torch.bool, device=self.device)
+        accepted[:, 0] = True
+        if verified.path is not None:
+            steps = torch.arange(k, device=self.device) < verified.count.unsqueeze(1)
+            accepted.scatter_(1, torch.where(steps, verified.path + 1, 1 + k), True)
+        priority = torch.where(accepted[:, : 1 + k], deepest + depths, deepest - depths)
+        self._learn(slice(0, b), self._fed, verified.logits, priority)
+
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Copies the tables of slots."""
+        if not self.shared:
+            self._followers[destinations] = self._followers[sources]
+
+    @torch.inference_mode()  # as the tables were made
+    def forget(self) -> None:
+        """Empties the tables."""
+        self._followers.fill_(-1)
+
+    @torch.inference_mode()
+    def snapshot(self) -> torch.Tensor:
+        """The tables."""
+        return self._followers.clone()
+
+    @torch.inference_mode()
+    def restore(self, state: torch.Tensor) -> None:
+        """Takes the tables of a snapshot."""
+        self._followers.copy_(state)
+
+    def _learn(
+        self, slots: slice, tokens: torch.Tensor, logits: torch.Tensor, priority: torch.Tensor
+    ) -> None:
+        """Notes the likeliest followers of some tokens.
+
+        Args:
+            slots: whose tables, b of them.
+            tokens: [b, n].
+            logits: [b, n, vocab] behind each of them.
+            priority: [b, n] whole numbers from 0: of equal tokens the highest counts, of those the last.
+        """
+        best = logits.topk(RANKS, dim=-1).indices.int()
+        if self.shared:
+            slots, tokens, best = slice(0, 1), tokens.view(1, -1), best.view(1, -1, RANKS)
+            priority = priority.reshape(1, -1)
+        n = tokens.shape[1]
+        # Which one counts is found by a maximum and every equal token writes the same row: in whatever order a device
+        # writes them, the table is the same.
+        order = priority * n + torch.arange(n, device=self.device)
+        newest, tables = self._newest[slots], self._followers[slots]
+        newest.scatter_reduce_(1, tokens, order, "amax")
+        winner = newest.gather(1, tokens) % n
+        newest.scatter_(1, tokens, -1)
+        rows = best.gather(1, winner.unsqueeze(-1).expand(-1, -1, RANKS))
+        tables.scatter_(1, tokens.unsqueeze(-1).expand(-1, -1, RANKS), rows)
+
+
+def chance(path: tuple[int, ...]) -> float:
+    """How likely a node is to be accepted, relative to others; a child is always less likely than its parent."""
+    return math.prod(LIKELY[rank] for rank in path)

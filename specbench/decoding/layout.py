@@ -1,0 +1,212 @@
+"""Layouts of the sequences of a batch in memory: each with an end of its own, or all with the same end.
+
+Both make the `Pass` of a model: where its tokens are written and what they attend to. A token's position is its index
+in its own sequence, whatever lies around it; that alone makes a batch exact.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
+
+if TYPE_CHECKING:
+    from specbench.decoding.draft import Batch
+    from specbench.decoding.tree import Tree
+
+
+def span(starts: torch.Tensor, n: int) -> torch.Tensor:
+    """[b, n] the n positions from `starts` [b] on."""
+    return starts.unsqueeze(1) + torch.arange(n, device=starts.device)
+
+
+class RaggedLayout:
+    """Position p of a sequence is entry p of its slot, so that nothing is ever moved for alignment.
+
+    Only an accepted tree path moves, to the end of its sequence.
+    """
+
+    aligns = False
+
+    def __init__(self, cache: KVCache):
+        self.cache = cache
+        self._entries = torch.arange(cache.capacity, device=cache.device).unsqueeze(0)
+
+    def prefill_view(self, slot: int, length: int) -> KVCache:
+        """The cache to prefill a sequence of `length` tokens into."""
+        return self.cache.slot(slot)
+
+    def begin_round(self, lengths: list[int], n: int) -> None:
+        """Begins a round of sequences of `lengths` tokens, the last one pending; each may get `n` more."""
+
+    def place(self, batch: Batch, n: int, offset: int = 0, tree: Tree | None = None) -> Pass:
+        """The pass of `n` tokens of each sequence.
+
+        Args:
+            batch: the running sequences.
+            n: tokens of each.
+            offset: of the first of them behind the pending token.
+            tree: of the nodes behind the pending token (offset 0, n = 1 + nodes); None where tokens follow one another.
+        """
+        lengths = batch.lengths
+        start = longest = lengths[0] - 1 + offset
+        if len(lengths) > 1:
+            start, longest = min(lengths) - 1 + offset, max(lengths) - 1 + offset
+        if tree is None and start == longest:
+            return Pass(start + n, start, start)
+        entries = span(batch.known - 1 + offset, n)
+        kv_len = longest + n
+        held = self._entries[:, :kv_len]
+        if tree is None:
+            return Pass(kv_len, self._write_index(entries), None, entries, held)
+        # Of a tree the entries are consecutive, the positions are not.
+        positions = batch.known.unsqueeze(1) - 1 + tree.offsets()
+        b = entries.shape[0]
+        visible = tree.visible()
+        if start == longest:
+            own = positions[: tree.depths.shape[0]]
+            held = torch.cat([held[:, :start].expand(own.shape[0], -1), own], dim=1)
+            return Pass(kv_len, start, None, positions, held, visible)
+        # The trees begin at different entries: what each token sees of all of them is written out.
+        held = held.expand(b, -1).scatter(1, entries, positions)
+        sees = (self._entries[:, :kv_len] < (batch.known - 1).unsqueeze(1)).unsqueeze(1).expand(b, n, kv_len)
+        columns = entries.unsqueeze(1).expand(b, n, n)
+        sees = sees.scatter(2, columns, visible.expand(b, n, n))
+        return Pass(kv_len, self._write_index(entries), None, positions, held, sees)
+
+    def place_at(self, starts: torch.Tensor, n: int, kv_len: int) -> Pass:
+        """The pass of `n` tokens that follow one another from the position `starts` [b] of each sequence on.
+
+        Args:
+            starts: [b].
+            n: tokens of each sequence.
+            kv_len: a bound on all positions, exclusive.
+        """
+        positions = span(starts, n)
+        return Pass(kv_len, self._write_index(positions), None, positions, self._entries[:, :kv_len])
+
+    def commit(self, batch: Batch, count: torch.Tensor, counts: list[int], path: torch.Tensor | None) -> None:
+        """Ends a round.
+
+        Args:
+            batch: the sequences that ran, as before the round.
+            count: [b] draft tokens of each that stay.
+            counts: the same on the host.
+            path: [b, k] of a tree, the indices of the nodes that stay, from the root down; None for chains.
+        """
+        n = max(counts)
+        if path is None or n == 0:
+            return
+        ends = span(batch.known, n)
+        # Behind a path's end there is nothing to keep: the next round writes there again.
+        within = path[:, :n].clamp(max=path.shape[1] - 1)
+        self.cache.move_entries(batch.known.unsqueeze(1) + within, ends)
+
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Copies whole slots, of sequences of fewer than `kv_len` tokens, all at once."""
+        device = self.cache.device
+        to = torch.tensor(destinations, device=device)
+        self.cache.copy_slots(torch.tensor(sources, device=device), to, kv_len)
+
+    def _write_index(self, entries: torch.Tensor) -> torch.Tensor:
+        slots = torch.arange(entries.shape[0], device=entries.device).unsqueeze(1)
+        return (slots * self.cache.capacity + entries).flatten()
+
+
+class AlignedLayout(RaggedLayout):
+    """All sequences of a round write to the same entries, the first that are free in every one of them.
+
+    Where a sequence keeps fewer tokens than another, holes remain (entries at `EMPTY`), and in front of a shorter
+    sequence. Realigning moves the content of each slot together and up to the common end (the paper's
+    unpad-append-repad).
+
+    Args:
+        cache: where the sequences are.
+        slack: realign when the sequences take this share more entries than the longest of them needs. None: after every
+            round in which they did not keep equally many tokens.
+    """
+
+    aligns = True
+
+    def __init__(self, cache: KVCache, slack: float | None = None):
+        super().__init__(cache)
+        self.slack = slack
+        shape = (cache.slots, cache.capacity)
+        self._held = torch.full(shape, EMPTY, device=cache.device)  # the position that each entry holds
+        self._ends = [0] * cache.slots  # behind the last entry that each sequence has in use
+        self._end = 0  # the common end of this round
+        self._width = 0  # entries that this round has filled
+
+    def prefill_view(self, slot: int, length: int) -> KVCache:
+        """The cache to prefill a sequence of `length` tokens into, from entry 0 on."""
+        self._held[slot] = EMPTY
+        self._held[slot, :length] = self._entries[0, :length]
+        self._ends[slot] = length
+        return super().prefill_view(slot, length)
+
+    def begin_round(self, lengths: list[int], n: int) -> None:
+        """Begins a round, and realigns first where there are more holes than `slack` allows."""
+        b = len(lengths)
+        longest = max(lengths) - 1  # the pending token has no entry yet
+        self._end, self._width = max(self._ends[:b]), 0
+        if self.slack is None:
+            realign = len({*self._ends[:b]}) > 1 or self._end > longest
+        else:
+            realign = self._end - longest > self.slack * longest
+        if realign or self._end + n > self.cache.capacity:
+            self._realign(b, longest)
+
+    def place(self, batch: Batch, n: int, offset: int = 0, tree: Tree | None = None) -> Pass:
+        """The pass of `n` tokens of each sequence, in entries behind the common end; arguments as in `RaggedLayout`."""
+        b, entry = len(batch.lengths), self._end + offset
+        self._width = max(self._width, offset + n)
+        kv_len = entry + n
+        if tree is None and min(batch.lengths) - 1 == self._end:  # no holes
+            self._held[:b, entry:kv_len] = self._entries[:, entry:kv_len]
+            return Pass.consecutive(entry, n)
+        positions = (
+            span(batch.known - 1 + offset, n)
+            if tree is None
+            else batch.known.unsqueeze(1) - 1 + tree.offsets()
+        )
+        self._held[:b, entry:kv_len] = positions
+        held = self._held[:b, :kv_len]
+        return Pass(kv_len, entry, None, positions, held, None if tree is None else tree.visible())
+
+    def commit(self, batch: Batch, count: torch.Tensor, counts: list[int], path: torch.Tensor | None) -> None:
+        """Ends a round: the entries of the tokens that were not kept become holes. Nothing moves."""
+        b, end, width = len(counts), self._end, self._width
+        steps = self._entries[:, :width]  # 0 is the pending token
+        if path is None:
+            gone = steps > count.unsqueeze(1)
+            self._ends[:b] = [end + 1 + kept for kept in counts]
+        else:
+            # Node i is entry 1 + i; behind the path there are indices that are no nodes, or not kept.
+            kept = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
+            gone = (steps > 0).repeat(b, 1)
+            gone.scatter_(1, torch.where(kept, path + 1, 0), False)
+            self._ends[:b] = [end + width] * b  # not looked at on the host: the last node may lie anywhere
+        self._held[:b, end : end + width].masked_fill_(gone, EMPTY)
+
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Copies whole slots with what is known of their entries, all at once."""
+        ends = [self._ends[source] for source in sources]
+        super().move(sources, destinations, max(ends))
+        self._held[destinations] = self._held[sources]
+        for destination, end in zip(destinations, ends):
+            self._ends[destination] = end
+
+    def _realign(self, b: int, longest: int) -> None:
+        """Moves the content of the first `b` slots together, so that each ends at entry `longest`."""
+        held = self._held[:b, : self._end]
+        # Content in the order of its positions, holes in front of it; of the holes only as many as are needed.
+        keys = held.masked_fill(held == EMPTY, -1)
+        order = keys.argsort(dim=1, stable=True)[:, self._end - longest :]
+        kept = held.gather(1, order)
+        self.cache.gather(order)
+        held.fill_(EMPTY)
+        self._held[:b, :longest] = kept
+        self._ends[:b] = [longest] * b
+        self._end = longest

@@ -1,0 +1,41 @@
+"""Numbers that a method keeps of its rounds (`Draft.stats`, `Scheduler.stats`), summarised by the method itself."""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pandas as pd
+
+
+def classes(config: Mapping, batched: bool) -> list[type]:
+    """The classes of a run's method and, in batches, of its drafter.
+
+    Those that this installation does not have, such as a user's own in a folder from elsewhere, are left out: the run
+    can still be read, without numbers of their own.
+    """
+    found = []
+    for group in ("method", "drafter") if batched else ("method",):
+        try:
+            found.append(pkgutil.resolve_name(config[group]["_target_"]))
+        except (ImportError, AttributeError):
+            continue
+    return found
+
+
+def of_method(owners: Sequence[type], rounds: pd.DataFrame) -> dict[str, Any]:
+    """The numbers of all owners, by name.
+
+    Args:
+        owners: classes of drafters and schedulers.
+        rounds: rows of `frames.steps_frame` of one arm.
+    """
+    return {name: value for owner in owners for name, value in owner.summarise(rounds).items()}  # type: ignore[attr-defined] # of both
+
+
+def describe(owners: Sequence[type], stats: dict[str, Any]) -> list[str]:
+    """Lines about such numbers, for the foot of a run's table."""
+    return [line for owner in owners for line in owner.describe(stats)]  # type: ignore[attr-defined] # as above

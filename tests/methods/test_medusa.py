@@ -1,0 +1,262 @@
+"""Medusa: heads and their files, the tree of counts, what is drafted from which state, and losslessness."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.medusa import Medusa
+from methods.medusa.drafter import PUBLISHED
+from methods.medusa.heads import MedusaHeads, load_heads, save_heads
+from methods.medusa.train import Distillation, best_tree
+from methods.ragged import RaggedBatch
+from specbench.decoding.draft import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import StagedModel
+from specbench.errors import UserError
+from tests.support import batches
+from tests.support.decoding import random_pair
+from tests.support.lossless import assert_lossless
+from tests.support.methods import trimmed
+from tests.support.models import EVERY_ARCHITECTURE
+
+PROMPT = [3, 9, 27, 11, 33, 29, 17]
+TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0]]
+
+
+def saved_heads(pair, folder, own: bool = False, **notes) -> str:
+    torch.manual_seed(3)
+    hidden = pair.target.config.hidden_size
+    heads = MedusaHeads(3, hidden, pair.target.config.vocab_size if own else None)
+    with torch.no_grad():
+        heads.weight.normal_(std=0.2)
+        heads.bias.normal_(std=0.2)
+        if own:
+            heads.output.copy_(pair.target.get_output_embeddings().weight.expand_as(heads.output))
+            heads.output.add_(0.1 * torch.randn_like(heads.output))
+    save_heads(heads, folder, torch.float32, **({"tree": TREE} | notes))
+    return str(folder)
+
+
+@pytest.fixture(params=[False, True], ids=["shared head", "own heads"])
+def folder(request, tmp_path):
+    return saved_heads(random_pair("llama"), tmp_path, request.param)
+
+
+def test_the_published_tree():
+    assert len(PUBLISHED) == len(set(PUBLISHED)) == 63
+    assert [sum(len(path) == depth for path in PUBLISHED) for depth in range(1, 5)] == [10, 28, 23, 2]
+
+
+def test_fresh_heads_say_what_the_target_says():
+    states = torch.randn(2, 5, 16)
+    assert torch.equal(MedusaHeads(3, 16)(states), states.unsqueeze(2).expand(-1, -1, 3, -1))
+
+
+def test_heads_are_blocks_of_their_own(folder):
+    heads, settings = load_heads(folder, 64, torch.device("cpu"), torch.float32)
+    state, states = load_file(f"{folder}/model.safetensors"), torch.randn(4, 64)
+    for i in range(3):
+        weight, bias = state[f"{i}.0.linear.weight"], state[f"{i}.0.linear.bias"]
+        expected = states + torch.nn.functional.silu(states @ weight.T + bias)
+        torch.testing.assert_close(heads(states)[:, i], expected)
+    assert settings["medusa_num_heads"] == 3
+    assert settings["original_lm_head"] == (heads.output is None) == ("0.1.weight" not in state)
+
+
+def test_what_is_drafted(folder):
+    """The likeliest tokens of each head on the state in front of the pending token, round by round."""
+    pair = random_pair("llama")
+    target = StagedModel(pair.target)
+    drafter = Medusa(pair, folder)
+    state = load_file(f"{folder}/model.safetensors")
+    inner, seen = drafter.draft, []
+
+    def check(batch):
+        draft = inner(batch)
+        tokens = batch.sequences[0].tokens
+        f = pair.target.model(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state[0, -1]
+        ranks = []
+        for i in range(3):
+            z = f + torch.nn.functional.silu(state[f"{i}.0.linear.weight"] @ f + state[f"{i}.0.linear.bias"])
+            output = state.get(f"{i}.1.weight", pair.target.lm_head.weight)
+            ranks.append((output @ z).topk(3).indices.tolist())
+        paths = sorted((p for p in TREE if len(p) <= batch.max_draft), key=lambda p: (len(p), p))
+        assert draft.tokens[0].tolist() == [ranks[len(path) - 1][path[-1]] for path in paths]
+        places = {tuple(path): i for i, path in enumerate(paths)}
+        assert draft.tree.parents[0].tolist() == [places.get(tuple(path[:-1]), -1) for path in paths]
+        seen.append(len(paths))
+        return draft
+
+    drafter.draft = check
+    steps = Engine(target, drafter, frozenset()).answer(PROMPT, Decoding(40)).steps
+    assert {7, 3} <= set(seen) and {s.depth for s in steps} == {0, 1, 2, 3}
+    blocks = sum(t.nbytes for name, t in state.items() if ".0." in name)
+    outputs = sum(t.nbytes for name, t in state.items() if ".1." in name)
+    assert steps[0].draft_bytes == blocks + (outputs or target.pass_bytes(0, 0))
+
+
+def test_a_smaller_tree(folder):
+    drafter = Medusa(random_pair("llama"), folder, nodes=3)
+    assert drafter.paths == [(0,), (1,), (0, 0)] and drafter.max_draft_tokens == 2 and drafter.max_nodes == 3
+    with pytest.raises(UserError, match=r"nodes=8.*\b7\b"):
+        Medusa(random_pair("llama"), folder, nodes=8)
+
+
+def test_heads_without_a_tree_get_the_published_one(tmp_path):
+    """As far as they reach."""
+    drafter = Medusa(
+        random_pair("llama"), saved_heads(random_pair("llama"), tmp_path, tree=None, tree_counts=0)
+    )
+    assert drafter.paths == [path for path in PUBLISHED if len(path) <= 3]
+
+
+def spoil(folder: str, change) -> None:
+    state = load_file(f"{folder}/model.safetensors")
+    change(state)
+    save_file(state, f"{folder}/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("1.0.linear.bias"), "missing 1.0.linear.bias"),
+        (lambda s: s.update({"lm_head.weight": torch.ones(2)}), "unknown lm_head.weight"),
+        (lambda s: s.update({"2.0.linear.bias": torch.ones(2)}), r"2.0.linear.bias is \(2,\)"),
+        (lambda s: s.clear(), "no tensor"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(folder, change, message):
+    spoil(folder, change)
+    with pytest.raises(UserError, match=message):
+        load_heads(folder, 64, torch.device("cpu"), torch.float32)
+
+
+def test_other_faults_of_a_checkpoint(folder, tmp_path):
+    with pytest.raises(UserError, match=r"64 wide.*48.*another target"):
+        load_heads(folder, 48, torch.device("cpu"), torch.float32)
+    with pytest.raises(UserError, match="config.json is missing"):
+        load_heads(tmp_path / "nowhere", 64, torch.device("cpu"), torch.float32)
+    (tmp_path / "config.json").write_text("no JSON")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_heads(tmp_path, 64, torch.device("cpu"), torch.float32)
+
+
+def test_the_authors_format(folder, tmp_path):
+    """A pickle, and a config.json that counts wrong."""
+    authors = tmp_path / "authors"
+    authors.mkdir()
+    state = load_file(f"{folder}/model.safetensors")
+    torch.save(state, authors / "medusa_lm_head.pt")
+    (authors / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    ours, theirs = (load_heads(f, 64, torch.device("cpu"), torch.float32)[0] for f in (folder, authors))
+    states = torch.randn(2, 64)
+    assert theirs.heads == 3 and torch.equal(ours(states), theirs(states))
+
+
+def test_a_pickle_that_runs_code_is_not_loaded(folder, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (print, ("code ran",))
+
+    authors = tmp_path / "authors"
+    authors.mkdir()
+    (authors / "config.json").write_text("{}")
+    torch.save({"0.0.linear.bias": Evil()}, authors / "medusa_lm_head.pt")
+    with pytest.raises(UserError, match="[Ww]eights.only"):
+        load_heads(authors, 64, torch.device("cpu"), torch.float32)
+
+
+# -- training
+
+
+def batch_of(ids: list[list[int]], said: list[list[int]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(said, dtype=torch.float32)}
+
+
+def test_the_loss_by_hand():
+    """Head i at place t against the target at t + 1 + i, where token t + 2 + i counts."""
+    pair = random_pair("llama")
+    torch.manual_seed(1)
+    heads = MedusaHeads(2, 64)
+    with torch.no_grad():
+        heads.weight.normal_(std=0.1)
+    ids, said = [[5, 9, 20, 11, 4, 30, 8]], [[0, 0, 0, 1, 1, 0.5, 1]]
+    found = Distillation(heads, StagedModel(pair.target))(batch_of(ids, said))
+    output = pair.target.model(torch.tensor(ids), use_cache=False)
+    finals, teacher = (
+        output.last_hidden_state[0],
+        pair.target.lm_head(output.last_hidden_state[0]).softmax(-1),
+    )
+    expected = 0.0
+    for i in range(2):
+        for t in range(7 - 2 - i):
+            logits = pair.target.lm_head(heads(finals[t])[i])
+            expected += 0.8**i * said[0][t + 2 + i] * -(teacher[t + 1 + i] * logits.log_softmax(-1)).sum()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    found.backward()
+    assert heads.weight.grad.abs().sum() > 0 and pair.target.lm_head.weight.grad is None
+
+
+def test_rank_paths_by_hand():
+    pair = random_pair("llama")
+    heads = MedusaHeads(2, 64)  # both say what the target's own head says
+    ids = [[5, 9, 20, 11, 4, 30, 8, 2]]
+    module = Distillation(heads, StagedModel(pair.target))
+    found = module.rank_paths(batch_of(ids, [[0, 0, 1, 1, 1, 1, 1, 1]]))
+    logits = pair.target(torch.tensor(ids), use_cache=False).logits[0]
+    expected: Counter = Counter()
+    for place in range(1, 5):  # the pending token, place + 1, is the assistant's, and so are both behind it
+        ranks = [int((logits[place] > logits[place, ids[0][place + 2 + i]]).sum()) for i in range(2)]
+        for n in (1, 2):
+            if all(rank < 10 for rank in ranks[:n]):
+                expected[tuple(ranks[:n])] += 1
+    assert found == expected
+
+
+def test_the_best_tree_is_closed():
+    found = Counter({(0,): 9, (0, 0): 9, (1,): 4, (0, 1): 3, (0, 0, 0): 9, (2,): 1})
+    tree = best_tree(found, 5)
+    assert tree == [(0,), (0, 0), (0, 0, 0), (1,), (0, 1)]
+    assert all(path[:-1] in tree for path in tree if len(path) > 1)
+
+
+# -- losslessness
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_lossless(arch, tmp_path):
+    pair = random_pair(arch)
+    folder = saved_heads(pair, tmp_path)
+    steps = []
+    for turn, nodes in enumerate((1, 4, None)):
+        steps += assert_lossless(arch, Medusa(pair, folder, nodes), third=turn)
+    steps += assert_lossless(arch, trimmed(Medusa(pair, folder), list(range(0, pair.vocab_size, 2))), third=1)
+    assert any(s.accepted for s in steps)
+
+
+@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+def test_lossless_in_batches(scheduler, tmp_path):
+    requests, expected = batches.cases("qwen2")
+    pair = random_pair("qwen2")
+    drafter = Medusa(pair, saved_heads(pair, tmp_path))
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler(4))
+    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
+
+
+def test_sampled_text_is_that_of_autoregressive_decoding(folder):
+    pair = random_pair("llama")
+    target, accepted = StagedModel(pair.target), 0
+    for seed in range(4):
+        plain = Engine(target, Drafter(), frozenset()).answer(PROMPT, Decoding(30, 0.7), seed)
+        answer = Engine(target, Medusa(pair, folder), frozenset()).answer(PROMPT, Decoding(30, 0.7), seed)
+        assert answer.tokens == plain.tokens
+        accepted += sum(step.accepted for step in answer.steps)
+    assert accepted

@@ -1,0 +1,156 @@
+"""Token Recycling: the published tree, what the table holds, that nothing outlives an answer, and losslessness."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.ragged import RaggedBatch
+from methods.rank_trees import grown, rank_tree
+from methods.recycling import CHILDREN, RANKS, ROOT_CHILDREN, TokenRecycling, chance
+from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import StagedModel
+from specbench.errors import UserError
+from tests.support import batches
+from tests.support.decoding import random_pair, random_prompt
+from tests.support.lossless import assert_lossless, assert_stops_anywhere
+from tests.support.models import EVERY_ARCHITECTURE
+
+PROMPT = [3, 9, 27, 11, 33, 29, 17, 9, 27]
+
+
+def test_the_tree_is_the_published_one():
+    paths = grown(ROOT_CHILDREN, CHILDREN)
+    assert len(paths) == len(set(paths)) == 80
+    assert [sum(len(path) == depth for path in paths) for depth in range(1, 7)] == [8, 21, 25, 15, 8, 3]
+    assert all(path[:-1] in paths for path in paths if len(path) > 1)
+    assert all(chance(path) < chance(path[:-1]) for path in paths)
+    with pytest.raises(UserError, match=r"nodes=81.*\b80\b"):
+        TokenRecycling(random_pair("llama"), nodes=81)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 6])
+def test_a_tree_of_ranks_is_laid_out_level_by_level(depth):
+    paths = sorted(grown(ROOT_CHILDREN, CHILDREN), key=chance, reverse=True)[:30]
+    tree, levels = rank_tree(tuple(paths), depth, torch.device("cpu"))
+    parents, found = tree.parents[0].tolist(), []
+    ranks = torch.cat([ranks for _, ranks in levels]).tolist()
+    for node, (parent, rank) in enumerate(zip(parents, ranks)):
+        assert parent < node
+        found.append((*(found[parent] if parent >= 0 else ()), rank))
+    assert set(found) == {path for path in paths if len(path) <= depth}
+    begins = 0
+    for (own, _), (above, _) in pairwise(levels):
+        below = parents[begins + len(own) :][: len(above)]
+        assert below == [begins + place for place in above.tolist()]
+        begins += len(own)
+
+
+class Watched(TokenRecycling):
+    """Compares its table with one that plain Python keeps."""
+
+    def begin(self, slot, sequence, prefill):
+        super().begin(slot, sequence, prefill)
+        model, prompt = self.target.model, sequence.request.prompt
+        logits = model(torch.tensor([prompt]), use_cache=False).logits[0]
+        self.known = {}
+        for token, row in zip(prompt, logits) if self.prompt else ():
+            self.known[token] = row.topk(RANKS).indices.tolist()
+        self.compare()
+
+    def commit(self, batch, verified):
+        super().commit(batch, verified)
+        tokens, k = self._fed[0].tolist(), self._fed.shape[1] - 1
+        depths = self._tree.offsets()[0].tolist()
+        path = [0] if verified.path is None else [0, *(verified.path[0, : verified.counts[0]] + 1).tolist()]
+        # What counts is written last: of rejected nodes deep ones first, then the accepted path in its order.
+        rejected = sorted(set(range(1 + k)) - set(path), key=lambda node: (-depths[node], node))
+        for node in [*rejected, *path]:
+            self.known[tokens[node]] = verified.logits[0, node].topk(RANKS).indices.tolist()
+        self.compare()
+
+    def compare(self):
+        for token in range(self.target.vocab_size):
+            assert self._followers[0, token].tolist() == self.known.get(token, [-1] * RANKS)
+        assert (self._newest == -1).all()
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_the_table_after_every_round(prompt):
+    pair = random_pair("llama")
+    drafter = Watched(pair, 30, prompt)
+    answer = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(40))
+    assert sum(step.accepted for step in answer.steps) > 3
+    assert max(step.drafted for step in answer.steps) == 30
+
+
+def accepted(drafter, engine: Engine, prompt: list[int]) -> list[int]:
+    return [step.accepted for step in engine.answer(prompt, Decoding(40)).steps]
+
+
+def test_a_repeat_copies_nothing_unless_memory_is_kept():
+    """With a table that outlives the answer, the second time the answer itself is drafted."""
+    pair = random_pair("llama")
+    drafter = TokenRecycling(pair, 40, prompt=False)
+    engine = Engine(StagedModel(pair.target), drafter, frozenset())
+    assert accepted(drafter, engine, PROMPT) == accepted(drafter, engine, PROMPT)
+    keeping = TokenRecycling(pair, 40, prompt=False, memory="run")
+    engine = Engine(StagedModel(pair.target), keeping, frozenset())
+    first = accepted(keeping, engine, PROMPT)
+    before = keeping.snapshot()
+    second = accepted(keeping, engine, PROMPT)
+    assert len(second) < len(first), "kept state copies the answer that was given before"
+    keeping.restore(before)
+    assert accepted(keeping, engine, PROMPT) == second
+    keeping.forget()
+    assert accepted(keeping, engine, PROMPT) == first
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_lossless(arch):
+    steps = []
+    for turn, nodes in enumerate((1, 8, 30)):
+        steps += assert_lossless(arch, TokenRecycling(random_pair(arch), nodes), third=turn)
+    assert any(s.accepted for s in steps) and any(s.accepted < s.depth for s in steps)
+
+
+SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
+
+
+@pytest.mark.parametrize("memory", ["answer", "run"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_lossless_in_batches(scheduler, memory):
+    arch = "mistral" if memory == "run" else "llama"
+    requests, expected = batches.cases(arch)
+    pair = random_pair(arch)
+    drafter = TokenRecycling(pair, 20, memory=memory)
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), SCHEDULERS[scheduler](3))
+    steps = batches.assert_lossless(engine, requests, expected)
+    assert any(s.accepted for s in steps)
+    if memory == "answer":  # what a sequence drafts does not depend on the others
+        for request, answer in zip(requests, engine.generate(requests)):
+            alone = Engine(StagedModel(pair.target), drafter, request.stop_ids).generate([request])[0]
+            assert [s.accepted for s in alone.steps] == [s.accepted for s in answer.steps]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
+    pair, rng = random_pair("llama"), random.Random(2)
+    target = StagedModel(pair.target)
+    requests = [Request(random_prompt(rng, pair.vocab_size), Decoding(30, 1.0), seed) for seed in range(6)]
+    plain = Engine(target, Drafter(), frozenset()).generate(requests)
+    drafter = TokenRecycling(pair, 40)
+    answers = Engine(target, drafter, frozenset(), RaggedBatch(batch_size)).generate(requests)
+    assert [a.tokens for a in answers] == [a.tokens for a in plain]
+    assert sum(s.accepted for a in answers for s in a.steps) > 5
+
+
+def test_it_stops_anywhere():
+    assert_stops_anywhere(lambda *_: TokenRecycling(random_pair("llama"), 40))

@@ -1,0 +1,129 @@
+"""What methods make of the numbers that they keep of their rounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from methods.mirror_sd import MirrorSD
+from methods.s2d import SortedDraft
+from specbench.measure.frames import steps_frame
+from tests.support.synthetic import columns, generation, record, turn
+
+OWN = ("exit_seconds", "hit", "early_seconds", "beside_seconds", "after_seconds", "idle_seconds")
+OWN = (*OWN, "handover_seconds")
+
+
+def frame(rounds: list[dict]):
+    method = generation([r["accepted"] for r in rounds]) | {"steps": columns(rounds)}
+    return steps_frame([record(turns=[turn(method=method)])])
+
+
+def found_overlap(rounds: list[dict]) -> dict | None:
+    nested = [
+        {k: v for k, v in r.items() if k not in OWN}
+        | {"stats": {k: v for k, v in r.items() if k in OWN} or None}
+        for r in rounds
+    ]
+    return MirrorSD.summarise(frame(nested))["overlap"]
+
+
+def test_exit_shares():
+    """Also of a draft that the cap cut short, whose last token was verified for nobody."""
+    rounds = [
+        {"accepted": 1, "drafted": 3, "stats": {"exits": [2, 2, 6]}},
+        {"accepted": 0, "drafted": 1, "stats": {"exits": [4, 6]}},
+        {"accepted": 0, "drafted": 0},
+    ]
+    shares = SortedDraft.summarise(frame(rounds))
+    assert shares == {"exit_shares": {"2": 0.5, "4": 0.25, "6": 0.25}}
+    assert SortedDraft.describe(shares) == [
+        "draft tokens left the draft model after: 2 layers 50%, 4 layers 25%, 6 layers 25%"
+    ]
+    assert SortedDraft.summarise(frame(rounds[2:])) == {"exit_shares": None}
+    assert SortedDraft.describe({"exit_shares": {"2": 1.0}}) == SortedDraft.describe({}) == []
+
+
+def test_columns_of_older_journals_are_read():
+    """They had a column for each number of a method."""
+    rounds = [{"accepted": 1}, {"accepted": 0}]
+    steps = columns(rounds) | {
+        "exits": [[2, 6], []],
+        "grouped": [True, None],
+        "hit": [None, None],
+        "idle_seconds": [0.1, None],
+    }
+    del steps["stats"]
+    frame = steps_frame([record(turns=[turn(method=generation() | {"steps": steps})])])
+    assert frame["stats"].tolist() == [
+        {"exits": [2, 6], "grouped": True, "hit": None, "idle_seconds": 0.1},
+        None,
+    ]
+
+
+def test_overlap_by_hand():
+    """Three rounds: the first draft is nobody's guess, the second was guessed, the third was not."""
+    common = {"exit_seconds": 0.004, "verify_seconds": 0.010, "other_seconds": 0.001, "idle_seconds": 0.002}
+    common |= {"handover_seconds": 0.0001, "early_seconds": 0.0}
+    names = ("accepted", "hit", "early_seconds", "beside_seconds", "after_seconds", "draft_seconds")
+    rounds = [
+        dict(zip(names, (2, None, 0.0, 0.0, 0.005, 0.005))),
+        dict(zip(names, (4, True, 0.002, 0.007, 0.0, 0.001))),
+        dict(zip(names, (0, False, 0.0, 0.005, 0.003, 0.003))),
+    ]
+    rounds = [common | r for r in rounds]
+    last = {"accepted": 0}  # the last place belongs to the target alone
+    found = found_overlap([*rounds, last])
+    assert found["fall_back_rate"] == 0.5
+    assert found["fall_back_rate_by_accepted"] == {"2": 0.0, "4": 1.0}
+    assert found["hidden_share"] == pytest.approx(1 - 0.002 / 0.003)  # waited a round / a serial draft
+    assert found["waited_seconds"] == pytest.approx(0.002)
+    # max(exit, draft before it) + max(rest of the pass, draft beside it) + handover + half of a miss's draft + the rest
+    assert found["model_seconds"] == pytest.approx(0.004 + 0.006 + 0.0001 + 0.5 * 0.003 + 0.001)
+    for r in rounds[:3]:
+        r |= {"early_seconds": 0.009, "beside_seconds": 0.008}
+    found = found_overlap([*rounds, last])
+    assert found["model_seconds"] == pytest.approx(0.009 + 0.008 + 0.0001 + 0.5 * 0.003 + 0.001)
+    assert found["round_seconds"] == pytest.approx(0.002 + 0.010 + 0.001)
+    assert found_overlap([last]) is None
+
+
+def test_work_on_branches_that_nobody_took_hides_nothing():
+    """The target waits 6 ms a round, a serial draft takes 10: 40 % hidden, however much is drafted meanwhile."""
+    common = {"exit_seconds": 0.004, "verify_seconds": 0.010, "idle_seconds": 0.0, "handover_seconds": 0.0}
+    names = ("accepted", "hit", "after_seconds", "draft_seconds")
+    kinds = ((2, None, 0.01, 0.01), (4, True, 0.0, 0.002), (0, False, 0.01, 0.010))
+
+    def hidden(useless: float, kinds: tuple = kinds) -> float | None:
+        work = {"early_seconds": useless, "beside_seconds": 0.005 + useless}
+        rounds = [common | work | dict(zip(names, kind)) for kind in kinds]
+        return found_overlap(rounds)["hidden_share"]
+
+    assert hidden(0.0) == hidden(0.02) == pytest.approx(0.4)
+    assert hidden(0.02, kinds[:1]) is None  # nothing was looked up
+    assert hidden(0.02, kinds[:2]) is None  # nothing was missed: what a serial draft takes is not known
+    assert hidden(0.02, (kinds[0], (0, False, 0.01, 0.02))) == 0.0
+
+
+def test_what_drafting_beside_the_target_gains_in_words():
+    overlap = {
+        "fall_back_rate": 0.125,
+        "fall_back_rate_by_accepted": {"0": 0.125},
+        "hidden_share": 0.83,
+        "exit_seconds": 0.0042,
+        "rest_seconds": 0.0061,
+        "early_seconds": 0.0012,
+        "beside_seconds": 0.0055,
+        "after_hit_seconds": 0.0,
+        "after_miss_seconds": 0.004,
+        "waited_seconds": 0.0009,
+        "idle_seconds": 0.001,
+        "handover_seconds": None,
+        "model_seconds": None,
+        "round_seconds": 0.0123,
+    }
+    (text,) = MirrorSD.describe({"overlap": overlap})
+    assert "83% of the time of a serial draft (4.0 ms) hidden, miss rate 12%" in text
+    assert (
+        "a round took 12.3 ms: 4.2 to the exit and 6.1 behind it (overlapped drafting 1.2 and 5.5), " in text
+    )
+    assert "0.9 waiting; the latency model says – ms" in text
