@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Path = tuple[int, ...]
+BLOCK = 64  # of logits, whose maximum is looked at first
 
 
 def grown(root: int, children: Mapping[str, int]) -> list[Path]:
@@ -54,3 +55,21 @@ def rank_tree(
         levels.append((of_level[:, 0], of_level[:, 1]))
         above = {path: i for i, path in enumerate(level)}
     return Tree.of(parents), levels
+
+
+def likeliest_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices [..., k] of the k largest of [..., n], the largest first.
+
+    They lie in the k blocks of the largest maxima, which are found in a pass that is vectorised: on a CPU this takes a
+    tenth of the time of `topk` over all.
+    """
+    n = logits.shape[-1]
+    if n < 2 * k * BLOCK:
+        return logits.topk(k, dim=-1).indices
+    spare = -n % BLOCK
+    blocks = torch.nn.functional.pad(logits, (0, spare), value=float("-inf")) if spare else logits
+    blocks = blocks.unflatten(-1, (-1, BLOCK))
+    best = blocks.amax(-1).topk(k, dim=-1).indices
+    within = blocks.gather(-2, best.unsqueeze(-1).expand(*best.shape, BLOCK)).flatten(-2)
+    found = within.topk(k, dim=-1).indices
+    return best.gather(-1, found // BLOCK) * BLOCK + found % BLOCK

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from methods.rank_trees import grown, rank_tree
+from methods.rank_trees import grown, likeliest_ids, rank_tree
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Sequence, Verified
 from specbench.errors import UserError
 from specbench.pairs import Pair
@@ -150,7 +150,7 @@ class TokenRecycling(Drafter):
             logits: [b, n, vocab] behind each of them.
             priority: [b, n] whole numbers from 0: of equal tokens the highest counts, of those the last.
         """
-        best = logits.topk(RANKS, dim=-1).indices.int()
+        best = likeliest_ids(logits, RANKS).int()
         if self.shared:
             slots, tokens, best = slice(0, 1), tokens.view(1, -1), best.view(1, -1, RANKS)
             priority = priority.reshape(1, -1)

@@ -12,7 +12,7 @@ import torch
 
 from methods.heads import draft_head
 from methods.medusa.heads import load_heads
-from methods.rank_trees import grown, rank_tree
+from methods.rank_trees import grown, likeliest_ids, rank_tree
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.target import StagedModel
@@ -104,7 +104,7 @@ class Medusa(Drafter):
             logits = self.head.logits(states)
         else:
             logits = torch.einsum("bkd,kvd->bkv", states, self._output[: len(levels)])
-        likely = self.head.ids(logits.topk(min(self.ranks, logits.shape[-1]), dim=-1).indices)
+        likely = self.head.ids(likeliest_ids(logits, min(self.ranks, logits.shape[-1])))
         tokens = [likely[:, depth, ranks] for depth, (_, ranks) in enumerate(levels)]
         return Draft(torch.cat(tokens, dim=1), tree=tree, bytes_read=self._bytes)
 

@@ -11,7 +11,7 @@ import torch
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from methods.rank_trees import grown, rank_tree
+from methods.rank_trees import grown, likeliest_ids, rank_tree
 from methods.recycling import CHILDREN, RANKS, ROOT_CHILDREN, TokenRecycling, chance
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
@@ -51,6 +51,13 @@ def test_a_tree_of_ranks_is_laid_out_level_by_level(depth):
         below = parents[begins + len(own) :][: len(above)]
         assert below == [begins + place for place in above.tolist()]
         begins += len(own)
+
+
+@pytest.mark.parametrize("shape", [(3, 61), (2, 5, 1024), (81, 16_384), (1, 10_007)])
+def test_the_likeliest_ids(shape):
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(likeliest_ids(logits, 8), logits.topk(8, dim=-1).indices)
+    assert torch.equal(likeliest_ids(logits, 1), logits.argmax(-1, keepdim=True))
 
 
 class Watched(TokenRecycling):
