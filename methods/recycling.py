@@ -130,14 +130,15 @@ class TokenRecycling(Drafter):
         self._followers.fill_(-1)
 
     @torch.inference_mode()
-    def snapshot(self) -> torch.Tensor:
-        """The tables."""
-        return self._followers.clone()
+    def snapshot(self) -> torch.Tensor | None:
+        """The table that goes on through all answers, if there is one."""
+        return self._followers.clone() if self.shared else None
 
     @torch.inference_mode()
-    def restore(self, state: torch.Tensor) -> None:
-        """Takes the tables of a snapshot."""
-        self._followers.copy_(state)
+    def restore(self, state: torch.Tensor | None) -> None:
+        """Takes the table of a snapshot."""
+        if state is not None:
+            self._followers.copy_(state)
 
     def _learn(
         self, slots: slice, tokens: torch.Tensor, logits: torch.Tensor, priority: torch.Tensor

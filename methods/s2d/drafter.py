@@ -116,9 +116,8 @@ class SortedDraft(SpeculativeSampling):
     def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, int]:
         """One pass; each sequence takes its first exit that is sure enough, and the batch goes to the deepest one."""
         model, cache, (b, n) = self.model, self._layout.cache, ids.shape
-        fed = [
-            length - 1 + offset + n for length in batch.lengths
-        ]  # tokens given to the model, these included
+        # Tokens given to the model, these included.
+        fed = [length - 1 + offset + n for length in batch.lengths]
         where, hidden, lo = self._layout.place(batch, n, offset), model.embed(ids), 0
         deciding: torch.Tensor | None = None
         for i, (end, threshold) in enumerate(zip(self.exits, self.thresholds)):

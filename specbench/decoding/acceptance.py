@@ -63,13 +63,9 @@ def accept(
     if k == 0:
         choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, :1, TARGET])
         return Accepted(draft.tokens.new_zeros(b), choices[:, 0])
+    live = _live(draft, limits)
     if draft.tree is not None:
-        return _accept_tree(logits, draft, draft.tree, decoding, uniforms, limits)
-    live = None
-    for most in (draft.candidates, limits):
-        if most is not None:
-            within = torch.arange(k, device=logits.device) < _column(most, logits.device)
-            live = within if live is None else live & within
+        return _accept_tree(logits, draft, draft.tree, decoding, uniforms, live)
     if uniforms is None or draft.probs is None:
         choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, : 1 + k, TARGET])
         return greedy_chain(choices, draft.tokens, live)
@@ -84,21 +80,17 @@ def _accept_tree(
     tree: Tree,
     decoding: Decoding,
     uniforms: torch.Tensor | None,
-    limits: torch.Tensor | None,
+    live: torch.Tensor | None,
 ) -> Accepted:
-    b, k = draft.tokens.shape
-    live = torch.ones(b, k, dtype=torch.bool, device=logits.device)
-    if draft.candidates is not None:
-        live = live & (torch.arange(k, device=logits.device) < _column(draft.candidates, logits.device))
-    if limits is not None:
-        live = live & (tree.depths <= limits.unsqueeze(1))
+    b = draft.tokens.shape[0]
     parents, depths = tree.parents.expand(b, -1), tree.depths.expand(b, -1)
     if uniforms is None or draft.probs is None:
         numbers = None
         if uniforms is not None:  # a node of depth d stands d positions behind the pending token
             numbers = uniforms[..., TARGET].gather(1, tree.offsets().expand(b, -1))
         choices, _ = decoding.select(logits, numbers)
-        fits = (choices.gather(1, parents + 1) == draft.tokens) & live
+        fits = choices.gather(1, parents + 1) == draft.tokens
+        fits = fits if live is None else fits & live
         count, path, last = longest_path(fits, tree)
         return Accepted(count, _at(choices, last), path)
     siblings = tree.siblings_before().expand(b, -1)
@@ -109,9 +101,19 @@ def _accept_tree(
     return Accepted(count, invert(rest, _at(uniforms[..., TARGET], count)), path)
 
 
-def _column(most: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    """A bound [b] or a number as [b or 1, 1]."""
-    return torch.as_tensor(most, device=device).view(-1, 1)
+def _live(draft: Draft, limits: torch.Tensor | None) -> torch.Tensor | None:
+    """Which nodes [b, k] may be accepted: candidates that lie within the limits; None: all."""
+    k, device = draft.tokens.shape[1], draft.tokens.device
+    within = []
+    if draft.candidates is not None:
+        candidates = torch.as_tensor(draft.candidates, device=device).view(-1, 1)
+        within.append(torch.arange(k, device=device) < candidates)
+    if limits is not None:
+        depths = torch.arange(1, 1 + k, device=device) if draft.tree is None else draft.tree.depths
+        within.append(depths <= limits.unsqueeze(1))
+    if not within:
+        return None
+    return torch.stack(torch.broadcast_tensors(*within)).all(0).expand(draft.tokens.shape)
 
 
 def _at(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

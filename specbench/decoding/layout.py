@@ -55,7 +55,7 @@ class RaggedLayout:
         if len(lengths) > 1:
             start, longest = min(lengths) - 1 + offset, max(lengths) - 1 + offset
         if tree is None and start == longest:
-            return Pass(start + n, start, start)
+            return Pass.consecutive(start, n)
         entries = span(batch.known - 1 + offset, n)
         kv_len = longest + n
         held = self._entries[:, :kv_len]
@@ -72,8 +72,8 @@ class RaggedLayout:
         # The trees begin at different entries: what each token sees of all of them is written out.
         held = held.expand(b, -1).scatter(1, entries, positions)
         sees = (self._entries[:, :kv_len] < (batch.known - 1).unsqueeze(1)).unsqueeze(1).expand(b, n, kv_len)
-        columns = entries.unsqueeze(1).expand(b, n, n)
-        sees = sees.scatter(2, columns, visible.expand(b, n, n))
+        own = entries.unsqueeze(1).expand(b, n, n)
+        sees = sees.scatter(2, own, visible.expand(b, n, n))
         return Pass(kv_len, self._write_index(entries), None, positions, held, sees)
 
     def place_at(self, starts: torch.Tensor, n: int, kv_len: int) -> Pass:
