@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.linear import DRAFT, LAID, LAYOUTS, Layouts, default, product
+from specbench.decoding.linear import DRAFT, LAID, LAYOUTS, ONE_TOKEN, Layouts, default, product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from specbench.decoding.linear import Laid
+    from specbench.decoding.linear import Bags, Laid
 
 Times = dict[str, dict[int, float]]  # seconds by layout and number of tokens
 ROUNDS, FEWEST_ROUNDS = 9, 3  # of measuring, each over all layouts
@@ -89,6 +89,8 @@ def fastest(rounds: Sequence[Times], tokens: Sequence[int], usual: str) -> str:
     """
     ratios = {}
     for name in rounds[0]:
+        if any(n not in rounds[0][name] for n in tokens):
+            continue  # a layout for one token alone
         typical = [median(times[name][n] / times[usual][n] for times in rounds) for n in tokens]
         least = [min(t[name][n] for t in rounds) / min(t[usual][n] for t in rounds) for n in tokens]
         ratios[name] = max(sum(typical), sum(least)) / len(tokens)
@@ -108,21 +110,20 @@ def measure(weights: Sequence[torch.Tensor], tokens: Sequence[int]) -> list[Time
     sample = [weight.detach()[:rows] for weight in weights[: -(-SWEEP_BYTES // (rows * row_bytes))]]
     laid = {name: made for name, lay in LAYOUTS.items() if (made := _made(lay, sample)) is not None}
     states = {n: _states(sample[0], n) for n in tokens}
-    for matrices in laid.values():  # kernels are made when they are first called
-        for n in tokens:
-            _seconds(states[n], matrices[:1])
+    cases = [(n, name) for n in tokens for name in laid if n == 1 or name not in ONE_TOKEN]
+    for n, name in cases:  # kernels are made when they are first called
+        _seconds(states[n], laid[name][:1])
     found: list[Times] = []
     begun = time.perf_counter()
     while len(found) < FEWEST_ROUNDS or (len(found) < ROUNDS and time.perf_counter() - begun < SECONDS):
         times: Times = {name: {} for name in laid}
-        for n in tokens:
-            for name, matrices in laid.items():
-                times[name][n] = _seconds(states[n], matrices)
+        for n, name in cases:
+            times[name][n] = _seconds(states[n], laid[name])
         found.append(times)
     return found
 
 
-def _seconds(states: torch.Tensor, matrices: Sequence[torch.Tensor]) -> float:
+def _seconds(states: torch.Tensor, matrices: Sequence[torch.Tensor | Bags]) -> float:
     """Seconds of a product with each of some matrices."""
     start = time.perf_counter()
     for matrix in matrices:
@@ -137,8 +138,8 @@ def _states(weight: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _made(
-    lay: Callable[[torch.Tensor], torch.Tensor], weights: Sequence[torch.Tensor]
-) -> list[torch.Tensor] | None:
+    lay: Callable[[torch.Tensor], torch.Tensor | Bags], weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor | Bags] | None:
     """The weights laid out; None where this torch or this processor has no such layout for them."""
     try:
         made = [lay(weight) for weight in weights]

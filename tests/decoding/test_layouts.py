@@ -11,7 +11,7 @@ import torch
 
 from specbench.decoding import layouts, linear
 from specbench.decoding.layouts import choose_layouts, fastest
-from specbench.decoding.linear import LAYOUTS, Layouts, laid_linear, product
+from specbench.decoding.linear import LAYOUTS, ONE_TOKEN, Layouts, laid_linear, product
 from specbench.decoding.target import StagedModel
 from tests.support.models import random_model
 
@@ -63,9 +63,14 @@ def test_a_product_is_that_of_torch_in_any_layout_shape_and_type(layout, dtype):
     for rows, columns in [(1024, 8), (7, 5), *torch.randint(1, 200, (6, 2), generator=sizes).tolist()]:
         weight, bias = torch.randn(rows, columns, dtype=dtype) / columns**0.5, torch.randn(rows, dtype=dtype)
         made = LAYOUTS[layout](weight)
-        assert torch.equal(made.to_dense() if made.is_mkldnn else made, weight)
         long = torch.randn(2, 9, columns, dtype=dtype)
-        for states in (long[:1, :1], long[0, 3], long[:1, :6], long[:, 2:8], long):
+        given = [long[:1, :1], long[0, 3], long[1:, 2:3], long[:1, :6], long[:, 2:8], long]
+        if layout in ONE_TOKEN:
+            assert made.table.shape[1] * made.table.shape[0] % columns == 0
+            given = given[:3]
+        else:
+            assert torch.equal(made.to_dense() if made.is_mkldnn else made, weight)
+        for states in given:
             for b in (None, bias):
                 torch.testing.assert_close(
                     product(states, made, b),
@@ -220,11 +225,12 @@ def test_the_default_is_left_for_a_clear_gain_alone():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measuring_times_every_layout_that_there_is(dtype):
     found = layouts.measure([torch.randn(64, 48, dtype=dtype) for _ in range(3)], [1, 6])
-    expected = set(LAYOUTS) if has_packed(dtype) else {"rows", "columns"}
+    packed = set() if has_packed(dtype) else {"packed", "packed_one"}
     assert len(found) >= layouts.FEWEST_ROUNDS
     for times in found:
-        assert times.keys() == expected
-        assert all(of.keys() == {1, 6} and min(of.values()) > 0 for of in times.values())
+        assert times.keys() == set(LAYOUTS) - packed
+        for name, of in times.items():
+            assert of.keys() == ({1} if name in ONE_TOKEN else {1, 6}) and min(of.values()) > 0
 
 
 def test_a_layout_that_a_processor_lacks_is_left_out(monkeypatch):
@@ -234,4 +240,9 @@ def test_a_layout_that_a_processor_lacks_is_left_out(monkeypatch):
     monkeypatch.setitem(LAYOUTS, "packed", refuse)
     monkeypatch.setitem(LAYOUTS, "packed_one", refuse)
     found = layouts.measure([torch.randn(64, 48)], [1, 6])
-    assert all(times.keys() == {"rows", "columns"} for times in found)
+    assert all(times.keys() == {"rows", "columns", *ONE_TOKEN} for times in found)
+
+
+def test_a_layout_for_one_token_alone_is_never_chosen_for_several():
+    rounds = [{"columns": {1: 1.0, 6: 1.0}, "bags_256": {1: 0.5}}]
+    assert fastest(rounds, [1], "columns") == "bags_256" and fastest(rounds, [6], "columns") == "columns"

@@ -23,6 +23,7 @@ LAYOUTS = [
     Layouts("columns", "columns"),
     Layouts("packed_one", "packed"),
     Layouts("columns", "packed"),
+    Layouts("bags_256", "packed"),
 ]
 
 
