@@ -21,20 +21,20 @@ class ExSpec(Scheduler):
 
     A round takes a full batch of one length, if there is one. But sequences outside the batch of the last round must be
     copied into it: a same-length group is used only if at least half of it ran in the last round, and none once a
-    sequence has been skipped `patience` times in favour of younger ones. Otherwise the oldest run. Where they end in
-    different entries holes remain; up to `slack` of them are tolerated before a realignment (see `AlignedLayout`): with
-    right positions they cost attention to some empty entries and no copy.
+    sequence has been skipped `max_skipped_rounds` times in favour of younger ones. Otherwise the oldest run. Where they
+    end in different entries holes remain; up to `slack` of them are tolerated before a realignment (see
+    `AlignedLayout`): with right positions they cost attention to some empty entries and no copy.
 
     Not as in the paper: its authors take the first group that reaches the batch size, in the order of the window,
     wherever its sequences are, and a sequence can be skipped without end. Here it is the group of which most sequences
-    ran in the last round, only if that is at least half of them, and `patience` bounds the wait.
+    ran in the last round, only if that is at least half of them, and `max_skipped_rounds` bounds the wait.
 
     Args:
         batch_size: sequences in a round.
         token_budget: as in `Scheduler`.
         window: prefilled sequences that rounds are chosen from; a new one enters as soon as one is done.
         slack: as in `AlignedLayout`.
-        patience: rounds in which a sequence may be skipped in favour of younger ones.
+        max_skipped_rounds: rounds in which a sequence may be skipped in favour of younger ones.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class ExSpec(Scheduler):
         token_budget: Count | None = None,
         window: Count = 32,
         slack: NotNegative = 0.25,
-        patience: Count = 16,
+        max_skipped_rounds: Count = 16,
     ):
         super().__init__(batch_size, token_budget)
         self.slots = max(window, batch_size)
-        self.slack, self.patience = slack, patience
+        self.slack, self.max_skipped_rounds = slack, max_skipped_rounds
         self._last = 0  # sequences that ran in the last round: the first ones
 
     def layout(self, cache: KVCache) -> AlignedLayout:
@@ -60,7 +60,7 @@ class ExSpec(Scheduler):
         b = min(self.batch_size, len(held))
         by_age = sorted(range(len(held)), key=lambda slot: held[slot].request_index)
         chosen = by_age[:b]
-        if all(one.skipped_rounds < self.patience for one in held):
+        if all(one.skipped_rounds < self.max_skipped_rounds for one in held):
             chosen = self._group(held, by_age, b) or chosen
         self.stats = {"grouped": len({held[slot].length for slot in chosen}) == 1} if b > 1 else {}
         self._last = b
@@ -89,11 +89,11 @@ class ExSpec(Scheduler):
         judged = rounds.assign(grouped=stat(rounds, "grouped"))
         judged = judged[judged["grouped"].notna()]
         # A round of n sequences stands in n rows.
-        same = (judged["grouped"].astype(float) / judged["rows"]).sum()
-        return {"grouping_rate": ratio(same, (1 / judged["rows"]).sum())}
+        same = (judged["grouped"].astype(float) / judged["sequences"]).sum()
+        return {"grouping_rate": ratio(same, (1 / judged["sequences"]).sum())}
 
     @staticmethod
     def describe(stats: dict[str, Any]) -> list[str]:
         """The grouping rate."""
         rate = stats.get("grouping_rate")
-        return [] if rate is None else [f"sequences of one length in {rate:.0%} of the rounds"]
+        return [] if rate is None else [f"grouping rate {rate:.0%}"]

@@ -20,15 +20,13 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench import ROOT
+from specbench import CONF, ROOT
 from specbench.errors import UserError, near
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PACKAGE = ROOT / "specbench"
-# A wheel has the configuration inside the package, a checkout beside it.
-CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else ROOT / "conf"
 
 
 def layer_at(layers: int, old: int, new: int) -> int:

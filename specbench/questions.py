@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbench import ROOT
+import yaml
+
+from specbench import CONF, ROOT
 from specbench.errors import UserError, near
 from specbench.measure.files import file_sha256, write_atomic
 
@@ -25,15 +27,10 @@ if TYPE_CHECKING:
 DOWNLOAD_TIMEOUT_SECONDS = 30
 WARMUP = "specbench/tiny/warmup.jsonl"
 
-# The six tasks of Spec-Bench and the categories that each pools.
-TASKS: dict[str, tuple[str, ...]] = {
-    "mt_bench": ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
-    "translation": ("translation",),
-    "summarization": ("summarization",),
-    "qa": ("qa",),
-    "math_reasoning": ("math_reasoning",),
-    "rag": ("rag",),
-}
+# Spec-Bench's tasks and the categories that each pools, in the order of its tables.
+TASKS: dict[str, list[str]] = yaml.safe_load((CONF / "task" / "all.yaml").read_text(encoding="utf-8"))[
+    "tasks"
+]
 
 
 @dataclass(frozen=True)

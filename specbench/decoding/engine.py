@@ -422,7 +422,7 @@ class Engine:
                     other_seconds=other,
                     draft_bytes=done.draft_bytes,
                     target_bytes=done.target_bytes,
-                    rows=done.sequences,
+                    sequences=done.sequences,
                     align_seconds=align,
                     stats=stats[slot],
                 )

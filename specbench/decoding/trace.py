@@ -20,12 +20,12 @@ class Step:
         accepted: draft tokens that became part of the output. A stop token inside the draft ends the count.
         emitted: tokens the round added to the output, the target's own (bonus) token included.
         depth: draft tokens on the longest path that could have been accepted (equals drafted for a chain).
-        draft_seconds: drafting. In a batch all seconds are this sequence's share of the round, one in `rows`.
+        draft_seconds: drafting. In a batch all seconds are this sequence's share of the round, one in `sequences`.
         verify_seconds: verifying.
         other_seconds: the rest: acceptance, roll-back, commit.
         draft_bytes: bytes of weights read by the drafter's passes; in a batch of the whole passes.
         target_bytes: bytes of weights read by the target's verification pass; in a batch of the whole pass.
-        rows: sequences that shared the round.
+        sequences: that shared the round.
         align_seconds: in a batch, the time spent on alignment in memory.
         stats: numbers of the drafter's and the scheduler's own, see `Draft`.
     """
@@ -39,7 +39,7 @@ class Step:
     other_seconds: float
     draft_bytes: int
     target_bytes: int
-    rows: int = 1
+    sequences: int = 1
     align_seconds: float = 0.0
     stats: dict[str, Any] = field(default_factory=dict)
 

@@ -25,7 +25,7 @@ STEP_COLUMNS = {
     "other_seconds": "float64",
     "draft_bytes": "int64",
     "target_bytes": "int64",
-    "rows": "int32",
+    "sequences": "int32",
     "align_seconds": "float64",
     "stats": "object",
 }
@@ -70,10 +70,13 @@ def stat(rounds: pd.DataFrame, name: str) -> pd.Series:
 
 
 def _rounds(steps: dict[str, list]) -> Iterator[tuple]:
-    """The values of STEP_COLUMNS of each round."""
+    """The values of STEP_COLUMNS of each round; older journals have other names."""
+    if "sequences" not in steps:
+        steps = steps | {"sequences": steps["rows"]}
     if "stats" not in steps:
         own = [
-            {name: steps[name][i] for name in OWN_COLUMNS if name in steps} for i in range(len(steps["rows"]))
+            {name: steps[name][i] for name in OWN_COLUMNS if name in steps}
+            for i in range(len(steps["sequences"]))
         ]
         kept = [{k: v for k, v in one.items() if v is not None and v != []} for one in own]
         # Of a draft that nothing was launched for it is known, too.

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-# What a method that decodes one sequence at a time has none of.
-BATCHING = ("occupancy", "alignment_share", "align_seconds")
-
 
 def acceptance_length(rounds: pd.DataFrame) -> float | None:
     """Tokens emitted by draft-verify rounds per target pass of theirs, bonus token included, prefill not."""
@@ -24,37 +21,28 @@ def acceptance_rate(rounds: pd.DataFrame) -> float | None:
     return ratio(rounds["accepted"].sum(), rounds["drafted"].sum())
 
 
-def acceptance_by_position(rounds: pd.DataFrame) -> dict[str, list[float | None]]:
+def acceptance_at_positions(rounds: pd.DataFrame, conditional: bool = False) -> list[float | None]:
     """Acceptance at each draft position, counted along the longest path of a tree.
 
-    unconditional: of the rounds that drafted so far, the share that accepted this position. conditional: the
-    same among the rounds in which it was judged, that is, in which all before it was accepted and no stop
-    token was.
+    Args:
+        rounds: of one arm.
+        conditional: of the rounds that judged a position, that is, in which all before it was accepted and no stop
+            token was; else of all rounds that drafted so far.
     """
     depth, accepted, emitted = (rounds[name].to_numpy() for name in ("depth", "accepted", "emitted"))
     stopped = emitted == accepted  # the answer ended inside the draft: there was no token of the target's own
-    unconditional, conditional = [], []
+    shares = []
     for position in range(depth.max(initial=0)):
-        drafted = depth > position
-        judged = drafted & (accepted >= position) & ~(stopped & (accepted == position))
-        kept = int((accepted > position).sum())
-        unconditional.append(ratio(kept, drafted.sum()))
-        conditional.append(ratio(kept, judged.sum()))
-    return {"acceptance_by_position": unconditional, "acceptance_by_position_conditional": conditional}
+        of = depth > position
+        if conditional:
+            of = of & (accepted >= position) & ~(stopped & (accepted == position))
+        shares.append(ratio(int((accepted > position).sum()), of.sum()))
+    return shares
 
 
-def batching(method: pd.DataFrame, rounds: pd.DataFrame, batch_size: int) -> dict:
-    """How well a batch was used; rounds: one row per sequence and round, each with one part in `rows` of it.
-
-    - occupancy: sequences that ran / slots that there were.
-    - alignment_share: of all seconds, those spent on alignment in memory.
-    """
-    whole = (1 / rounds["rows"]).sum()
-    return {
-        "occupancy": ratio(len(rounds), whole * batch_size),
-        "alignment_share": ratio(rounds["align_seconds"].sum(), method["seconds"].sum()),
-        "align_seconds": total(rounds["align_seconds"]),
-    }
+def occupancy(rounds: pd.DataFrame, batch_size: int) -> float | None:
+    """Sequences that ran / slots that there were. Each row is one of the `sequences` of its round."""
+    return ratio(len(rounds), (1 / rounds["sequences"]).sum() * batch_size)
 
 
 def mbsu(rounds: pd.DataFrame, target_pass_bytes: int) -> float | None:
@@ -65,7 +53,7 @@ def mbsu(rounds: pd.DataFrame, target_pass_bytes: int) -> float | None:
     * gamma).
     """
     # The sequences of a batch share what a pass reads.
-    read = ((rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["rows"]).sum()
+    read = ((rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["sequences"]).sum()
     return ratio(int(rounds["emitted"].sum()) * target_pass_bytes, read)
 
 

@@ -13,6 +13,7 @@ import yaml
 
 from specbench.errors import UserError
 from specbench.measure import metrics, provenance, store
+from specbench.measure.numbers import METRICS
 from specbench.questions import TASKS
 
 if TYPE_CHECKING:
@@ -22,14 +23,7 @@ if TYPE_CHECKING:
 NESTED = ("equivalence", "stats")
 # What reports read of a summary: a run that lacks any of it is damaged, or was written by another version.
 COUNTS = dict.fromkeys(("answers", "exact", "tie", "violation"))
-NUMBERS = dict.fromkeys(
-    (
-        *("questions", "tokens", "seconds", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
-        *("speedup_questions", "spec_bench_speedup", "acceptance_length", "acceptance_rate", "mbsu"),
-        *("acceptance_by_position_conditional", "stats", "prefill_seconds", "draft_seconds"),
-        *("verify_seconds", "align_seconds", "occupancy", "alignment_share"),
-    )
-) | {"equivalence": COUNTS}
+NUMBERS = dict.fromkeys(METRICS) | {"equivalence": COUNTS}
 BASELINE = dict.fromkeys(
     (
         *("tokens_per_second", "hf_generate_tokens_per_second", "single_tokens_per_second"),
@@ -165,18 +159,19 @@ def _summary(folder: Path) -> dict:
         raise UserError(f"{path.name} has schema {summary['schema']}; this version reads {metrics.SCHEMA}")
     tasks = summary.get("tasks")
     shape = SUMMARY | ({"tasks": dict.fromkeys(tasks, NUMBERS)} if isinstance(tasks, dict) else {})
-    lacking = list(_lacking(summary, shape))
+    lacking, written = list(_lacking(summary, shape)), _lines(folder / store.RECORDS)
+    measured = summary.get("records")
+    if measured is None:  # older folders hold one record for each question, whatever the repeats
+        with suppress(KeyError, TypeError):
+            measured = summary["overall"]["questions"] + summary["failed"]
     if lacking:  # written before a number was added: it is made of the records, unless they are lacking, too
         with suppress(UserError):
-            if summary.get("records") == _lines(folder / store.RECORDS):
+            if measured == written:
                 return _derived(folder)
         raise UserError(f"damaged: {path.name} lacks {named(lacking)}")
-    # Older folders hold one record for each question, whatever the repeats.
-    measured = summary.get("records", summary["overall"]["questions"] + summary["failed"])
-    written = _lines(folder / store.RECORDS)
     if measured != written:
         raise UserError(f"damaged: {store.RECORDS} has {written} of the {measured} records of {path.name}")
-    return summary if "pools" in summary["overall"] else _derived(folder)
+    return summary
 
 
 def _derived(folder: Path) -> dict:

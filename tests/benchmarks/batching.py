@@ -76,7 +76,7 @@ def main() -> None:
     )
     for name in names:
         steps = [step for answer in answers[name] for step in answer.steps]
-        rounds = sum(1 / step.rows for step in steps)
+        rounds = sum(1 / step.sequences for step in steps)
         rate = options.repeats * sum(map(len, own)) / sum(seconds[name])
         align = sum(step.align_seconds for step in steps) / sum(a.seconds for a in answers[name])
         differing = sum(a.tokens != tokens for a, tokens in zip(answers[name], own))

@@ -300,7 +300,8 @@ def batched_run(seconds: list[list[tuple[float, float]]]) -> list[dict]:
     records = []
     for pool, repeats in enumerate(seconds):
         rounds = [
-            {"accepted": 1, "rows": 2, "align_seconds": 0.1, "stats": {"grouped": i == 0}} for i in range(4)
+            {"accepted": 1, "sequences": 2, "align_seconds": 0.1, "stats": {"grouped": i == 0}}
+            for i in range(4)
         ]
         method = [generation([1] * 4, seconds=m) | {"steps": columns(rounds)} for _, m in repeats]
         plain = [generation([0] * 8, seconds=b, drafted=0) for b, _ in repeats]
@@ -326,9 +327,9 @@ def test_a_batch_run_by_hand():
     assert numbers["speedup"] == pytest.approx(17 / 8.5) and numbers["pools"] == 2
     half = 12.7062 * ratios.std(ddof=1) / np.sqrt(2)
     assert numbers["speedup_high"] == pytest.approx(2 * np.exp(half), rel=1e-4)
-    assert numbers["occupancy"] == pytest.approx(2 / 4)  # two rows in each round, places for four
+    assert numbers["occupancy"] == pytest.approx(2 / 4)  # two sequences in each round, slots for four
     assert numbers["stats"]["grouping_rate"] == pytest.approx(1 / 4)
-    assert found["notes"] == ["sequences of one length in 25% of the rounds"]
+    assert found["notes"] == ["grouping rate 25%"]
     assert numbers["mbsu"] == pytest.approx(16 * 2 * 1000 / (16 * 1500 / 2))
     task = found["tasks"]["qa"]
     assert (task["speedup"], task["tokens_per_second"], task["decode_speedup"]) == (None, None, None)
@@ -483,7 +484,7 @@ def test_parts_of_batches_are_runs_of_pools():
     assert throughput.index.tolist() == speedups.index.tolist()
     assert throughput.to_numpy().tolist() == [[9.0, 1.0], [10.0, 2.0], [9.0, 1.5], [10.0, 4.0]]
     read = metrics.parts(records, "mbsu", True)
-    numbers = metrics.numbers(records, FACTS | {"batched": True}, "baseline", 4)
+    numbers = metrics.numbers(metrics.Measured(records, FACTS | {"batched": True}, "baseline", 4))
     assert read["above"].sum() / read["below"].sum() == pytest.approx(numbers["mbsu"])
     alone = [r | {"turns": [t | {"arms": {k: v for k, v in t["arms"].items() if k != "single"}} for t in r["turns"]]}
              for r in records]  # fmt: skip

@@ -39,7 +39,7 @@ def schedulers(batch_size: int) -> dict[str, Scheduler]:
     return {
         "ragged": RaggedBatch(batch_size),
         "eqspec": EqSpec(batch_size),
-        "exspec": ExSpec(batch_size, window=10, slack=0.1, patience=2),
+        "exspec": ExSpec(batch_size, window=10, slack=0.1, max_skipped_rounds=2),
         "exspec, never realigned": ExSpec(batch_size, window=12, slack=9.0),
     }
 

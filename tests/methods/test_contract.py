@@ -146,7 +146,7 @@ def test_a_toy_in_every_scheduler(drafter, arch, name):
     assert {0, 1} <= set(toy.log) and any(s.accepted for s in steps)
     drafted = [s for s in steps if s.drafted]
     assert all(s.drafted == 6 and s.depth <= 2 and len(s.stats["toy"]) == 1 for s in drafted)
-    assert {s.stats["rows"] for s in drafted} == {s.rows for s in drafted}
+    assert {s.stats["rows"] for s in drafted} == {s.sequences for s in drafted}
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

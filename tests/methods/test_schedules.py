@@ -18,8 +18,8 @@ SEEDS, SCHEDULES = 24, 250
 
 def any_scheduler(rng: random.Random) -> Scheduler:
     size = rng.randint(1, 6)
-    window, slack, patience = rng.randint(1, 8), rng.random(), rng.randint(1, 4)
-    return rng.choice((RaggedBatch(size), EqSpec(size), ExSpec(size, None, window, slack, patience)))
+    window, slack, skipped = rng.randint(1, 8), rng.random(), rng.randint(1, 4)
+    return rng.choice((RaggedBatch(size), EqSpec(size), ExSpec(size, None, window, slack, skipped)))
 
 
 SEEDED = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, SEEDS))]

@@ -6,6 +6,7 @@ import pytest
 
 from specbench.errors import UserError
 from specbench.measure import metrics, store
+from specbench.measure.numbers import METRICS
 from specbench.report import __main__ as command
 from specbench.report import formats, plots, runs, tables
 from specbench.report.runs import Run, finished_runs, labels, read_run, read_runs, task_names
@@ -142,8 +143,22 @@ def test_a_folder_of_an_earlier_version_is_derived_from_its_records(tmp_path):
     (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))  # JSON is YAML
     assert read_run(run_dir).summary == today
     (run_dir / store.FACTS).unlink()
-    with pytest.raises(UserError, match=r"summary\.json .*derived"):
+    with pytest.raises(UserError, match=r"summary\.json lacks overall\.pools"):
         read_run(run_dir)
+
+
+def test_a_metric_of_ones_own_is_one_function(tmp_path, monkeypatch):
+    records = [answered(i) for i in range(3)]
+    run_dir = write_run(
+        tmp_path, "older", store.finite(metrics.summary(records, FACTS, CONFIG)), records=records
+    )
+    store.write_json(run_dir / store.FACTS, FACTS)
+    (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))
+    monkeypatch.setitem(METRICS, "longest", lambda measured: int(measured.method["tokens"].max()))
+    monkeypatch.setitem(runs.NUMBERS, "longest", None)
+    summary = read_run(run_dir).summary
+    assert summary["overall"]["longest"] == summary["tasks"]["qa"]["longest"] == 8
+    assert runs.summary_frame([read_run(run_dir)])["longest"].tolist() == [8, 8]
 
 
 @pytest.mark.parametrize("missing", [("overall", "mbsu"), ("tasks", "qa", "acceptance_rate"), ("weights",)])

@@ -71,7 +71,7 @@ def assert_lossless(engine: Engine, requests: list[Request], expected: list[list
     assert [a.tokens for a in answers] == expected
     for request, answer in zip(requests, answers):
         assert sum(s.emitted for s in answer.steps) + 1 == len(answer.tokens)
-        assert all(s.accepted <= s.drafted and 1 <= s.rows <= size for s in answer.steps)
+        assert all(s.accepted <= s.drafted and 1 <= s.sequences <= size for s in answer.steps)
         ended = answer.tokens[-1] in request.stop_ids
         assert answer.finish == ("stop" if ended else "length")
     return [s for a in answers for s in a.steps]
@@ -82,8 +82,8 @@ def assert_freed_places_are_filled_at_once(drafter: Drafter, scheduler: Schedule
     pair = random_pair("llama")
     requests = [Request(p.prompt, Decoding(6 + 5 * (i % 3))) for i, p in enumerate(cases("llama")[0])]
     answers = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler).generate(requests)
-    rounds = sum(1 / s.rows for a in answers for s in a.steps)
-    full = sum(1 / s.rows for a in answers for s in a.steps if s.rows == 4)
+    rounds = sum(1 / s.sequences for a in answers for s in a.steps)
+    full = sum(1 / s.sequences for a in answers for s in a.steps if s.sequences == 4)
     assert rounds - full < 17, "only while the last rows end may places be empty"
     assert rounds == pytest.approx(round(rounds))
 
@@ -93,4 +93,4 @@ def assert_static_batches_wait_for_their_last_row(drafter: Drafter, scheduler: S
     pair = random_pair("llama")
     requests = [Request([3, 4, 5], Decoding(cap)) for cap in (2, 9, 4, 4)]
     answers = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler).generate(requests)
-    assert [[s.rows for s in a.steps] for a in answers] == [[2], [2] + [1] * 7, [2] * 3, [2] * 3]
+    assert [[s.sequences for s in a.steps] for a in answers] == [[2], [2] + [1] * 7, [2] * 3, [2] * 3]

@@ -20,6 +20,8 @@ NUMBERS = {
     "speedup_low": 1.47,
     "speedup_high": 1.58,
     "speedup_questions": 80,
+    "passes_low": None,
+    "passes_high": None,
     "decode_speedup": 1.6,
     "spec_bench_speedup": 1.55,
     "acceptance_length": 3.21,

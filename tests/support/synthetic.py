@@ -53,7 +53,7 @@ def columns(rounds: list[dict]) -> dict:
             "other_seconds": 0.005,
             "draft_bytes": r.get("drafted", 5) * 100,
             "target_bytes": 1000,
-            "rows": 1,
+            "sequences": 1,
             "align_seconds": 0.0,
             "stats": None,
         }
@@ -61,7 +61,7 @@ def columns(rounds: list[dict]) -> dict:
         for r in rounds
     ]
     names = ("drafted", "accepted", "emitted", "depth", "draft_seconds", "verify_seconds", "other_seconds",
-             "draft_bytes", "target_bytes", "rows", "align_seconds", "stats")  # fmt: skip
+             "draft_bytes", "target_bytes", "sequences", "align_seconds", "stats")  # fmt: skip
     return {name: [r[name] for r in full] for name in names}
 
 
@@ -138,7 +138,7 @@ def questions(draw, min_size=1, max_size=6, slow=slowness):
 
 def overall(records, facts=FACTS) -> dict:
     """The numbers over all questions of some records."""
-    return metrics.numbers(records, facts, "baseline")
+    return metrics.numbers(metrics.Measured(records, facts, "baseline"))
 
 
 @contextmanager

@@ -1,0 +1,224 @@
+"""The metrics of a run: one function each, in `METRICS`, which summaries, reports and trackers walk.
+
+A metric reads what was measured and is pure. One that could not be measured is None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from specbench.measure.equivalence import VERDICTS
+from specbench.measure.frames import generations_frame, steps_frame
+from specbench.measure.of_method import of_method
+from specbench.measure.rounds import (
+    acceptance_at_positions,
+    acceptance_length,
+    acceptance_rate,
+    mbsu,
+    occupancy,
+    ratio,
+    total,
+)
+from specbench.measure.seconds import (
+    complete_questions,
+    paired_seconds,
+    passes_seconds,
+    pool_seconds,
+    turn_means,
+)
+from specbench.measure.statistics import Speedup, over_passes, speedup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Some questions of a run, as metrics read them.
+
+    Attributes:
+        records: of the journal.
+        facts: of the run, as `facts.json` holds them.
+        reference: the arm that speedups are against.
+        batch_size: None for a method that decodes one sequence at a time.
+        whole_run: whether these are all questions that were measured.
+        owners: classes of the method and of its drafter, which summarise numbers of their own.
+    """
+
+    records: list[dict]
+    facts: dict
+    reference: str
+    batch_size: int | None = None
+    whole_run: bool = True
+    owners: Sequence[type] = ()
+
+    @cached_property
+    def generations(self) -> pd.DataFrame:
+        """Answers of all arms, as `generations_frame` gives them."""
+        return generations_frame(self.records)
+
+    @cached_property
+    def method(self) -> pd.DataFrame:
+        """Answers of the method."""
+        return self.generations[self.generations["arm"] == "method"]
+
+    @cached_property
+    def rounds(self) -> pd.DataFrame:
+        """Rounds of the method, as `steps_frame` gives them."""
+        steps = steps_frame(self.records)
+        return steps[steps["arm"] == "method"]
+
+    @cached_property
+    def turns(self) -> pd.DataFrame:
+        """Means over the repeats, as `turn_means` gives them."""
+        return turn_means(self.generations)
+
+    @cached_property
+    def seconds(self) -> pd.DataFrame:
+        """Seconds of reference and method per question."""
+        return paired_seconds(self.turns, self.reference)
+
+    @property
+    def has_times(self) -> bool:
+        """Whether these questions have times of their own: a round of a batch belongs to all its sequences."""
+        return self.whole_run or not self.batch_size
+
+    @cached_property
+    def rate(self) -> float | None:
+        """Tokens per second of the method."""
+        return ratio(self.method["tokens"].sum(), self.method["seconds"].sum()) if self.has_times else None
+
+    @cached_property
+    def speedups(self) -> tuple[Speedup, Speedup]:
+        """The speedup with its interval over questions or pools, and that with its interval over passes."""
+        if not self.has_times:
+            return (Speedup(None, None, None),) * 2
+        return speedups(self.generations, self.reference, self.seconds, bool(self.batch_size))
+
+
+METRICS: dict[str, Callable[[Measured], Any]] = {
+    "questions": lambda m: m.method["question_id"].nunique(),
+    "pools": lambda m: m.method["pool"].nunique() if m.batch_size else None,
+    "tokens": lambda m: total(m.method["tokens"]),
+    "seconds": lambda m: total(m.method["seconds"]),
+    "tokens_per_second": lambda m: m.rate,
+    "speedup": lambda m: m.speedups[0].value,
+    "speedup_low": lambda m: m.speedups[0].low,
+    "speedup_high": lambda m: m.speedups[0].high,
+    "speedup_questions": lambda m: len(m.seconds),
+    "passes_low": lambda m: m.speedups[1].low,
+    "passes_high": lambda m: m.speedups[1].high,
+    "decode_speedup": lambda m: decode_speedup(m),
+    "spec_bench_speedup": lambda m: None if m.batch_size else spec_bench_speedup(m.turns, m.reference),
+    "acceptance_length": lambda m: acceptance_length(m.rounds),
+    "acceptance_rate": lambda m: acceptance_rate(m.rounds),
+    "acceptance_by_position": lambda m: acceptance_at_positions(m.rounds),
+    "acceptance_by_position_conditional": lambda m: acceptance_at_positions(m.rounds, conditional=True),
+    "mbsu": lambda m: mbsu(m.rounds, m.facts["target_pass_bytes"]),
+    "bandwidth_fraction": lambda m: bandwidth_fraction(m.rate, m.facts),
+    "prefill_seconds": lambda m: total(m.method["prefill_seconds"]),
+    "draft_seconds": lambda m: total(m.rounds["draft_seconds"]),
+    "verify_seconds": lambda m: total(m.rounds["verify_seconds"]),
+    "other_seconds": lambda m: total(m.rounds["other_seconds"]),
+    "occupancy": lambda m: occupancy(m.rounds, m.batch_size) if m.batch_size else None,
+    "align_seconds": lambda m: total(m.rounds["align_seconds"]) if m.batch_size else None,
+    "alignment_share": lambda m: alignment_share(m),
+    "stats": lambda m: of_method(m.owners, m.rounds),
+    "equivalence": lambda m: equivalence(m.records),
+}
+
+
+def numbers(measured: Measured) -> dict[str, Any]:
+    """Every metric of what was measured, by name."""
+    return {name: metric(measured) for name, metric in METRICS.items()}
+
+
+def decode_speedup(measured: Measured) -> float | None:
+    """The speedup without the prefills of both arms."""
+    if not measured.has_times:
+        return None
+    decoding = paired_seconds(measured.turns, measured.reference, with_prefill=False)
+    return ratio(decoding["reference"].sum(), decoding["method"].sum())
+
+
+def alignment_share(measured: Measured) -> float | None:
+    """Of all seconds of a batch method, those spent on alignment in memory."""
+    if not measured.batch_size:
+        return None
+    return ratio(measured.rounds["align_seconds"].sum(), measured.method["seconds"].sum())
+
+
+def speedups(
+    generations: pd.DataFrame, reference: str, questions: pd.DataFrame, batched: bool
+) -> tuple[Speedup, Speedup]:
+    """The speedup with its interval over questions or pools, and that with its interval over passes.
+
+    Args:
+        generations: of all arms.
+        reference: the arm that they are against.
+        questions: as `paired_seconds` gives them.
+        batched: whether the questions were decoded in pools.
+    """
+    passes = passes_seconds(generations, reference)
+    several = passes.index.name == "process"
+    processes = [([a], [b]) for a, b in zip(passes["reference"], passes["method"])] if several else []
+    runs = pool_seconds(generations, reference) if batched else questions
+    pools = runs.index.get_level_values("pool") if batched else None
+    return (
+        speedup(runs["reference"], runs["method"], pools, processes),
+        over_passes(passes["reference"], passes["method"]),
+    )
+
+
+def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:
+    """Mean over questions of the method's tokens/s, divided by that of the reference (Spec-Bench's speed.py).
+
+    Tokens are generated ids in both arms; Spec-Bench counts the baseline's from its text, which favours the
+    method.
+    """
+    timed = turns[["tokens", "seconds"]].loc[:, (slice(None), [reference, "method"])]
+    sums = complete_questions(timed).groupby("question_id").sum()
+    rates = sums["tokens"] / sums["seconds"]
+    return ratio(rates["method"].sum(), rates[reference].sum())
+
+
+def bandwidth_fraction(tokens_per_second: float | None, facts: dict) -> float | None:
+    """A speed as a fraction of that of autoregressive decoding if it did nothing but read the target's weights.
+
+    Above 1: faster than any autoregressive decoding from memory on this machine. Weights that fit into the caches can
+    be read faster than memory; keys and values are not counted.
+    """
+    bandwidth = facts["bandwidth_bytes_per_second"]
+    if tokens_per_second is None or bandwidth is None:
+        return None
+    return tokens_per_second * facts["target_pass_bytes"] / bandwidth
+
+
+def equivalence(records: list[dict], key: str = "equivalence") -> dict:
+    """Counts of the verdicts, each the worst of an answer's repeats.
+
+    `answers` were judged; where none was (sampling) the counts are None.
+    """
+    worst: dict[tuple[int, int], dict] = {}  # of the repeats of an answer
+    for record in records:
+        for turn in record["turns"]:
+            found, answer = turn.get(key), (record["question_id"], turn["turn"])
+            if not found or found["verdict"] is None:
+                continue
+            if answer not in worst or VERDICTS.index(found["verdict"]) > VERDICTS.index(
+                worst[answer]["verdict"]
+            ):
+                worst[answer] = found
+    judged = [*worst.values()]
+    divergences = [c["first_divergence"] for c in judged if c["first_divergence"] is not None]
+    counts = {name: sum(c["verdict"] == name for c in judged) if judged else None for name in VERDICTS}
+    return {
+        "answers": len(judged),
+        **counts,
+        "first_divergence_median": float(median(divergences)) if divergences else None,
+    }
