@@ -53,7 +53,7 @@ class DraftHead:
         """Normed states [..., d] -> logits over the head's own rows."""
         if self.kept is None:
             return self.model.unembed(normed)
-        return self.trimmed(normed)
+        return self.model.finish_logits(self.trimmed(normed))
 
     def choose(
         self,

@@ -330,11 +330,8 @@ class _Source:
     ) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
 
-        options = {
-            "dtype": dtype,
-            "attn_implementation": "sdpa",
-            "trust_remote_code": self.cfg.trust_remote_code,
-        }
+        # Attention is left to transformers: torch's own kernel, or a family's own code where it caps its scores.
+        options = {"dtype": dtype, "trust_remote_code": self.cfg.trust_remote_code}
         with _one_line(self):
             if self.cfg.init == "random":
                 torch.manual_seed(seed)

@@ -12,7 +12,7 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.pairs import choose_device, cut, load_pair
-from tests.support.models import TEMPLATE, byte_tokenizer, save_pair
+from tests.support.models import TEMPLATE, byte_tokenizer, random_model, save_pair
 
 CHAT = [
     {"role": "user", "content": "Zwölf?"},
@@ -39,6 +39,16 @@ def test_loads_target_and_draft(cfg):
         assert not any(p.requires_grad for p in model.parameters())
     assert pair.context_length == 512
     assert (pair.name, pair.init, pair.parts) == ("saved", "pretrained", {})
+
+
+def test_a_family_that_torch_has_no_attention_for_is_loaded_with_its_own(cfg):
+    target = random_model("gemma2", 0, vocab_size=260, eos_token_id=257, bos_token_id=256, pad_token_id=None)
+    cfg.tokenizer = cfg.target
+    cfg.target = str(Path(cfg.target).parent / "gemma2")
+    target.save_pretrained(cfg.target)
+    pair = load_pair(cfg, seed=0, with_draft=True)
+    assert pair.target.config._attn_implementation == "eager"
+    StagedModel(pair.target).check()
 
 
 def test_draft_is_left_alone_unless_asked_for(cfg):

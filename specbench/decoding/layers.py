@@ -63,7 +63,7 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
         return False
     if len(signature(module.forward).parameters) != 1:  # one that is gated, say
         return False
-    states = torch.linspace(-3, 5, 8 * weight.numel(), dtype=weight.dtype).sin().view(8, -1)
+    states = torch.linspace(-3, 5, 8 * weight.numel(), dtype=weight.dtype).sin().view(8, *weight.shape)
     return torch.equal(module(states), _rms_norm(module, states))
 
 

@@ -1,7 +1,8 @@
 """A stock Hugging Face causal language model, driven layer by layer.
 
 The one file that touches a model's insides. It needs the anatomy that the decoder-only families share (token
-embedding, a list of layers, rotary or learned positions, a final norm, a head); `StagedModel.check` compares the staged
+embedding, a list of layers, rotary or learned positions, a final norm, a head). What differs between families is read
+from the model and its config, by the tables below: no family is named here. `StagedModel.check` compares the staged
 forward with the model's own once at load, so a family with another anatomy is refused instead of being measured
 wrongly. Draft models are driven by this same class.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,9 +30,20 @@ if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a metho
 
     from specbench.decoding.draft import Draft
 
-NORMS = ("norm", "final_layer_norm")  # what families call the norm in front of the head
+NORMS = ("norm", "final_layer_norm", "final_layernorm")  # what families call the norm in front of the head
+CACHES = ("past_key_values", "layer_past")  # what layers call the cache
+EMBEDDING_SCALE = "embedding_multiplier"  # a config's factor of token embeddings that their module leaves out
+# What a config can ask to be done with the products of states and head, by the name of the number in it.
+LOGIT_STEPS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "logit_scale": lambda logits, scale: logits * scale,
+    "logits_scaling": lambda logits, scale: logits / scale,
+    "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,
+}
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+# What layers of one kind have in common: the window that they look back on, and the type that names their angles in a
+# model that has several tables of them; None for all positions and for the one table.
+Kind = tuple[int | None, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +79,18 @@ class StagedModel:
         self, model: PreTrainedModel, vocab_size: int | None = None, embedded_ids: int | None = None
     ):
         self.model = model
-        self.config = model.config
+        self.config = model.config.get_text_config()
         with drivable(model):
-            base: Any = getattr(model, "model", None)  # from here on a family's own modules
-            base = getattr(base, "decoder", base)
+            base: Any = model.get_decoder()  # from here on a family's own modules
             norm: Any = next((getattr(base, name) for name in NORMS if hasattr(base, name)), None)
             positions: list[Any] = [getattr(base, name, None) for name in ("rotary_emb", "embed_positions")]
-            if not (hasattr(base, "embed_tokens") and hasattr(base, "layers") and norm and any(positions)):
+            if not (hasattr(base, "layers") and norm and any(positions)):
                 raise UserError(
-                    f"model type '{model.config.model_type}' cannot be driven layer by layer: it lacks token "
-                    "embeddings, layers, a final norm, or positions that are rotary or learned"
+                    f"model type '{model.config.model_type}' cannot be driven layer by layer: it lacks layers, a "
+                    "final norm, or positions that are rotary or learned"
                 )
             check_rope(self.config)
-            self.embed_tokens: torch.nn.Embedding = base.embed_tokens
+            self.embed_tokens = cast("torch.nn.Embedding", model.get_input_embeddings())
             self.norm: torch.nn.Module = norm
             self.lm_head: torch.nn.Linear = cast("torch.nn.Linear", model.get_output_embeddings())
             lay_out(base.layers)
@@ -88,14 +101,27 @@ class StagedModel:
             self.device = model.device
             self.dtype = model.dtype
             self.hidden_size = self.config.hidden_size
-            self.vocab_size = vocab_size or self.lm_head.weight.shape[0]
+            self.vocab_size = vocab_size or self.lm_head.out_features
             self._devices = [device_of(layer) for layer in self.layers]
-            self._cut_head = self.vocab_size < self.lm_head.weight.shape[0]
+            self._cut_head = self.vocab_size < self.lm_head.out_features
+            self._head_device = next(chain(self.lm_head.parameters(), self.lm_head.buffers())).device
             embeddings = self.embed_tokens.weight.shape[0]
             self._last_id = embeddings - 1 if (embedded_ids or 0) > embeddings else None
-            self._windows = [_window(self.config, i) for i in range(len(self.layers))]
-            self._window_kinds = frozenset(self._windows)
-            self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
+            self._embedding_scale = getattr(self.config, EMBEDDING_SCALE, None) or 1.0
+            named = ((step, getattr(self.config, name, None)) for name, step in LOGIT_STEPS.items())
+            self._logit_steps = [
+                (step, number) for step, number in named if number is not None and number != 1
+            ]
+            arguments = signature(base.layers[0].forward).parameters
+            self._cache_name = next(name for name in CACHES if name in arguments)
+            # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
+            self._implied_masks = self.config._attn_implementation == "sdpa"
+            types = getattr(self.config, "layer_types", None) or [None] * len(self.layers)
+            windows = [_window(self.config, i) for i in range(len(self.layers))]
+            typed = self.rotary is not None and "layer_type" in signature(self.rotary.forward).parameters
+            self._kinds: list[Kind] = [(w, t if typed else None) for w, t in zip(windows, types, strict=True)]
+            self._kinds_there = frozenset(self._kinds)
+            self._rope_tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
             self._layer_bytes = [weight_bytes(layer) for layer in self.layers]
             self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
 
@@ -122,7 +148,8 @@ class StagedModel:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [b, n] -> hidden states [b, n, d]."""
-        return self.embed_tokens(ids if self._last_id is None else ids.clamp(max=self._last_id))
+        embedded = self.embed_tokens(ids if self._last_id is None else ids.clamp(max=self._last_id))
+        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
     def run_layers(
         self,
@@ -152,30 +179,33 @@ class StagedModel:
         if isinstance(where, int):
             where = Pass.consecutive(where, n)
         hi = len(self.layers) if hi is None else hi
-        rope: dict[str, tuple[torch.Tensor, ...]] = {}
-        if self.rotary is not None:
-            rope["position_embeddings"] = self._rope(where, n, cache.capacity)
-        elif lo == 0:
+        if self.rotary is None and lo == 0:
             hidden = hidden + self._learned(where, n)
         cache.begin_pass(lo, hi, where, b, n)
-        masks = {window: attention_mask(where, n, hidden, window) for window in self._window_kinds}
+        arguments = self._arguments(where, hidden, cache)
         here = hidden.device
-        parts = zip(self.layers[lo:hi], self._windows[lo:hi], self._devices[lo:hi])
-        for i, (layer, window, device) in enumerate(parts, lo):
+        parts = zip(self.layers[lo:hi], self._kinds[lo:hi], self._devices[lo:hi])
+        for i, (layer, kind, device) in enumerate(parts, lo):
             if i in taps and on_hidden is not None:
                 on_hidden(i, hidden)
             if device != here:  # of a target that is spread over several
                 hidden, here = hidden.to(device), device
-                masks = {w: None if mask is None else mask.to(here) for w, mask in masks.items()}
-                rope = {name: tuple(part.to(here) for part in both) for name, both in rope.items()}
-            hidden = layer(
-                hidden,
-                attention_mask=masks[window],
-                past_key_values=cache,
-                use_cache=True,
-                **rope,
-            )
+                arguments = {key: _moved(own, device) for key, own in arguments.items()}
+            hidden = layer(hidden, **arguments[kind])
         return hidden
+
+    def _arguments(self, where: Pass, hidden: torch.Tensor, cache: KVCache) -> dict[Kind, dict[str, Any]]:
+        """What the layers of each kind are called with in a pass, beside the states [b, n, d]."""
+        n = hidden.shape[1]
+        rope = {} if self.rotary is None else self._rope(where, n, cache.capacity)
+        arguments: dict[Kind, dict[str, Any]] = {}
+        for kind in self._kinds_there:
+            window, angles = kind
+            mask = attention_mask(where, n, hidden, window, self._implied_masks)
+            arguments[kind] = {"attention_mask": mask, self._cache_name: cache, "use_cache": True}
+            if rope:
+                arguments[kind]["position_embeddings"] = rope[angles]
+        return arguments
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., d] after the last layer -> logits [..., vocab]."""
@@ -183,8 +213,14 @@ class StagedModel:
 
     def unembed(self, normed: torch.Tensor) -> torch.Tensor:
         """The head without the final norm, for drafters that bring a norm of their own."""
-        logits = self._head(normed.to(self.lm_head.weight.device)).to(self.device)
-        return logits[..., : self.vocab_size] if self._cut_head else logits
+        products = self._head(normed.to(self._head_device)).to(self.device)
+        return self.finish_logits(products[..., : self.vocab_size] if self._cut_head else products)
+
+    def finish_logits(self, products: torch.Tensor) -> torch.Tensor:
+        """Products of normed states and rows of the head, of any shape -> logits, scaled or capped as the model's."""
+        for step, number in self._logit_steps:
+            products = step(products, number)
+        return products
 
     # -- passes ------------------------------------------------------------------------------------------------
 
@@ -249,7 +285,7 @@ class StagedModel:
                 for part, start in ((ids[:, :half], 0), (ids[:, half:], half))
             )
             staged = torch.cat([self.head(part)[0] for part in parts]).float()
-        scale = own.abs().max().clamp(min=1.0)
+        scale = own.abs().max().clamp(min=torch.finfo(own.dtype).tiny)
         error = ((own - staged).abs().max() / scale).item()
         if not error <= (1e-4 if self.dtype == torch.float32 else 0.1):
             raise UserError(
@@ -259,18 +295,22 @@ class StagedModel:
 
     # -- positions ---------------------------------------------------------------------------------------------
 
-    def _rope(self, where: Pass, n: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [b or 1, n, rotary_dim] of the positions of a pass."""
-        return rope_of(self._angles(max(capacity, where.kv_len)), where, n)
+    def _rope(
+        self, where: Pass, n: int, capacity: int
+    ) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and sines [b or 1, n, rotary_dim] of the positions of a pass, of each table of angles."""
+        tables = self._angles(max(capacity, where.kv_len))
+        return {name: rope_of(table, where, n) for name, table in tables.items()}
 
-    def _angles(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [1, at least capacity, rotary_dim] of all positions, computed once."""
-        if self._rope_table is None or self._rope_table[0].shape[1] < capacity:
+    def _angles(self, capacity: int) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and sines [1, at least capacity, rotary_dim] of all positions, computed once for each table."""
+        if not self._rope_tables or next(iter(self._rope_tables.values()))[0].shape[1] < capacity:
             positions = torch.arange(capacity, device=self.device).unsqueeze(0)
             # Of the first argument only its dtype and device are read.
             like = torch.empty(1, device=self.device, dtype=self.dtype)
-            self._rope_table = self.rotary(like, positions)
-        return self._rope_table
+            for name in {angles for _, angles in self._kinds}:
+                self._rope_tables[name] = self.rotary(like, positions, *([] if name is None else [name]))
+        return self._rope_tables
 
     def _learned(self, where: Pass, n: int) -> torch.Tensor:
         """Learned embeddings [b or 1, n, d] of the same positions, added to the token embeddings (OPT)."""
@@ -339,7 +379,9 @@ def rope_of(
     return cos[0][where.positions], sin[0][where.positions]
 
 
-def attention_mask(where: Pass, n: int, like: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
+def attention_mask(
+    where: Pass, n: int, like: torch.Tensor, window: int | None = None, implied: bool = True
+) -> torch.Tensor | None:
     """The additive attention mask of a pass.
 
     Args:
@@ -347,15 +389,16 @@ def attention_mask(where: Pass, n: int, like: torch.Tensor, window: int | None =
         n: its tokens of each sequence.
         like: gives dtype and device.
         window: positions that a layer looks back on; None for all.
+        implied: whether the attention kernel has a rule of its own: causal where there are several positions.
 
     Returns:
-        [b or 1, 1, n, kv_len]; None where the attention kernel's own rule (all for a single position, causal for an
-        empty cache) is the right one.
+        [b or 1, 1, n, kv_len]; None where none is needed: of a single position all are visible, in an empty cache the
+        kernel's own rule is the right one.
     """
     device = like.device
     in_window = window is None or where.kv_len <= window
     if where.start is not None:
-        if in_window and (n == 1 or where.start == 0):
+        if in_window and (n == 1 or (implied and where.start == 0)):
             return None
         positions = torch.arange(where.start, where.kv_len, device=device).unsqueeze(0)
         kv_positions = torch.arange(where.kv_len, device=device).unsqueeze(0)
@@ -374,12 +417,27 @@ def attention_mask(where: Pass, n: int, like: torch.Tensor, window: int | None =
     return mask.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
 
 
+def _moved(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """What layers are called with, on another device; the cache knows its devices itself."""
+    moved = dict(arguments)
+    if arguments["attention_mask"] is not None:
+        moved["attention_mask"] = arguments["attention_mask"].to(device)
+    if "position_embeddings" in arguments:
+        moved["position_embeddings"] = tuple(part.to(device) for part in arguments["position_embeddings"])
+    return moved
+
+
 def _window(config: PretrainedConfig, layer: int) -> int | None:
-    """The number of positions that a layer attends to, its own included; None for all."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[layer] != "sliding_attention":
-        return None
-    return getattr(config, "sliding_window", None)
+    """The number of positions that a layer attends to, its own included; None for all.
+
+    Raises UserError for attention of another type, which a short check might not find out.
+    """
+    kind = (getattr(config, "layer_types", None) or ["sliding_attention"] * (layer + 1))[layer]
+    if kind not in ("sliding_attention", "full_attention"):
+        raise UserError(
+            f"model type '{config.model_type}' cannot be driven layer by layer: it has layers of type '{kind}'"
+        )
+    return getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
 
 
 def device_of(module: torch.nn.Module) -> torch.device:

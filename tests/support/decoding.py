@@ -13,6 +13,11 @@ from specbench.pairs import cut
 from tests.support.models import random_model
 
 STOP = 2
+# What families call the weights that write to the hidden states; a tuple of experts' weights has no ".weight".
+OUTPUTS = (
+    *("o_proj.weight", "out_proj.weight", "dense.weight"),
+    *("down_proj.weight", "down_proj", "fc2.weight", "dense_4h_to_h.weight", "c_proj.weight"),
+)
 
 
 @cache
@@ -25,7 +30,7 @@ def random_pair(arch: str, seed: int = 0, draft_layers: int = 3, **overrides):
     with torch.no_grad():
         for layer in StagedModel(target).layers[2:]:
             for name, weight in layer.named_parameters():
-                if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight")):
+                if name.endswith(OUTPUTS):
                     weight.mul_(0.3)
         layers = min(draft_layers, target.config.num_hidden_layers)
         draft = cut(target, list(range(layers))).requires_grad_(False)

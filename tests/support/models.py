@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -52,6 +53,79 @@ ARCHITECTURES = {
         },
     ),
 }
+SLIDING = ["sliding_attention", "full_attention"] * 2
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+THETA = {"rope_theta": 10000.0}
+# Families beyond these, each as transformers names its classes, and angles of the positions that are scaled. Windows
+# are shorter than most prompts, scales and caps such that logits differ without them.
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **{"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING},
+            **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            **{"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING},
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "cohere": ("Cohere", {"logit_scale": 0.0625, "use_qk_norm": True}),
+    "cohere2": ("Cohere2", {"sliding_window": 8, "layer_types": SLIDING}),
+    "granite": (
+        "Granite",
+        {
+            **{"embedding_multiplier": 3.0, "logits_scaling": 4.0},
+            **{"residual_multiplier": 0.7, "attention_multiplier": 0.3},
+        },
+    ),
+    "gpt_neox": ("GPTNeoX", {"num_key_value_heads": 4}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **{"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING},
+            **{
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "rope_parameters": {"rope_type": "default"} | THETA,
+            },
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 8, "layer_types": SLIDING}),
+    "phi": ("Phi", {}),
+    "phi3": ("Phi3", {"sliding_window": 8}),
+    "qwen2_moe": ("Qwen2Moe", {"shared_expert_intermediate_size": 32, **EXPERTS}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, **EXPERTS}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "stablelm": ("StableLm", {}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+    "linear angles": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0} | THETA}),
+    "yarn angles": (
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+            | THETA
+        },
+    ),
+    "llama3 angles": (
+        "Llama",
+        {
+            "rope_parameters": {
+                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                **{"original_max_position_embeddings": 64, **THETA},
+            }
+        },
+    ),
+}
 # For what is proved on each: the fast tests take the first alone.
 EVERY_ARCHITECTURE = [
     pytest.param(arch, marks=[] if place == 0 else pytest.mark.slow)
@@ -87,9 +161,14 @@ TEMPLATE = (
 
 def random_model(arch: str, seed: int, **overrides) -> PreTrainedModel:
     """A random fp32 model on the CPU in eval mode; `overrides` replace values of its config."""
-    cls, config_cls, own = ARCHITECTURES[arch]
+    if arch in ARCHITECTURES:
+        cls, config_cls, own = ARCHITECTURES[arch]
+    else:
+        name, own = FAMILIES[arch]
+        cls = getattr(transformers, f"{name}ForCausalLM")
+        config_cls, own = cls.config_class, {"vocab_size": 61, "num_hidden_layers": 4} | own
     config = config_cls(**{**COMMON, **own, **overrides})
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
     torch.manual_seed(seed)
     return cls(config).eval().requires_grad_(False)
 
