@@ -14,6 +14,7 @@ import torch
 from methods.vocab_trim.vocab_map import kept_ids
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.linear import laid_linear
+from specbench.errors import UserError
 
 if TYPE_CHECKING:
     from specbench.decoding.sampling import Decoding
@@ -36,6 +37,8 @@ class DraftHead:
             self.bytes = model.pass_bytes(0, 0)
             return
         head = model.lm_head
+        if not isinstance(head, torch.nn.Linear) or type(head.weight) is not torch.nn.Parameter:
+            raise UserError("a head with quantised weights cannot be trimmed: set vocab=full")
         # A copy: the rows of a tied embedding stay whole.
         self.trimmed = laid_linear(head.weight[kept], None if head.bias is None else head.bias[kept])
         self.bytes = weight_bytes(model.norm) + weight_bytes(self.trimmed)
@@ -116,7 +119,7 @@ def draft_head(pair: Pair, model: StagedModel, vocab_map: str | None, vocab_size
 def target_ids(pair: Pair) -> int:
     """The number of ids that the target of a pair scores, padding included."""
     head: Any = pair.target.get_output_embeddings()
-    return head.weight.shape[0]
+    return head.out_features
 
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:

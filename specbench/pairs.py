@@ -361,6 +361,8 @@ class _Source:
                     f"pair.draft_layers is {layers}, and '{self.name}' has {depth} layers: "
                     "set pair.draft_layers=null for all of them"
                 )
+            if getattr(model.config, "quantization_config", None) is not None:
+                raise UserError(f"the weights of '{self.name}' are quantised: set pair.draft_layers=null")
             model = cut(model, list(range(layers)))
             for weight in model.parameters():  # and no buffer: angles of positions stay in float32
                 weight.data = weight.data.to(dtype)
@@ -418,5 +420,6 @@ def _one_line(source: _Source) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise UserError(f"'{source.name}' does not fit into the memory of {source.cfg.device}") from error
-    except (OSError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
+        # ImportError: a package that quantised weights, or the checkpoint's own code, need
         raise UserError(f"cannot load '{source.name}': {str(error).strip().splitlines()[0]}") from error

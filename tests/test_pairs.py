@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -224,6 +225,37 @@ def test_broken_folders(cfg):
     _file(cfg.target, "tokenizer.json").unlink()
     with pytest.raises(UserError, match="no tokenizer"):
         load_pair(cfg, seed=0, with_draft=False)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, "gptqmodel"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64}, "optimum|gptqmodel"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}},
+            },
+            "torchao",
+        ),
+    ],
+)
+def test_quantised_weights_need_a_package(cfg, scheme, package):
+    if any(importlib.util.find_spec(name) for name in package.split("|")):
+        pytest.skip("it is installed")
+    edit_json(_file(cfg.target, "config.json"), quantization_config=scheme)
+    with pytest.raises(UserError, match=f"cannot load '.*({package})") as caught:
+        load_pair(cfg, seed=0, with_draft=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_quantised_weights_are_not_cut(cfg, monkeypatch):
+    cfg.draft_layers = 1
+    edit_json(_file(cfg.draft, "config.json"), quantization_config={"quant_method": "of the future"})
+    with pytest.raises(UserError, match=r"quantised: set pair\.draft_layers=null"):
+        load_pair(cfg, seed=0, with_draft=True)
 
 
 def test_devices():

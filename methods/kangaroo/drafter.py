@@ -70,7 +70,6 @@ class Kangaroo(Drafter):
         self.head = draft_head(pair, target, vocab_map, vocab_size)
         # The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
         self._draft_bytes = weight_bytes(self.adapter) + self.head.bytes
-        self._shallow_bytes = target.pass_bytes(0, exit_layer, head=False)
 
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
         """Allocates the adapter's cache."""
@@ -109,12 +108,13 @@ class Kangaroo(Drafter):
             if not stop.goes_on(logits):
                 break
         self._states = torch.cat(states, dim=1)
+        shallow = self.target.pass_bytes(0, self.exit_layer, head=False, tokens=batch.size)
         return Draft(
             tokens=torch.stack(tokens, dim=1),
             probs=self.head.spread(probs),
             candidates=stop.counts,
             resume=Resume(self.exit_layer, self._states),
-            bytes_read=len(tokens) * self._draft_bytes + len(states) * self._shallow_bytes,
+            bytes_read=len(tokens) * self._draft_bytes + len(states) * shallow,
         )
 
     def commit(self, batch: Batch, verified: Verified) -> None:

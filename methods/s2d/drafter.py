@@ -74,7 +74,8 @@ class SortedDraft(SpeculativeSampling):
             )
         self.thresholds = choose_thresholds(thresholds, len(self.exits))
         self.layers = self.exits[-1]
-        self._exit_bytes, read, start = {}, 0, 0
+        self._exit_bytes: dict[int, float] = {}
+        read, start = 0.0, 0
         for end in self.exits:  # every exit on the way costs a use of the head
             read += self.model.pass_bytes(start, end, head=False) + self.head.bytes
             self._exit_bytes[end], start = read, end
@@ -113,7 +114,7 @@ class SortedDraft(SpeculativeSampling):
         for deeper in self._deeper:
             move_entries(deeper, sources, destinations)
 
-    def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, int]:
+    def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, float]:
         """One pass; each sequence takes its first exit that is sure enough, and the batch goes to the deepest one."""
         model, cache, (b, n) = self.model, self._layout.cache, ids.shape
         # Tokens given to the model, these included.

@@ -42,7 +42,6 @@ class SpeculativeSampling(Drafter):
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold
         self.layers = len(self.model.layers)
-        self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
 
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
         """Allocates the draft model's cache."""
@@ -92,7 +91,7 @@ class SpeculativeSampling(Drafter):
         self._layout.move(sources, destinations, kv_len)
         move_entries(self._fed, sources, destinations)
 
-    def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, int]:
+    def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, float]:
         """One pass over token ids [b, n], of which the first stands `offset` behind the pending token.
 
         Returns:
@@ -101,7 +100,8 @@ class SpeculativeSampling(Drafter):
         """
         where = self._layout.place(batch, ids.shape[1], offset)
         hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, where)[:, -1]
-        return self.head.logits(self.model.norm(hidden)), None, self._pass_bytes
+        read = self.model.pass_bytes(head=False, tokens=ids.numel()) + self.head.bytes
+        return self.head.logits(self.model.norm(hidden)), None, read
 
     def _stats(self, passes: list[Any]) -> dict[str, Any]:
         """The statistics of a draft, from what `_next` gave for each token."""

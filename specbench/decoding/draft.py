@@ -118,7 +118,7 @@ class Draft:
         candidates: [b] or one number: only the first so many nodes of a sequence may be accepted; the others are
             looked at (`Verified.logits`), or are padding. None: all.
         resume: None unless the drafter has already run the target's first layers.
-        bytes_read: bytes of weights read to make this draft.
+        bytes_read: bytes of weights read to make this draft; NaN where that cannot be known.
         report: [b, m] whole numbers that the drafter wants on the host; they come back as `Verified.report`, in the
             one copy of the round.
         stats: the drafter's own numbers for this round, which the trace keeps as they are; it may add some until
@@ -131,7 +131,7 @@ class Draft:
     tree: Tree | None = None
     candidates: torch.Tensor | int | None = None
     resume: Resume | None = None
-    bytes_read: int = 0
+    bytes_read: float = 0
     report: torch.Tensor | None = None
     stats: dict[str, Any] = field(default_factory=dict)
 

@@ -19,7 +19,7 @@ from specbench.decoding.layout import RaggedLayout, span
 from specbench.decoding.sampling import TARGET, Decoding, all_drawn, position_draws
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.stop import truncate_at_stop
-from specbench.decoding.trace import Clock, Generation, Mark, Step
+from specbench.decoding.trace import Clock, Generation, Mark, Step, counted
 from specbench.decoding.turns import between_rounds
 from specbench.errors import UserError, at_least
 
@@ -38,8 +38,8 @@ class Round:
     """
 
     sequences: int
-    draft_bytes: int
-    target_bytes: int
+    draft_bytes: float
+    target_bytes: float
     stats: dict[str, Any]
     marks: tuple[Mark, ...]
 
@@ -174,7 +174,7 @@ class Engine:
         self._last = clock.mark()
         marks = (begun, arranged, drafted, verified_at, self._last)
         # Not the draft itself: its probabilities and states would pile up until the last sequence is done.
-        read = self.target.pass_bytes(layer)
+        read = self.target.pass_bytes(layer, tokens=batch.size * (1 + draft.tokens.shape[1]))
         return Round(batch.size, draft.bytes_read, read, stats | draft.stats, marks)
 
     def _batch(self, running: list[Sequence]) -> Batch:
@@ -420,8 +420,8 @@ class Engine:
                     draft_seconds=drafting,
                     verify_seconds=verify,
                     other_seconds=other,
-                    draft_bytes=done.draft_bytes,
-                    target_bytes=done.target_bytes,
+                    draft_bytes=counted(done.draft_bytes),
+                    target_bytes=counted(done.target_bytes),
                     sequences=done.sequences,
                     align_seconds=align,
                     stats=stats[slot],

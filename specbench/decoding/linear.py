@@ -293,8 +293,12 @@ def lay_out(module: torch.nn.Module, fixed: bool = False) -> None:
 
 
 def _can_lay(layer: Any) -> bool:
-    """Whether a layer is a frozen linear layer that is not laid out yet."""
-    return type(layer) is torch.nn.Linear and not (layer.weight.requires_grad or layer.weight.is_inference())
+    """Whether a layer is a frozen linear layer of plain numbers that is not laid out yet.
+
+    A quantised one is another class, or its weight is: both stay what they are.
+    """
+    weight = layer.weight if type(layer) is torch.nn.Linear else None
+    return type(weight) is torch.nn.Parameter and not (weight.requires_grad or weight.is_inference())
 
 
 def _can_join(layers: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ wrongly. Draft models are driven by this same class.
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
@@ -19,7 +20,7 @@ import torch
 
 from specbench.decoding.draft import NORMED
 from specbench.decoding.kv_cache import KVCache, Pass
-from specbench.decoding.layers import quick, weight_bytes
+from specbench.decoding.layers import experts_of, quick, weight_bytes
 from specbench.decoding.linear import lay_out
 from specbench.errors import UserError, reason
 
@@ -39,6 +40,8 @@ LOGIT_STEPS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "logits_scaling": lambda logits, scale: logits / scale,
     "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,
 }
+# What a config calls the number of its routed experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # What layers of one kind have in common: the window that they look back on, and the type that names their angles in a
@@ -94,7 +97,7 @@ class StagedModel:
             self.norm: torch.nn.Module = norm
             self.lm_head: torch.nn.Linear = cast("torch.nn.Linear", model.get_output_embeddings())
             lay_out(base.layers)
-            lay_out(self.lm_head, fixed=self.lm_head.weight is self.embed_tokens.weight)
+            lay_out(self.lm_head, fixed=getattr(self.lm_head, "weight", None) is self.embed_tokens.weight)
             self.layers: list[torch.nn.Module] = [quick(layer) for layer in base.layers]
             self._head = quick(self.lm_head)
             self.rotary, self.learned_positions = positions  # one of them is None
@@ -122,17 +125,29 @@ class StagedModel:
             self._kinds: list[Kind] = [(w, t if typed else None) for w, t in zip(windows, types, strict=True)]
             self._kinds_there = frozenset(self._kinds)
             self._rope_tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
-            self._layer_bytes = [weight_bytes(layer) for layer in self.layers]
+            self._experts = [experts_of(layer) for layer in base.layers]
+            self._layer_bytes = [
+                weight_bytes(layer) - (0 if experts is None else experts.bytes)
+                for layer, experts in zip(base.layers, self._experts)
+            ]
+            self._has_experts = any(self._experts)
+            # Experts that are nowhere to be found would be counted as if every token read all of them.
+            self._uncounted = not self._has_experts and any(getattr(self.config, name, 0) for name in EXPERTS)
             self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
 
     # -- what a pass costs -------------------------------------------------------------------------------------
 
-    def pass_bytes(self, lo: int = 0, hi: int | None = None, head: bool = True) -> int:
-        """Bytes of weights that a pass through layers [lo, hi) reads, with or without norm and head.
+    def pass_bytes(self, lo: int = 0, hi: int | None = None, head: bool = True, tokens: int = 1) -> float:
+        """Bytes of weights that a pass of `tokens` tokens through layers [lo, hi) reads, with or without norm and head.
 
-        The embedding look-up reads one row and is not counted; a head tied to it is read whole and is counted.
+        A whole number, or NaN where it cannot be known. The embedding look-up reads one row and is not counted; a head
+        tied to it is read whole and is counted. Of routed experts those are counted that so many tokens are expected to
+        choose, see `Experts`.
         """
-        return sum(self._layer_bytes[lo:hi]) + head * self._head_bytes
+        read: float = sum(self._layer_bytes[lo:hi]) + head * self._head_bytes
+        if self._has_experts:
+            read += sum(experts.read(tokens) for experts in self._experts[lo:hi] if experts is not None)
+        return math.nan if self._uncounted and self._layer_bytes[lo:hi] else read
 
     # -- stages ------------------------------------------------------------------------------------------------
 

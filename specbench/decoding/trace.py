@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,8 @@ class Step:
         draft_seconds: drafting. In a batch all seconds are this sequence's share of the round, one in `sequences`.
         verify_seconds: verifying.
         other_seconds: the rest: acceptance, roll-back, commit.
-        draft_bytes: bytes of weights read by the drafter's passes; in a batch of the whole passes.
-        target_bytes: bytes of weights read by the target's verification pass; in a batch of the whole pass.
+        draft_bytes: bytes of weights read by the drafter's passes; in a batch of the whole passes. None: not known.
+        target_bytes: likewise those read by the target's verification pass.
         sequences: that shared the round.
         align_seconds: in a batch, the time spent on alignment in memory.
         stats: numbers of the drafter's and the scheduler's own, see `Draft`.
@@ -37,11 +38,16 @@ class Step:
     draft_seconds: float
     verify_seconds: float
     other_seconds: float
-    draft_bytes: int
-    target_bytes: int
+    draft_bytes: int | None
+    target_bytes: int | None
     sequences: int = 1
     align_seconds: float = 0.0
     stats: dict[str, Any] = field(default_factory=dict)
+
+
+def counted(count: float) -> int | None:
+    """A count as it is recorded; None for NaN."""
+    return None if math.isnan(count) else int(count)
 
 
 @dataclass(slots=True)

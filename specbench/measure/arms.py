@@ -55,13 +55,13 @@ def one_by_one(engine: Engine) -> Arm:
     return lambda requests: [engine.generate([request])[0] for request in requests]
 
 
-def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int = 0, **options: Any) -> Arm:
+def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0, **options: Any) -> Arm:
     """The generate of transformers on the same target: the reference that our baseline must not be slower than.
 
     Args:
         pair: with the target.
         batch_size: requests that it gets at once, padded on the left; their seconds are shared equally.
-        pass_bytes: bytes of weights that one pass reads, for the steps.
+        pass_bytes: bytes of weights that one pass reads, for the steps; None where that cannot be known.
         **options: more arguments for `generate`, such as `assistant_model`.
     """
     clock = Clock(pair.device)

@@ -214,7 +214,9 @@ def relative(first: list[pd.DataFrame], second: list[pd.DataFrame], batched: boo
     return Relative(found, len(set(pools) if several else shared), "pool" if several else "repeat")
 
 
-def parts(records: list[dict], what: str, batched: bool) -> pd.DataFrame:
+def parts(
+    records: list[dict], what: str, batched: bool, target_pass_bytes: int | None = None
+) -> pd.DataFrame:
     """The parts of a number of a run, by question, or in a run of batches by run of a pool.
 
     Args:
@@ -223,6 +225,8 @@ def parts(records: list[dict], what: str, batched: bool) -> pd.DataFrame:
             against it at batch size 1. "mbsu": bytes of weights that autoregressive decoding would have read / that
             were read. "acceptance_length": tokens emitted by draft-verify rounds / target passes.
         batched: whether it is a run of batches.
+        target_pass_bytes: bytes of weights that a pass of one token through the target reads, as the summary holds
+            them; None for those of the largest pass of autoregressive decoding.
 
     Returns:
         Two columns, `above` and `below`, whose sums' ratio is the number; indexed by question_id or (pool, repeat).
@@ -230,13 +234,15 @@ def parts(records: list[dict], what: str, batched: bool) -> pd.DataFrame:
     if what in ("mbsu", "acceptance_length"):
         steps = steps_frame(records)
         rounds = steps[steps["arm"] == "method"]
+        if what == "mbsu":  # of those whose bytes are known
+            rounds = rounds[rounds[["draft_bytes", "target_bytes"]].notna().all(axis=1)]
         by = [rounds["pool"], rounds["repeat"]] if batched else rounds["question_id"]
         if what == "acceptance_length":
             return pd.DataFrame({"above": rounds["emitted"], "below": 1}).groupby(by).sum()
+        whole_pass = target_pass_bytes or steps.loc[steps["arm"] == ARMS["engine"], "target_bytes"].max()
         # As a float: tokens are counted in 32 bits, which bytes of several overflow.
-        whole_pass = float(steps.loc[steps["arm"] == ARMS["engine"], "target_bytes"].max())
         read = (rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["sequences"]
-        return pd.DataFrame({"above": rounds["emitted"] * whole_pass, "below": read}).groupby(by).sum()
+        return pd.DataFrame({"above": rounds["emitted"] * float(whole_pass), "below": read}).groupby(by).sum()
     generations = generations_frame(records)
     single = what == "throughput" and (generations["arm"] == "single").any()
     reference = "single" if single else ARMS["engine"]

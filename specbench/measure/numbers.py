@@ -193,10 +193,10 @@ def bandwidth_fraction(tokens_per_second: float | None, facts: dict) -> float | 
     Above 1: faster than any autoregressive decoding from memory on this machine. Weights that fit into the caches can
     be read faster than memory; keys and values are not counted.
     """
-    bandwidth = facts["bandwidth_bytes_per_second"]
-    if tokens_per_second is None or bandwidth is None:
+    bandwidth, read = facts["bandwidth_bytes_per_second"], facts["target_pass_bytes"]
+    if tokens_per_second is None or bandwidth is None or read is None:
         return None
-    return tokens_per_second * facts["target_pass_bytes"] / bandwidth
+    return tokens_per_second * read / bandwidth
 
 
 def equivalence(records: list[dict], key: str = "equivalence") -> dict:

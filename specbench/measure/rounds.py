@@ -45,7 +45,7 @@ def occupancy(rounds: pd.DataFrame, batch_size: int) -> float | None:
     return ratio(len(rounds), (1 / rounds["sequences"]).sum() * batch_size)
 
 
-def mbsu(rounds: pd.DataFrame, target_pass_bytes: int) -> float | None:
+def mbsu(rounds: pd.DataFrame, target_pass_bytes: int | None) -> float | None:
     """Memory-bound speedup: tokens emitted x bytes of one target pass / bytes of weights really read.
 
     What the speedup would be if time were nothing but reading weights (Goel et al. 2024, arXiv 2403.00858).
@@ -53,7 +53,9 @@ def mbsu(rounds: pd.DataFrame, target_pass_bytes: int) -> float | None:
     * gamma).
     """
     # The sequences of a batch share what a pass reads.
-    read = ((rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["sequences"]).sum()
+    if target_pass_bytes is None:
+        return None
+    read = ((rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["sequences"]).sum(skipna=False)
     return ratio(int(rounds["emitted"].sum()) * target_pass_bytes, read)
 
 

@@ -27,6 +27,7 @@ from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
+from specbench.decoding.trace import counted
 from specbench.errors import UserError, one_line_errors, reason
 from specbench.measure import provenance, store
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
@@ -69,7 +70,7 @@ def prepare(cfg: DictConfig) -> Bench:
     if batched and cfg.batch_size > 1:
         arms[SINGLE] = single
     if cfg.generate:
-        arms[HF] = hf_generate_arm(pair, size or 1, target.pass_bytes())
+        arms[HF] = hf_generate_arm(pair, size or 1, counted(target.pass_bytes()))
     decoding = Decoding(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
     warmup = warmup_questions(cfg.data)
     return Bench(
@@ -255,7 +256,7 @@ def facts(bench: Bench) -> dict:
     """What the summary needs of the run beside its records."""
     pair = bench.pair
     return {
-        "target_pass_bytes": bench.target.pass_bytes(),
+        "target_pass_bytes": counted(bench.target.pass_bytes()),
         "threads": torch.get_num_threads(),
         "dtype": str(pair.dtype).removeprefix("torch."),
         "device": str(pair.device),

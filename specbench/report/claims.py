@@ -169,10 +169,10 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     if any(None in other for other in others):
         return None
     batched = bool(ours[0].summary["drafter"])
-    frames = [metrics.parts(run.records, what, batched) for run in ours]
+    frames = [run.parts(what, batched) for run in ours]
     found = []
     for other in others:
-        theirs = [metrics.parts(run.records, what, batched) for run in other]
+        theirs = [run.parts(what, batched) for run in other]
         found.append((*metrics.relative(theirs, frames, batched), other[0]))
     weakest = min(found, key=lambda item: item[0].value or 0)
     ratio, count, unit, against = weakest

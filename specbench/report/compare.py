@@ -116,7 +116,7 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
     if batched[0] != batched[1] or (batched[0] and _pools(first) != _pools(second)):
         return {}
     what = "throughput" if batched[0] and metric == SPEEDUP else metric
-    one, other = (metrics.parts(run.records, what, batched[0]) for run in (first, second))
+    one, other = (run.parts(what, batched[0]) for run in (first, second))
     if batched[0]:
         return {"overall": metrics.relative([one], [other], batched=True)}
     tasks: dict[str, list[int]] = {}

@@ -85,6 +85,10 @@ class Run:
         """Every question of the journal. Raises UserError, without the folder's name, when it is damaged."""
         return _records(self.folder)
 
+    def parts(self, what: str, batched: bool) -> pd.DataFrame:
+        """The parts of a number, as `metrics.parts` gives them."""
+        return metrics.parts(self.records, what, batched, self.summary.get("target_pass_bytes"))
+
 
 @dataclass(frozen=True)
 class LeftOut:

@@ -541,3 +541,26 @@ def test_relative_counts_the_questions_that_are_in_all_runs():
     assert metrics.relative([first], [nothing]) == none
     for what, batched in [("throughput", True), ("mbsu", False), ("mbsu", True)]:
         assert metrics.parts([], what, batched).empty
+
+
+def test_numbers_without_bytes_are_null():
+    records = [answered(i, "qa", [2, 0, 3], 2.0) for i in range(6)]
+    for one in records:
+        one["turns"][0]["arms"]["method"][0]["steps"]["target_bytes"][1] = None
+    facts = FACTS | {"bandwidth_bytes_per_second": 1e9}
+    known, unknown = (
+        metrics.numbers(records, facts | {"target_pass_bytes": read}, "baseline") for read in (1000, None)
+    )
+    assert known["mbsu"] is unknown["mbsu"] is None and unknown["speedup"] == known["speedup"] == 2.0
+    assert known["bandwidth_fraction"] > 0 and unknown["bandwidth_fraction"] is None
+    assert metrics.parts(records, "mbsu", False, 1000).index.tolist() == list(range(6)), (
+        "of the rounds that are known"
+    )
+
+
+def test_a_batch_of_autoregressive_decoding_reads_more_experts_than_one_sequence():
+    """So what MBSU compares with is a pass of one token, not the baseline's largest one."""
+    records = [answered(i, "qa", [2, 0, 3], 2.0) for i in range(6)]
+    of_batch, of_one = (metrics.parts(records, "mbsu", False, read) for read in (None, 500))
+    assert (of_batch["above"] / of_one["above"]).tolist() == [2.0] * 6
+    assert of_batch["below"].equals(of_one["below"])

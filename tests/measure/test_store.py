@@ -343,7 +343,8 @@ def test_steps_are_one_row_per_round(finished):
         *("question_id", "task", "category", "pool", "turn", "arm", "repeat", "process", "step"),
         *STEP_COLUMNS,
     ]
-    assert frame["draft_seconds"].dtype == np.float64 and frame["draft_bytes"].dtype == np.int64
+    assert frame["draft_seconds"].dtype == frame["draft_bytes"].dtype == np.float64
+    assert frame["drafted"].dtype == np.int32
     assert str(table.schema.field("step").type) == "int32"
     one = frame[(frame["question_id"] == 2) & (frame["arm"] == "method")]
     assert one["step"].tolist() == [0, 1, 2] and one["accepted"].tolist() == [5, 0, 3]
