@@ -104,10 +104,8 @@ def _accept_tree(
 def _live(draft: Draft, limits: torch.Tensor | None) -> torch.Tensor | None:
     """Which nodes [b, k] may be accepted: candidates that lie within the limits; None: all."""
     k, device = draft.tokens.shape[1], draft.tokens.device
-    within = []
-    if draft.candidates is not None:
-        candidates = torch.as_tensor(draft.candidates, device=device).view(-1, 1)
-        within.append(torch.arange(k, device=device) < candidates)
+    candidates = draft.acceptable()
+    within = [] if candidates is None else [candidates]
     if limits is not None:
         depths = torch.arange(1, 1 + k, device=device) if draft.tree is None else draft.tree.depths
         within.append(depths <= limits.unsqueeze(1))

@@ -14,7 +14,7 @@ from specbench.decoding.tree import Tree
 from specbench.values import WRAPPED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from collections.abc import Sequence as Several
 
     import pandas as pd
@@ -119,8 +119,8 @@ class Draft:
             looked at (`Verified.logits`), or are padding. None: all.
         resume: None unless the drafter has already run the target's first layers.
         bytes_read: bytes of weights read to make this draft; NaN where that cannot be known.
-        report: [b, m] whole numbers that the drafter wants on the host; they come back as `Verified.report`, in the
-            one copy of the round.
+        report: [b, m] whole numbers that the drafter wants on the host, or a function that makes them of the
+            verification's logits [b, 1 + k, vocab]; they come back as `Verified.report`, in the one copy of the round.
         stats: the drafter's own numbers for this round, which the trace keeps as they are; it may add some until
             `Drafter.commit` returns. Values: whole numbers, floats, texts, None, lists with an entry for each sequence,
             tensors [b] or [b, n], pairs of marks of the engine's clock (kept as seconds).
@@ -132,7 +132,7 @@ class Draft:
     candidates: torch.Tensor | int | None = None
     resume: Resume | None = None
     bytes_read: float = 0
-    report: torch.Tensor | None = None
+    report: torch.Tensor | Callable[[torch.Tensor], torch.Tensor] | None = None
     stats: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -156,6 +156,13 @@ class Draft:
             filled = [[*some, *[-1] * (k - len(some))] for some in parents]
             tree = Tree.of(torch.tensor(filled, device=device))
         return cls(padded.view(len(counts), k).to(device), tree=tree, candidates=candidates)
+
+    def acceptable(self) -> torch.Tensor | None:
+        """[b or 1, k] which tokens are candidates; None: all."""
+        if self.candidates is None:
+            return None
+        counts = torch.as_tensor(self.candidates, device=self.tokens.device).view(-1, 1)
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < counts
 
 
 @dataclass(slots=True)

@@ -230,7 +230,7 @@ class Engine:
             self._tokens[0, batch.lengths[0] : batch.lengths[0] + 1 + k] = new[0]
         else:
             self._tokens[:b].scatter_(1, span(batch.known, 1 + k), new)
-        facts = self._on_host(draft, accepted, new)
+        facts = self._on_host(draft, logits, accepted, new)
         counts = [fact[0] for fact in facts]
         self._layout.commit(batch, accepted.count, counts, accepted.path)
         tokens, report = [], []
@@ -259,18 +259,22 @@ class Engine:
             None if draft.report is None else report,
         )
 
-    def _on_host(self, draft: Draft, accepted: Accepted, new: torch.Tensor) -> list[list[int]]:
+    def _on_host(
+        self, draft: Draft, logits: torch.Tensor, accepted: Accepted, new: torch.Tensor
+    ) -> list[list[int]]:
         """What the host learns of each sequence: count, new tokens, a tree's depth, candidates, the drafter's report.
 
         It is the one time in a round that the host waits.
         """
         parts = [accepted.count.unsqueeze(1), new]
         if draft.tree is not None:
-            parts.append(draft.tree.depths.amax(-1, keepdim=True).expand(new.shape[0], 1))
+            depths, candidates = draft.tree.depths, draft.acceptable()
+            depths = depths if candidates is None else depths * candidates
+            parts.append(depths.amax(-1, keepdim=True).expand(new.shape[0], 1))
         if isinstance(draft.candidates, torch.Tensor):
             parts.append(draft.candidates.unsqueeze(1))
         if draft.report is not None:
-            parts.append(draft.report)
+            parts.append(draft.report(logits) if callable(draft.report) else draft.report)
         if len(parts) == 2 and new.shape[1] == 1:  # nothing was drafted
             return [[0, *tokens] for tokens in new.tolist()]
         return torch.cat(parts, dim=1).tolist()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.decoding.draft import Drafter
+from specbench.decoding.draft import Draft, Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
+from specbench.decoding.tree import Tree
 from specbench.errors import UserError
 from tests.support.decoding import STOP, random_pair, random_prompt
 from tests.support.drafters import Oracle
@@ -59,3 +62,37 @@ def test_answers_may_fill_the_context_to_the_brim():
     oracle = Oracle(40, plain.tokens, target.vocab_size, 0, 0.0, 8, False)
     assert Engine(target, oracle, frozenset()).answer([7] * 40, Decoding(24)).tokens == plain.tokens
     assert len(plain.tokens) == 24
+
+
+class Spectator(Drafter):
+    """Two candidates for each sequence but the first, and a chain of three that is only looked at."""
+
+    max_draft_tokens, max_nodes = 4, 5
+
+    def draft(self, batch):
+        tree = Tree.of(torch.tensor([-1, -1, 0, 2, 3]))
+        counts = torch.tensor([2 * (one.request_index > 0) for one in batch.sequences])
+        tokens = torch.arange(5).expand(batch.size, -1)
+        return Draft(tokens, tree=tree, candidates=counts, report=self.behind)
+
+    def behind(self, logits):
+        self.logits = logits
+        return logits[:, 1:].argmax(-1)
+
+    def commit(self, batch, verified):
+        assert verified.logits is self.logits
+        assert verified.report == self.logits[:, 1:].argmax(-1).tolist()
+        self.rounds = getattr(self, "rounds", 0) + 1
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_what_is_only_looked_at(slots):
+    """It is no part of a draft's depth, and the drafter learns on the host what it makes of its logits."""
+    target, spectator = StagedModel(random_pair("llama").target), Spectator()
+    requests = [Request([7, 9, 4 + i], Decoding(12)) for i in range(3)]
+    plain = Engine(target, Drafter(), frozenset()).generate(requests)
+    answers = Engine(target, spectator, frozenset(), Scheduler(slots)).generate(requests)
+    assert [a.tokens for a in answers] == [a.tokens for a in plain]
+    assert spectator.rounds > 5
+    for i, answer in enumerate(answers):
+        assert {(s.drafted, s.depth) for s in answer.steps[:-1]} == {(2, 1) if i else (0, 0)}
