@@ -36,6 +36,8 @@ COMBINATIONS = [
     ("exspec", "medusa", "full"),
     ("ragged", "recycling", "full"),
     ("eqspec", "recycling", "full"),
+    ("ragged", "lookahead", "full"),
+    ("exspec", "lookahead", "full"),
 ]
 
 

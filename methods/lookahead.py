@@ -1,0 +1,237 @@
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target writes its own n-grams beside the text.
+
+A window of W columns stands behind the pending token. A column holds N - 1 successive tokens of a guessed future; the
+first tokens of all columns are a chain behind the pending token, which is that of the first column. Each verification
+gives every column the target's choice behind its end: that makes N tokens, an n-gram. The n-gram goes into a pool, and
+the column goes on without its first token. The n-grams of the pool that begin with the pending token are the draft,
+which is verified in the same pass. No model, no training.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+
+from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
+from specbench.decoding.sampling import likeliest
+from specbench.pairs import Pair
+from specbench.values import Count, Range
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import pandas as pd
+
+    from specbench.decoding.target import Prefill
+
+PENDING = -1  # as a parent
+
+
+@dataclass(slots=True)
+class Pool:
+    """N-grams by their first token.
+
+    Attributes:
+        size: the most n-grams with one first token; the one that was added longest ago makes room.
+        behind: for each first token the other tokens of its n-grams, the latest one last.
+    """
+
+    size: int
+    behind: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
+
+    def add(self, first: int, others: tuple[int, ...]) -> None:
+        """Adds an n-gram. One that is there counts as new again."""
+        known = self.behind.setdefault(first, {})
+        known.pop(others, None)
+        known[others] = None
+        if len(known) > self.size:
+            del known[next(iter(known))]
+
+    def guesses(self, first: int) -> Iterator[tuple[int, ...]]:
+        """What may follow a token, the latest first."""
+        return reversed(self.behind.get(first, {}))
+
+
+@dataclass(slots=True)
+class Search:
+    """What is kept of a sequence.
+
+    Attributes:
+        columns: W of N - 1 tokens. The pending token stands in place of the first column's first one.
+        pool: the n-grams.
+        rounds: how often the window went on.
+    """
+
+    columns: list[tuple[int, ...]]
+    pool: Pool
+    rounds: int = 0
+
+    def go_on(self, pending: int, chosen: list[int]) -> None:
+        """Gives each column, from the first one on, its next token.
+
+        Args:
+            pending: the token that stood in front of the window.
+            chosen: the target's choice behind each column.
+        """
+        firsts = [pending, *(column[0] for column in self.columns[1:])]
+        for i, (first, token) in enumerate(zip(firsts, chosen)):
+            column = (*self.columns[i][1:], token)
+            # At first columns hold tokens that the target did not choose.
+            if self.rounds >= len(column) - 1:
+                self.pool.add(first, column)
+            self.columns[i] = column
+        self.rounds += 1
+
+
+class Lookahead(Drafter):
+    """Drafts the n-grams of a pool, and fills the pool; see the module.
+
+    Not as in the authors' code: the window begins full, as in the paper, with random tokens of the prompt, and the pool
+    takes nothing from them; n-grams with a common beginning share its nodes; one that fits gives N tokens, where theirs
+    leaves out the target's own behind it; with temperature the draft is verified by the target's own draws, so that the
+    text is that of autoregressive decoding. The window takes the likeliest tokens at any temperature, as theirs does.
+
+    Args:
+        pair: with the target.
+        window: columns (W).
+        ngram: tokens of an n-gram (N).
+        guesses: n-grams that the pool keeps of each first token (G).
+        text: whether the n-grams of the prompt and of the answer so far enter the pool, too: the paper's variant with
+            the prompt as reference.
+    """
+
+    certain = True
+
+    def __init__(
+        self,
+        pair: Pair,
+        window: Count = 15,
+        ngram: Annotated[int, Range(2)] = 5,
+        guesses: Count = 15,
+        text: bool = False,
+    ):
+        self.window, self.ngram, self.guesses, self.text = window, ngram, guesses, text
+        self.max_draft_tokens = ngram - 1
+        self.max_nodes = (window + guesses) * (ngram - 1) - 1
+        self._searches: dict[int, Search] = {}  # by slot
+
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Begins with a random window and an empty pool."""
+        prompt, rng = sequence.request.prompt, random.Random(0)
+        columns = [tuple(rng.choices(prompt, k=self.ngram - 1)) for _ in range(self.window)]
+        self._searches[slot] = Search(columns, Pool(self.guesses))
+        self._read(slot, sequence.tokens)
+
+    def draft(self, batch: Batch) -> Draft:
+        """A tree of the guesses, and behind it the window, which is only looked at."""
+        tokens, parents, candidates, rows = [], [], [], []
+        for slot, (sequence, limit) in enumerate(zip(batch.sequences, batch.limits)):
+            search = self._searches[slot]
+            guesses = search.pool.guesses(sequence.tokens[-1])
+            own, above = merged(guesses, min(limit, self.max_draft_tokens), batch.max_nodes)
+            candidates.append(len(own))
+            # Where a token budget leaves no room for all columns the first ones go on.
+            fitting = (batch.max_nodes - len(own) + 1) // (self.ngram - 1)
+            rows.append(add_window(search.columns[:fitting], own, above))
+            tokens.append(own)
+            parents.append(above)
+        self._columns = [len(some) for some in rows]
+        device, widest = batch.tokens.device, max(self._columns)
+        draft = Draft.of(tokens, device, parents)
+        draft.candidates = torch.tensor(candidates, device=device)
+        padded = [[*some, *[0] * (widest - len(some))] for some in rows]
+        ends = torch.tensor(padded, dtype=torch.int64).to(device)
+        slots = torch.arange(batch.size, device=device).unsqueeze(1)
+        draft.report = lambda logits: likeliest(logits[slots, ends])
+        draft.stats = {"looked_at": [len(own) - n for own, n in zip(tokens, candidates)]}
+        return draft
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Moves the window on by one token, however many were accepted."""
+        assert verified.report is not None  # every draft asks for one
+        for slot, (sequence, length) in enumerate(zip(batch.sequences, batch.lengths)):
+            chosen = verified.report[slot][: self._columns[slot]]
+            self._searches[slot].go_on(sequence.tokens[length - 1], chosen)
+            self._read(slot, sequence.tokens[max(length - self.ngram + 1, 0) :])
+
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Moves the searches of slots."""
+        self._searches |= {to: self._searches[source] for source, to in zip(sources, destinations)}
+
+    @staticmethod
+    def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
+        """`guess_rate`: share of the rounds with a guess; `looked_at`: mean tokens of the window in a round."""
+        from specbench.measure.frames import stat  # late: pandas takes a second to import
+        from specbench.measure.rounds import ratio
+
+        looked_at = stat(rounds, "looked_at")
+        drafted, own = rounds["drafted"][looked_at.notna()], looked_at.dropna()
+        return {
+            "guess_rate": ratio((drafted > 0).sum(), len(own)),
+            "looked_at": ratio(own.sum(), len(own)),
+        }
+
+    @staticmethod
+    def describe(stats: dict[str, Any]) -> list[str]:
+        """Both numbers."""
+        if stats.get("guess_rate") is None:
+            return []
+        return [
+            f"guesses in {stats['guess_rate']:.0%} of the rounds; window: {stats['looked_at']:.1f} tokens a round"
+        ]
+
+    def _read(self, slot: int, tokens: list[int]) -> None:
+        """Adds the n-grams of some successive tokens of the text."""
+        if self.text:
+            for i in range(len(tokens) - self.ngram + 1):
+                self._searches[slot].pool.add(tokens[i], tuple(tokens[i + 1 : i + self.ngram]))
+
+
+def merged(chains: Iterable[tuple[int, ...]], depth: int, nodes: int) -> tuple[list[int], list[int]]:
+    """The tree of some chains of tokens, level by level, cut at a depth and at a number of nodes.
+
+    Returns:
+        Tokens and parents of the nodes, as in `Draft.of`.
+    """
+    chains = list(chains)
+    tokens: list[int] = []
+    parents: list[int] = []
+    places: dict[tuple[int, ...], int] = {(): PENDING}
+    for level in range(1, depth + 1):
+        for path in dict.fromkeys(chain[:level] for chain in chains):
+            if len(tokens) < nodes:
+                places[path] = len(tokens)
+                tokens.append(path[-1])
+                parents.append(places[path[:-1]])
+    return tokens, parents
+
+
+def add_window(columns: list[tuple[int, ...]], tokens: list[int], parents: list[int]) -> list[int]:
+    """Adds the nodes of columns to a tree: c columns of n tokens are c * n - 1 nodes.
+
+    Args:
+        columns: as in `Search`.
+        tokens: of the nodes.
+        parents: of the nodes.
+
+    Returns:
+        For each column the row of the verification behind its last token.
+    """
+
+    def add(token: int, parent: int) -> int:
+        tokens.append(token)
+        parents.append(parent)
+        return len(tokens) - 1
+
+    rows, first = [], PENDING
+    for i, column in enumerate(columns):
+        if i > 0:
+            first = add(column[0], first)
+        last = first
+        for token in column[1:]:
+            last = add(token, last)
+        rows.append(1 + last)
+    return rows
