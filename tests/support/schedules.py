@@ -68,7 +68,7 @@ class FakeTarget:
         seen = torch.ones(n, where.kv_len) if mask is None else mask[:, 0] == 0
         return self._logits((keys[:, 0, :, 0].unsqueeze(1) * seen).sum(2))
 
-    def pass_bytes(self, lo: int = 0) -> int:
+    def pass_bytes(self, lo: int = 0, tokens: int = 1) -> int:
         return 1
 
     def _shares(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
