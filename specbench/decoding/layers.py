@@ -11,15 +11,18 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.functional import rms_norm
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-def quick(module: M) -> M:
+def quick(module: M, config: PretrainedConfig | None = None) -> M:
     """Copies a module, sharing weights and hooks, into one with cheaper calls and attribute look-ups.
 
     The module itself stays as it is; the copy has a train or eval mode of its own. Three things make it faster, which
@@ -29,10 +32,16 @@ def quick(module: M) -> M:
       parameters and submodules as plain attributes.
     - A call of a module looks for hooks of many kinds; the copy looks for forward hooks alone.
     - `rms_norm` does in one operation what the families' own norms do in seven; it is used where the bits are the same.
+
+    Args:
+        module: to copy.
+        config: what the copies of modules that keep a config have in its place; None: the same one.
     """
     twin: Any = copy.copy(module)
-    parts = {name: part if part is None else quick(part) for name, part in module._modules.items()}
+    parts = {name: part if part is None else quick(part, config) for name, part in module._modules.items()}
     twin.__dict__.update(module._parameters, _modules=parts, **parts)
+    if config is not None and hasattr(module, "config"):
+        twin.config = config
     stock: Any = type(module)  # mypy takes no class of modules for hashable
     twin.__class__ = _kind(stock, _is_rms_norm(module))
     return twin

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from specbench.decoding.attention import fold_mask, grouped_attention_config
 from specbench.decoding.draft import NORMED
 from specbench.decoding.kv_cache import KVCache, Pass
 from specbench.decoding.layers import experts_of, quick, weight_bytes
@@ -84,6 +85,7 @@ class StagedModel:
         self.model = model
         self.config = model.config.get_text_config()
         with drivable(model):
+            self.hidden_size = self.config.hidden_size
             base: Any = model.get_decoder()  # from here on a family's own modules
             norm: Any = next((getattr(base, name) for name in NORMS if hasattr(base, name)), None)
             positions: list[Any] = [getattr(base, name, None) for name in ("rotary_emb", "embed_positions")]
@@ -98,12 +100,20 @@ class StagedModel:
             self.lm_head: torch.nn.Linear = cast("torch.nn.Linear", model.get_output_embeddings())
             lay_out(base.layers)
             lay_out(self.lm_head, fixed=getattr(self.lm_head, "weight", None) is self.embed_tokens.weight)
-            self.layers: list[torch.nn.Module] = [quick(layer) for layer in base.layers]
+            # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
+            self._implied_masks = self.config._attn_implementation == "sdpa"
+            kv_heads, _ = self._cache_shape()
+            grouped = self.config.num_attention_heads > kv_heads and model.device.type == "cpu"
+            # What attention is given for each query head of a group; 1 where it gets a mask as transformers does.
+            self._groups = (
+                self.config.num_attention_heads // kv_heads if grouped and self._implied_masks else 1
+            )
+            config = grouped_attention_config(self.config) if self._groups > 1 else None
+            self.layers: list[torch.nn.Module] = [quick(layer, config) for layer in base.layers]
             self._head = quick(self.lm_head)
             self.rotary, self.learned_positions = positions  # one of them is None
             self.device = model.device
             self.dtype = model.dtype
-            self.hidden_size = self.config.hidden_size
             self.vocab_size = vocab_size or self.lm_head.out_features
             self._devices = [device_of(layer) for layer in self.layers]
             self._cut_head = self.vocab_size < self.lm_head.out_features
@@ -117,8 +127,6 @@ class StagedModel:
             ]
             arguments = signature(base.layers[0].forward).parameters
             self._cache_name = next(name for name in CACHES if name in arguments)
-            # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
-            self._implied_masks = self.config._attn_implementation == "sdpa"
             types = getattr(self.config, "layer_types", None) or [None] * len(self.layers)
             windows = [_window(self.config, i) for i in range(len(self.layers))]
             typed = self.rotary is not None and "layer_type" in signature(self.rotary.forward).parameters
@@ -217,6 +225,8 @@ class StagedModel:
         for kind in self._kinds_there:
             window, angles = kind
             mask = attention_mask(where, n, hidden, window, self._implied_masks)
+            if self._groups > 1:
+                mask = fold_mask(mask, self._groups)
             arguments[kind] = {"attention_mask": mask, self._cache_name: cache, "use_cache": True}
             if rope:
                 arguments[kind]["position_embeddings"] = rope[angles]

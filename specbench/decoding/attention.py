@@ -1,0 +1,83 @@
+"""Attention of grouped query heads on a CPU, without copies of keys and values for every query head.
+
+Where several query heads share the keys and values of one head, transformers copies these for each of them whenever
+there is a mask. In a short pass that costs more than the attention itself. Here the query heads of a group are further
+tokens of one head instead: the same products, over keys and values as they lie in the cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from transformers import PretrainedConfig
+
+NAME = "grouped_sdpa"  # among transformers' attention functions
+OF_STOCK = (
+    "softcap",
+    "position_bias",
+)  # options that change scores: transformers' function takes or refuses them
+SHORT = 64  # tokens of a pass: with more, the copies cost little beside the attention
+
+
+def grouped_attention_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of a config with which layers attend as this module does; the config itself stays as it is."""
+    from transformers import AttentionInterface  # late: it takes seconds
+
+    AttentionInterface.register(NAME, partial(attend, AttentionInterface()["sdpa"]))
+    own = copy.copy(config)
+    own._attn_implementation = NAME
+    return own
+
+
+def fold_mask(mask: torch.Tensor | None, groups: int) -> torch.Tensor | None:
+    """The mask [b, 1, n, kv_len] of a short pass for `groups` query heads that are tokens of one head, once a pass.
+
+    Returns:
+        [b, 1, groups * n, kv_len]; of a longer pass the mask as it is.
+    """
+    return mask if mask is None or mask.shape[-2] > SHORT else mask.repeat(1, 1, groups, 1)
+
+
+def attend(
+    stock: Callable[..., tuple[torch.Tensor, None]],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it.
+
+    Args:
+        stock: transformers' own function, for passes that are not short.
+        module: the attention layer.
+        query: [b, heads, n, d].
+        key: [b, kv_heads, kv_len, d].
+        value: likewise.
+        attention_mask: as `fold_mask` gives it; None: a prefill, or a single token that attends to everything.
+        scaling: of the scores.
+        dropout: share of the weights of attention that is left out, in training.
+        **options: for `stock`. A window is in the mask.
+
+    Returns:
+        [b, n, heads, d], and None.
+    """
+    (b, heads, n, _), kv_heads = query.shape, key.shape[1]
+    tokens = heads // kv_heads * n
+    short = n == 1 or (attention_mask is not None and attention_mask.shape[-2] == tokens)
+    if not short or any(options.get(name) is not None for name in OF_STOCK):
+        return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
+    folded = query.reshape(b, kv_heads, tokens, -1)
+    found = scaled_dot_product_attention(folded, key, value, attention_mask, dropout, scale=scaling)
+    return found.view(b, heads, n, -1).transpose(1, 2).contiguous(), None
