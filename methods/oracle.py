@@ -19,6 +19,7 @@ import torch
 from torch.nn.functional import pad
 
 from methods.heads import move_entries
+from specbench.decoding.device import move_slots
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Verified
 from specbench.decoding.draft import Sequence as Decoded
 from specbench.decoding.layout import span
@@ -181,7 +182,7 @@ class Oracle(Drafter):
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Moves the answers and what belongs to the wrapped drafter's sequences."""
-        self._table[destinations] = self._table[sources]
+        move_slots(self._table, sources, destinations)
         move_entries(self._known, sources, destinations)
         self.inner.move(sources, destinations, kv_len)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbench.decoding.device import on_device
 from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:
@@ -46,12 +47,12 @@ def rank_tree(
     """
     nodes = sorted((path for path in paths if len(path) <= depth), key=lambda path: (len(path), path))
     places = {path: i for i, path in enumerate(nodes)}
-    parents = torch.tensor([places.get(path[:-1], -1) for path in nodes], dtype=torch.int64, device=device)
+    parents = on_device([places.get(path[:-1], -1) for path in nodes], device)
     levels: list[tuple[torch.Tensor, torch.Tensor]] = []
     above: dict[Path, int] = {(): 0}
     for length in range(1, max(map(len, nodes), default=0) + 1):
         level = [path for path in nodes if len(path) == length]
-        of_level = torch.tensor([(above[path[:-1]], path[-1]) for path in level], device=device)
+        of_level = on_device([(above[path[:-1]], path[-1]) for path in level], device)
         levels.append((of_level[:, 0], of_level[:, 1]))
         above = {path: i for i, path in enumerate(level)}
     return Tree.of(parents), levels

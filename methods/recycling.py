@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from methods.rank_trees import grown, likeliest_ids, rank_tree
+from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Sequence, Verified
 from specbench.errors import UserError
 from specbench.pairs import Pair
@@ -122,7 +123,7 @@ class TokenRecycling(Drafter):
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies the tables of slots."""
         if not self.shared:
-            self._followers[destinations] = self._followers[sources]
+            move_slots(self._followers, sources, destinations)
 
     @torch.inference_mode()  # as the tables were made
     def forget(self) -> None:

@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
+from specbench.decoding.device import place_weights, prepare_device
 from specbench.errors import UserError
 from specbench.expand import Expansion, embedded, expand_model, expansion_of
 from specbench.questions import packaged
@@ -122,6 +123,7 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
             the device is too small.
     """
     cfg, device, dtype = embedded(pair_cfg), choose_device(pair_cfg.device), DTYPES[pair_cfg.dtype]
+    prepare_device(device)
     if with_draft and cfg.draft is None:
         raise UserError(f"pair '{cfg.name}' has no draft model: set pair.draft")
     target = _Source(cfg.target, cfg.target_revision, cfg, cfg.target_shape, cfg.width)
@@ -364,8 +366,7 @@ class _Source:
             if getattr(model.config, "quantization_config", None) is not None:
                 raise UserError(f"the weights of '{self.name}' are quantised: set pair.draft_layers=null")
             model = cut(model, list(range(layers)))
-            for weight in model.parameters():  # and no buffer: angles of positions stay in float32
-                weight.data = weight.data.to(dtype)
+            place_weights(model, device, dtype)
         return model.eval().requires_grad_(False)
 
 

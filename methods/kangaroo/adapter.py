@@ -19,6 +19,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from specbench.decoding.device import place_weights
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.linear import lay_out
 from specbench.errors import UserError, reason
@@ -164,7 +165,8 @@ def load_adapter(
         raise UserError(f"the adapter in '{folder}' does not fit: {'; '.join(sorted(problems))}")
     adapter.load_state_dict(state)
     if expansion is None:
-        adapter = adapter.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        place_weights(adapter, device, dtype)
+        adapter.eval().requires_grad_(False)
     else:
         adapter = _expanded(adapter.float(), target_config, device, dtype, expansion)
     lay_out(adapter)

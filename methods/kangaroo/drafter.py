@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from methods.heads import StopTracker, draft_head, move_entries
+from specbench.decoding.device import move_slots
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Resume, Sequence, Verified
 from specbench.decoding.kv_cache import KVCache, Pass
 from specbench.decoding.layers import quick, weight_bytes
@@ -130,7 +131,7 @@ class Kangaroo(Drafter):
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies slots of the adapter's cache."""
         self._layout.move(sources, destinations, kv_len)
-        self._before[destinations] = self._before[sources]
+        move_slots(self._before, sources, destinations)
         move_entries(self._adapted, sources, destinations)
 
     def _shallow(self, batch: Batch, ids: torch.Tensor, offset: int) -> torch.Tensor:

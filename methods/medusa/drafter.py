@@ -13,6 +13,7 @@ import torch
 from methods.heads import draft_head
 from methods.medusa.heads import load_heads
 from methods.rank_trees import grown, likeliest_ids, rank_tree
+from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.target import StagedModel
@@ -114,4 +115,4 @@ class Medusa(Drafter):
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies the states of slots."""
-        self._states[destinations] = self._states[sources]
+        move_slots(self._states, sources, destinations)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad, silu
 
+from specbench.decoding.device import place_weights
 from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ def load_heads(
             {"weight": pad(heads.weight, (0, more, 0, more)), "bias": pad(heads.bias, (0, more))}
         )
         heads = wide
-    return heads.to(device=device, dtype=dtype).eval().requires_grad_(False), settings
+    place_weights(heads, device, dtype)
+    return heads.eval().requires_grad_(False), settings
 
 
 def save_heads(heads: MedusaHeads, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:

@@ -11,7 +11,7 @@ token, so that streams change the number of passes of a draft and nothing about 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from methods.heads import drawable
 from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_products
 from methods.mirror_sd.growth import Growth, Written, joined
+from specbench.decoding.device import on_device
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding, likeliest
 
@@ -171,7 +172,7 @@ class Brancher:
         """
         self.foresee()
         self._path, self._rows = self._path[:k], self._rows[:k]
-        found = self._guess(self._own[: k + 1], states)
+        found, index = self._guess(self._own[: k + 1], states).likely(self.plan.floor)
         self._fed = min(self._fed, self._base + k)
         columns = torch.arange(k, device=self.device)
         seen = columns < found.accepted.unsqueeze(1)
@@ -180,7 +181,7 @@ class Brancher:
         )
         while not self._grown(growth, depth) and not known():
             self._grow(growth)
-        self._index = found.index()
+        self._index = index
 
     @torch.inference_mode()
     def settle(
@@ -206,7 +207,7 @@ class Brancher:
             fed = self._fed = min(self._fed, at)
             ahead = self._path[fed - self._base : accepted]
             columns = torch.arange(ahead.shape[0], device=self.device)
-            root = torch.tensor([following], device=self.device)
+            root = on_device([following], self.device)
             seen = (columns >= 0).unsqueeze(0) if self.streams.shape[0] else None
             growth = self._sprout(fed, root, root * 0 + ahead.shape[0], seen, columns, ahead)
         begun = growth.passes
@@ -362,7 +363,11 @@ class Brancher:
     def _pick(self, growth: Growth, branch: int, written: list[Written], accepted: int, at: int) -> Growth:
         """The branch of the target's decision as a growth of its own, its cache entries compacted."""
         seen: torch.Tensor = growth.seen  # type: ignore[assignment] # of branches there always is one
-        nodes = seen[branch].nonzero().squeeze(1)[accepted:]
+        if self.streams.shape[0]:
+            nodes = seen[branch].nonzero().squeeze(1)[accepted:]
+        else:  # every pass has added a column for each branch, behind those of the path
+            m, added = growth.counts.shape[0], torch.arange(growth.passes, device=self.device)
+            nodes = growth.columns.shape[0] - m * growth.passes + branch + m * added
         self._keep(at, nodes - accepted)
         own = slice(branch, branch + 1)
         none = growth.columns[:0]
@@ -402,11 +407,11 @@ class Brancher:
         """
         plan = self.plan
         own = torch.softmax(own.float(), dim=-1)
-        limits = plan.kappa, plan.most, plan.floor, plan.roots_only
+        limits = plan.kappa, plan.most, plan.roots_only
         reaching = prefix_products(own, self._rows)
         if plan.guesses == "draft":
             found = likely_decisions(own, self._rows, reaching, *limits)
-            return Branches(found.accepted, self.head.ids(found.tokens))
+            return replace(found, tokens=self.head.ids(found.tokens))
         probs = torch.softmax(self.exit_head(states).float(), dim=-1)
         if plan.guesses == "both":
             probs = mixture(probs, own, self.head.kept)

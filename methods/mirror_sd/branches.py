@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from methods.rank_trees import likeliest_ids
+
 
 @dataclass(frozen=True, slots=True)
 class Branches:
@@ -20,15 +22,26 @@ class Branches:
     Attributes:
         accepted: [m] numbers of accepted tokens.
         tokens: [m] the target's tokens behind them.
+        scores: [m] how likely they are.
     """
 
     accepted: torch.Tensor
     tokens: torch.Tensor
+    scores: torch.Tensor
 
-    def index(self) -> dict[tuple[int, int], int]:
-        """(accepted, token) -> index of the branch."""
-        pairs = torch.stack([self.accepted, self.tokens]).tolist()
-        return {pair: i for i, pair in enumerate(zip(*pairs))}
+    def likely(self, floor: float) -> tuple[Branches, dict[tuple[int, int], int]]:
+        """Those that are at least as likely as `floor`, or else the likeliest alone.
+
+        Waits for the device: the one time that this side does in a round.
+
+        Returns:
+            They, and (accepted, token) -> index of the branch.
+        """
+        enough = self.scores >= self.scores[:1].clamp(max=floor)
+        accepted, tokens, kept = torch.stack([self.accepted, self.tokens, enough]).tolist()
+        m = sum(kept)
+        index = {pair: i for i, pair in enumerate(zip(accepted[:m], tokens[:m]))}
+        return Branches(self.accepted[:m], self.tokens[:m], self.scores[:m]), index
 
 
 def likely_decisions(
@@ -37,7 +50,6 @@ def likely_decisions(
     reaching: torch.Tensor,
     kappa: int,
     most: int | None = None,
-    floor: float = 0.0,
     roots_only: bool = False,
 ) -> Branches:
     """The `kappa` likeliest decisions for each number of accepted tokens.
@@ -49,7 +61,6 @@ def likely_decisions(
         reaching: [1 + k] probability that the target accepts as far as there.
         kappa: decisions for each number of accepted tokens.
         most: keep only so many of all, by the product of both probabilities; None: all.
-        floor: and only those for which that product is as high, or else the likeliest alone.
         roots_only: guess for 0 accepted tokens alone (the narrow reading of the paper's eq. 7).
 
     Returns:
@@ -59,18 +70,10 @@ def likely_decisions(
     if roots_only:
         probs, reaching = probs[:1], reaching[:1]
     kappa = min(kappa, probs.shape[-1] - 1)
-    if floor > 0:  # the likeliest of the few tokens that are likely anywhere are found in half the time
-        highest = (probs * reaching.unsqueeze(1)).amax(0)
-        least = highest.amax().clamp(max=floor)
-        likely = (highest >= least).nonzero().squeeze(1)
-        probs, kappa = probs[:, likely], min(kappa, likely.shape[0])
-    scores, columns = probs.topk(kappa, dim=-1)
-    scores = (scores * reaching.unsqueeze(1)).flatten()
+    columns = likeliest_ids(probs, kappa)
+    scores = (probs.gather(1, columns) * reaching.unsqueeze(1)).flatten()
     scores, chosen = scores.topk(scores.numel() if most is None else min(most, scores.numel()))
-    columns = columns.flatten()
-    if floor > 0:
-        chosen, columns = chosen[scores >= least], likely[columns]
-    return Branches(chosen // kappa, columns[chosen])
+    return Branches(chosen // kappa, columns.flatten()[chosen], scores)
 
 
 def prefix_products(probs: torch.Tensor, path: torch.Tensor) -> torch.Tensor:

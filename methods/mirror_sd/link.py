@@ -22,6 +22,7 @@ from torch import multiprocessing
 
 from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
 from specbench.decoding.layouts import choose_layouts
+from specbench.decoding.trace import Clock
 from specbench.errors import JobError, reason
 from specbench.processes import end_with_parent
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from methods.mirror_sd.brancher import Brancher
+    from specbench.decoding.trace import Span
 
 STARTING = 300.0  # seconds that a new process gets until it is ready
 
@@ -64,9 +66,11 @@ class Reply:
 
 
 def overlap_of(
-    hit: bool | None, early: float, beside: float, after: float, idle: float, handover: float
+    hit: bool | None, early: Span, beside: Span, after: Span, idle: float, handover: float
 ) -> dict[str, Any]:
     """The statistics of a draft that was made during the verification of the one before.
+
+    Times of drafting are those of the draft model's device, the two others those of the host.
 
     Args:
         hit: whether the target's decision was among the branches drafted meanwhile; None where none was launched.
@@ -90,20 +94,21 @@ class Inline:
     """Both sides in one thread, without overlap. For tests, and to compare with."""
 
     def __init__(self, brancher: Brancher):
-        self.brancher = brancher
+        self.brancher, self.clock = brancher, Clock(brancher.device)
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         """Starts a sequence; the arguments are those of `Brancher.begin`."""
         self.brancher.begin(prompt.to(self.brancher.device), room, temperature, seed)
-        self._early = self._beside = 0.0
+        self._early: Span = 0.0
+        self._beside: Span = 0.0
 
     def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
         """Drafts for every likely decision, as `Brancher.expand`; does not wait for it."""
-        start = time.perf_counter()
+        clock, start = self.clock, self.clock.mark()
         self.brancher.foresee()
-        foreseen = time.perf_counter()
+        foreseen = clock.mark()
         self.brancher.expand(k, depth, states.to(self.brancher.device))
-        self._early, self._beside = foreseen - start, time.perf_counter() - foreseen
+        self._early, self._beside = clock.span(start, foreseen), clock.span(foreseen, clock.mark())
 
     def settle(self, accepted: int, following: int, limit: int) -> None:
         """The decision, as in `Brancher.settle`; does not wait for the draft behind it."""
@@ -111,9 +116,9 @@ class Inline:
 
     def collect(self) -> Reply:
         """The draft behind the last decision."""
-        start = time.perf_counter()
+        start = self.clock.mark()
         found = self.brancher.settle(*self._decision)
-        after = time.perf_counter() - start
+        after = self.clock.span(start, self.clock.mark())
         overlap = overlap_of(found.hit, self._early, self._beside, after, 0.0, 0.0)
         self._early = self._beside = 0.0
         return Reply(found.tokens, found.probs, found.passes, overlap)
@@ -162,7 +167,8 @@ class Remote:
         start = time.perf_counter()
         message = self._answer(Say.DRAFT, self.patience)
         n, hit, together, alone = message.numbers
-        early, beside, after, idle, handover = message.seconds
+        early, beside, after = self.wire.spans()
+        idle, handover = message.seconds
         handover += time.perf_counter() - max(start, message.sent)
         tokens, probs = self.wire.draft(n)
         return Reply(
@@ -225,14 +231,20 @@ class Remote:
 
 
 class Thread(Remote):
-    """The draft's side in a thread; on CUDA with a stream of its own."""
+    """The draft's side in a thread; on CUDA with a stream of its own.
+
+    There it waits for that stream once a round, to tell branches apart; with streams of the draft model's own once a
+    pass. The target's side never waits for it but where it needs the draft.
+    """
 
     def __init__(self, brancher: Brancher, patience: float):
         wire = ThreadWire(brancher.device)
         on_cuda = brancher.device.type == "cuda"
 
         def work() -> None:
-            with torch.cuda.stream(torch.cuda.Stream(brancher.device)) if on_cuda else nullcontext():
+            # Of high priority: a pass of the target fills the GPU, and a draft behind it would hide nothing.
+            stream = torch.cuda.Stream(brancher.device, priority=-1) if on_cuda else None
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
                 serve(wire, brancher, threading.main_thread().is_alive)
 
         handle = threading.Thread(target=work, name="draft", daemon=True)
@@ -314,9 +326,11 @@ def _work(
 
 def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[], bool]) -> None:
     """The draft's side: answers requests until it is asked to close, or the other side is gone."""
-    now = time.perf_counter
+    now, clock = time.perf_counter, Clock(brancher.device)
     requests = wire.requests
-    idle = handover = early = beside = 0.0
+    idle = handover = 0.0
+    early: Span = 0.0
+    beside: Span = 0.0
     active = False
     wire.replies.put(Say.READY)
     while True:
@@ -338,22 +352,26 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
                     wire.replies.put(Say.READY)
                 case Ask.LAUNCH:
                     k, depth, *_ = message.numbers
+                    begun = clock.mark()
                     brancher.expand(k, depth, wire.states(k + 1), requests.waiting)
-                    beside += now() - got
+                    beside = clock.span(begun, clock.mark())
                 case Ask.SETTLE:
                     accepted, following, limit, _ = message.numbers
+                    begun = clock.mark()
                     found = brancher.settle(accepted, following, limit, requests.waiting)
                     wire.put_draft(found.tokens, found.probs)
                     hit = -1 if found.hit is None else int(found.hit)
-                    seconds = (early, beside, now() - got, idle, handover)
+                    wire.put_spans((early, beside, clock.span(begun, clock.mark())))
+                    seconds = (idle, handover)
                     wire.replies.put(Say.DRAFT, found.tokens.shape[0], hit, *found.passes, seconds=seconds)
                     idle = handover = early = beside = 0.0
                     if not requests.waiting():
-                        start = now()
+                        begun = clock.mark()
                         brancher.foresee()
-                        early = now() - start
+                        early = clock.span(begun, clock.mark())
                 case Ask.END:
                     active = False
+                    clock.synchronize()  # what is queued for the sequence; marks of it are read now
                     wire.replies.put(Say.ENDED)
                 case _:
                     return

@@ -19,7 +19,10 @@ from torch import multiprocessing
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from specbench.decoding.trace import Span
+
 RING = 8  # messages that may be on their way; neither side is ever more than a few ahead
+SPANS = 3  # of a draft: before the exit, beside the rest of the pass, behind the decision
 NAP = 0.5  # seconds between two looks at whether the other side still lives
 LOOKS = 200  # looks in a row before other work on this core gets a chance
 
@@ -34,7 +37,7 @@ class Message:
     Attributes:
         kind: an `Ask` or a `Say`.
         numbers: up to four whole ones.
-        seconds: up to five.
+        seconds: up to two.
         sent: when, by the clock that all processes of a machine share.
     """
 
@@ -67,7 +70,7 @@ class Box:
     def __init__(self, semaphore: Semaphore, shared: bool = False, spins: bool = False):
         self.arrived, self.spins = semaphore, spins
         self.numbers = torch.zeros(RING, 5, dtype=torch.int64)
-        self.seconds = torch.zeros(RING, 6, dtype=torch.float64)
+        self.seconds = torch.zeros(RING, 3, dtype=torch.float64)
         if shared:
             self.numbers.share_memory_()
             self.seconds.share_memory_()
@@ -144,6 +147,7 @@ class ProcessWire:
         self._states = torch.zeros(depth + 1, width, dtype=dtype).share_memory_()
         self._tokens = torch.zeros(depth, dtype=torch.int64).share_memory_()
         self._probs = torch.zeros(depth if rows else 0, rows).share_memory_()
+        self._spans = torch.zeros(SPANS, dtype=torch.float64).share_memory_()
         self._reason = torch.zeros(512, dtype=torch.uint8).share_memory_()
 
     def put_prompt(self, prompt: torch.Tensor) -> None:
@@ -171,6 +175,14 @@ class ProcessWire:
     def draft(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last draft [n], and distributions [n, rows], which mean nothing if it was not drawn."""
         return self._tokens[:n].clone(), self._probs[:n].clone() if self._probs.shape[0] else None
+
+    def put_spans(self, spans: tuple[Span, ...]) -> None:
+        """Hands over how long drafting took, in `SPANS` parts."""
+        self._spans[:] = torch.tensor(spans, dtype=torch.float64)
+
+    def spans(self) -> tuple[Span, ...]:
+        """How long the last draft took."""
+        return tuple(self._spans.tolist())
 
     def put_reason(self, text: str) -> None:
         """Hands over why the draft's side failed."""
@@ -200,6 +212,7 @@ class ThreadWire:
         self._states: Marked
         self._tokens: Marked
         self._probs: Marked | None
+        self._spans: tuple[Span, ...]
         self._text = ""
 
     def put_prompt(self, prompt: torch.Tensor) -> None:
@@ -227,6 +240,14 @@ class ThreadWire:
         """The last draft [n], and its distributions [n, rows] if it was drawn."""
         probs = None if self._probs is None else _taken(self._probs, None, self._copying)
         return _taken(self._tokens, None, self._copying), probs
+
+    def put_spans(self, spans: tuple[Span, ...]) -> None:
+        """Hands over how long drafting took, in `SPANS` parts."""
+        self._spans = spans
+
+    def spans(self) -> tuple[Span, ...]:
+        """How long the last draft took; on CUDA to be read once its stream is done."""
+        return self._spans
 
     def put_reason(self, text: str) -> None:
         """Hands over why the draft's side failed."""

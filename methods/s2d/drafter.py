@@ -15,6 +15,7 @@ import torch
 
 from methods.heads import confidence, move_entries
 from methods.sps import SpeculativeSampling
+from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Needs, Sequence, Verified
 from specbench.decoding.kv_cache import Pass
 from specbench.errors import UserError
@@ -110,7 +111,7 @@ class SortedDraft(SpeculativeSampling):
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies slots of the draft model's cache, with the states of their tokens."""
         super().move(sources, destinations, kv_len)
-        self._left[:, destinations, :kv_len] = self._left[:, sources, :kv_len]
+        move_slots(self._left.transpose(0, 1)[:, :, :kv_len], sources, destinations)
         for deeper in self._deeper:
             move_entries(deeper, sources, destinations)
 
@@ -174,8 +175,7 @@ class SortedDraft(SpeculativeSampling):
         starts = [max(known - width, 0) for known in fed]
         if min(fed) == max(fed):
             return Pass.consecutive(starts[0], width)
-        on_device = torch.tensor(starts, device=self.model.device)
-        return self._layout.place_at(on_device, width, max(starts) + width)
+        return self._layout.place_at(on_device(starts, self.model.device), width, max(starts) + width)
 
     def _keep(self, i: int, where: Pass, hidden: torch.Tensor) -> None:
         """Keeps the states [b, n, d] that the tokens of a pass leave exit i with."""
@@ -200,7 +200,7 @@ def newest(hidden: torch.Tensor, fed: list[int]) -> torch.Tensor:
     n = hidden.shape[1]
     if min(fed) >= n:
         return hidden[:, -1]
-    last = torch.tensor([min(n, known) - 1 for known in fed], device=hidden.device)
+    last = on_device([min(n, known) - 1 for known in fed], hidden.device)
     return hidden[torch.arange(len(fed), device=hidden.device), last]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbench.decoding.device import on_device
 from specbench.decoding.layout import span
 from specbench.decoding.sampling import DRAFT
 from specbench.decoding.tree import Tree
@@ -148,21 +149,23 @@ class Draft:
         """
         counts = [len(some) for some in tokens]
         k = max(counts)
-        padded = torch.tensor([[*some, *[0] * (k - len(some))] for some in tokens], dtype=torch.int64)
-        candidates = None if min(counts) == k else torch.tensor(counts, device=device)
+        padded = on_device([[*some, *[0] * (k - len(some))] for some in tokens], device)
+        candidates = None if min(counts) == k else on_device(counts, device)
         tree = None
         if parents is not None and k:
             # Padding hangs on the pending token and is not accepted.
             filled = [[*some, *[-1] * (k - len(some))] for some in parents]
-            tree = Tree.of(torch.tensor(filled, device=device))
-        return cls(padded.view(len(counts), k).to(device), tree=tree, candidates=candidates)
+            tree = Tree.of(on_device(filled, device))
+        return cls(padded.view(len(counts), k), tree=tree, candidates=candidates)
 
     def acceptable(self) -> torch.Tensor | None:
         """[b or 1, k] which tokens are candidates; None: all."""
         if self.candidates is None:
             return None
-        counts = torch.as_tensor(self.candidates, device=self.tokens.device).view(-1, 1)
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < counts
+        counts, k = self.candidates, self.tokens.shape[1]
+        if isinstance(counts, torch.Tensor):
+            counts = counts.view(-1, 1)
+        return (torch.arange(k, device=self.tokens.device) < counts).view(-1, k)
 
 
 @dataclass(slots=True)
@@ -249,7 +252,7 @@ class Batch:
     def known(self) -> torch.Tensor:
         """[b] `lengths` on the device."""
         if self._known is None:
-            self._known = torch.tensor(self.lengths, device=self.tokens.device)
+            self._known = on_device(self.lengths, self.tokens.device)
         return self._known
 
     def newest(self, n: int) -> torch.Tensor:
@@ -401,7 +404,7 @@ class Drafter:
         """
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies all that belongs to the slots `sources` to the slots `destinations`, all at once.
+        """Copies all that belongs to the slots `sources` to the slots `destinations`, all at once; see `move_slots`.
 
         Args:
             sources: slots to copy from.

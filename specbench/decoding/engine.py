@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench.decoding.acceptance import Accepted, accept
+from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Request, Sequence, Verified
 from specbench.decoding.layout import RaggedLayout, span
 from specbench.decoding.sampling import TARGET, Decoding, all_drawn, position_draws
@@ -221,7 +222,7 @@ class Engine:
         b, k = draft.tokens.shape
         limits = None
         if k and min(batch.limits) < self._longest(draft):
-            limits = torch.tensor(batch.limits, device=logits.device)
+            limits = on_device(batch.limits, logits.device)
         accepted = accept(logits, draft, batch.decoding, self._draws(batch, 1 + k), limits)
         following = accepted.next.unsqueeze(1)
         new = following if k == 0 else self._new_tokens(draft, accepted)
@@ -307,7 +308,7 @@ class Engine:
         self.drafter.move(sources, destinations, kv_len)
         for buffer in (self._tokens, self._uniforms):
             if buffer is not None:
-                buffer[destinations] = buffer[sources]
+                move_slots(buffer, sources, destinations)
 
     # -- the start of a sequence
 
@@ -328,7 +329,7 @@ class Engine:
         request, device = one.request, self.target.device
         n = len(request.prompt)
         one.tokens = [*request.prompt]
-        prompt = torch.tensor([request.prompt], device=device)
+        prompt = on_device([request.prompt], device)
         self._tokens[slot, :n] = prompt[0]
         if self._uniforms is not None:
             positions = request.decoding.max_new_tokens

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
 
 if TYPE_CHECKING:
@@ -106,9 +107,8 @@ class RaggedLayout:
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies whole slots, of sequences of fewer than `kv_len` tokens, all at once."""
-        device = self.cache.device
-        to = torch.tensor(destinations, device=device)
-        self.cache.copy_slots(torch.tensor(sources, device=device), to, kv_len)
+        both = on_device([sources, destinations], self.cache.device)
+        self.cache.copy_slots(both[0], both[1], kv_len)
 
     def _write_index(self, entries: torch.Tensor) -> torch.Tensor:
         slots = torch.arange(entries.shape[0], device=entries.device).unsqueeze(1)
@@ -194,7 +194,7 @@ class AlignedLayout(RaggedLayout):
         """Copies whole slots with what is known of their entries, all at once."""
         ends = [self._ends[source] for source in sources]
         super().move(sources, destinations, max(ends))
-        self._held[destinations] = self._held[sources]
+        move_slots(self._held, sources, destinations)
         for destination, end in zip(destinations, ends):
             self._ends[destination] = end
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 Mark = Any  # seconds on a CPU, a torch.cuda.Event on a GPU: a `Clock` makes only one kind
+Span = float | tuple[Mark, Mark]  # seconds, or the marks between which they passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class Clock:
     """Marks in time that cost nothing to take: the host's clock on a CPU, events in the stream on a GPU.
 
     A device synchronise in every phase would slow the very thing that is measured, so CUDA marks are events that
-    are read once the answer is complete.
+    are read once the answer is complete. Events are recorded on the current stream of `device`, whichever device is
+    the current one: where they stood elsewhere, they would tell when work was queued, not when it was done.
     """
 
     def __init__(self, device: torch.device):
@@ -85,7 +87,7 @@ class Clock:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def synchronize(self) -> None:
@@ -94,5 +96,9 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Seconds from mark `start` to mark `end`; on a GPU only after `synchronize`."""
-        return start.elapsed_time(end) / 1e3 if self._cuda else end - start
+        """Seconds from mark `start` to mark `end`, also of another clock's; on a GPU only after `synchronize`."""
+        return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+    def span(self, start: Mark, end: Mark) -> Span:
+        """Seconds from mark `start` to mark `end`; on a GPU the marks, for they cannot be read yet."""
+        return (start, end) if self._cuda else end - start

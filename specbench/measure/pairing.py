@@ -22,7 +22,7 @@ from tqdm import tqdm
 from specbench.decoding.draft import Request
 from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.sampling import TARGET, Decoding, position_draws
-from specbench.decoding.trace import Generation, Step
+from specbench.decoding.trace import Clock, Generation, Step
 from specbench.decoding.turns import Turns
 from specbench.errors import JobError, UserError, reason
 from specbench.measure import provenance
@@ -34,6 +34,8 @@ from specbench.threads import Threads, use_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch
 
     from specbench.decoding.draft import Drafter
     from specbench.decoding.target import StagedModel
@@ -407,6 +409,18 @@ def _journal_machine(goes: list[Measured], disturbed: float, still_disturbed: fl
     }
 
 
+def _check_device(device: torch.device, met: Exception) -> None:
+    """Raises JobError where a device does nothing more.
+
+    After an illegal address or a failed assertion on a GPU every call of this process fails, and so would every further
+    question.
+    """
+    try:
+        Clock(device).synchronize()
+    except RuntimeError as error:
+        raise JobError(f"{device} has failed and cannot be used any more: {reason(error)}") from met
+
+
 def attempt(bench: Bench, questions: list[Question], place: int, repeat: int = 0) -> list[dict]:
     """Measures some questions together; whatever goes wrong with them is recorded, and leaves the others alone."""
     try:
@@ -414,6 +428,7 @@ def attempt(bench: Bench, questions: list[Question], place: int, repeat: int = 0
     except JobError:
         raise
     except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
+        _check_device(bench.pair.device, error)
         records = [bench.record(question, place, repeat, [], reason(error)) for question in questions]
     for record in records:
         if record["error"] is not None:

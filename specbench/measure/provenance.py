@@ -64,6 +64,9 @@ COMPARABLE = (
 SAME_RUN = ("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights")
 
 LEAST_BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # so much that starting a pass is small beside it
+# Sums between two marks in time. On a GPU one takes as little as 0.2 ms, its start on an idle stream a tenth of that:
+# the others start while it runs.
+SUMS = {"cpu": 1, "cuda": 16}
 UNKNOWN_CACHE_BYTES = 2**30  # where the system does not tell: no processor of one socket has much more
 PASSES = 7
 NO_DIFF = hashlib.sha256(b"").hexdigest()  # of the code from its commit
@@ -330,28 +333,29 @@ def _without_secret_value(argument: str) -> str:
 def bandwidth(device: torch.device) -> float:
     """Bytes per second at which torch reads the memory of `device`: the ceiling of work that is bound by it.
 
-    The median over passes that each sum a large buffer of float32 numbers, after a warm-up, with the threads
-    torch has now. A sum reads every byte once, writes nothing, and of torch's operations is closest to what
+    The median over passes that each sum a large buffer of float32 numbers, once or several times, after a warm-up, with
+    the threads torch has now. A sum reads every byte once, writes nothing, and of torch's operations is closest to what
     the memory gives; the type of the weights plays no part. Weights that fit into a cache can be read faster.
     """
     import torch
 
     from specbench.decoding.trace import Clock
 
-    clock = Clock(device)
+    clock, sums = Clock(device), SUMS[device.type]
     size = buffer_bytes(device.type)
     buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
 
     def seconds() -> float:
         clock.synchronize()
         start = clock.mark()
-        buffer.sum()
+        for _ in range(sums):
+            buffer.sum()
         end = clock.mark()
         clock.synchronize()
         return clock.seconds(start, end)
 
     seconds()
-    return size / statistics.median(seconds() for _ in range(PASSES))
+    return sums * size / statistics.median(seconds() for _ in range(PASSES))
 
 
 def buffer_bytes(kind: str) -> int:

@@ -257,17 +257,21 @@ def test_likely_decisions_against_a_plain_loop():
         scored += [(reaching * probs[accepted, t].item(), accepted, t) for t in best]
     expected = [(accepted, token) for _, accepted, token in sorted(scored, reverse=True)]
     reaching = prefix_products(reach, path)
-    every = likely_decisions(probs.clone(), path, reaching, 2)
-    assert list(zip(every.accepted.tolist(), every.tokens.tolist())) == expected
-    assert list(likely_decisions(probs.clone(), path, reaching, 2, most=3).index()) == expected[:3]
+
+    def index(floor: float = 0.0, **limits) -> list[tuple[int, int]]:
+        found = likely_decisions(probs.clone(), path, reaching, 2, **limits)
+        likely, index = found.likely(floor)
+        assert list(zip(likely.accepted.tolist(), likely.tokens.tolist())) == list(index)
+        return list(index)
+
+    assert index() == expected
+    assert index(most=3) == expected[:3]
     first = likely_decisions(probs.clone(), path, reaching, 2, roots_only=True)
     assert set(first.accepted.tolist()) == {0} and len(first.tokens) == 2
     for floor in (1e-6, *(score for score, *_ in scored), 0.999):
-        likely = likely_decisions(probs.clone(), path, reaching, 2, floor=floor - 1e-7)
         # Where none is as likely, the likeliest stays.
-        assert list(likely.index()) == expected[: max(1, sum(score >= floor for score, *_ in scored))]
-    likely = likely_decisions(probs.clone(), path, reaching, 2, most=3, floor=sorted(scored)[-2][0] - 1e-7)
-    assert list(likely.index()) == expected[:2]
+        assert index(floor - 1e-7) == expected[: max(1, sum(score >= floor for score, *_ in scored))]
+    assert index(sorted(scored)[-2][0] - 1e-7, most=3) == expected[:2]
 
 
 def test_a_mixture_is_the_mean_of_two_distributions():
@@ -343,9 +347,11 @@ def test_a_process_is_handed_what_was_written():
     wire = ProcessWire(longest=9, depth=3, width=4, rows=5, dtype=torch.float32)
     tokens, probs, states = torch.tensor([7, 3]), torch.rand(2, 5), torch.rand(3, 4)
     wire.put_draft(tokens, probs)
+    wire.put_spans((0.5, 0.0, 2.0))
     wire.put_states(states)
     wire.put_prompt(torch.arange(6))
     assert wire.draft(2)[0].tolist() == [7, 3] and torch.equal(wire.draft(2)[1], probs)
+    assert wire.spans() == (0.5, 0.0, 2.0)
     assert torch.equal(wire.states(3), states) and wire.prompt(6).tolist() == list(range(6))
     wire.put_reason("no room " * 100)
     assert wire.reason().startswith("no room no room")
