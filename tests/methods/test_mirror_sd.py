@@ -10,13 +10,15 @@ import random
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from methods.heads import DraftHead
-from methods.mirror_sd import MirrorSD, StreamingSampling
+from methods.mirror_sd import MirrorSD, StreamingSampling, link
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.branches import likely_decisions, mixture, prefix_products
 from methods.mirror_sd.streams import save_streams
@@ -27,6 +29,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
+from specbench.decoding.trace import Clock
 from specbench.errors import JobError, UserError
 from tests.support.decoding import random_pair
 from tests.support.methods import drafts, trimmed
@@ -296,6 +299,56 @@ def test_what_is_read_and_how_long_it_took():
         passes, rest = divmod(step.draft_bytes - drafter._guess_bytes, whole)
         # One to look ahead, four for all branches, and four more for a draft of its own after a miss.
         assert (passes, rest) == (5 if step.stats["hit"] else 9, 0)
+
+
+class Late:
+    """A mark that tells its time only at the end, as an event of a GPU does."""
+
+    def __init__(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other: Late) -> float:
+        return 1e3 * 100 * (other.at - self.at)  # ms of a device that takes a hundred times as long
+
+
+class LateClock(Clock):
+    """Of a draft model's device whose times are not those of the host."""
+
+    def mark(self) -> Late:
+        return Late()
+
+    def span(self, start: Late, end: Late) -> tuple[Late, Late]:
+        return start, end
+
+
+@pytest.mark.parametrize("placement", ["inline", "thread"])
+def test_times_of_drafting_are_the_draft_models_devices(monkeypatch, placement):
+    monkeypatch.setattr(link, "Clock", LateClock)
+    drafter = mirror(random_pair("llama"), placement, kappa=2)
+    found = [step.stats for step in steps(random_pair("llama"), drafter) if step.drafted][1:]
+    assert all(isinstance(stats["beside_seconds"], float) for stats in found)
+    beside, host = (sum(stats[name] for stats in found) for name in ("beside_seconds", "handover_seconds"))
+    assert beside > 10 * max(host, 0.001), "seconds of the device, not of the host"
+    drafter.close()
+
+
+def test_the_drafts_stream_has_a_high_priority(monkeypatch):
+    """Else its kernels queue behind those of the target, which fill the GPU."""
+    made, entered = [], []
+    device = SimpleNamespace(type="cuda")
+
+    @contextmanager
+    def entering(stream):
+        entered.append((stream, threading.current_thread().name))
+        yield
+
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda device, priority=0: made.append((device, priority)) or "own"
+    )
+    monkeypatch.setattr(torch.cuda, "stream", entering)
+    monkeypatch.setattr(link, "serve", lambda wire, brancher, alive: wire.replies.put(link.Say.READY))
+    link.Thread(SimpleNamespace(device=device), 5.0)
+    assert made == [(device, -1)] and entered == [("own", "draft")]
 
 
 @pytest.mark.slow
