@@ -10,10 +10,10 @@ certified like those of any method.
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import hydra
 import numpy as np
 import torch
 from torch.nn.functional import pad
@@ -217,7 +217,7 @@ class Oracle(Drafter):
 
 def _wrapped(pair: Pair, config: dict, max_draft_tokens: int) -> Drafter:
     """The drafter of a configuration, with this draft length and without a threshold at which it stops."""
-    cls = hydra.utils.get_class(config["_target_"])
+    cls = pkgutil.resolve_name(config["_target_"])
     takes = inspect.signature(cls).parameters
     fixed = {"max_draft_tokens": max_draft_tokens, "confidence_threshold": 0.0}
     given = parameters(config) | {key: value for key, value in fixed.items() if key in takes}

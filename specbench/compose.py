@@ -20,21 +20,12 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench import CONF, ROOT
+from specbench import CONF
 from specbench.errors import UserError, near
+from specbench.expand import layer_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-PACKAGE = ROOT / "specbench"
-
-
-def layer_at(layers: int, old: int, new: int) -> int:
-    """How many layers of a model expanded from `old` to `new` layers compute what the first `layers` of it did.
-
-    The old layer of index i has the index `layer_at(i, old, new)`.
-    """
-    return layers * new // old
 
 
 def expanded_layers(count: int, old: int, *, _root_: DictConfig) -> int:

@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
-
-from specbench.compose import CONF, layer_at
+from specbench import CONF
 from specbench.errors import UserError, file_errors
 from specbench.questions import packaged
 from specbench.values import plain
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
+    from omegaconf import DictConfig
     from transformers import LlamaConfig, PreTrainedModel
 
 Module = TypeVar("Module", bound="torch.nn.Module")
@@ -101,6 +100,14 @@ NAMES = {
     **{"kv_heads": "a number of key/value heads", "group": "a number of query heads per key/value head"},
     **{"head_dim": "a head width", "vocab": "a vocabulary"},
 }
+
+
+def layer_at(layers: int, old: int, new: int) -> int:
+    """How many layers of a model expanded from `old` to `new` layers compute what the first `layers` of it did.
+
+    The old layer of index i has the index `layer_at(i, old, new)`.
+    """
+    return layers * new // old
 
 
 class Expansion:
@@ -314,6 +321,8 @@ def embedded(pair_cfg: DictConfig) -> DictConfig:
 
     if local_folder(pair_cfg.target):
         return pair_cfg
+    from omegaconf import DictConfig, OmegaConf
+
     files = [OmegaConf.load(CONF / "pair" / f"{name}.yaml") for name in ("_base", EMBEDDED)]
     own = {key: pair_cfg[key] for key in OWN}
     merged = OmegaConf.merge(*files, own)

@@ -22,7 +22,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
 from specbench.decoding.device import place_weights, prepare_device
@@ -169,6 +168,8 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
 
 def with_part(pair_cfg: DictConfig, folder: str | None) -> DictConfig:
     """A pair's configuration with a trained part as draft model: whole, and of as many layers as it has."""
+    from omegaconf import OmegaConf
+
     own: dict[str, Any] = {"draft": folder, "draft_layers": None}
     if pair_cfg.init == "expanded" and pair_cfg.draft_shape is not None:
         own["draft_shape"] = {"num_hidden_layers": None}

@@ -1,4 +1,7 @@
-"""Types of settings: a signature or a table names them as data, and values are checked before a weight is loaded."""
+"""Types of settings: a signature or a table names them as data, and values are checked before a weight is loaded.
+
+omegaconf is imported where a configuration of Hydra's is at hand: models are decoded without either.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-from omegaconf import DictConfig, OmegaConf
-
 from specbench.errors import UserError, near
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from omegaconf import DictConfig
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ def check(name: str, value: object, kind: Any) -> None:
     Raises:
         UserError: The value is not of that type.
     """
+    from omegaconf import OmegaConf
+
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     if _fits(value, kind):
         return
@@ -89,12 +94,18 @@ def check(name: str, value: object, kind: Any) -> None:
 
 def check_all(cfg: DictConfig, kinds: Mapping[str, Any]) -> None:
     """Checks settings of a configuration, each named by its dotted key, as `check` does; a missing one is null."""
+    from omegaconf import OmegaConf
+
     for key, kind in kinds.items():
         check(key, OmegaConf.select(cfg, key), kind)
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """A configuration as a plain dictionary, its interpolations resolved."""
+def plain(cfg: Mapping) -> dict[str, Any]:
+    """A configuration as a plain dictionary, its interpolations resolved; of one that is a dictionary, a copy."""
+    if isinstance(cfg, dict):
+        return dict(cfg)
+    from omegaconf import OmegaConf
+
     return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
 
 

@@ -2,7 +2,7 @@
 
 An arm is ordinary code that calls `between_rounds` after each of its rounds. While `Turns.run` is active that call may
 switch to another arm and return when it is this arm's turn again. Arms are greenlets of one thread, so that nothing
-runs at the same time, and each arm's time on the clock is its own.
+runs at the same time, and each arm's time on the clock is its own. They are imported where arms do take turns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +36,8 @@ def between_rounds(clock: Clock, tokens: int) -> tuple[Mark, Mark] | None:
     """
     if _active is None or not _active.is_over(tokens):
         return None
+    from greenlet import getcurrent
+
     left = clock.mark()
     clock.synchronize()
     getcurrent().parent.switch()
@@ -73,6 +74,8 @@ class Turns:
             Exception: what an arm raised; the others are then given up.
         """
         global _active
+        from greenlet import GreenletExit, greenlet
+
         results: dict[int, T] = {}
 
         def running(number: int) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from omegaconf import DictConfig
 
 from specbench import ROOT
 from specbench.errors import UserError, file_errors
@@ -143,7 +142,7 @@ def is_complete(run_dir: Path) -> bool:
 
 
 def _plain(config: Mapping) -> dict:
-    return plain(config) if isinstance(config, DictConfig) else dict(config)
+    return plain(config)
 
 
 def _canonical(config: dict) -> str:
