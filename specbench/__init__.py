@@ -9,9 +9,6 @@ ROOT = Path(__file__).resolve().parents[1]  # of a checkout; where an installed 
 # A wheel has the configuration inside the package, a checkout beside it.
 CONF = ROOT / "specbench" / "conf" if (ROOT / "specbench" / "conf").is_dir() else ROOT / "conf"
 
-# A wheel has the configuration inside the package, a checkout beside it.
-CONF = ROOT / "specbench" / "conf" if (ROOT / "specbench" / "conf").is_dir() else ROOT / "conf"
-
 # What decides how threads compute and wait; every process of a run must have the same.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 

@@ -549,7 +549,8 @@ def test_numbers_without_bytes_are_null():
         one["turns"][0]["arms"]["method"][0]["steps"]["target_bytes"][1] = None
     facts = FACTS | {"bandwidth_bytes_per_second": 1e9}
     known, unknown = (
-        metrics.numbers(records, facts | {"target_pass_bytes": read}, "baseline") for read in (1000, None)
+        metrics.numbers(metrics.Measured(records, facts | {"target_pass_bytes": read}, "baseline"))
+        for read in (1000, None)
     )
     assert known["mbsu"] is unknown["mbsu"] is None and unknown["speedup"] == known["speedup"] == 2.0
     assert known["bandwidth_fraction"] > 0 and unknown["bandwidth_fraction"] is None
