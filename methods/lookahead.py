@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
+from specbench.decoding.device import on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.decoding.sampling import likeliest
 from specbench.pairs import Pair
@@ -141,9 +142,8 @@ class Lookahead(Drafter):
         self._columns = [len(some) for some in rows]
         device, widest = batch.tokens.device, max(self._columns)
         draft = Draft.of(tokens, device, parents)
-        draft.candidates = torch.tensor(candidates, device=device)
-        padded = [[*some, *[0] * (widest - len(some))] for some in rows]
-        ends = torch.tensor(padded, dtype=torch.int64).to(device)
+        draft.candidates = on_device(candidates, device)
+        ends = on_device([[*some, *[0] * (widest - len(some))] for some in rows], device)
         slots = torch.arange(batch.size, device=device).unsqueeze(1)
         draft.report = lambda logits: likeliest(logits[slots, ends])
         draft.stats = {"looked_at": [len(own) - n for own, n in zip(tokens, candidates)]}
