@@ -1,0 +1,66 @@
+"""Drafts from counts of what followed before: the likeliest nodes first, by the shares along their paths."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+Place = TypeVar("Place")
+
+
+@dataclass(slots=True)
+class Counted:
+    """A tree of tokens that followed before.
+
+    Attributes:
+        tokens: of the nodes, parents before their children.
+        parents: index of each node's parent, -1 for children of the pending token.
+        score: the sum of the shares along the paths of all nodes: the tokens that are accepted if they follow as often
+            as before.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    score: float = 0.0
+
+
+def likeliest(
+    place: Place,
+    followers: Callable[[Place, int], Iterable[tuple[int, Place, float]]],
+    nodes: int,
+    depth: int,
+    least: float = 0.0,
+) -> Counted:
+    """The likeliest nodes behind a place, from the likeliest on; of equal ones those that were found first.
+
+    Args:
+        place: where the pending token ends.
+        followers: (a place, tokens between it and the pending one) -> token, place behind it and share among what
+            followed, of each token.
+        nodes: of the tree at most.
+        depth: of the tree at most.
+        least: the product of shares that a node must have.
+    """
+    tree = Counted()
+    found = count()
+    # Products are negative: a heap has the smallest first.
+    waiting: list[tuple[float, int, int, int, int, Place]] = []
+
+    def look(place: Place, product: float, parent: int, above: int) -> None:
+        for token, behind, share in followers(place, above) if above < depth else ():
+            if product * share >= least:
+                heapq.heappush(waiting, (-product * share, next(found), token, parent, above + 1, behind))
+
+    look(place, 1.0, -1, 0)
+    while waiting and len(tree.tokens) < nodes:
+        product, _, token, parent, at, place = heapq.heappop(waiting)
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.score -= product
+        look(place, -product, len(tree.tokens) - 1, at)
+    return tree

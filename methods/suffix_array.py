@@ -1,0 +1,170 @@
+"""A suffix array: all places of a text in the order of what stands there, so that equal stretches lie together.
+
+Only the first `SORTED` tokens at a place count, which is all that a look-up asks for; so five sorts make it, whatever
+the text is. Looked up are the tokens themselves in the order of their bytes (most significant first), in files that
+are mapped into memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from specbench.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SORTED = 32  # tokens that places are sorted by: a power of 2
+READ = 1024  # places that are read as a whole; of more of them
+LOOKED_AT = 64  # so many places are looked at, equally far apart
+
+
+def check_sorted(match: int, draft: int) -> None:
+    """Raises UserError where a match of so many tokens, with as many drafted behind it, is longer than `SORTED`."""
+    if match + draft > SORTED:
+        raise UserError(f"max_match={match} and max_draft_tokens={draft} exceed {SORTED} together")
+
+
+def suffix_array(tokens: np.ndarray) -> np.ndarray:
+    """The places [n] of a text of tokens [n], sorted by the `SORTED` tokens there; equal ones in the text's order."""
+    n = len(tokens)
+    order = np.argsort(tokens, kind="stable")
+    ranks, width = _ranks(tokens.astype(np.int64), order), 1
+    while width < SORTED:  # doubling (Manber and Myers 1990): two ranks of w tokens are one of 2w tokens
+        behind = np.pad(ranks[width:] + 1, (0, min(width, n)))  # 0 behind the end
+        both = ranks * (n + 1) + behind
+        order = np.argsort(both, kind="stable")
+        ranks, width = _ranks(both, order), 2 * width
+    return order.astype(np.uint32 if n < 2**32 else np.uint64)
+
+
+def _ranks(keys: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """The rank [n] of each key among all different ones, from 0."""
+    ordered = keys[order]
+    ranks = np.empty(len(keys), dtype=np.int64)
+    ranks[order] = np.cumsum(np.concatenate([[0], ordered[1:] != ordered[:-1]])) if len(keys) else 0
+    return ranks
+
+
+class Interval(NamedTuple):
+    """Places of a suffix array, in its order, at which a text has the same tokens.
+
+    Attributes:
+        first: the first one.
+        behind: behind the last one.
+        length: how many tokens are the same.
+    """
+
+    first: int
+    behind: int
+    length: int
+
+    @property
+    def occurrences(self) -> int:
+        """How often these tokens occur."""
+        return self.behind - self.first
+
+
+class Index:
+    """Look-ups in a text.
+
+    Args:
+        tokens: [n], unsigned, the most significant byte first; they may be mapped from a file.
+        places: [n], as `suffix_array` makes them.
+        separator: the token that ends each part of the text, the last one too; nothing is found across it.
+
+    Raises:
+        ValueError: the order of the bytes is another one.
+    """
+
+    def __init__(self, tokens: np.ndarray, places: np.ndarray, separator: int):
+        if tokens.dtype.byteorder != ">":
+            raise ValueError(f"tokens of type {tokens.dtype.str} are not in the order of their bytes")
+        self.tokens, self.places, self.separator = tokens, places, separator
+        self.type = tokens.dtype
+        # Plain views: an element of these costs a tenth of one of an array.
+        self._bytes, self._places = tokens.view(np.uint8).data, places.data
+
+    def find(self, tokens: Sequence[int]) -> Interval:
+        """Where some tokens occur, at most `SORTED` and none of them a separator."""
+        n, key = len(tokens), self._key(tokens)
+        if key is None:
+            return Interval(0, 0, n)
+        at = partial(self._at, 0, n)
+        first = bisect_left(self._places, key, key=at)
+        return Interval(first, bisect_right(self._places, key, first, key=at), n)
+
+    def longest(self, tokens: Sequence[int], most: int, least: int = 1) -> Interval | None:
+        """Where the longest end of some tokens occurs, of `least` to `most` tokens; None where none does."""
+        known = tokens[-most:]
+        found, low, high = None, least, len(known)
+        while low <= high:  # where an end occurs, every shorter one does
+            middle = (low + high + 1) // 2
+            if self._occurs(known[-middle:]):
+                found, low = middle, middle + 1
+            else:
+                high = middle - 1
+        return None if found is None else self.find(known[-found:])
+
+    def followers(self, where: Interval, most: int) -> list[tuple[int, Interval]]:
+        """The most frequent tokens behind those of an interval, and where they stand, equal ones by their ids.
+
+        Where they stand is exact. Of an interval that is not read as a whole, which ones they are is known from the
+        places that are looked at: each that makes up one in `LOOKED_AT` is seen, as the tokens lie in order.
+
+        Args:
+            where: the interval, of a text that ends with the separator.
+            most: so many of them at most.
+        """
+        first, behind, length = where
+        if behind - first == 1:
+            token = int(self.tokens[self._places[first] + length])
+            return [] if token == self.separator else [(token, Interval(first, behind, length + 1))]
+        step = 1 if behind - first <= READ else (behind - first) // LOOKED_AT
+        tokens = self.tokens[self.places[first:behind:step].astype(np.int64) + length]
+        begins = np.concatenate([[0], np.flatnonzero(tokens[1:] != tokens[:-1]) + 1])
+        seen = np.diff(begins, append=len(tokens))
+        found = []
+        for i in np.argsort(-seen, kind="stable").tolist():
+            token, begin, end = int(tokens[begins[i]]), int(begins[i]), int(begins[i] + seen[i])
+            if token == self.separator:
+                continue
+            place = Interval(first + begin, first + end, length + 1)
+            if step > 1:  # it begins behind the place before, and ends before the one behind
+                near = max(first, first + (begin - 1) * step), min(behind, first + end * step)
+                place = self._exactly(token, length, *near)
+            found.append((token, place))
+            if len(found) == most:
+                break
+        return sorted(found, key=lambda follower: (-follower[1].occurrences, follower[0]))
+
+    def _exactly(self, token: int, length: int, low: int, high: int) -> Interval:
+        """Where, between two places, a token stands behind `length` equal ones."""
+        key, at = self._bytes_of([token]), partial(self._at, length, 1)
+        first = bisect_left(self._places, key, low, high, key=at)
+        return Interval(first, bisect_right(self._places, key, first, high, key=at), length + 1)
+
+    def _occurs(self, tokens: Sequence[int]) -> bool:
+        key = self._key(tokens)
+        if key is None:
+            return False
+        at = partial(self._at, 0, len(tokens))
+        first = bisect_left(self._places, key, key=at)
+        return first < len(self._places) and at(self._places[first]) == key
+
+    def _key(self, tokens: Sequence[int]) -> bytes | None:
+        """Tokens as they stand in the text; None if one of them cannot."""
+        return None if max(tokens) >= self.separator else self._bytes_of(tokens)
+
+    def _bytes_of(self, tokens: Sequence[int]) -> bytes:
+        return np.array(tokens, dtype=self.type).tobytes()
+
+    def _at(self, offset: int, n: int, place: int) -> bytes:
+        """The bytes of n tokens, `offset` behind a place."""
+        size = self.type.itemsize
+        begin = (place + offset) * size
+        return bytes(self._bytes[begin : begin + n * size])
