@@ -48,6 +48,7 @@ class Size:
         exit_layer: of both Kangaroo adapters.
         like: layer of the deep and of the shallow target whose attention an adapter begins with.
         counted: tokens that the vocabulary map counts.
+        stored: tokens of the answers that the datastore holds.
         asked: of each task, to look at the targets' answers: of the benchmark's questions, and others.
     """
 
@@ -60,11 +61,12 @@ class Size:
     exit_layer: int
     like: tuple[int, int]
     counted: int
+    stored: int
     asked: tuple[int, int]
 
 
-WHOLE = Size(2500, 200, 500, 50, "[0,2,4,6,8,10]", "[2,4,6]", 2, (4, 2), 30_000, (40, 200))
-TOY = Size(60, 8, 2, 2, "[0,1]", "[1,2]", 1, (1, 1), 200, (1, 1))
+WHOLE = Size(2500, 200, 500, 50, "[0,2,4,6,8,10]", "[2,4,6]", 2, (4, 2), 30_000, 140_000, (40, 200))
+TOY = Size(60, 8, 2, 2, "[0,1]", "[1,2]", 1, (1, 1), 200, 400, (1, 1))
 CURRICULUM = (
     "prompt_weight=0.2",
     "batch_size=4",
@@ -133,6 +135,8 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
         f"out={weights / 'vocab_map'}",
     )
     calibrate = ("methods.vocab_trim.calibrate", *pairs["deep"], f"conversations={both}", *counted)
+    stored = (f"conversations={both}", f"tokens={size.stored}", f"out={weights / 'rest'}")
+    datastore = ("methods.rest.train", *pairs["deep"], f"data.path={out / 'questions.jsonl'}", *stored)
     numbers = zip(("--per-task", "--others", "--max-new-tokens"), (*size.asked, size.answer_tokens))
     look = ("specbench.tiny.soundness", "--weights", f"{weights}", *(f"{name}={n}" for name, n in numbers))
     *chain, shallow, deep, draft = (model(stage) for stage in build.recipe.stages)
@@ -149,6 +153,7 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
             part("s2d", 25, "s2d", "shallow", f"layers={size.layers}", f"exits={size.exits}"),
             part("kangaroo", 20, "kangaroo", "deep", exit_layer, f"like_layer={size.like[0]}"),
             part("kangaroo_shallow", 15, "kangaroo", "shallow", exit_layer, f"like_layer={size.like[1]}"),
+            Step("datastore", 0.2, weights / "rest" / "datastore.json", datastore),
             Step("soundness", 20, weights / RESULT, look),
             Step("vocabulary map", 2, weights / "vocab_map" / "vocab_map.json", calibrate),
         ],

@@ -110,10 +110,11 @@ COMMANDS = {
     "train": Command(
         "methods.{name}.train",
         f"NAME {KEYS}",
-        "Train what a method needs for a target: an adapter, a draft model.",
+        "Make what a method needs for a target: an adapter, a draft model, a datastore.",
         (
             ("train kangaroo pair=vicuna-7b conversations=sharegpt.jsonl", "an adapter"),
             ("train sps pair=vicuna-7b conversations=answers.jsonl steps=10000", "distils a draft model"),
+            ("train rest pair=vicuna-7b conversations=sharegpt.jsonl data=spec_bench", "a datastore"),
         ),
     ),
     "answer": Command(

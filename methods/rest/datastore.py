@@ -1,0 +1,110 @@
+"""A datastore: a text as token ids, its suffix array, and a record of where it comes from; a folder of three files.
+
+A token takes two bytes where the vocabulary allows it, else four; a place takes four. Files are mapped into memory, so
+that only what is looked at is read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from methods.counted_trees import Counted, likeliest
+from methods.suffix_array import Index, Interval, suffix_array
+from methods.vocab_trim.vocab_map import tokenizer_checksum
+from specbench.errors import UserError
+from specbench.measure.files import file_sha256, make_folder
+from specbench.questions import packaged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from specbench.pairs import Pair
+
+RECORD, TOKENS, PLACES = "datastore.json", "tokens.bin", "places.bin"
+FOLLOWERS = 8  # children of a node at most
+
+
+def tree_behind(index: Index, where: Interval, nodes: int, depth: int) -> Counted:
+    """The most frequent nodes behind the tokens of an interval."""
+
+    def followers(place: Interval, _: int) -> list[tuple[int, Interval, float]]:
+        found = index.followers(place, FOLLOWERS)
+        return [(token, behind, behind.occurrences / place.occurrences) for token, behind in found]
+
+    return likeliest(where, followers, nodes, depth)
+
+
+def save_datastore(folder: str | Path, rows: Iterable[Sequence[int]], pair: Pair, **facts: Any) -> Path:
+    """Writes a datastore.
+
+    Args:
+        folder: of the files.
+        rows: token ids; nothing is found across the end of a row.
+        pair: with the tokenizer.
+        facts: for the record.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: there are no tokens.
+    """
+    kind = np.dtype(">u2" if pair.vocab_size < 2**16 else ">u4")
+    separator = np.array([np.iinfo(kind).max], dtype=kind)
+    parts = [part for row in rows if len(row) for part in (np.array(row, dtype=kind), separator)]
+    if not parts:
+        raise UserError(
+            "there are no tokens to look up: the conversations hold none, or none that may be used"
+        )
+    tokens = np.concatenate(parts).astype(kind)  # concatenated in the machine's own order of bytes
+    places = suffix_array(tokens)
+    folder = make_folder(Path(folder))
+    tokens.tofile(folder / TOKENS)
+    places.tofile(folder / PLACES)
+    record = {
+        "tokens": len(tokens) - len(parts) // 2,
+        "rows": len(parts) // 2,
+        "tokenizer": tokenizer_checksum(pair.tokenizer),
+        "types": [tokens.dtype.str, places.dtype.str],
+        "sha256": {name: file_sha256(folder / name) for name in (TOKENS, PLACES)},
+        **facts,
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def load_datastore(source: str | Path, pair: Pair) -> Index:
+    """A datastore to look things up in.
+
+    Args:
+        source: its folder.
+        pair: whose tokenizer it must have been made with.
+
+    Raises:
+        UserError: it is missing or broken, or was made with another tokenizer.
+    """
+    folder = packaged(source)
+    if not (folder / RECORD).is_file():
+        raise UserError(f"no datastore '{folder}': `specbench train rest` makes one")
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        kinds = [np.dtype(name) for name in record["types"]]
+        tokens, places = (
+            np.memmap(folder / name, kind, "r") for name, kind in zip((TOKENS, PLACES), kinds, strict=True)
+        )
+        index = Index(tokens, places, int(np.iinfo(tokens.dtype).max))
+        whole = record["tokens"] + record["rows"] == len(tokens) == len(places)
+        made_with = record["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"the datastore '{folder}' is broken ({error!r})") from error
+    if not whole:
+        raise UserError(f"the datastore '{folder}' is broken: a file was cut short")
+    if made_with != tokenizer_checksum(pair.tokenizer):
+        raise UserError(
+            f"the datastore '{folder}' was made with another tokenizer: make one for '{pair.name}'"
+        )
+    return index

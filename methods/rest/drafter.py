@@ -1,0 +1,63 @@
+"""The drafter of REST: the longest end of the text that a datastore has, and the tree of what follows it there."""
+
+from __future__ import annotations
+
+from methods.counted_trees import Counted
+from methods.rest.datastore import load_datastore, tree_behind
+from methods.suffix_array import check_sorted
+from specbench.decoding.draft import Batch, Draft, Drafter, Needs
+from specbench.errors import at_least
+from specbench.pairs import Pair
+from specbench.values import Count
+
+
+class REST(Drafter):
+    """Drafts what followed in a datastore.
+
+    Not as in the authors' code: every occurrence counts, not the first 5000 in alphabetical order; the tree is that of
+    the most frequent nodes; nothing is drafted where nothing is found.
+
+    Args:
+        pair: with the tokenizer that the datastore must have been made with.
+        datastore: its folder (`specbench train rest` makes one).
+        nodes: of the tree at most; the authors' 64.
+        max_draft_tokens: longest path.
+        max_match: longest end of the text that is looked for.
+        min_match: shortest one.
+
+    Raises:
+        UserError: the datastore is missing, or of another tokenizer, or is asked for more than it is sorted by.
+    """
+
+    needs = Needs(part="rest")
+    certain = True
+
+    def __init__(
+        self,
+        pair: Pair,
+        datastore: str,
+        nodes: Count = 16,
+        max_draft_tokens: Count = 10,
+        max_match: Count = 16,
+        min_match: Count = 2,
+    ):
+        at_least(min_match, max_match=max_match)
+        check_sorted(max_match, max_draft_tokens)
+        self.max_nodes, self.max_draft_tokens = nodes, max_draft_tokens
+        self.max_match, self.min_match = max_match, min_match
+        self.datastore = load_datastore(datastore, pair)
+
+    def draft(self, batch: Batch) -> Draft:
+        """The tree behind the longest match; none where there is none."""
+        trees = [
+            self._tree(
+                sequence.tokens, min(self.max_nodes, batch.max_nodes), min(limit, self.max_draft_tokens)
+            )
+            for sequence, limit in zip(batch.sequences, batch.limits)
+        ]
+        device, parents = batch.tokens.device, [tree.parents for tree in trees]
+        return Draft.of([tree.tokens for tree in trees], device, parents)
+
+    def _tree(self, tokens: list[int], nodes: int, depth: int) -> Counted:
+        where = self.datastore.longest(tokens, self.max_match, self.min_match)
+        return Counted() if where is None else tree_behind(self.datastore, where, nodes, depth)

@@ -1,0 +1,259 @@
+"""REST: how a datastore is made and what is refused, what is drafted from it, and losslessness."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.ragged import RaggedBatch
+from methods.rest import REST
+from methods.rest.datastore import PLACES, RECORD, TOKENS, load_datastore, save_datastore, tree_behind
+from methods.rest.train import WORDS, Measured, train
+from methods.suffix_array import suffix_array
+from specbench import ROOT
+from specbench.conversations import tokenizer_of
+from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import StagedModel
+from specbench.errors import UserError
+from specbench.pairs import load_pair
+from specbench.questions import TASKS, Question, read_questions
+from specbench.tiny.tokenizer import load_tokenizer
+from tests.support import batches
+from tests.support.conf import composed
+from tests.support.decoding import generate_with_transformers, random_pair, random_prompt
+from tests.support.lossless import assert_lossless, assert_stops_anywhere, free_answers
+from tests.support.models import EVERY_ARCHITECTURE, byte_tokenizer, save_pair
+
+SHIPPED = ROOT / "specbench" / "tiny" / "weights" / "rest"
+
+
+def with_tokenizer(arch: str):
+    """A random pair that a datastore can be made for."""
+    pair = random_pair(arch)
+    return type(pair)(**vars(pair), tokenizer=byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def datastore(tmp_path_factory):
+    """What the target says to some prompts, and what `assert_stops_anywhere` asks it."""
+    pair, rng = with_tokenizer("llama"), random.Random(40)
+    rows = [[*prompt, *answer] for prompt, answer in free_answers()]
+    for _ in range(20):
+        prompt = random_prompt(rng, pair.vocab_size)
+        rows.append([*prompt, *generate_with_transformers(pair.target, prompt, 60, ())])
+    return str(save_datastore(tmp_path_factory.mktemp("rest"), rows, pair))
+
+
+# -- the folder
+
+
+@pytest.mark.parametrize("vocabulary", [300, 2**16 - 1, 2**16, 150_000])
+def test_a_datastore_is_what_was_saved(tmp_path, vocabulary):
+    top = vocabulary - 1
+    pair = SimpleNamespace(name="saved", vocab_size=vocabulary, tokenizer=byte_tokenizer())
+    rows = [[1, 2, top, 258, 1, 2], [], [top, 258]]
+    folder = save_datastore(tmp_path / "a" / "b", rows, pair, data="some text")
+    record = json.loads((folder / RECORD).read_text())
+    assert (record["tokens"], record["rows"], record["data"]) == (8, 2, "some text")
+    assert record["types"][0] == (">u2" if vocabulary < 2**16 else ">u4")
+    index = load_datastore(folder, pair)
+    assert isinstance(index.tokens, np.memmap) and isinstance(index.places, np.memmap)
+    assert [token for token in index.tokens.tolist() if token != index.separator] == [*rows[0], *rows[2]]
+    where = index.longest([9, top, 258], 16)
+    assert (where.length, where.occurrences) == (2, 2)
+    tree = tree_behind(index, where, 5, 5)
+    assert (tree.tokens, tree.parents, tree.score) == ([1, 2], [-1, 0], 1.0), "half of what follows is an end"
+
+
+def test_what_is_no_datastore_is_refused(tmp_path):
+    pair = SimpleNamespace(name="saved", vocab_size=300, tokenizer=byte_tokenizer())
+    other = SimpleNamespace(name="other", vocab_size=300, tokenizer=byte_tokenizer(first_special="<bos>"))
+    with pytest.raises(UserError, match=r"no datastore .*specbench train rest"):
+        load_datastore(tmp_path, pair)
+    with pytest.raises(UserError, match="no tokens"):
+        save_datastore(tmp_path, [[], []], pair)
+    save_datastore(tmp_path, [[1, 2, 3]], pair)
+    with pytest.raises(UserError, match="another tokenizer"):
+        load_datastore(tmp_path, other)
+    whole = {name: (tmp_path / name).read_bytes() for name in (RECORD, TOKENS, PLACES)}
+    for name, content in whole.items():
+        (tmp_path / name).write_bytes(content[:-2])
+        with pytest.raises(UserError, match="broken"):
+            load_datastore(tmp_path, pair)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / RECORD).write_bytes(whole[RECORD].replace(b">u2", b"<u2"))
+    with pytest.raises(UserError, match="broken"):
+        load_datastore(tmp_path, pair)
+
+
+def test_settings_that_cannot_be(datastore):
+    pair = with_tokenizer("llama")
+    with pytest.raises(UserError, match="max_match must be at least 9"):
+        REST(pair, datastore, max_match=8, min_match=9)
+    with pytest.raises(UserError, match=r"max_match=30 .*max_draft_tokens=10"):
+        REST(pair, datastore, max_match=30)
+
+
+# -- how it is made
+
+
+def test_measured_texts_are_found_in_messages():
+    long = "Explain in one sentence why the sky over the sea is blue."
+    answer = "Because air scatters the short waves of light more than long ones."
+    questions = [
+        Question(1, "qa", ("Who wrote Hamlet?", long), [answer, "Yes."], "qa"),
+        Question(2, "qa", ("One more?",), None, "qa"),
+    ]
+    measured = Measured(questions)
+    assert len(long.split()) > WORDS and len(answer.split()) > WORDS
+    for text in (long, f"Please: {long} Now.", long.replace(" ", "\n "), answer, f"Well. {answer}"):
+        assert measured.in_text(text)
+    assert measured.in_text("Who wrote  Hamlet?") and measured.in_text("One more?")
+    for text in ("Who wrote Hamlet? Tell me.", "Yes.", long[:-6], "", long.lower()):
+        assert not measured.in_text(text)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("make")
+    save_pair(folder)
+    asked = "What is the name of the old man by the sea?"
+    talks = [
+        ["Hello.", "Good day to you."],
+        ["And?", "So."],
+        [asked, "Nobody knows."],
+        ["Who?", f"He. {asked} He."],
+    ]
+    rows = [
+        {"messages": [{"role": r, "content": t} for r, t in zip(("user", "assistant"), talk)]}
+        for talk in talks
+    ]
+    (folder / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    question = {"question_id": 1, "category": "qa", "turns": [asked]}
+    (folder / "q.jsonl").write_text(json.dumps(question) + "\n")
+    return folder
+
+
+def settings(workplace, out, *more: str):
+    overrides = [
+        f"pair.target={workplace}/target",
+        f"pair.tokenizer={workplace}/target",
+        "pair.device=cpu",
+        f"data.path={workplace}/q.jsonl",
+        f"conversations={workplace}/talk.jsonl",
+        f"out={out}",
+    ]
+    return composed("train_rest", *overrides, *more)
+
+
+def test_conversations_become_a_datastore_without_what_is_measured(workplace, tmp_path):
+    cfg = settings(workplace, tmp_path)
+    folder = train(cfg)
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    talk = [json.loads(line)["messages"] for line in (workplace / "talk.jsonl").read_text().splitlines()]
+    expected = [ids for messages in talk[:2] for ids, _ in tokenizer_of(pair)(messages)]
+    index, record = load_datastore(folder, pair), json.loads((folder / RECORD).read_text())
+    assert index.tokens.tolist() == [token for ids in expected for token in (*ids, index.separator)]
+    assert record["left_out"] == 2 and record["data"].startswith("sha256:") and record["rows"] == 2
+    part = train(settings(workplace, tmp_path / "part", f"tokens={len(expected[0]) + 3}"))
+    kept = load_datastore(part, pair).tokens.tolist()
+    assert kept == [*expected[0], index.separator, *expected[1][:3], index.separator]
+    with pytest.raises(UserError, match="tokens="):
+        train(settings(workplace, tmp_path, "conversations=null"))
+
+
+def test_the_shipped_datastore_is_whole_and_knows_no_question():
+    tokenizer = load_tokenizer(ROOT / "specbench" / "tiny" / "weights" / "tokenizer")
+    pair = SimpleNamespace(name="tiny", vocab_size=len(tokenizer), tokenizer=tokenizer)
+    index, record = load_datastore(SHIPPED, pair), json.loads((SHIPPED / RECORD).read_text())
+    assert record["tokens"] > 100_000
+    tokens = np.array(index.tokens)
+    assert (np.array(index.places) == suffix_array(tokens)).all()
+    text = tokenizer.decode(tokens[tokens != index.separator])
+    questions = read_questions(ROOT / "specbench" / "tiny" / "questions.jsonl", TASKS)
+    assert len(questions) > 200
+    for question in questions:
+        assert not any(turn in text for turn in question.turns if len(turn.split()) >= WORDS)
+        for turn in question.turns:  # as it is asked: between the marks of its role
+            ids = tokenizer.apply_chat_template(
+                [{"role": "user", "content": turn}], add_generation_prompt=True, return_dict=False
+            )
+            assert index.find(ids[1:][-32:]).occurrences == 0
+
+
+# -- what is drafted
+
+
+def test_the_longest_match_drafts_the_most_frequent_nodes(tmp_path):
+    pair = with_tokenizer("llama")
+    rows = [[1, 2, 3, 10, 11], [1, 2, 3, 10, 12], [1, 2, 3, 13], [9, 2, 3, 14], [9, 2, 3, 14], [9, 2, 3, 14]]
+    folder = str(save_datastore(tmp_path, rows, pair))
+
+    def draft(tokens: list[int], limit: int = 9, nodes: int = 9, **options) -> tuple[list[int], list[int]]:
+        drafter = REST(pair, folder, **({"nodes": 9} | options))
+        batch = SimpleNamespace(
+            sequences=[SimpleNamespace(tokens=tokens)],
+            limits=[limit],
+            max_nodes=nodes,
+            tokens=SimpleNamespace(device="cpu"),
+        )
+        made = drafter.draft(batch)
+        return made.tokens[0].tolist(), [] if made.tree is None else made.tree.parents[0].tolist()
+
+    assert draft([1, 2, 3]) == ([10, 13, 11, 12], [-1, -1, 0, 0])
+    assert draft([4, 2, 3]) == ([14, 10, 13, 11, 12], [-1, -1, -1, 1, 1])
+    assert draft([4, 2, 3], nodes=2) == ([14, 10], [-1, -1])
+    assert draft([4, 2, 3], limit=1) == ([14, 10, 13], [-1, -1, -1])
+    assert draft([1, 2, 3], max_match=2)[0][0] == 14
+    assert draft([4, 3])[0] == [] and draft([4, 3], min_match=1)[0][0] == 14
+    assert draft([70_000, 2, 3])[0][0] == 14 and draft([3, 70_000])[0] == []
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_lossless(arch, datastore):
+    steps = []
+    for turn, nodes in enumerate((1, 8, 30)):
+        steps += assert_lossless(arch, REST(with_tokenizer(arch), datastore, nodes, min_match=1), third=turn)
+    assert any(s.accepted < s.depth for s in steps) and any(s.depth < s.drafted for s in steps)
+    assert any(s.accepted for s in steps) or arch != "llama", "the datastore is of one target"
+
+
+SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_lossless_in_batches(scheduler, datastore):
+    requests, expected = batches.cases("llama")
+    pair = with_tokenizer("llama")
+    drafter, target = REST(pair, datastore, 12, min_match=1), StagedModel(pair.target)
+    engine = Engine(target, drafter, frozenset(), SCHEDULERS[scheduler](3))
+    steps = batches.assert_lossless(engine, requests, expected)
+    assert any(s.accepted for s in steps)
+    for request, answer in zip(requests, engine.generate(requests)):
+        alone = Engine(target, drafter, request.stop_ids).generate([request])[0]
+        assert [(s.drafted, s.accepted) for s in alone.steps] == [
+            (s.drafted, s.accepted) for s in answer.steps
+        ]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_sampled_text_is_that_of_autoregressive_decoding(batch_size, datastore):
+    pair, rng = with_tokenizer("llama"), random.Random(2)
+    target, drafter = StagedModel(pair.target), REST(pair, datastore, 30, min_match=1)
+    requests = [Request(random_prompt(rng, pair.vocab_size), Decoding(40, 1.0), seed) for seed in range(6)]
+    plain = Engine(target, Drafter(), frozenset()).generate(requests)
+    answers = Engine(target, drafter, frozenset(), RaggedBatch(batch_size)).generate(requests)
+    assert drafter.certain and [a.tokens for a in answers] == [a.tokens for a in plain]
+    assert sum(s.accepted for a in answers for s in a.steps) > 2
+
+
+def test_it_stops_anywhere(datastore):
+    assert_stops_anywhere(lambda *_: REST(with_tokenizer("llama"), datastore))
