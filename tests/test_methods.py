@@ -38,6 +38,9 @@ COMBINATIONS = [
     ("eqspec", "recycling", "full"),
     ("ragged", "lookahead", "full"),
     ("exspec", "lookahead", "full"),
+    ("ragged", "samd", "full"),
+    ("exspec", "suffix", "full"),
+    ("ragged", "rest", "full"),
 ]
 
 

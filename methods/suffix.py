@@ -1,0 +1,150 @@
+"""Suffix Decoding (Oliaro et al. 2024, arXiv 2411.04975): what followed the ends of the text before, by how often.
+
+Two automata count what followed: one of this sequence's prompt and answer, one of earlier answers. Every end of the
+text that occurs there proposes a tree of its likeliest followers, which may be the larger the longer that end is. The
+tree with the largest score drafts: the number of its tokens that would be accepted if they followed as often as before.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from methods.counted_trees import Counted, likeliest
+from methods.heads import move_entries
+from methods.suffix_automaton import Match, SuffixAutomaton
+from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
+from specbench.pairs import Pair
+from specbench.values import Count, Probability, Range
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from specbench.decoding.target import Prefill, StagedModel
+
+
+class SuffixDecoding(Drafter):
+    """Drafts the tree of the end of the text that promises most; see the module.
+
+    Args:
+        pair: not used.
+        shape: "tree"; "chain": the most frequent follower alone at every token.
+        max_draft_tokens: most tokens of a draft.
+        factor: a match of n tokens drafts factor * n.
+        max_match: longest match that is looked for.
+        min_probability: the product of shares that every draft token must have.
+        memory: "answer": nothing is known of earlier answers, so that no order of questions matters; "run": of all of
+            them since the beginning of the run, as published.
+    """
+
+    certain = True
+
+    def __init__(
+        self,
+        pair: Pair,
+        shape: Literal["tree", "chain"] = "tree",
+        max_draft_tokens: Count = 16,
+        factor: Annotated[float, Range(1)] = 2.0,
+        max_match: Count = 32,
+        min_probability: Probability = 0.1,
+        memory: Literal["answer", "run"] = "answer",
+    ):
+        self.max_draft_tokens, self.factor, self.max_match = max_draft_tokens, factor, max_match
+        self.min_probability, self.chain, self.shared = min_probability, shape == "chain", memory == "run"
+        self.max_nodes = 0 if self.chain else max_draft_tokens
+        self.forget()
+
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Makes room for what is known of each sequence."""
+        self._sequences: list[Sequence | None] = [None] * slots
+        self._texts = [self._automaton() for _ in range(slots)]
+        self._matches = [Match(self._answers, self.max_match) for _ in range(slots)]
+
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Counts the prompt and the first token, and looks them up among earlier answers."""
+        self._sequences[slot] = sequence
+        self._texts[slot] = self._automaton()
+        self._texts[slot].extend(sequence.tokens)
+        self._matches[slot] = Match(self._answers, self.max_match)
+        if self.shared:
+            self._matches[slot].extend(sequence.tokens[-self.max_match :])
+
+    def draft(self, batch: Batch) -> Draft:
+        """The tree with the largest score, of each sequence."""
+        trees = [
+            self._best(slot, min(self.max_draft_tokens, batch.max_nodes), limit)
+            for slot, limit in enumerate(batch.limits)
+        ]
+        parents = None if self.chain else [tree.parents for tree in trees]
+        return Draft.of([tree.tokens for tree in trees], batch.tokens.device, parents)
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Counts the new tokens."""
+        for slot, new in enumerate(verified.tokens):
+            self._texts[slot].extend(new)
+            if self.shared:
+                self._matches[slot].extend(new)
+
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Moves what is known of the sequences of slots."""
+        for entries in (self._sequences, self._texts, self._matches):
+            move_entries(entries, sources, destinations)
+
+    def end(self, slot: int) -> None:
+        """Adds the answer to the earlier ones."""
+        sequence = self._sequences[slot]
+        if self.shared and sequence is not None and sequence.done:
+            self._learn(sequence.new_tokens)
+        self._sequences[slot] = None
+
+    def forget(self) -> None:
+        """Drops the earlier answers."""
+        self.restore([])
+
+    def snapshot(self) -> list[list[int]]:
+        """The earlier answers."""
+        return [*self._learnt]
+
+    def restore(self, state: list[list[int]]) -> None:
+        """Knows the answers of a snapshot, and no others."""
+        self._learnt: list[list[int]] = []
+        self._answers = self._automaton()
+        for answer in state:
+            self._learn(answer)
+
+    def _learn(self, answer: list[int]) -> None:
+        self._learnt.append(answer)
+        self._answers.extend(answer)
+        self._answers.separate()
+
+    def _automaton(self) -> SuffixAutomaton:
+        return SuffixAutomaton(self.max_match + self.max_draft_tokens)
+
+    def _best(self, slot: int, nodes: int, depth: int) -> Counted:
+        """The best tree of at most so many nodes; of equal ones that of the longer match, then the sequence's own."""
+        best = Counted()
+        for automaton, state, length in self._ends(slot):
+            most = min(int(self.factor * length), nodes)
+            if most <= best.score:  # no node counts more than 1, and further ends are no longer
+                break
+            tree = likeliest(state, self._followers(automaton), most, depth, self.min_probability)
+            if tree.score > best.score:
+                best = tree
+        return best
+
+    def _ends(self, slot: int) -> Iterator[tuple[SuffixAutomaton, int, int]]:
+        """The ends of the text that stood somewhere before: automaton, state and length, the longest ones first."""
+        own = ((self._texts[slot], *end) for end in self._texts[slot].earlier(self.max_match))
+        others = ((self._answers, *end) for end in self._matches[slot].found())
+        return heapq.merge(own, others, key=lambda end: -end[2])
+
+    def _followers(self, automaton: SuffixAutomaton) -> Callable[[int, int], list[tuple[int, int, float]]]:
+        """What `likeliest` asks for."""
+
+        def followers(state: int, _: int) -> list[tuple[int, int, float]]:
+            found = automaton.followers(state)
+            total = sum(count for _, _, count in found)
+            shares = [(token, behind, count / total) for token, behind, count in found]
+            return [max(shares, key=lambda one: one[2])] if self.chain and shares else shares
+
+        return followers

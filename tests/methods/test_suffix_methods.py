@@ -1,0 +1,285 @@
+"""SAM-Decoding and Suffix Decoding: what they draft, what they keep, and that every answer is the target's own."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.ragged import RaggedBatch
+from methods.rest.datastore import save_datastore
+from methods.samd import SAMDecoding, repeated
+from methods.suffix import SuffixDecoding
+from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import StagedModel
+from specbench.errors import UserError
+from tests.support import batches
+from tests.support.decoding import generate_with_transformers, random_pair, random_prompt
+from tests.support.lossless import assert_lossless, assert_stops_anywhere
+from tests.support.models import EVERY_ARCHITECTURE, byte_tokenizer
+
+PROMPT = [3, 9, 27, 11, 33, 29, 17, 9, 27]
+LONG = 60
+
+
+def with_tokenizer(arch: str):
+    """A random pair that a datastore can be made for."""
+    pair = random_pair(arch)
+    return type(pair)(**vars(pair), tokenizer=byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A datastore of what the target says to some prompts, but not to those of the tests."""
+    pair, rng = with_tokenizer("llama"), random.Random(40)
+    rows = []
+    for _ in range(20):
+        prompt = random_prompt(rng, pair.vocab_size)
+        rows.append([*prompt, *generate_with_transformers(pair.target, prompt, 60, ())])
+    return str(save_datastore(tmp_path_factory.mktemp("corpus"), rows, pair))
+
+
+DRAFTERS = {
+    "samd": lambda arch, _: SAMDecoding(random_pair(arch)),
+    "samd, corpus": lambda arch, corpus: SAMDecoding(with_tokenizer(arch), 12, 2, corpus),
+    "suffix": lambda arch, _: SuffixDecoding(random_pair(arch), factor=4.0, min_probability=0.0),
+    "suffix, chain": lambda arch, _: SuffixDecoding(random_pair(arch), "chain", 6),
+    "suffix, run": lambda arch, _: SuffixDecoding(random_pair(arch), factor=3.0, memory="run"),
+}
+EVERY_DRAFTER = pytest.mark.parametrize("name", DRAFTERS)
+
+
+# -- what is drafted
+
+
+def fed(drafter: Drafter, tokens: list[int], limit: int = 50, nodes: int = 50) -> tuple[list[int], list[int]]:
+    """Tokens and parents of the draft behind a text."""
+    batch = type("Batch", (), {"limits": [limit], "max_nodes": nodes})
+    drafter.open(1, 100, None)
+    sequence = type("Sequence", (), {"tokens": tokens})
+    drafter.begin(0, sequence, None)
+    batch.tokens = type("Tensor", (), {"device": "cpu"})
+    draft = drafter.draft(batch)
+    parents = [] if draft.tree is None else draft.tree.parents[0].tolist()
+    return draft.tokens[0].tolist(), parents
+
+
+def test_samd_copies_the_more_the_longer_the_match_is():
+    drafter = SAMDecoding(None, max_draft_tokens=20, growth=4)
+    text = [*range(10, 40), 1, 2, *range(12, 15)]
+    assert fed(drafter, text)[0] == list(range(15, 28))  # 1 + 4 * 3
+    assert fed(drafter, [*text, 15])[0] == list(range(16, 33))
+    assert fed(drafter, [*text, 15, 16])[0] == list(range(17, 37))  # 20 at most
+    assert fed(drafter, text, limit=3)[0] == list(range(15, 18))
+    assert fed(drafter, text, nodes=2)[0] == [15, 16]
+    assert fed(drafter, [*text, 99])[0] == []
+
+
+def test_samd_goes_on_with_its_own_draft_where_the_text_ends():
+    drafter = SAMDecoding(None, max_draft_tokens=8, growth=4)
+    assert fed(drafter, [7, 1, 2, 3, 1, 2, 3])[0] == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert fed(drafter, [5, 5, 5])[0] == [5] * 8
+    assert repeated([4, 1, 2], 1, 5) == [1, 2, 1, 2, 1] and repeated([4, 1, 2], 0, 2) == [4, 1]
+
+
+def test_samd_takes_the_longer_match(tmp_path):
+    pair = with_tokenizer("llama")
+    folder = save_datastore(tmp_path, [[1, 2, 3, 4, 50], [1, 2, 3, 4, 50], [9, 3, 4, 51, 52]], pair)
+    drafter = SAMDecoding(pair, 4, growth=1, corpus=str(folder))
+    assert fed(drafter, [2, 3, 4]) == ([50], [-1])  # three tokens; behind it the row ends
+    assert fed(drafter, [8, 3, 4]) == ([50, 51, 52], [-1, -1, 1]), "two of three occurrences"
+    text = [2, 3, 4, 60, 61, 62, 2, 3, 4]
+    assert fed(drafter, text) == ([60, 61, 62, 2], [-1, 0, 1, 2]), "of equal matches that in the text"
+    assert fed(drafter, [1, 2, 3, 4, 60, 61, 2, 3, 4])[0] == [60, 61, 2, 3]
+    assert fed(drafter, [2, 3, 4, 60, 61, 1, 2, 3, 4])[0] == [50], "of 1 2 3 4, of 2 3 4"
+    with pytest.raises(UserError, match=r"max_match=30 .*max_draft_tokens=4"):
+        SAMDecoding(pair, 4, corpus=str(folder), max_match=30)
+
+
+def shares(texts: list[list[int]], end: list[int]) -> dict[int, float]:
+    """What share of the followers of a stretch each token has."""
+    found = Counter(
+        text[i + len(end)]
+        for text in texts
+        for i in range(len(text) - len(end))
+        if text[i : i + len(end)] == end
+    )
+    return {token: n / found.total() for token, n in found.items()}
+
+
+def best_score(texts: list[list[int]], text: list[int], factor: float, most: int, least: float) -> float:
+    """The largest score of any end of a text in some texts, from an enumeration of all paths."""
+    best = 0.0
+    for n in range(1, len(text) + 1):
+        end, found, level = text[-n:], [], [((), 1.0)]
+        for _ in range(most):
+            level = [
+                ((*path, token), product * share)
+                for path, product in level
+                for token, share in shares(texts, [*end, *path]).items()
+                if product * share >= least
+            ]
+            found += [product for _, product in level]
+        limit = min(int(factor * n), most)
+        best = max(best, sum(sorted(found, reverse=True)[:limit]))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_suffix_drafts_the_tree_with_the_largest_score(seed):
+    rng = random.Random(seed)
+    factor, most = rng.choice((1.0, 2.0, 3.5)), rng.choice((3, 6))
+    drafter = SuffixDecoding(None, "tree", most, factor, memory="run")
+    earlier = [[rng.randrange(3) for _ in range(rng.randint(1, 12))] for _ in range(rng.randint(0, 3))]
+    text = [rng.randrange(3) for _ in range(rng.randint(2, 14))]
+    drafter.restore(earlier)
+    tokens, parents = fed(drafter, text)
+    expected = max(best_score(texts, text, factor, most, 0.1) for texts in ([text], earlier))
+    # The score of what was drafted, for the end of the text and the texts that fit best.
+    scores = []
+    for texts in ([text], earlier):
+        for n in range(1, len(text) + 1):
+            paths, products = [], []
+            for token, parent in zip(tokens, parents):
+                above, product = (paths[parent], products[parent]) if parent >= 0 else ((), 1.0)
+                share = shares(texts, [*text[-n:], *above]).get(token, 0.0)
+                paths.append((*above, token))
+                products.append(product * share)
+            if len(tokens) <= min(int(factor * n), most):
+                scores.append(sum(products))
+    assert max(scores, default=0.0) == pytest.approx(expected)
+    assert len(set(paths)) == len(paths) == len(tokens)
+
+
+def test_suffix_prefers_the_longer_match_and_its_own_text():
+    drafter = SuffixDecoding(None, "chain", 4, 1.0, memory="run")
+    drafter.restore([[1, 2, 7, 7, 7]])
+    assert fed(drafter, [1, 2, 8, 9, 1, 2])[0] == [8, 9]
+    assert fed(drafter, [2, 8, 9, 1, 2])[0] == [7, 7]
+    drafter.restore([[1, 2, 7, 2, 6], [2, 6], [2, 6], [2, 7]])
+    assert fed(drafter, [4, 2])[0] == [6], "the most frequent follower"
+    drafter.forget()
+    assert fed(drafter, [4, 2])[0] == []
+
+
+def test_suffix_leaves_out_what_seldom_follows():
+    text = [1, 2, *[1, 3] * 9, 4, 1]
+    tokens = {
+        least: fed(SuffixDecoding(None, "tree", 9, 9.0, min_probability=least), text, limit=2)[0]
+        for least in (0, 0.2)
+    }
+    assert tokens[0][:2] == tokens[0.2] == [3, 1] and {2, 4} <= set(tokens[0])
+
+
+# -- answers
+
+
+@EVERY_DRAFTER
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_lossless(arch, name, corpus):
+    steps = []
+    for third in range(3):
+        steps += assert_lossless(arch, DRAFTERS[name](arch, corpus), third=third)
+    assert any(s.accepted for s in steps) and any(s.accepted < s.depth for s in steps)
+    if name == "suffix":
+        assert any(s.depth < s.drafted for s in steps), "some must be trees"
+
+
+SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
+
+
+@EVERY_DRAFTER
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_lossless_in_batches(name, scheduler, corpus):
+    requests, expected = batches.cases("llama")
+    drafter = DRAFTERS[name]("llama", corpus)
+    target = StagedModel(random_pair("llama").target)
+    engine = Engine(target, drafter, frozenset(), SCHEDULERS[scheduler](3))
+    steps = batches.assert_lossless(engine, requests, expected)
+    assert any(s.accepted for s in steps)
+    if name != "suffix, run":  # what a sequence drafts does not depend on the others
+        for request, answer in zip(requests, engine.generate(requests)):
+            alone = Engine(target, drafter, request.stop_ids).generate([request])[0]
+            assert [(s.drafted, s.accepted) for s in alone.steps] == [
+                (s.drafted, s.accepted) for s in answer.steps
+            ]
+
+
+@EVERY_DRAFTER
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_sampled_text_is_that_of_autoregressive_decoding(name, batch_size, corpus):
+    pair, rng = random_pair("llama"), random.Random(2)
+    target, drafter = StagedModel(pair.target), DRAFTERS[name]("llama", corpus)
+    requests = [Request(random_prompt(rng, pair.vocab_size), Decoding(40, 0.3), seed) for seed in range(6)]
+    plain = Engine(target, Drafter(), frozenset()).generate(requests)
+    answers = Engine(target, drafter, frozenset(), RaggedBatch(batch_size)).generate(requests)
+    assert drafter.certain and [a.tokens for a in answers] == [a.tokens for a in plain]
+    assert sum(s.accepted for a in answers for s in a.steps) > 5
+
+
+@EVERY_DRAFTER
+def test_it_stops_anywhere(name, corpus):
+    """Also inside a draft: the drafter has seen the answer before."""
+
+    def knowing(prompt: list[int], free: list[int]) -> Drafter:
+        drafter = DRAFTERS[name]("llama", corpus)
+        begin = drafter.begin
+        drafter.begin = lambda slot, sequence, prefill: begin(
+            slot, replace(sequence, tokens=[*prompt, *free, *sequence.tokens]), prefill
+        )
+        return drafter
+
+    assert_stops_anywhere(knowing)
+
+
+# -- earlier answers
+
+
+def accepted(engine: Engine, prompt: list[int]) -> list[int]:
+    return [step.accepted for step in engine.answer(prompt, Decoding(LONG)).steps]
+
+
+def test_a_repeat_copies_nothing_unless_memory_is_kept():
+    pair = random_pair("llama")
+    target = StagedModel(pair.target)
+    engine = Engine(target, SuffixDecoding(pair), frozenset())
+    first = accepted(engine, PROMPT)
+    assert accepted(engine, PROMPT) == first and engine.drafter.snapshot() == []
+    keeping = SuffixDecoding(pair, memory="run")
+    engine = Engine(target, keeping, frozenset())
+    assert accepted(engine, PROMPT) == first
+    before = keeping.snapshot()
+    second = accepted(engine, PROMPT)
+    assert len(second) < len(first), "kept state copies the answer that was given before"
+    keeping.restore(before)
+    assert accepted(engine, PROMPT) == second
+    keeping.forget()
+    assert accepted(engine, PROMPT) == first
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_earlier_answers_are_learnt_whole_without_prompts_and_not_if_given_up(size):
+    requests, expected = batches.cases("llama")
+    pair = random_pair("llama")
+    drafter = SuffixDecoding(pair, memory="run")
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(size))
+    engine.generate(requests)
+    assert sorted(drafter.snapshot()) == sorted(expected)
+    learnt = drafter.snapshot()
+    real, calls = drafter.commit, []
+
+    def fails(batch, verified):
+        calls.append(real(batch, verified))
+        if len(calls) == 3:
+            raise ZeroDivisionError
+
+    drafter.commit = fails
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([Request(PROMPT, Decoding(LONG), stop_ids=frozenset())])
+    assert drafter.snapshot() == learnt
