@@ -98,27 +98,39 @@ class TokenRecycling(Drafter):
     def draft(self, batch: Batch) -> Draft:
         """Fills the tree, level by level."""
         paths = tuple(self.paths[: min(batch.max_nodes, self.max_nodes)])
-        self._tree, levels = rank_tree(paths, batch.max_draft, self.device)
+        tree, levels = rank_tree(paths, batch.max_draft, self.device)
         table = torch.arange(batch.size, device=self.device).unsqueeze(1) * (not self.shared)
         tokens = [batch.newest(1)]
         for parents, ranks in levels:
             # An unknown follower becomes token 0, which is verified like any other.
             followers = self._followers[table, tokens[-1][:, parents], ranks]
             tokens.append(followers.clamp(min=0).long())
-        self._fed = torch.cat(tokens, dim=1)
-        return Draft(self._fed[:, 1:], tree=self._tree)
+        return Draft(torch.cat(tokens[1:], dim=1), tree=tree)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Gives the table the followers of every token that was verified."""
-        b, k = batch.size, self._fed.shape[1] - 1
-        depths, deepest = self._tree.offsets().expand(b, -1), self.max_draft_tokens + 1
+        """Gives the table the followers of every token that was verified, whoever drafted it."""
+        draft, pending = verified.draft, batch.newest(1)
+        b, k = draft.tokens.shape
+        if draft.tree is None:
+            depths = torch.arange(1 + k, device=self.device).expand(b, -1)
+        else:
+            depths = draft.tree.offsets().expand(b, -1)
+        deepest = 1 + k
         accepted = torch.zeros(b, 2 + k, dtype=torch.bool, device=self.device)
         accepted[:, 0] = True
-        if verified.path is not None:
-            steps = torch.arange(k, device=self.device) < verified.count.unsqueeze(1)
-            accepted.scatter_(1, torch.where(steps, verified.path + 1, 1 + k), True)
+        nodes = torch.arange(k, device=self.device).expand(b, -1)
+        steps = nodes < verified.count.unsqueeze(1)
+        path = nodes if verified.path is None else verified.path
+        accepted.scatter_(1, torch.where(steps, path + 1, 1 + k), True)
         priority = torch.where(accepted[:, : 1 + k], deepest + depths, deepest - depths)
-        self._learn(slice(0, b), self._fed, verified.logits, priority)
+        tokens = draft.tokens
+        if (
+            draft.candidates is not None
+        ):  # the rest is padding, and stands for the pending token, which counts more
+            live = nodes < torch.as_tensor(draft.candidates, device=self.device).view(-1, 1)
+            tokens = torch.where(live, tokens, pending)
+            priority[:, 1:] *= live
+        self._learn(slice(0, b), torch.cat([pending, tokens], dim=1), verified.logits, priority)
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies the tables of slots."""

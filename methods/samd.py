@@ -2,21 +2,28 @@
 
 A suffix automaton of the prompt and the answer has it at hand after every token, however long it is, in constant time
 on average. The longer the match, the longer the draft. A corpus, whose suffix array lies on the disk, can be looked up,
-too: the longer match drafts.
+too: the longer match drafts. Where both are short, an auxiliary drafter can do it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
+import hydra
+import torch
+from torch.nn.functional import one_hot, pad
+
+from methods.ar import Autoregressive
 from methods.counted_trees import Counted
 from methods.heads import move_entries
 from methods.rest.datastore import load_datastore, tree_behind
 from methods.suffix_array import check_sorted
 from methods.suffix_automaton import SuffixAutomaton
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
+from specbench.decoding.tree import Tree
 from specbench.pairs import Pair
-from specbench.values import Count
+from specbench.values import Count, parameters
 
 if TYPE_CHECKING:
     from specbench.decoding.target import Prefill, StagedModel
@@ -26,12 +33,17 @@ class SAMDecoding(Drafter):
     """Drafts what followed the longest match; see the module.
 
     Not as in the authors' code: where what followed ends with the text, the draft goes on with its own beginning, as
-    the text then repeats itself.
+    the text then repeats itself; a copied draft is not filled up to a constant length.
 
     Args:
-        pair: with the tokenizer that a corpus must have been made with.
-        max_draft_tokens: longest draft.
-        growth: a match of n tokens drafts 1 + growth * n.
+        pair: with the tokenizer that a corpus must have been made with, and what the auxiliary drafter needs.
+        drafter: configuration of the auxiliary drafter; None: none.
+        auxiliary: its name.
+        threshold: with an auxiliary drafter, the shortest match that is copied, and by how much one in the corpus must
+            be longer than that.
+        max_draft_tokens: most tokens of a copied draft.
+        growth: without an auxiliary drafter a match of n tokens drafts 1 + growth * n; with one, always
+            `max_draft_tokens`.
         corpus: folder of a datastore (`specbench train rest`); None: the text alone.
         max_match: longest match in the corpus that is looked for; with `max_draft_tokens` at most 32.
 
@@ -39,61 +51,147 @@ class SAMDecoding(Drafter):
         UserError: the corpus is missing, or of another tokenizer, or is asked for more than it is sorted by.
     """
 
-    certain = True
-
     def __init__(
         self,
         pair: Pair,
+        drafter: dict | None = None,
+        auxiliary: Literal["none", "recycling", "sps"] = "none",
+        threshold: Count = 5,
         max_draft_tokens: Count = 16,
         growth: Count = 4,
         corpus: str | None = None,
         max_match: Count = 16,
     ):
-        self.max_draft_tokens, self.growth, self.max_match = max_draft_tokens, growth, max_match
+        self.inner: Drafter = Autoregressive(pair)
+        if drafter is not None:
+            cls = hydra.utils.get_class(drafter["_target_"])
+            self.inner = cls(pair=pair, **parameters(drafter))
+        self.alone = auxiliary == "none"
+        self.threshold, self.bias = (1, 0) if self.alone else (threshold, threshold)
+        self.longest, self.growth, self.max_match = max_draft_tokens, growth, max_match
         self.corpus = None if corpus is None else load_datastore(corpus, pair)
         if corpus is not None:
-            self.max_nodes = max_draft_tokens  # trees
             check_sorted(max_match, max_draft_tokens)
+        inner = self.inner
+        self.needs = self.needs.around(inner.needs)
+        self.taps, self.siblings, self.certain = inner.taps, inner.siblings, inner.certain
+        self.max_draft_tokens = max(max_draft_tokens, inner.max_draft_tokens)
+        self.trees = corpus is not None or inner.max_nodes > 0
+        self.max_nodes = max(max_draft_tokens, inner.max_nodes) if self.trees else 0
 
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
         """Makes room for an automaton of each sequence."""
         self._texts = [SuffixAutomaton() for _ in range(slots)]
+        self.inner.open(slots, capacity, target)
 
     def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
         """Makes the automaton of the prompt and the first token."""
         self._texts[slot] = SuffixAutomaton()
         self._texts[slot].extend(sequence.tokens)
+        self.inner.begin(slot, sequence, prefill)
 
     def draft(self, batch: Batch) -> Draft:
-        """What followed the longest match."""
-        trees = [
-            self._tree(text, min(limit, self.max_draft_tokens, batch.max_nodes))
+        """What followed the longest match; where that is short, what the auxiliary drafter drafts."""
+        copied = [
+            self._copied(text, min(limit, self.longest, batch.max_nodes))
             for text, limit in zip(self._texts, batch.limits)
         ]
-        parents = None if self.corpus is None else [tree.parents for tree in trees]
-        return Draft.of([tree.tokens for tree in trees], batch.tokens.device, parents)
+        self._copies = [bool(tree.tokens) for tree in copied]
+        parents = [tree.parents for tree in copied] if self.corpus is not None else None
+        draft = Draft.of([tree.tokens for tree in copied], batch.tokens.device, parents)
+        if not self.alone and not all(self._copies):
+            own = self.inner.draft(batch)
+            draft = merged(draft, own, self._copies) if any(self._copies) else own
+        draft.stats["copied"] = [int(copies) for copies in self._copies]
+        return draft
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Adds the new tokens."""
         for text, new in zip(self._texts, verified.tokens):
             text.extend(new)
+        # Where tokens were copied, none of the auxiliary drafter's own was accepted.
+        counts = [0 if copies else count for copies, count in zip(self._copies, verified.counts)]
+        self.inner.commit(batch, replace(verified, counts=counts))
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Moves the automata of slots."""
+        """Moves the automata of slots, and what belongs to the auxiliary drafter's sequences."""
         move_entries(self._texts, sources, destinations)
+        self.inner.move(sources, destinations, kv_len)
 
-    def _tree(self, text: SuffixAutomaton, limit: int) -> Counted:
-        """The draft, of at most `limit` tokens."""
+    def end(self, slot: int) -> None:
+        """Ends the auxiliary drafter's answer."""
+        self.inner.end(slot)
+
+    def forget(self) -> None:
+        """Drops what the auxiliary drafter has learnt."""
+        self.inner.forget()
+
+    def snapshot(self) -> Any:
+        """What the auxiliary drafter has learnt."""
+        return self.inner.snapshot()
+
+    def restore(self, state: Any) -> None:
+        """Goes back to what `snapshot` gave."""
+        self.inner.restore(state)
+
+    def close(self) -> None:
+        """Releases what the auxiliary drafter keeps."""
+        self.inner.close()
+
+    def _copied(self, text: SuffixAutomaton, limit: int) -> Counted:
+        """What is copied, at most `limit` tokens; none where the match is too short."""
         length, end = text.earlier_match()
         if self.corpus is not None:
-            where = self.corpus.longest(text.tokens, self.max_match, length + 1)
+            least = max(length + 1, self.threshold) + self.bias
+            where = self.corpus.longest(text.tokens, self.max_match, least)
             if where is not None:
-                return tree_behind(self.corpus, where, min(limit, 1 + self.growth * where.length), limit)
-        tokens = repeated(text.tokens, end, min(limit, 1 + self.growth * length)) if length else []
+                return tree_behind(self.corpus, where, min(limit, self._size(where.length)), limit)
+        if length < self.threshold:
+            return Counted()
+        tokens = repeated(text.tokens, end, min(limit, self._size(length)))
         return Counted(tokens, list(range(-1, len(tokens) - 1)))
+
+    def _size(self, match: int) -> int:
+        """The tokens of a draft behind a match."""
+        return 1 + self.growth * match if self.alone else self.longest
 
 
 def repeated(tokens: list[int], start: int, n: int) -> list[int]:
     """The n tokens from `start` on; behind the last one those from `start` on once more."""
     period = len(tokens) - start
     return [tokens[start + i % period] for i in range(n)]
+
+
+def merged(first: Draft, second: Draft, chosen: list[bool]) -> Draft:
+    """One draft of two: that of the first for the sequences that are `chosen`, that of the second for the others.
+
+    Args:
+        first: of certain tokens.
+        second: any draft, but for one that resumes the target's pass.
+        chosen: of each sequence.
+    """
+    k, device = max(first.tokens.shape[1], second.tokens.shape[1]), first.tokens.device
+    here = torch.tensor(chosen, device=device).unsqueeze(1)
+
+    def wide(draft: Draft) -> torch.Tensor:
+        return pad(draft.tokens, (0, k - draft.tokens.shape[1]))
+
+    def live(draft: Draft) -> torch.Tensor:
+        counts = draft.tokens.shape[1] if draft.candidates is None else draft.candidates
+        return torch.as_tensor(counts, device=device).view(-1, 1)
+
+    def parents(draft: Draft) -> torch.Tensor:
+        if draft.tree is None:
+            return torch.arange(-1, k - 1, device=device).unsqueeze(0)
+        return pad(draft.tree.parents, (0, k - draft.tokens.shape[1]), value=-1)
+
+    tokens = torch.where(here, wide(first), wide(second))
+    tree, probs = None, None
+    if first.tree is not None or second.tree is not None:
+        tree = Tree.of(torch.where(here, parents(first), parents(second)))
+    if second.probs is not None:  # a certain token was drawn from a distribution that has no other
+        drawn = pad(second.probs, (0, 0, 0, k - second.tokens.shape[1]))
+        certain = one_hot(tokens, drawn.shape[-1]).to(drawn.dtype)
+        probs = torch.where(here.unsqueeze(2), certain, drawn)
+    candidates = torch.where(here, live(first), live(second)).squeeze(1)
+    return replace(second, tokens=tokens, probs=probs, tree=tree, candidates=candidates)

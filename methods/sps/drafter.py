@@ -46,6 +46,7 @@ class SpeculativeSampling(Drafter):
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
         """Allocates the draft model's cache."""
         self._layout = RaggedLayout(self.model.new_cache(capacity, slots))
+        self._drafted = 0
         self._fed = [0] * slots  # known tokens of each sequence that the draft model has been given
 
     def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
@@ -82,9 +83,12 @@ class SpeculativeSampling(Drafter):
         )
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Notes how many of the known tokens the draft model has seen."""
+        """Notes how many of the known tokens the draft model has seen: no more than before where it did not draft."""
+        if not self._drafted:
+            return
         for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
             self._fed[slot] = length + min(self._drafted - 1, count)
+        self._drafted = 0
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies slots of the draft model's cache."""

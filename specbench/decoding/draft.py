@@ -182,6 +182,7 @@ class Verified:
             None for a chain.
         counts: `count` on the host.
         tokens: the new tokens of each sequence on the host, cut behind a stop token.
+        draft: what was verified. Within a drafter that wraps another one it may be of the outer one.
         report: `Draft.report` on the host.
     """
 
@@ -192,6 +193,7 @@ class Verified:
     path: torch.Tensor | None
     counts: list[int]
     tokens: list[list[int]]
+    draft: Draft
     report: list[list[int]] | None = None
 
     def kept(self, states: torch.Tensor) -> torch.Tensor:

@@ -257,6 +257,7 @@ class Engine:
             accepted.path,
             counts,
             tokens,
+            draft,
             None if draft.report is None else report,
         )
 

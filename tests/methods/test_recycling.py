@@ -74,8 +74,9 @@ class Watched(TokenRecycling):
 
     def commit(self, batch, verified):
         super().commit(batch, verified)
-        tokens, k = self._fed[0].tolist(), self._fed.shape[1] - 1
-        depths = self._tree.offsets()[0].tolist()
+        draft = verified.draft
+        tokens, k = [*batch.newest(1)[0].tolist(), *draft.tokens[0].tolist()], draft.tokens.shape[1]
+        depths = draft.tree.offsets()[0].tolist()
         path = [0] if verified.path is None else [0, *(verified.path[0, : verified.counts[0]] + 1).tolist()]
         # What counts is written last: of rejected nodes deep ones first, then the accepted path in its order.
         rejected = sorted(set(range(1 + k)) - set(path), key=lambda node: (-depths[node], node))

@@ -7,20 +7,26 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.rest.datastore import save_datastore
-from methods.samd import SAMDecoding, repeated
+from methods.samd import SAMDecoding, merged, repeated
 from methods.suffix import SuffixDecoding
-from specbench.decoding.draft import Drafter, Request
+from specbench.checks import check_method
+from specbench.decoding.draft import Draft, Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
+from specbench.decoding.tree import Tree
 from specbench.errors import UserError
 from tests.support import batches
+from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers, random_pair, random_prompt
+from tests.support.distribution import SHAPE, p_value_in_a_batch
 from tests.support.lossless import assert_lossless, assert_stops_anywhere
 from tests.support.models import EVERY_ARCHITECTURE, byte_tokenizer
 
@@ -45,9 +51,25 @@ def corpus(tmp_path_factory):
     return str(save_datastore(tmp_path_factory.mktemp("corpus"), rows, pair))
 
 
+AUXILIARIES = {
+    "recycling": {"_target_": "methods.recycling.TokenRecycling", "name": "recycling", "nodes": 20},
+    "sps": {"_target_": "methods.sps.SpeculativeSampling", "name": "sps", "max_draft_tokens": 3},
+}
+
+
+def with_auxiliary(pair, name: str, corpus: str | None = None) -> SAMDecoding:
+    return SAMDecoding(pair, AUXILIARIES[name], name, threshold=2, max_draft_tokens=9, corpus=corpus)
+
+
 DRAFTERS = {
     "samd": lambda arch, _: SAMDecoding(random_pair(arch)),
-    "samd, corpus": lambda arch, corpus: SAMDecoding(with_tokenizer(arch), 12, 2, corpus),
+    "samd, corpus": lambda arch, corpus: SAMDecoding(
+        with_tokenizer(arch), max_draft_tokens=12, growth=2, corpus=corpus
+    ),
+    "samd, recycling": lambda arch, _: with_auxiliary(random_pair(arch), "recycling"),
+    "samd, corpus, recycling": lambda arch, corpus: with_auxiliary(with_tokenizer(arch), "recycling", corpus),
+    "samd, sps": lambda arch, _: with_auxiliary(random_pair(arch), "sps"),
+    "samd, corpus, sps": lambda arch, corpus: with_auxiliary(with_tokenizer(arch), "sps", corpus),
     "suffix": lambda arch, _: SuffixDecoding(random_pair(arch), factor=4.0, min_probability=0.0),
     "suffix, chain": lambda arch, _: SuffixDecoding(random_pair(arch), "chain", 6),
     "suffix, run": lambda arch, _: SuffixDecoding(random_pair(arch), factor=3.0, memory="run"),
@@ -91,15 +113,15 @@ def test_samd_goes_on_with_its_own_draft_where_the_text_ends():
 def test_samd_takes_the_longer_match(tmp_path):
     pair = with_tokenizer("llama")
     folder = save_datastore(tmp_path, [[1, 2, 3, 4, 50], [1, 2, 3, 4, 50], [9, 3, 4, 51, 52]], pair)
-    drafter = SAMDecoding(pair, 4, growth=1, corpus=str(folder))
+    drafter = SAMDecoding(pair, max_draft_tokens=4, growth=1, corpus=str(folder))
     assert fed(drafter, [2, 3, 4]) == ([50], [-1])  # three tokens; behind it the row ends
     assert fed(drafter, [8, 3, 4]) == ([50, 51, 52], [-1, -1, 1]), "two of three occurrences"
     text = [2, 3, 4, 60, 61, 62, 2, 3, 4]
     assert fed(drafter, text) == ([60, 61, 62, 2], [-1, 0, 1, 2]), "of equal matches that in the text"
     assert fed(drafter, [1, 2, 3, 4, 60, 61, 2, 3, 4])[0] == [60, 61, 2, 3]
     assert fed(drafter, [2, 3, 4, 60, 61, 1, 2, 3, 4])[0] == [50], "of 1 2 3 4, of 2 3 4"
-    with pytest.raises(UserError, match=r"max_match=30 .*max_draft_tokens=4"):
-        SAMDecoding(pair, 4, corpus=str(folder), max_match=30)
+    with pytest.raises(UserError, match=r"max_match=30 .*4"):
+        SAMDecoding(pair, max_draft_tokens=4, corpus=str(folder), max_match=30)
 
 
 def shares(texts: list[list[int]], end: list[int]) -> dict[int, float]:
@@ -206,12 +228,14 @@ def test_lossless_in_batches(name, scheduler, corpus):
     if name != "suffix, run":  # what a sequence drafts does not depend on the others
         for request, answer in zip(requests, engine.generate(requests)):
             alone = Engine(target, drafter, request.stop_ids).generate([request])[0]
-            assert [(s.drafted, s.accepted) for s in alone.steps] == [
-                (s.drafted, s.accepted) for s in answer.steps
-            ]
+            assert [s.accepted for s in alone.steps] == [s.accepted for s in answer.steps]
+            if (
+                ", sps" not in name and ", recycling" not in name
+            ):  # those draft for the longest rest of a batch
+                assert [s.drafted for s in alone.steps] == [s.drafted for s in answer.steps]
 
 
-@EVERY_DRAFTER
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if not name.endswith("sps")])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(name, batch_size, corpus):
     pair, rng = random_pair("llama"), random.Random(2)
@@ -236,6 +260,96 @@ def test_it_stops_anywhere(name, corpus):
         return drafter
 
     assert_stops_anywhere(knowing)
+
+
+# -- the auxiliary drafter
+
+
+def long_requests() -> tuple[list[Request], list[list[int]]]:
+    """Requests that nothing ends early, and transformers' answers."""
+    pair, rng = random_pair("llama"), random.Random(9)
+    prompts = [random_prompt(rng, pair.vocab_size) for _ in range(6)]
+    requests = [Request(prompt, Decoding(LONG), stop_ids=frozenset()) for prompt in prompts]
+    return requests, [generate_with_transformers(pair.target, prompt, LONG, ()) for prompt in prompts]
+
+
+def test_the_auxiliary_drafter_drafts_where_the_match_is_short():
+    """Alone and in batches; and its state goes on as if it had drafted in every round."""
+    pair, (requests, _) = random_pair("llama"), long_requests()
+    target = StagedModel(pair.target)
+    for name in AUXILIARIES:
+        drafter = with_auxiliary(pair, name)
+        for size in (1, 3):
+            engine = Engine(target, drafter, frozenset(), RaggedBatch(size))
+            steps = [s for answer in engine.generate(requests) for s in answer.steps if s.stats]
+            for copied in (0, 1):
+                some = [s for s in steps if s.stats["copied"] == copied]
+                assert any(s.accepted for s in some) and any(s.accepted < s.depth for s in some)
+            own = max(s.drafted for s in steps if not s.stats["copied"])
+            assert own == {"recycling": 20, "sps": 3}[name]
+
+
+def test_token_recycling_learns_from_copied_tokens():
+    pair = random_pair("llama")
+    drafter = with_auxiliary(pair, "recycling")
+    real, copied = drafter.inner.commit, []
+
+    def commit(batch, verified):
+        real(batch, verified)
+        copied.append(drafter._copies[0])
+        token = batch.sequences[0].tokens[-2]
+        assert (
+            drafter.inner._followers[0, token].tolist()
+            == verified.last(verified.logits)[0].topk(8).indices.tolist()
+        )
+
+    drafter.inner.commit = commit
+    Engine(StagedModel(pair.target), drafter, frozenset()).generate(long_requests()[0])
+    assert copied.count(True) > 5 < copied.count(False)
+
+
+def test_what_is_copied_does_not_leave_the_draft_models_cache_wrong():
+    """Where it is the target itself, all that it drafts is accepted, also behind copied tokens."""
+    pair = random_pair("llama")
+    twin = type(pair)(**(vars(pair) | {"draft": pair.target}))
+    requests, expected = long_requests()
+    for size in (1, 4):
+        engine = Engine(StagedModel(pair.target), with_auxiliary(twin, "sps"), frozenset(), RaggedBatch(size))
+        steps = batches.assert_lossless(engine, requests, expected)
+        own = [s for s in steps if s.stats and not s.stats["copied"]]
+        assert all(s.accepted == s.depth or s.emitted == s.accepted for s in own) and len(own) > 20
+        assert any(s.stats["copied"] for s in steps if s.stats)
+
+
+def test_a_certain_draft_among_drawn_ones_and_trees():
+    certain = Draft.of([[7, 8, 9], [5]], torch.device("cpu"))
+    drawn = Draft(torch.tensor([[1, 2], [3, 4]]), probs=torch.full((2, 2, 10), 0.1))
+    draft = merged(certain, drawn, [True, False])
+    assert draft.tokens.tolist() == [[7, 8, 9], [3, 4, 0]] and draft.candidates.tolist() == [3, 2]
+    assert draft.tree is None and draft.probs[0].argmax(-1).tolist() == [7, 8, 9]
+    assert draft.probs[0].sum() == 3 and torch.equal(draft.probs[1, :2], drawn.probs[1])
+    tree = Draft(torch.tensor([[1, 2, 3, 4]] * 2), tree=Tree.of(torch.tensor([-1, -1, 0, 1])))
+    draft = merged(certain, tree, [False, True])
+    assert draft.tokens.tolist() == [[1, 2, 3, 4], [5, 0, 0, 0]] and draft.candidates.tolist() == [4, 1]
+    assert draft.tree.parents.tolist() == [[-1, -1, 0, 1], [-1, 0, 1, 2]] and draft.probs is None
+
+
+@pytest.mark.slow
+def test_samples_with_a_drawn_auxiliary_follow_the_target():
+    pair = random_pair("llama", **SHAPE)
+    for size in (1, 32):
+        drafter = SAMDecoding(pair, AUXILIARIES["sps"], "sps", threshold=1, max_draft_tokens=2)
+        assert p_value_in_a_batch(pair, drafter, RaggedBatch(size)) > 1e-3
+
+
+@pytest.mark.parametrize("auxiliary", ["none", *AUXILIARIES])
+def test_a_name_gives_the_auxiliary_drafter_and_what_it_needs(auxiliary):
+    for group in (["method=samd"], ["method=ragged", "drafter=samd"]):
+        what = "drafter" if len(group) == 2 else "method"
+        cfg = composed("bench", *group, f"{what}.auxiliary={auxiliary}")
+        OmegaConf.resolve(cfg)
+        assert cfg[what].drafter.name == auxiliary
+        assert check_method(cfg).draft_model == (auxiliary == "sps")
 
 
 # -- earlier answers

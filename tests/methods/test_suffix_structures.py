@@ -60,6 +60,8 @@ def test_occurrences_are_counted_up_to_the_depth(text, depth):
     automaton = SuffixAutomaton(depth)
     for known in (text[: i + 1] for i in range(len(text))):
         automaton.append(known[-1])
+        # A token touches no more states than that.
+        assert automaton.length[automaton.link[automaton._counted]] < depth
     for start in range(len(text)):
         state = ROOT
         for n, token in enumerate(text[start : start + depth], 1):
