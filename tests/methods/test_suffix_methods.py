@@ -186,6 +186,8 @@ def test_suffix_prefers_the_longer_match_and_its_own_text():
     assert fed(drafter, [2, 8, 9, 1, 2])[0] == [7, 7]
     drafter.restore([[1, 2, 7, 2, 6], [2, 6], [2, 6], [2, 7]])
     assert fed(drafter, [4, 2])[0] == [6], "the most frequent follower"
+    drafter.restore([[5, 3], [5, 4]])
+    assert fed(drafter, [5, 1, 5, 2, 5])[0] == [1], "of equal scores that of its own text"
     drafter.forget()
     assert fed(drafter, [4, 2])[0] == []
 
