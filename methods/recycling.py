@@ -123,11 +123,8 @@ class TokenRecycling(Drafter):
         path = nodes if verified.path is None else verified.path
         accepted.scatter_(1, torch.where(steps, path + 1, 1 + k), True)
         priority = torch.where(accepted[:, : 1 + k], deepest + depths, deepest - depths)
-        tokens = draft.tokens
-        if (
-            draft.candidates is not None
-        ):  # the rest is padding, and stands for the pending token, which counts more
-            live = nodes < torch.as_tensor(draft.candidates, device=self.device).view(-1, 1)
+        tokens, live = draft.tokens, draft.acceptable()
+        if live is not None:  # the rest is padding, and stands for the pending token, which counts more
             tokens = torch.where(live, tokens, pending)
             priority[:, 1:] *= live
         self._learn(slice(0, b), torch.cat([pending, tokens], dim=1), verified.logits, priority)

@@ -20,6 +20,7 @@ from methods.heads import move_entries
 from methods.rest.datastore import load_datastore, tree_behind
 from methods.suffix_array import check_sorted
 from methods.suffix_automaton import SuffixAutomaton
+from specbench.decoding.device import on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.decoding.tree import Tree
 from specbench.pairs import Pair
@@ -171,14 +172,14 @@ def merged(first: Draft, second: Draft, chosen: list[bool]) -> Draft:
         chosen: of each sequence.
     """
     k, device = max(first.tokens.shape[1], second.tokens.shape[1]), first.tokens.device
-    here = torch.tensor(chosen, device=device).unsqueeze(1)
+    here = on_device([[one] for one in chosen], device).bool()
 
     def wide(draft: Draft) -> torch.Tensor:
         return pad(draft.tokens, (0, k - draft.tokens.shape[1]))
 
-    def live(draft: Draft) -> torch.Tensor:
+    def live(draft: Draft) -> torch.Tensor | int:
         counts = draft.tokens.shape[1] if draft.candidates is None else draft.candidates
-        return torch.as_tensor(counts, device=device).view(-1, 1)
+        return counts.view(-1, 1) if isinstance(counts, torch.Tensor) else counts
 
     def parents(draft: Draft) -> torch.Tensor:
         if draft.tree is None:

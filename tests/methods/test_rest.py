@@ -203,7 +203,7 @@ def test_the_longest_match_drafts_the_most_frequent_nodes(tmp_path):
             sequences=[SimpleNamespace(tokens=tokens)],
             limits=[limit],
             max_nodes=nodes,
-            tokens=SimpleNamespace(device="cpu"),
+            tokens=SimpleNamespace(device=torch.device("cpu")),
         )
         made = drafter.draft(batch)
         return made.tokens[0].tolist(), [] if made.tree is None else made.tree.parents[0].tolist()
