@@ -1,7 +1,7 @@
 # Everything from nothing: the first target that needs Python makes .venv and installs into it, once.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench tune test test-fast benchmarks tiny report claims wandb-compare docs readme-figures lint clean
+.PHONY: help install bench tune test test-fast benchmarks gpu gpu-bundle tiny report claims wandb-compare docs readme-figures lint clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -39,6 +39,12 @@ test-fast: $(STAMP) ## Run the tests that need neither long nor other processes,
 benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on an idle machine)
 	@$(PY) -m tests.benchmarks.decoding $(ARGS)
 	@$(PY) -m tests.benchmarks.batching $(ARGS)
+
+gpu: $(STAMP) ## Check a GPU in ten minutes: build/gpu/report.md [ARGS="--parts bandwidth passes"; without .venv: python3 -m tests.benchmarks.gpu]
+	@$(PY) -m tests.benchmarks.gpu $(ARGS)
+
+gpu-bundle: $(STAMP) ## Fetch into build/gpu-bundle the wheels that a machine with torch and transformers alone lacks [ARGS="--have FILE"]
+	@$(PY) -m tests.benchmarks.gpu.bundle $(ARGS)
 
 tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny; goes on where it was stopped
 	@$(PY) -m methods.family --out $(TINY) $(ARGS)

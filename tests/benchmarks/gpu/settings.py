@@ -1,0 +1,130 @@
+"""The configuration of pairs and methods, read from conf/ without Hydra.
+
+It reads what these files use: `defaults` with other files, and four kinds of `${...}`. A test compares it with what
+Hydra composes.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from specbench import CONF
+from specbench.decoding.draft import Drafter, needs_of
+from specbench.pairs import Pair, load_pair
+from specbench.values import parameters
+
+EMBEDDED = "tiny"
+
+
+class Settings(dict):
+    """A configuration: keys are attributes, too."""
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(key) from None
+
+
+def names(group: str) -> list[str]:
+    """The choices of a group."""
+    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
+
+
+def read(group: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """A file with those that it builds on, and the choices that it makes of other groups."""
+    content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    merged: dict[str, Any] = {}
+    chosen: dict[str, str] = {}
+    for default in content.pop("defaults", []):
+        if isinstance(default, dict):  # "override /vocab@_global_.vocab": trim
+            ((key, value),) = default.items()
+            chosen[re.sub(r"override /(\w+)@.*", r"\1", key)] = value
+        elif default != "_self_":
+            there, _, file = default.removesuffix("@_here_").rpartition("/")
+            base, choices = read(there.strip("/") or group, file)
+            merged, chosen = _merged(merged, base), chosen | choices
+    return _merged(merged, content), chosen
+
+
+def pair_settings(name: str, **changes: Any) -> Settings:
+    """A pair's configuration with changes.
+
+    Expanded from the embedded family (`init="expanded"`), it has that family's models and trained parts.
+    """
+    own = read("pair", name)[0]
+    if changes.get("init") == "expanded" and not own["target"].startswith("specbench/"):
+        kept = {key: own[key] for key in ("name", "target_shape", "draft_shape", "dtype")}
+        own = read("pair", EMBEDDED)[0] | kept
+    return Settings(own | changes, parts=Settings(own["parts"]))
+
+
+def method_settings(name: str, pair: Settings, group: str = "method", **changes: Any) -> dict[str, Any]:
+    """A method's or drafter's configuration for a pair, with changes."""
+    own, chosen = read(group, name)
+    own |= changes
+    vocab = read("vocab", chosen.get("vocab", "full"))[0]
+    return {key: _resolved(value, own, pair, vocab) for key, value in own.items()}
+
+
+class Loaded:
+    """A pair whose target is loaded once for all methods.
+
+    Args:
+        cfg: its configuration.
+        seed: of random weights.
+    """
+
+    def __init__(self, cfg: Settings, seed: int = 0):
+        self.cfg, self.seed = cfg, seed
+        self.pair = self._load(cfg, with_draft=cfg.draft is not None)
+        self._parts: dict[str, Pair] = {}
+
+    def drafter(self, name: str, **changes: Any) -> Drafter:
+        """The drafter of a method, with changes of its configuration."""
+        group = method_settings(name, self.cfg, **changes)
+        needs = needs_of(group)
+        pair = self.pair
+        if needs.draft_model and needs.part is not None:  # a trained part is the draft model
+            own = self._part(self.cfg.parts[needs.part])
+            pair = replace(pair, draft=own.target, draft_expansion=own.expansion)
+        return pkgutil.resolve_name(group["_target_"])(pair=pair, **parameters(group))
+
+    def _part(self, folder: str) -> Pair:
+        """A draft model, loaded as if it were a target."""
+        if folder not in self._parts:
+            shape = self.cfg.draft_shape and {**self.cfg.draft_shape, "num_hidden_layers": None}
+            own = {"target": folder, "target_shape": shape, "width": self.cfg.draft_width}
+            expands = self.cfg.init == "expanded" and (shape or self.cfg.draft_width)
+            init = "expanded" if expands else "pretrained"
+            self._parts[folder] = self._load(Settings(self.cfg | own, init=init), with_draft=False)
+        return self._parts[folder]
+
+    def _load(self, cfg: Settings, with_draft: bool) -> Pair:
+        return load_pair(cfg, self.seed, with_draft)  # type: ignore[arg-type] # it has all keys
+
+
+def _merged(first: dict, second: dict) -> dict:
+    both = dict(first)
+    for key, value in second.items():
+        deeper = isinstance(value, dict) and isinstance(both.get(key), dict)
+        both[key] = _merged(both[key], value) if deeper else value
+    return both
+
+
+def _resolved(value: Any, own: dict, pair: Settings, vocab: dict) -> Any:
+    """A value without `${...}`."""
+    if not (isinstance(value, str) and value.startswith("${")):
+        return value
+    if part := re.fullmatch(r"\$\{oc\.select:pair\.parts\.(\w+),null\}", value):
+        return pair.parts.get(part[1])
+    if key := re.fullmatch(r"\$\{vocab\.(\w+)\}", value):
+        return _resolved(vocab[key[1]], own, pair, vocab)
+    if choice := re.fullmatch(r"\$\{choice:(\w+),\$\{\.(\w+)\}\}", value):
+        return method_settings(own[choice[2]], pair, choice[1])
+    raise ValueError(f"cannot read {value}")
