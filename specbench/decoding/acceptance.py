@@ -217,9 +217,11 @@ def sampled_tree(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walks down trees of drawn tokens.
 
-    The children of a node must be independent draws from one distribution, that of all of them. Each rejected child
-    takes its share out of p before the next one is tried. What happens at a node does not depend on how it was reached,
-    so all nodes are tried at once, first their first children, then their second ones.
+    Each child must have been drawn from its own row of `draft_probs`. The row may depend on the node's children before
+    it: it is the same for all of them where draws are independent (SpecInfer), and lacks the tokens that are there
+    already where they are without replacement (Sequoia, Chen et al. 2024). Each rejected child takes its share out of p
+    before the next one is tried. What happens at a node does not depend on how it was reached, so all nodes are tried
+    at once, first their first children, then their second ones.
 
     Args:
         probs: [b, k + 1, vocab] the target's distributions.

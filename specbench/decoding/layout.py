@@ -49,7 +49,8 @@ class RaggedLayout:
             batch: the running sequences.
             n: tokens of each.
             offset: of the first of them behind the pending token.
-            tree: of the nodes behind the pending token (offset 0, n = 1 + nodes); None where tokens follow one another.
+            tree: whose nodes follow the pending token; None where tokens follow one another. The pass is of n of them
+                from `offset` on, the pending token being 0; those in front of them were placed earlier in this round.
         """
         lengths = batch.lengths
         start = longest = lengths[0] - 1 + offset
@@ -63,19 +64,19 @@ class RaggedLayout:
         if tree is None:
             return Pass(kv_len, self._write_index(entries), None, entries, held)
         # Of a tree the entries are consecutive, the positions are not.
-        positions = batch.known.unsqueeze(1) - 1 + tree.offsets()
-        b = entries.shape[0]
-        visible = tree.visible()
+        there, b = offset + n, entries.shape[0]
+        positions = batch.known.unsqueeze(1) - 1 + tree.offsets()[:, :there]
+        visible = tree.visible()[:, offset:there, :there]
         if start == longest:
             own = positions[: tree.depths.shape[0]]
-            held = torch.cat([held[:, :start].expand(own.shape[0], -1), own], dim=1)
-            return Pass(kv_len, start, None, positions, held, visible)
+            held = torch.cat([held[:, : start - offset].expand(own.shape[0], -1), own], dim=1)
+            return Pass(kv_len, start, None, positions[:, offset:], held, visible)
         # The trees begin at different entries: what each token sees of all of them is written out.
-        held = held.expand(b, -1).scatter(1, entries, positions)
+        of_tree = span(batch.known - 1, there)
+        held = held.expand(b, -1).scatter(1, of_tree, positions)
         sees = (self._entries[:, :kv_len] < (batch.known - 1).unsqueeze(1)).unsqueeze(1).expand(b, n, kv_len)
-        own = entries.unsqueeze(1).expand(b, n, n)
-        sees = sees.scatter(2, own, visible.expand(b, n, n))
-        return Pass(kv_len, self._write_index(entries), None, positions, held, sees)
+        sees = sees.scatter(2, of_tree.unsqueeze(1).expand(b, n, there), visible.expand(b, n, there))
+        return Pass(kv_len, self._write_index(entries), None, positions[:, offset:], held, sees)
 
     def place_at(self, starts: torch.Tensor, n: int, kv_len: int) -> Pass:
         """The pass of `n` tokens that follow one another from the position `starts` [b] of each sequence on.
@@ -166,14 +167,14 @@ class AlignedLayout(RaggedLayout):
         if tree is None and min(batch.lengths) - 1 == self._end:  # no holes
             self._held[:b, entry:kv_len] = self._entries[:, entry:kv_len]
             return Pass.consecutive(entry, n)
-        positions = (
-            span(batch.known - 1 + offset, n)
-            if tree is None
-            else batch.known.unsqueeze(1) - 1 + tree.offsets()
-        )
+        if tree is None:
+            positions, visible = span(batch.known - 1 + offset, n), None
+        else:
+            there = offset + n
+            positions = batch.known.unsqueeze(1) - 1 + tree.offsets()[:, offset:there]
+            visible = tree.visible()[:, offset:there, :there]
         self._held[:b, entry:kv_len] = positions
-        held = self._held[:b, :kv_len]
-        return Pass(kv_len, entry, None, positions, held, None if tree is None else tree.visible())
+        return Pass(kv_len, entry, None, positions, self._held[:b, :kv_len], visible)
 
     def commit(self, batch: Batch, count: torch.Tensor, counts: list[int], path: torch.Tensor | None) -> None:
         """Ends a round: the entries of the tokens that were not kept become holes. Nothing moves."""
