@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,7 @@ from specbench.decoding.device import on_device
 from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 Path = tuple[int, ...]
 BLOCK = 64  # of logits, whose maximum is looked at first
@@ -28,6 +30,43 @@ def grown(root: int, children: Mapping[str, int]) -> list[Path]:
     for path in paths:  # which grows
         paths += [(*path, rank) for rank in range(children.get("".join(map(str, path)), 0))]
     return paths
+
+
+def shaped(children: Sequence[int]) -> list[Path]:
+    """The nodes of a tree in which all nodes of a level have equally many children, level by level.
+
+    Args:
+        children: of the pending token, of each of its children, and so on.
+    """
+    paths: list[Path] = []
+    level: list[Path] = [()]
+    for count in children:
+        level = [(*path, rank) for path in level for rank in range(count)]
+        paths += level
+    return paths
+
+
+def counted_paths(ranks: Iterable[Sequence[int]], limit: int) -> Counter[Path]:
+    """How often each path of ranks, and each beginning of one, came.
+
+    Args:
+        ranks: for each place of a text the ranks of the tokens behind it, one after the other.
+        limit: a path ends in front of a rank that is not below it.
+    """
+    found: Counter[Path] = Counter()
+    for row in ranks:
+        path: Path = ()
+        for rank in row:
+            if rank >= limit:
+                break
+            path = (*path, rank)
+            found[path] += 1
+    return found
+
+
+def best_tree(found: Counter[Path], nodes: int) -> list[Path]:
+    """The paths that are most often right. A path's beginning is right at least as often, so it is there, too."""
+    return sorted(found, key=lambda path: (-found[path], len(path), path))[:nodes]
 
 
 @lru_cache(maxsize=64)
@@ -56,6 +95,68 @@ def rank_tree(
         levels.append((of_level[:, 0], of_level[:, 1]))
         above = {path: i for i, path in enumerate(level)}
     return Tree.of(parents), levels
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The nodes of one depth of a `LevelTree`, those with children first.
+
+    Attributes:
+        start: nodes with children at smaller depths.
+        inner: nodes with children at this depth.
+        parents: [n] index of each node's parent among the nodes with children of the depth before.
+        ranks: [n] rank of each node.
+        order: [n] siblings in front of each node.
+        most_ranks: the largest of `ranks`, plus 1.
+        most_siblings: the largest of `order`, plus 1.
+        leaves: whether there are nodes without children.
+    """
+
+    start: int
+    inner: int
+    parents: torch.Tensor
+    ranks: torch.Tensor
+    order: torch.Tensor
+    most_ranks: int
+    most_siblings: int
+    leaves: bool
+
+
+@lru_cache(maxsize=64)
+def level_tree(paths: tuple[Path, ...], depth: int, device: torch.device) -> tuple[Tree, list[Level]]:
+    """A tree of ranks for a drafter with a cache, cut at a depth.
+
+    All nodes with children come first, by depth, and the leaves behind them: the tokens that a drafter is fed fill
+    entries of its cache that follow one another.
+
+    Args:
+        paths: of its nodes; with a node its parent is there, too.
+        depth: of the longest path that is of use.
+        device: of the tensors.
+    """
+    kept = [path for path in paths if len(path) <= depth]
+    with_children = {path[:-1] for path in kept}
+    nodes = sorted(kept, key=lambda path: (path not in with_children, len(path), path))
+    places = {path: i for i, path in enumerate(nodes)}
+    levels: list[Level] = []
+    above: dict[Path, int] = {(): 0}
+    start = 0
+    for length in range(1, max(map(len, nodes), default=0) + 1):
+        level = [path for path in nodes if len(path) == length]
+        inner = sum(path in with_children for path in level)
+        siblings: Counter[Path] = Counter()
+        rows = []
+        for path in level:
+            rows.append((above[path[:-1]], path[-1], siblings[path[:-1]]))
+            siblings[path[:-1]] += 1
+        most_ranks = 1 + max(rank for _, rank, _ in rows)
+        behind, ranks, order = torch.tensor(rows, device=device).unbind(1)
+        most = max(siblings.values())
+        levels.append(Level(start, inner, behind, ranks, order, most_ranks, most, inner < len(level)))
+        above = {path: i for i, path in enumerate(level[:inner])}
+        start += inner
+    parents = torch.tensor([places.get(path[:-1], -1) for path in nodes], dtype=torch.int64, device=device)
+    return Tree.of(parents, widest=max((level.most_siblings for level in levels), default=None)), levels
 
 
 def likeliest_ids(logits: torch.Tensor, k: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from methods.medusa.heads import MedusaHeads, save_heads
+from methods.rank_trees import best_tree, counted_paths
 from methods.training import (
     SETTINGS,
     agreement,
@@ -108,21 +109,10 @@ class Distillation(torch.nn.Module):
                 ranks[row, :n, i] = (logits > own).sum(1).clamp(max=RANKS)
         # The pending token and all behind it are the assistant's.
         said = batch["loss_weight"] == 1.0
-        found: Counter[tuple[int, ...]] = Counter()
-        for row in range(b):
-            for place in said[row, 1 : t - k].nonzero().flatten().tolist():
-                path: tuple[int, ...] = ()
-                for i, rank in enumerate(ranks[row, place].tolist()):
-                    if rank == RANKS or not said[row, place + 2 + i]:
-                        break
-                    path = (*path, rank)
-                    found[path] += 1
-        return found
-
-
-def best_tree(found: Counter[tuple[int, ...]], nodes: int) -> list[tuple[int, ...]]:
-    """The paths that are most often right. A path's beginning is right at least as often, so it is there, too."""
-    return sorted(found, key=lambda path: (-found[path], len(path), path))[:nodes]
+        for i in range(k):
+            ranks[:, : t - 2 - i, i].masked_fill_(~said[:, 2 + i :], RANKS)
+        places = said[:, 1 : t - k].nonzero().unbind(1)
+        return counted_paths(ranks[places].tolist(), RANKS)
 
 
 def train(cfg: DictConfig) -> Path:

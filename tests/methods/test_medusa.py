@@ -14,7 +14,7 @@ from methods.exspec import ExSpec
 from methods.medusa import Medusa
 from methods.medusa.drafter import PUBLISHED
 from methods.medusa.heads import MedusaHeads, load_heads, save_heads
-from methods.medusa.train import Distillation, best_tree
+from methods.medusa.train import Distillation
 from methods.ragged import RaggedBatch
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
@@ -219,13 +219,6 @@ def test_rank_paths_by_hand():
             if all(rank < 10 for rank in ranks[:n]):
                 expected[tuple(ranks[:n])] += 1
     assert found == expected
-
-
-def test_the_best_tree_is_closed():
-    found = Counter({(0,): 9, (0, 0): 9, (1,): 4, (0, 1): 3, (0, 0, 0): 9, (2,): 1})
-    tree = best_tree(found, 5)
-    assert tree == [(0,), (0, 0), (0, 0, 0), (1,), (0, 1)]
-    assert all(path[:-1] in tree for path in tree if len(path) > 1)
 
 
 # -- losslessness

@@ -1,0 +1,71 @@
+"""Trees of ranks: their layout for a drafter with a cache, and the best one for counted paths."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations, product
+
+import pytest
+import torch
+
+from methods.rank_trees import best_tree, counted_paths, level_tree, shaped
+
+COUNTED = ((0,), (0, 0), (1,), (0, 0, 0), (3,), (1, 2), (0, 2), (0, 0, 1))
+
+
+def test_a_shape_has_equally_many_children_on_each_level():
+    assert shaped([2, 1]) == [(0,), (1,), (0, 0), (1, 0)]
+    assert [len(path) for path in shaped([1, 1, 1])] == [1, 2, 3]
+    assert len(shaped([5, 2, 3])) == 5 + 10 + 30
+
+
+def test_paths_are_counted_up_to_the_first_rank_that_is_too_high():
+    found = counted_paths([[0, 1, 0], [0, 3, 0], [2, 0, 1], [3, 0, 0]], 3)
+    assert found == {(0,): 2, (0, 1): 1, (0, 1, 0): 1, (2,): 1, (2, 0): 1, (2, 0, 1): 1}
+
+
+def test_the_best_tree_is_closed():
+    found = Counter({(0,): 9, (0, 0): 9, (1,): 4, (0, 1): 3, (0, 0, 0): 9, (2,): 1})
+    tree = best_tree(found, 5)
+    assert tree == [(0,), (0, 0), (0, 0, 0), (1,), (0, 1)]
+    assert all(path[:-1] in tree for path in tree if len(path) > 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_tree_of_its_size_has_more_tokens_accepted(seed):
+    g = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, 3, (60, 3), generator=g).tolist()
+    found, all_paths = counted_paths(rows, 2), [p for n in (1, 2, 3) for p in product(range(2), repeat=n)]
+    for nodes in (1, 3, 5):
+        closed = (
+            some
+            for some in combinations(all_paths, nodes)
+            if all(len(path) == 1 or path[:-1] in some for path in some)
+        )
+        best = max(sum(found[path] for path in some) for some in closed)
+        assert sum(found[path] for path in best_tree(found, nodes)) == best
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 9])
+@pytest.mark.parametrize("paths", [COUNTED, tuple(shaped([3, 2, 1])), ((0,),)])
+def test_nodes_with_children_come_first_and_levels_find_their_own(paths, depth):
+    tree, levels = level_tree(paths, depth, torch.device("cpu"))
+    kept = [path for path in paths if len(path) <= depth]
+    parents, order = tree.parents[0].tolist(), tree.siblings_before()[0].tolist()
+    with_children = sorted({parent for parent in parents if parent >= 0})
+    assert with_children == list(range(len(with_children)))
+    # Put together as a drafter does: of each level what has children, then the leaves of each.
+    above, inner, leaves = [()], [], []
+    for level in levels:
+        rows = zip(level.parents.tolist(), level.ranks.tolist(), level.order.tolist())
+        nodes = [((*above[parent], rank), place) for parent, rank, place in rows]
+        assert level.start == len(inner) and level.leaves == (len(nodes) > level.inner)
+        assert level.most_ranks == 1 + max(path[-1] for path, _ in nodes)
+        assert level.most_siblings == 1 + max(place for _, place in nodes) <= tree.widest
+        inner += nodes[: level.inner]
+        leaves += nodes[level.inner :]
+        above = [path for path, _ in nodes[: level.inner]]
+    found = inner + leaves
+    assert {path for path, _ in found} == set(kept) and len(found) == len(kept) == len(parents)
+    for (path, place), parent, before in zip(found, parents, order):
+        assert path[:-1] == (found[parent][0] if parent >= 0 else ()) and place == before
