@@ -10,6 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.functional import cross_entropy
 
 from specbench.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
+from specbench.decoding.draft import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
 from specbench.errors import UserError
 from specbench.pairs import Pair, draft_of, load_pair
 from specbench.values import Count, NotNegative, Positive, Range, Seed
@@ -20,7 +23,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from specbench.decoding.target import StagedModel
     from specbench.training import Batch
+
+Answered = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
 CHUNK = 512  # positions whose logits exist at a time
 HELD_OUT_BATCHES = 8
@@ -63,6 +69,19 @@ def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
             yield row
         elif skipped > TOO_MANY:
             raise UserError(f"the conversations hold nothing that the assistant says within {length} tokens")
+
+
+def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = False) -> Iterator[Answered]:
+    """A model's own answers to the prompts of endless conversations: token ids of each prompt and of its answer."""
+    engine = Engine(model, Drafter(), pair.stop_ids, context_length=pair.context_length)
+    texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
+    asked = (c[:i] for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
+    for number, messages in enumerate(asked):
+        prompt = pair.prompt_ids(messages)
+        room = min(cfg.max_new_tokens, pair.context_length - len(prompt))
+        if room > 0:
+            decoding = Decoding(room, cfg.temperature)
+            yield prompt, engine.answer(prompt, decoding, seed=cfg.seed + number).tokens
 
 
 def pair_to_train(cfg: DictConfig) -> Pair:

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
 
+from methods.training import answered
 from methods.vocab_trim.vocab_map import rank, save_vocab_map
 from specbench.compose import with_hydra
 from specbench.conversations import conversations
-from specbench.decoding.draft import Drafter
-from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.errors import one_line_errors
 from specbench.pairs import Pair, draft_of, load_pair
@@ -44,20 +42,14 @@ SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) -> Iterator[list[int]]:
     """Endless answers as token ids: those of the conversations, or those of a model of the pair."""
-    texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
-    turns = ((c[:i], m["content"]) for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
     if source == "raw_text":
-        yield from (pair.tokenizer.encode(text, add_special_tokens=False) for _, text in turns)
+        texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
+        said = (m["content"] for c in texts for m in c if m["role"] == "assistant")
+        yield from (pair.tokenizer.encode(text, add_special_tokens=False) for text in said)
         return
     model = draft_of(pair) if source == "draft_generated" else pair.target
-    engine = Engine(
-        StagedModel(model, pair.vocab_size), Drafter(), pair.stop_ids, context_length=pair.context_length
-    )
-    for number, (messages, _) in enumerate(turns):
-        prompt = pair.prompt_ids(messages)
-        room = min(cfg.max_new_tokens, pair.context_length - len(prompt))
-        if room > 0:
-            yield engine.answer(prompt, Decoding(room, cfg.temperature), seed=cfg.seed + number).tokens
+    for _, answer in answered(cfg, pair, StagedModel(model, pair.vocab_size), held_out):
+        yield answer
 
 
 def count(stream: Iterator[list[int]], tokens: int, label: str) -> tuple[Counter, str]:
