@@ -1,0 +1,194 @@
+"""Token trees of a draft model (SpecInfer, Miao et al. 2024; Sequoia, Chen et al. 2024).
+
+The tree has a fixed shape. The draft model runs once for each level, over the nodes that have children: each of them
+sees the known tokens and its own ancestors. Leaves never go through it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from methods.heads import drawable
+from methods.rank_trees import Level, Path, level_tree, likeliest_ids, shaped
+from methods.sps import SpeculativeSampling
+from specbench.decoding.draft import Batch, Draft, Verified
+from specbench.decoding.sampling import Decoding, invert
+from specbench.errors import UserError
+from specbench.pairs import Pair
+from specbench.questions import packaged
+from specbench.values import Count
+
+if TYPE_CHECKING:
+    from specbench.decoding.tree import Tree
+
+FILE = "tree.json"
+SHAPE = (3, 2, 1, 1)  # where neither a shape nor a counted tree is given
+
+
+class DraftModelTree(SpeculativeSampling):
+    """A draft model drafts a tree of tokens, level by level; see the module.
+
+    Args:
+        pair: with a draft model.
+        tree: folder of a counted tree, which `methods.sps_tree.train` makes.
+        max_draft_tokens: levels of the counted tree at most, each of which costs a pass; None: all.
+        nodes: of these levels at most, the most frequently right ones first; None: all.
+        shape: children of each node, level by level, in place of the counted tree; None where neither is given: 3, 2, 1
+            and 1. A shape is drafted whole.
+        sampling: how the children of a node are chosen with temperature. "distinct": drawn without replacement
+            (Sequoia). "independent": drawn independently, so that a token may come twice (SpecInfer). "likeliest":
+            without chance, as greedy decoding does.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_size: the size of the trimmed head; None for all tokens of the map.
+
+    Raises:
+        UserError: the counted tree cannot be read.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        tree: str | None = None,
+        max_draft_tokens: Count | None = None,
+        nodes: Count | None = None,
+        shape: list[Count] | None = None,
+        sampling: Literal["distinct", "independent", "likeliest"] = "distinct",
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        super().__init__(pair, vocab_map=vocab_map, vocab_size=vocab_size)
+        if shape is not None or tree is None:
+            paths = shaped(SHAPE if shape is None else shape)
+        else:
+            deepest = max_draft_tokens or float("inf")
+            paths = [path for path in load_tree(tree) if len(path) <= deepest][:nodes]
+        self.paths = [path for path in paths if max(path) < self.head.rows]
+        self.max_nodes, self.max_draft_tokens = len(self.paths), max(map(len, self.paths))
+        self.sampling, self.certain = sampling, sampling == "likeliest"
+        if not self.certain:
+            _, levels = level_tree(tuple(self.paths), self.max_draft_tokens, pair.device)
+            self.siblings = max(level.most_siblings for level in levels)
+
+    def draft(self, batch: Batch) -> Draft:
+        """Drafts the tree level by level, as deep as the sequence with most room can use it."""
+        tree, levels = level_tree(tuple(self.paths[: batch.max_nodes]), batch.max_draft, batch.tokens.device)
+        # The last token that was accepted may have been a leaf; see `SpeculativeSampling.draft`.
+        n = max(length - fed for length, fed in zip(batch.lengths, self._fed))
+        logits = self._next(batch, batch.newest(n), 1 - n)[0].unsqueeze(1)
+        inner: list[torch.Tensor] = []
+        leaves: list[torch.Tensor] = []
+        inner_probs: list[torch.Tensor] = []
+        leaf_probs: list[torch.Tensor] = []
+        for depth, level in enumerate(levels):
+            if depth:
+                logits = self._level(batch, inner[-1], 1 + levels[depth - 1].start, tree)
+            tokens, probs = self._children(
+                logits, level, batch.decoding, batch.draws(depth, level.most_siblings)
+            )
+            inner.append(tokens[:, : level.inner])
+            leaves.append(tokens[:, level.inner :])
+            if probs is not None:
+                inner_probs.append(probs[:, : level.inner])
+                leaf_probs.append(probs[:, level.inner :])
+        self._leaves = [level.leaves for level in levels]
+        drawn = [*inner_probs, *leaf_probs]
+        return Draft(
+            tokens=torch.cat([*inner, *leaves], dim=1),
+            probs=self.head.widen(torch.cat(drawn, dim=1)) if drawn else None,
+            tree=tree,
+            bytes_read=len(levels) * self._pass_bytes,
+        )
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Moves what the draft model knows of the accepted path behind the known tokens."""
+        self._layout.commit(batch, verified.count, verified.counts, verified.path)
+        for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
+            # Whether the path ended with a leaf is known on the device alone: where it may have, it is fed once more.
+            self._fed[slot] = length + count - (count > 0 and self._leaves[count - 1])
+
+    def _level(self, batch: Batch, ids: torch.Tensor, offset: int, tree: Tree) -> torch.Tensor:
+        """One pass over the nodes [b, n] of a level, the first of them node `offset` - 1 -> logits [b, n, rows]."""
+        where = self._layout.place(batch, ids.shape[1], offset, tree)
+        hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, where)
+        return self.head.logits(self.model.norm(hidden))
+
+    def _children(
+        self, logits: torch.Tensor, level: Level, decoding: Decoding, uniforms: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Chooses the nodes of a level.
+
+        Args:
+            logits: [b, m, rows] behind the nodes that have children.
+            level: n nodes.
+            decoding: how tokens are chosen.
+            uniforms: [b, siblings] to draw with; None when greedy.
+
+        Returns:
+            Tokens [b, n] and, where they were drawn, the distributions [b, n, rows] that they were drawn from.
+        """
+        parents, order = level.parents, level.order
+        if uniforms is None or self.certain:
+            return self.head.ids(likeliest_ids(logits, level.most_ranks)[:, parents, level.ranks]), None
+        probs = decoding.probs(logits)
+        if self.sampling == "distinct":
+            tokens, drawn_from = draws_without_replacement(probs, uniforms)
+            return self.head.ids(tokens[:, parents, order]), drawn_from[:, parents, order]
+        drawn_from = probs[:, parents]
+        return self.head.ids(drawable(invert(drawn_from, uniforms[:, order]))), drawn_from
+
+
+def draws_without_replacement(
+    probs: torch.Tensor, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws different tokens from each distribution, one after the other.
+
+    Once all of a distribution is drawn, the next token is any other one, each as likely.
+
+    Args:
+        probs: [b, m, rows].
+        uniforms: [b, s] numbers in [0, 1) for s draws from each.
+
+    Returns:
+        Tokens [b, m, s] and the distributions [b, m, s, rows] of each draw, given those before it.
+    """
+    left, others = probs, torch.ones_like(probs)
+    tokens: list[torch.Tensor] = []
+    drawn_from: list[torch.Tensor] = []
+    for uniform in uniforms.unbind(1):
+        q = left
+        if tokens:
+            total = left.sum(-1, keepdim=True)
+            q = torch.where(total == 0, others / others.sum(-1, keepdim=True), left / total)
+        token = drawable(invert(q, uniform.unsqueeze(1).expand(q.shape[:2])))
+        tokens.append(token)
+        drawn_from.append(q)
+        left, others = (rest.scatter(-1, token.unsqueeze(-1), 0.0) for rest in (left, others))
+    return torch.stack(tokens, dim=2), torch.stack(drawn_from, dim=2)
+
+
+def load_tree(folder: str) -> list[Path]:
+    """The paths of a counted tree, the most frequent ones first.
+
+    Raises:
+        UserError: it cannot be read, or is no tree.
+    """
+    path = packaged(folder) / FILE
+    if not path.is_file():
+        raise UserError(f"no counted tree '{path}': `python -m methods.sps_tree.train` makes one")
+    try:
+        paths = [tuple(map(int, ranks)) for ranks in json.loads(path.read_text())["tree"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"the counted tree '{path}' is broken ({error!r})") from error
+    known: set[Path] = {()}
+    for ranks in paths:
+        if not ranks or min(ranks) < 0 or ranks[:-1] not in known or ranks in known:
+            raise UserError(
+                f"the counted tree '{path}' is broken: {list(ranks)} has no parent in front of it"
+            )
+        known.add(ranks)
+    if not paths:
+        raise UserError(f"the counted tree '{path}' is empty")
+    return paths

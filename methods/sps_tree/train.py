@@ -1,0 +1,123 @@
+"""Counts the best tree for a pair: `python -m methods.sps_tree.train pair=... [conversations=FILE nodes=64]`.
+
+The target answers prompts. Behind every token of its answers the ranks of the tokens that follow are looked up in the
+draft model's distributions, each given the target's own tokens before it. These ranks are the one path of a tree that
+would have been accepted there. The most frequent paths are the tree that has most tokens accepted, for its size and for
+greedy decoding, without assuming that ranks are right independently of each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from methods.heads import target_ids
+from methods.rank_trees import best_tree, counted_paths
+from methods.sps_tree.drafter import FILE
+from methods.training import Answered, answered
+from specbench.compose import with_hydra
+from specbench.decoding.target import StagedModel
+from specbench.errors import UserError, one_line_errors
+from specbench.pairs import draft_of, load_pair
+from specbench.values import Count, Seed, Temperature, check_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omegaconf import DictConfig
+
+SETTINGS = {
+    **{"tokens": Count, "max_new_tokens": Count, "temperature": Temperature, "seed": Seed},
+    **{"nodes": Count, "depth": Count, "ranks": Count},
+}
+
+
+@torch.inference_mode()
+def ranks_of(draft: StagedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """The rank [n] under a draft model of each of the n tokens of an answer, given the tokens before it."""
+    ids = torch.tensor([prompt + answer], device=draft.device)
+    states = draft.run_layers(draft.embed(ids), draft.new_cache(ids.shape[1]), 0)
+    logits = draft.head(states[0, len(prompt) - 1 : -1])
+    inside = ids[0, len(prompt) :].clamp(max=logits.shape[1] - 1)
+    better = (logits > logits.gather(1, inside.unsqueeze(1))).sum(1)
+    # A token that only the target has is never drafted.
+    return torch.where(inside == ids[0, len(prompt) :], better, logits.shape[1])
+
+
+def paths_of(ranks: torch.Tensor, depth: int, limit: int) -> Counter[tuple[int, ...]]:
+    """How often each path of ranks came behind a pending token of an answer.
+
+    Args:
+        ranks: [n] of its tokens. Every token but the last is pending once; the paths begin behind it.
+        depth: of the longest path.
+        limit: ranks that a path may have.
+    """
+    behind = torch.nn.functional.pad(ranks[1:], (0, depth), value=limit)
+    return counted_paths(behind.unfold(0, depth, 1)[: len(ranks) - 1].tolist(), limit)
+
+
+def count(
+    draft: StagedModel, stream: Iterator[Answered], tokens: int, depth: int, limit: int
+) -> tuple[Counter[tuple[int, ...]], int, str]:
+    """Paths on answers of `tokens` tokens or a few more, the places that were counted, and the text's checksum."""
+    found: Counter[tuple[int, ...]] = Counter()
+    places, digest = 0, hashlib.sha256()
+    with tqdm(total=tokens, desc="answers", unit="token") as bar:
+        for prompt, answer in stream:
+            found += paths_of(ranks_of(draft, prompt, answer), depth, limit)
+            digest.update(json.dumps([prompt, answer]).encode())
+            places += len(answer) - 1
+            bar.update(len(answer))
+            if bar.n >= tokens:
+                return found, places, digest.hexdigest()
+    raise AssertionError("conversations do not end")
+
+
+def train(cfg: DictConfig) -> Path:
+    """Counts as configured (conf/train_sps_tree.yaml), writes the tree and returns its folder."""
+    check_all(cfg, SETTINGS)
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=True)
+    draft = StagedModel(draft_of(pair), pair.vocab_size, target_ids(pair))
+    stream = answered(cfg, pair, StagedModel(pair.target, pair.vocab_size))
+    found, places, data = count(draft, stream, cfg.tokens, cfg.depth, cfg.ranks)
+    if not found:
+        raise UserError(
+            f"the draft model has nothing of the target's answers among its first {cfg.ranks} ranks"
+        )
+    tree = best_tree(found, cfg.nodes)
+    facts = {
+        "pair": pair.name,
+        "data": f"sha256:{data}",
+        "temperature": cfg.temperature,
+        "places": places,
+        "tree": tree,
+        "tree_counts": [found[path] for path in tree],
+    }
+    path = Path(cfg.out) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in facts.items())
+    path.write_text(f"{{\n{lines}\n}}\n")
+    print("tokens a round, if every place were as likely to begin one:")
+    for nodes in (*(n for n in (1, 2, 4, 8, 16, 32) if n < len(tree)), len(tree)):
+        deepest = max(map(len, tree[:nodes]))
+        expected = 1 + sum(facts["tree_counts"][:nodes]) / places
+        print(f"  {nodes:4} nodes, {deepest:2} levels: {expected:.2f}")
+    print(path)
+    return Path(cfg.out)
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_sps_tree", one_line_errors()(train))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
