@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from methods.sps_tree.drafter import FILE as TREE
 from specbench.errors import one_line_errors
 from specbench.report.tables import console
 from specbench.tiny.soundness import RESULT, faults, table
@@ -49,6 +50,7 @@ class Size:
         like: layer of the deep and of the shallow target whose attention an adapter begins with.
         counted: tokens that the vocabulary map counts.
         stored: tokens of the answers that the datastore holds.
+        ranked: tokens that each tree of the draft model is counted on.
         asked: of each task, to look at the targets' answers: of the benchmark's questions, and others.
     """
 
@@ -62,11 +64,12 @@ class Size:
     like: tuple[int, int]
     counted: int
     stored: int
+    ranked: int
     asked: tuple[int, int]
 
 
-WHOLE = Size(2500, 200, 500, 50, "[0,2,4,6,8,10]", "[2,4,6]", 2, (4, 2), 30_000, 140_000, (40, 200))
-TOY = Size(60, 8, 2, 2, "[0,1]", "[1,2]", 1, (1, 1), 200, 400, (1, 1))
+WHOLE = Size(2500, 200, 500, 50, "[0,2,4,6,8,10]", "[2,4,6]", 2, (4, 2), 30_000, 140_000, 20_000, (40, 200))
+TOY = Size(60, 8, 2, 2, "[0,1]", "[1,2]", 1, (1, 1), 200, 400, 60, (1, 1))
 CURRICULUM = (
     "prompt_weight=0.2",
     "batch_size=4",
@@ -134,6 +137,12 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
         f"held_out_tokens={size.counted // 3}",
         f"out={weights / 'vocab_map'}",
     )
+
+    def tree(name: str, pair: str) -> Step:
+        folder = weights / name
+        own = (f"pair.draft={weights / 'draft'}", f"tokens={size.ranked}", f"out={folder}")
+        return Step(name, 3, folder / TREE, ("methods.sps_tree.train", *pairs[pair], *own))
+
     calibrate = ("methods.vocab_trim.calibrate", *pairs["deep"], f"conversations={both}", *counted)
     stored = (f"conversations={both}", f"tokens={size.stored}", f"out={weights / 'rest'}")
     datastore = ("methods.rest.train", *pairs["deep"], f"data.path={out / 'questions.jsonl'}", *stored)
@@ -157,6 +166,7 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
             Step("soundness", 20, weights / RESULT, look),
             Step("vocabulary map", 2, weights / "vocab_map" / "vocab_map.json", calibrate),
         ],
+        [tree("sps_tree", "deep"), tree("sps_tree_shallow", "shallow")],
     ]
 
 

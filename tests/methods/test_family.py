@@ -66,6 +66,7 @@ def test_the_family_is_made_from_nothing_and_once(tmp_path, monkeypatch, capsys)
         assert len({record[key] for record in records.values()}) == 1, key
     assert records["draft"]["data"].startswith("sha256:") and records["draft"]["held_out_agreement"] >= 0
     assert (tmp_path / "weights" / "vocab_map" / "vocab_map.json").exists()
+    assert (tmp_path / "weights" / "sps_tree_shallow" / "tree.json").exists()
     assert "below 0.6" in capsys.readouterr().out
     assert set(json.loads((tmp_path / "weights" / "soundness.json").read_text())) == {
         "target",
