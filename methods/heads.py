@@ -144,15 +144,19 @@ class StopTracker:
 
     def goes_on(self, logits: torch.Tensor) -> bool:
         """Counts a token drafted from logits [b, rows]; returns whether any sequence goes on."""
+        return self.threshold <= 0 or self.goes_on_at(confidence(logits))
+
+    def goes_on_at(self, likely: torch.Tensor) -> bool:
+        """Counts a token, or a level of a tree, of confidence `likely` [b]; returns whether any sequence goes on."""
         if self.threshold <= 0:
             return True
-        if logits.shape[0] == 1:
-            return not bool(confidence(logits) < self.threshold)
+        if likely.shape[0] == 1:
+            return not bool(likely < self.threshold)
         if self.counts is None:
-            self._going = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+            self._going = torch.ones(likely.shape[0], dtype=torch.bool, device=likely.device)
             self.counts = self._going.long() * 0
         self.counts = self.counts + self._going
-        self._going = self._going & (confidence(logits) >= self.threshold)
+        self._going = self._going & (likely >= self.threshold)
         return bool(self._going.any())
 
 

@@ -26,6 +26,7 @@ from specbench.values import Count, Probability
 
 if TYPE_CHECKING:
     from methods.kangaroo.adapter import Adapter
+    from specbench.decoding.tree import Tree
 
 
 class Kangaroo(Drafter):
@@ -91,11 +92,8 @@ class Kangaroo(Drafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts until tokens of low confidence or `max_draft_tokens`; verification resumes behind the exit layer."""
-        states = [self._shallow(batch, batch.newest(1), 0)]
-        # After a full acceptance the last draft token went through the shallow layers but not through the adapter.
-        missing = max(length - 1 - adapted for length, adapted in zip(batch.lengths, self._adapted))
-        feed = torch.cat([self._before[: batch.size], states[0]], dim=1) if missing else states[0]
-        offset = -missing
+        feed, offset = self._begun(batch)
+        states = [feed[:, -1:]]
         tokens, probs = [], []
         stop = StopTracker(self.confidence_threshold)
         for j in range(min(self.max_draft_tokens, batch.max_draft)):
@@ -121,8 +119,7 @@ class Kangaroo(Drafter):
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Keeps the exit state in front of each sequence's new pending token."""
         b, drafted = batch.size, self._states.shape[1] - 1
-        for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
-            self._adapted[slot] = length + min(drafted - 1, count)
+        self._note_adapted(batch, verified, drafted)
         if b == 1:
             self._before[0] = self._states[0, verified.counts[0]]
         else:
@@ -134,10 +131,33 @@ class Kangaroo(Drafter):
         move_slots(self._before, sources, destinations)
         move_entries(self._adapted, sources, destinations)
 
-    def _shallow(self, batch: Batch, ids: torch.Tensor, offset: int) -> torch.Tensor:
-        """Token ids [b, 1], `offset` behind the pending ones -> exit states [b, 1, d], in the target's own cache."""
+    def _begun(self, batch: Batch) -> tuple[torch.Tensor, int]:
+        """Begins a draft: exit states [b, n, d] for the adapter, the last one the pending token's; the first's offset.
+
+        After a full acceptance the last draft token went through the shallow layers but not through the adapter.
+        """
+        state = self._shallow(batch, batch.newest(1), 0)
+        missing = max(length - 1 - adapted for length, adapted in zip(batch.lengths, self._adapted))
+        return (torch.cat([self._before[: batch.size], state], dim=1) if missing else state), -missing
+
+    def _note_adapted(self, batch: Batch, verified: Verified, depth: int) -> None:
+        """Notes which tokens the adapter has seen: of a draft of that depth all but the last token of a path."""
+        for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
+            self._adapted[slot] = length + min(depth - 1, count)
+
+    def _shallow(
+        self, batch: Batch, ids: torch.Tensor, offset: int, tree: Tree | None = None
+    ) -> torch.Tensor:
+        """Token ids [b, n], the first `offset` behind the pending one -> exit states [b, n, d], in the target's cache.
+
+        Args:
+            batch: the running sequences.
+            ids: of tokens that follow one another, or of nodes of a tree.
+            offset: of the first of them, as in `RaggedLayout.place`.
+            tree: of these nodes.
+        """
         layout = batch.layout
-        where = layout.place(batch, 1, offset)
+        where = layout.place(batch, ids.shape[1], offset, tree)
         return self.target.run_layers(self.target.embed(ids), layout.cache, where, 0, self.exit_layer)
 
     def _adapt(self, states: torch.Tensor, cache: KVCache, where: Pass) -> torch.Tensor:

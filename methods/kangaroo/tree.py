@@ -1,0 +1,103 @@
+"""Kangaroo's tree (Liu et al., NeurIPS 2024, section 4.2): the likeliest paths under the adapter, level by level.
+
+Every node goes through the target's first layers, in the target's own cache, and is verified from there on. So the
+nodes of a draft lie where verification places them, and nothing is computed that is not verified.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from methods.heads import StopTracker
+from methods.kangaroo.drafter import Kangaroo
+from methods.rank_trees import likeliest_ids
+from specbench.decoding.draft import Batch, Draft, Resume, Verified
+from specbench.decoding.tree import Tree
+from specbench.pairs import Pair
+from specbench.values import Count, Probability
+
+
+class KangarooTree(Kangaroo):
+    """Drafts a tree of `width` nodes a level; see the module.
+
+    A level are the likeliest paths among the likeliest followers of the nodes of the level above. A path's confidence
+    is the product of its tokens' probabilities under the adapter (temperature 1).
+
+    Not as published: the root is the pending token, not the first draft token, and nodes without a child all stay. The
+    authors drop half of them, but here they have been through the first layers, and the target looks at them for the
+    rest. With temperature the tree is verified by the target's own draws, so that the text is that of autoregressive
+    decoding.
+
+    Args:
+        pair: with the target.
+        adapter: as in `Kangaroo`.
+        exit_layer: as in `Kangaroo`.
+        width: nodes of a level (K).
+        max_draft_tokens: levels.
+        confidence_threshold: the level whose likeliest path has a confidence below it is the last one (eta); 0 gives a
+            constant number of levels.
+        vocab_map: as in `Kangaroo`.
+        vocab_size: as in `Kangaroo`.
+
+    Raises:
+        UserError: as in `Kangaroo`.
+    """
+
+    certain = True
+
+    def __init__(
+        self,
+        pair: Pair,
+        adapter: str,
+        exit_layer: Count | None = None,
+        width: Count = 3,
+        max_draft_tokens: Count = 5,
+        confidence_threshold: Probability = 0.4,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        super().__init__(
+            pair, adapter, exit_layer, max_draft_tokens, confidence_threshold, vocab_map, vocab_size
+        )
+        self.width = width
+        self.max_nodes = width * max_draft_tokens
+
+    def draft(self, batch: Batch) -> Draft:
+        """Drafts level by level; verification resumes behind the exit layer with the states of all nodes."""
+        width = min(self.width, self.head.rows, batch.max_nodes)
+        levels = min(self.max_draft_tokens, batch.max_draft, batch.max_nodes // width)
+        feed, offset = self._begun(batch)
+        states, tokens, parents = [feed[:, -1:]], [], []
+        scores = torch.zeros(batch.size, 1, device=feed.device)  # logarithms of the confidence of each path
+        tree: Tree | None = None
+        stop = StopTracker(self.confidence_threshold)
+        for depth in range(levels):
+            where = self._layout.place(batch, feed.shape[1], offset, tree)
+            adapted = self._adapt(feed, self._layout.cache, where)
+            # What stands in front of the pending token only fills the cache.
+            logits = self.head.logits(adapted if depth else adapted[:, -1:])
+            followers = likeliest_ids(logits, width)
+            own = logits.gather(2, followers).float() - logits.float().logsumexp(-1, keepdim=True)
+            scores, best = (scores.unsqueeze(2) + own).flatten(1).topk(width)
+            tokens.append(self.head.ids(followers.flatten(1).gather(1, best)))
+            parents.append(best // width + width * (depth - 1) if depth else torch.full_like(best, -1))
+            tree = Tree.of(torch.cat(parents, dim=1), widest=width)
+            offset = 1 + width * depth
+            feed = self._shallow(batch, tokens[-1], offset, tree)
+            states.append(feed)
+            if not stop.goes_on_at(scores[:, 0].exp()):
+                break
+        self._states, self._depth = torch.cat(states, dim=1), len(tokens)
+        return Draft(
+            tokens=torch.cat(tokens, dim=1),
+            tree=tree,
+            candidates=None if stop.counts is None else stop.counts * width,
+            resume=Resume(self.exit_layer, self._states),
+            bytes_read=len(tokens) * self._draft_bytes + len(states) * self._shallow_bytes,
+        )
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Moves what the adapter has seen of the accepted path, and keeps the exit state of its last token."""
+        self._layout.commit(batch, verified.count, verified.counts, verified.path)
+        self._note_adapted(batch, verified, self._depth)
+        self._before[: batch.size, 0] = verified.last(self._states)
