@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 # The second pair for those to which it brings other weights.
 ON_PAIRS = [(m, "tiny") for m in METHODS] + [
-    (m, "tiny_shallow") for m in ("ar", "kangaroo", "medusa", "s2d", "sps")
+    (m, "tiny_shallow") for m in ("ar", "kangaroo", "kangaroo_tree", "medusa", "s2d", "sps", "sps_tree")
 ]
 # Without a draft: certified against transformers' generate, as the others need not be once more.
 PLAIN = ("ar", "ar_batch")
@@ -41,6 +41,10 @@ COMBINATIONS = [
     ("ragged", "samd", "full"),
     ("exspec", "suffix", "full"),
     ("ragged", "rest", "full"),
+    ("ragged", "sps_tree", "trim"),
+    ("exspec", "sps_tree", "full"),
+    ("ragged", "kangaroo_tree", "trim"),
+    ("eqspec", "kangaroo_tree", "full"),
 ]
 
 
