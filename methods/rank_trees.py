@@ -150,12 +150,12 @@ def level_tree(paths: tuple[Path, ...], depth: int, device: torch.device) -> tup
             rows.append((above[path[:-1]], path[-1], siblings[path[:-1]]))
             siblings[path[:-1]] += 1
         most_ranks = 1 + max(rank for _, rank, _ in rows)
-        behind, ranks, order = torch.tensor(rows, device=device).unbind(1)
+        behind, ranks, order = on_device(rows, device).unbind(1)
         most = max(siblings.values())
         levels.append(Level(start, inner, behind, ranks, order, most_ranks, most, inner < len(level)))
         above = {path: i for i, path in enumerate(level[:inner])}
         start += inner
-    parents = torch.tensor([places.get(path[:-1], -1) for path in nodes], dtype=torch.int64, device=device)
+    parents = on_device([places.get(path[:-1], -1) for path in nodes], device)
     return Tree.of(parents, widest=max((level.most_siblings for level in levels), default=None)), levels
 
 

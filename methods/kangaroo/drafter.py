@@ -107,7 +107,7 @@ class Kangaroo(Drafter):
             if not stop.goes_on(logits):
                 break
         self._states = torch.cat(states, dim=1)
-        shallow = self.target.pass_bytes(0, self.exit_layer, head=False, tokens=batch.size)
+        shallow = self._shallow_bytes(batch.size)
         return Draft(
             tokens=torch.stack(tokens, dim=1),
             probs=self.head.spread(probs),
@@ -144,6 +144,10 @@ class Kangaroo(Drafter):
         """Notes which tokens the adapter has seen: of a draft of that depth all but the last token of a path."""
         for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
             self._adapted[slot] = length + min(depth - 1, count)
+
+    def _shallow_bytes(self, tokens: int) -> float:
+        """Bytes of weights that a pass of so many tokens through the first layers reads."""
+        return self.target.pass_bytes(0, self.exit_layer, head=False, tokens=tokens)
 
     def _shallow(
         self, batch: Batch, ids: torch.Tensor, offset: int, tree: Tree | None = None

@@ -93,7 +93,8 @@ class KangarooTree(Kangaroo):
             tree=tree,
             candidates=None if stop.counts is None else stop.counts * width,
             resume=Resume(self.exit_layer, self._states),
-            bytes_read=len(tokens) * self._draft_bytes + len(states) * self._shallow_bytes,
+            bytes_read=len(tokens) * self._draft_bytes
+            + sum(self._shallow_bytes(of_level.shape[0] * of_level.shape[1]) for of_level in states),
         )
 
     def commit(self, batch: Batch, verified: Verified) -> None:

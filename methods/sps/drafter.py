@@ -104,8 +104,11 @@ class SpeculativeSampling(Drafter):
         """
         where = self._layout.place(batch, ids.shape[1], offset)
         hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, where)[:, -1]
-        read = self.model.pass_bytes(head=False, tokens=ids.numel()) + self.head.bytes
-        return self.head.logits(self.model.norm(hidden)), None, read
+        return self.head.logits(self.model.norm(hidden)), None, self._pass_bytes(ids.numel())
+
+    def _pass_bytes(self, tokens: int) -> float:
+        """Bytes of weights that a pass over so many tokens reads."""
+        return self.model.pass_bytes(head=False, tokens=tokens) + self.head.bytes
 
     def _stats(self, passes: list[Any]) -> dict[str, Any]:
         """The statistics of a draft, from what `_next` gave for each token."""

@@ -77,7 +77,8 @@ class DraftModelTree(SpeculativeSampling):
         tree, levels = level_tree(tuple(self.paths[: batch.max_nodes]), batch.max_draft, batch.tokens.device)
         # The last token that was accepted may have been a leaf; see `SpeculativeSampling.draft`.
         n = max(length - fed for length, fed in zip(batch.lengths, self._fed))
-        logits = self._next(batch, batch.newest(n), 1 - n)[0].unsqueeze(1)
+        first, _, read = self._next(batch, batch.newest(n), 1 - n)
+        logits = first.unsqueeze(1)
         inner: list[torch.Tensor] = []
         leaves: list[torch.Tensor] = []
         inner_probs: list[torch.Tensor] = []
@@ -85,6 +86,7 @@ class DraftModelTree(SpeculativeSampling):
         for depth, level in enumerate(levels):
             if depth:
                 logits = self._level(batch, inner[-1], 1 + levels[depth - 1].start, tree)
+                read += self._pass_bytes(inner[-1].numel())
             tokens, probs = self._children(
                 logits, level, batch.decoding, batch.draws(depth, level.most_siblings)
             )
@@ -99,7 +101,7 @@ class DraftModelTree(SpeculativeSampling):
             tokens=torch.cat([*inner, *leaves], dim=1),
             probs=self.head.widen(torch.cat(drawn, dim=1)) if drawn else None,
             tree=tree,
-            bytes_read=len(levels) * self._pass_bytes,
+            bytes_read=read,
         )
 
     def commit(self, batch: Batch, verified: Verified) -> None:

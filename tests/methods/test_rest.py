@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec

@@ -86,7 +86,7 @@ def fed(drafter: Drafter, tokens: list[int], limit: int = 50, nodes: int = 50) -
     drafter.open(1, 100, None)
     sequence = type("Sequence", (), {"tokens": tokens})
     drafter.begin(0, sequence, None)
-    batch.tokens = type("Tensor", (), {"device": "cpu"})
+    batch.tokens = type("Tensor", (), {"device": torch.device("cpu")})
     draft = drafter.draft(batch)
     parents = [] if draft.tree is None else draft.tree.parents[0].tolist()
     return draft.tokens[0].tolist(), parents
