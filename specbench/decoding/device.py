@@ -25,7 +25,7 @@ def prepare_device(device: torch.device) -> None:
 def place_weights(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Moves a module to a device, and its parameters alone to a dtype.
 
-    Its buffers keep theirs: in bfloat16 the frequencies of rotary positions turn the cosine of position 500 by 0.4.
+    Its buffers keep theirs: frequencies of rotary positions in bfloat16 put the cosine of position 512 wrong by 0.4.
     """
     module.to(device)
     for parameter in module.parameters():
