@@ -137,7 +137,7 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["method=s2d", "method.thresholds=abc"], "method.thresholds ... list ... 0 ... 1"),
         (["method=s2d", "method.thresholds=[0.5,2]"], "method.thresholds "),
         (["method=mirror_sd", "method.kappa=0"], "method.kappa ... 1 ... 0"),
-        (["method=mirror_sd", "method.patience=0"], "method.patience ... 0 ... 0"),
+        (["method=mirror_sd", "method.worker_timeout=0"], "method.worker_timeout ... 0 ... 0"),
         (["method=mirror_sd", "method.draft_cores=0"], "method.draft_cores "),
         (["method=mirror_sd", "method.branches=0"], "method.branches ... 1 ... null"),
         (["method=mirror_sd", "method.floor=1.1"], "method.floor ... 0 ... 1"),

@@ -57,7 +57,7 @@ class MirrorSD(Drafter):
             CUDA.
         draft_device: device of the draft model; None: the target's.
         draft_cores: cores of a process.
-        patience: seconds to wait for an answer of the worker.
+        worker_timeout: seconds to wait for an answer of the worker.
         streams: folder with the embeddings of the streams that the draft model was trained with; None: it has none.
         vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
@@ -82,7 +82,7 @@ class MirrorSD(Drafter):
         placement: Literal["auto", "process", "thread", "inline"] = "auto",
         draft_device: str | None = None,
         draft_cores: Count = 1,
-        patience: Positive = 60.0,
+        worker_timeout: Positive = 60.0,
         streams: str | None = None,
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
@@ -126,10 +126,12 @@ class MirrorSD(Drafter):
                 "rows": self.head.rows if self.ratio else 0,
                 "dtype": target.dtype,
             }
-            self.link: Inline | Thread | Process = Process(shape, make_brancher, made, draft_cores, patience)
+            self.link: Inline | Thread | Process = Process(
+                shape, make_brancher, made, draft_cores, worker_timeout
+            )
         else:
             brancher = make_brancher(*made)
-            self.link = Inline(brancher) if placement == "inline" else Thread(brancher, patience)
+            self.link = Inline(brancher) if placement == "inline" else Thread(brancher, worker_timeout)
 
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
         """Notes how long a sequence can get."""

@@ -66,7 +66,7 @@ class Reply:
 
 
 def overlap_of(
-    hit: bool | None, early: Span, beside: Span, after: Span, idle: float, handover: float
+    hit: bool | None, before_exit: Span, behind_exit: Span, exposed: Span, idle: float, ipc: float
 ) -> dict[str, Any]:
     """The statistics of a draft that was made during the verification of the one before.
 
@@ -74,19 +74,19 @@ def overlap_of(
 
     Args:
         hit: whether the target's decision was among the branches drafted meanwhile; None where none was launched.
-        early: seconds of drafting before the target had reached its exit.
-        beside: of drafting from there until its decision was known, on all branches.
-        after: of drafting once its decision was known: the whole draft after a miss, the rest of it after a hit.
+        before_exit: seconds of drafting before the target had reached its exit.
+        behind_exit: of drafting from there until its decision was known, on all branches.
+        exposed: of drafting once its decision was known: the whole draft after a miss, the rest of it after a hit.
         idle: the drafter waited for the target.
-        handover: from sending to receiving, of every message in between.
+        ipc: from sending to receiving, of every message in between.
     """
     return {
         "hit": hit,
-        "early_seconds": early,
-        "beside_seconds": beside,
-        "after_seconds": after,
+        "overlapped_before_exit_seconds": before_exit,
+        "overlapped_behind_exit_seconds": behind_exit,
+        "exposed_seconds": exposed,
         "idle_seconds": idle,
-        "handover_seconds": handover,
+        "ipc_seconds": ipc,
     }
 
 
@@ -99,8 +99,8 @@ class Inline:
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         """Starts a sequence; the arguments are those of `Brancher.begin`."""
         self.brancher.begin(prompt.to(self.brancher.device), room, temperature, seed)
-        self._early: Span = 0.0
-        self._beside: Span = 0.0
+        self._before_exit: Span = 0.0
+        self._behind_exit: Span = 0.0
 
     def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
         """Drafts for every likely decision, as `Brancher.expand`; does not wait for it."""
@@ -108,7 +108,7 @@ class Inline:
         self.brancher.foresee()
         foreseen = clock.mark()
         self.brancher.expand(k, depth, states.to(self.brancher.device))
-        self._early, self._beside = clock.span(start, foreseen), clock.span(foreseen, clock.mark())
+        self._before_exit, self._behind_exit = clock.span(start, foreseen), clock.span(foreseen, clock.mark())
 
     def settle(self, accepted: int, following: int, limit: int) -> None:
         """The decision, as in `Brancher.settle`; does not wait for the draft behind it."""
@@ -118,9 +118,9 @@ class Inline:
         """The draft behind the last decision."""
         start = self.clock.mark()
         found = self.brancher.settle(*self._decision)
-        after = self.clock.span(start, self.clock.mark())
-        overlap = overlap_of(found.hit, self._early, self._beside, after, 0.0, 0.0)
-        self._early = self._beside = 0.0
+        exposed = self.clock.span(start, self.clock.mark())
+        overlap = overlap_of(found.hit, self._before_exit, self._behind_exit, exposed, 0.0, 0.0)
+        self._before_exit = self._behind_exit = 0.0
         return Reply(found.tokens, found.probs, found.passes, overlap)
 
     def end(self) -> None:
@@ -136,22 +136,22 @@ class Remote:
     Args:
         wire: to the draft's side.
         handle: the thread or process.
-        patience: seconds to wait for an answer.
+        timeout: seconds to wait for an answer.
     """
 
     def __init__(
-        self, wire: ThreadWire | ProcessWire, handle: threading.Thread | BaseProcess, patience: float
+        self, wire: ThreadWire | ProcessWire, handle: threading.Thread | BaseProcess, timeout: float
     ):
-        self.wire, self.handle, self.patience = wire, handle, patience
+        self.wire, self.handle, self.timeout = wire, handle, timeout
         self._active = False
-        self._answer(Say.READY, max(patience, STARTING))
+        self._answer(Say.READY, max(timeout, STARTING))
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         """Starts a sequence, and waits until its prompt is prefilled."""
         self._active = True
         self.wire.put_prompt(prompt)
         self.wire.requests.put(Ask.BEGIN, prompt.shape[0], room, seed, seconds=(temperature,))
-        self._answer(Say.READY, self.patience)  # a prefill is a prefill, on both sides
+        self._answer(Say.READY, self.timeout)  # a prefill is a prefill, on both sides
 
     def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
         """Asks for drafts behind every likely decision."""
@@ -165,17 +165,17 @@ class Remote:
     def collect(self) -> Reply:
         """Waits for the draft behind the last decision."""
         start = time.perf_counter()
-        message = self._answer(Say.DRAFT, self.patience)
+        message = self._answer(Say.DRAFT, self.timeout)
         n, hit, together, alone = message.numbers
-        early, beside, after = self.wire.spans()
-        idle, handover = message.seconds
-        handover += time.perf_counter() - max(start, message.sent)
+        before_exit, behind_exit, exposed = self.wire.spans()
+        idle, ipc = message.seconds
+        ipc += time.perf_counter() - max(start, message.sent)
         tokens, probs = self.wire.draft(n)
         return Reply(
             tokens,
             probs,
             (together, alone),
-            overlap_of(None if hit < 0 else bool(hit), early, beside, after, idle, handover),
+            overlap_of(None if hit < 0 else bool(hit), before_exit, behind_exit, exposed, idle, ipc),
         )
 
     def end(self) -> None:
@@ -184,24 +184,24 @@ class Remote:
             return
         self._active = False
         self.wire.requests.put(Ask.END)
-        self._answer(Say.ENDED, self.patience)
+        self._answer(Say.ENDED, self.timeout)
 
     def close(self) -> None:
         """Ends the draft's side, by force if it does not answer."""
         self._active = False
         if self.handle.is_alive():
             self.wire.requests.put(Ask.CLOSE)
-            self.handle.join(self.patience)
+            self.handle.join(self.timeout)
         self._kill()
 
-    def _answer(self, kind: Say, patience: float) -> Message:
+    def _answer(self, kind: Say, timeout: float) -> Message:
         """The next reply of type `kind`; earlier ones of another are discarded.
 
         Raises:
-            JobError: the draft's side failed, is gone, or has not answered for `patience` seconds.
+            JobError: the draft's side failed, is gone, or has not answered for `timeout` seconds.
         """
         try:
-            while (message := self.wire.replies.take(self.handle.is_alive, patience)).kind != kind:
+            while (message := self.wire.replies.take(self.handle.is_alive, timeout)).kind != kind:
                 if message.kind == Say.FAILED:
                     raise JobError(f"the draft worker failed: {self.wire.reason()}")
             return message
@@ -212,7 +212,7 @@ class Remote:
                 raise JobError(f"the draft worker is gone{self._how()}") from None
             if isinstance(error, TimeoutError):
                 raise JobError(
-                    f"the draft worker has not answered for {patience:g} seconds (method.patience)"
+                    f"the draft worker has not answered for {timeout:g} seconds (method.worker_timeout)"
                 ) from None
             raise
 
@@ -237,7 +237,7 @@ class Thread(Remote):
     pass. The target's side never waits for it but where it needs the draft.
     """
 
-    def __init__(self, brancher: Brancher, patience: float):
+    def __init__(self, brancher: Brancher, timeout: float):
         wire = ThreadWire(brancher.device)
         on_cuda = brancher.device.type == "cuda"
 
@@ -249,7 +249,7 @@ class Thread(Remote):
 
         handle = threading.Thread(target=work, name="draft", daemon=True)
         handle.start()
-        super().__init__(wire, handle, patience)
+        super().__init__(wire, handle, timeout)
 
 
 class Process(Remote):
@@ -261,10 +261,10 @@ class Process(Remote):
         arguments: of `make`.
         cores: how many the draft's side gets of those that this process may use; where that leaves none, both share
             all.
-        patience: seconds to wait for an answer.
+        timeout: seconds to wait for an answer.
     """
 
-    def __init__(self, shape: dict, make: Callable, arguments: tuple, cores: int, patience: float):
+    def __init__(self, shape: dict, make: Callable, arguments: tuple, cores: int, timeout: float):
         self._all = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
         self._own, theirs = self._all[:-cores], self._all[-cores:]
         wire = ProcessWire(**shape, spins=bool(self._own) or sys.platform != "linux")
@@ -276,7 +276,7 @@ class Process(Remote):
             target=_work, args=(wire, make, arguments, theirs, cores, os.getpid()), name="draft", daemon=True
         )
         handle.start()
-        super().__init__(wire, handle, patience)
+        super().__init__(wire, handle, timeout)
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         """Starts a sequence, with cores for each side."""
@@ -328,9 +328,9 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
     """The draft's side: answers requests until it is asked to close, or the other side is gone."""
     now, clock = time.perf_counter, Clock(brancher.device)
     requests = wire.requests
-    idle = handover = 0.0
-    early: Span = 0.0
-    beside: Span = 0.0
+    idle = ipc = 0.0
+    before_exit: Span = 0.0
+    behind_exit: Span = 0.0
     active = False
     wire.replies.put(Say.READY)
     while True:
@@ -341,34 +341,34 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
             return
         got = now()
         idle += got - waited
-        handover += got - max(message.sent, waited)
+        ipc += got - max(message.sent, waited)
         try:
             match message.kind:
                 case Ask.BEGIN:
                     n, room, seed, _ = message.numbers
                     active = True
-                    idle = handover = early = beside = 0.0
+                    idle = ipc = before_exit = behind_exit = 0.0
                     brancher.begin(wire.prompt(n), room, message.seconds[0], seed)
                     wire.replies.put(Say.READY)
                 case Ask.LAUNCH:
                     k, depth, *_ = message.numbers
                     begun = clock.mark()
                     brancher.expand(k, depth, wire.states(k + 1), requests.waiting)
-                    beside = clock.span(begun, clock.mark())
+                    behind_exit = clock.span(begun, clock.mark())
                 case Ask.SETTLE:
                     accepted, following, limit, _ = message.numbers
                     begun = clock.mark()
                     found = brancher.settle(accepted, following, limit, requests.waiting)
                     wire.put_draft(found.tokens, found.probs)
                     hit = -1 if found.hit is None else int(found.hit)
-                    wire.put_spans((early, beside, clock.span(begun, clock.mark())))
-                    seconds = (idle, handover)
+                    wire.put_spans((before_exit, behind_exit, clock.span(begun, clock.mark())))
+                    seconds = (idle, ipc)
                     wire.replies.put(Say.DRAFT, found.tokens.shape[0], hit, *found.passes, seconds=seconds)
-                    idle = handover = early = beside = 0.0
+                    idle = ipc = before_exit = behind_exit = 0.0
                     if not requests.waiting():
                         begun = clock.mark()
                         brancher.foresee()
-                        early = clock.span(begun, clock.mark())
+                        before_exit = clock.span(begun, clock.mark())
                 case Ask.END:
                     active = False
                     clock.synchronize()  # what is queued for the sequence; marks of it are read now

@@ -10,30 +10,32 @@ from specbench.measure.rounds import mean
 if TYPE_CHECKING:
     import pandas as pd
 
-NAMES = (
-    "exit_seconds",
-    "early_seconds",
-    "beside_seconds",
-    "after_seconds",
-    "idle_seconds",
-    "handover_seconds",
-)
+# Seconds of each draft, and what journals of earlier versions call them.
+NAMES = {
+    "exit_seconds": "exit_seconds",
+    "overlapped_before_exit_seconds": "early_seconds",
+    "overlapped_behind_exit_seconds": "beside_seconds",
+    "exposed_seconds": "after_seconds",
+    "idle_seconds": "idle_seconds",
+    "ipc_seconds": "handover_seconds",
+}
 UNKNOWN = "\u2013"  # not measured
 
 
 def overlap(rounds: pd.DataFrame) -> dict | None:
     """What drafting during verification gains; None for a method that does not. Seconds are means per round.
 
-    - fall_back_rate: of the decisions that were looked up, the share without a prepared branch; by_accepted: the same
+    - miss_rate: of the decisions that were looked up, the share without a prepared branch; by_accepted: the same
       by how many draft tokens had been accepted.
     - hidden_share: 1 - what the target waited for a draft / what a draft takes that is begun after the decision (after
       a miss), as a serial method begins all of them; work on branches that were not used does not count. None without
       a miss.
     - model_seconds: the latency model of Mirror-SD (Bhendawade et al. 2025, eq. 10) with the terms that it lacks,
-      max(exit, draft before it) + max(rest of the pass, draft during it) + handover + draft after the decision (the
+      max(exit, draft before it) + max(rest of the pass, draft during it) + messages + draft after the decision (the
       whole of it after a miss, the rest of it after a hit) + the rest of the round; round_seconds: as measured.
     """
-    rounds = rounds.assign(hit=stat(rounds, "hit"), **{n: stat(rounds, n).astype(float) for n in NAMES})
+    seconds = {n: stat(rounds, n).fillna(stat(rounds, old)).astype(float) for n, old in NAMES.items()}
+    rounds = rounds.assign(hit=stat(rounds, "hit"), **seconds)
     launched = rounds[rounds["exit_seconds"].notna()]
     if launched.empty:
         return None
@@ -42,33 +44,36 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
     missed = rounds.loc[looked, "hit"].eq(False)
     by_accepted = missed.groupby(before[looked].astype(int)).mean()
     kinds = rounds[looked]
-    after_hit, after_miss = (mean(kinds.loc[missed == kind, "after_seconds"]) for kind in (False, True))
+    exposed_hit, exposed_miss = (mean(kinds.loc[missed == kind, "exposed_seconds"]) for kind in (False, True))
     waited = mean(kinds["draft_seconds"])
-    fall_back = mean(missed.astype(float))
+    miss = mean(missed.astype(float))
     exit_seconds = mean(launched["exit_seconds"])
-    early, beside = mean(kinds["early_seconds"]), mean(kinds["beside_seconds"])
+    before_exit, behind_exit = (
+        mean(kinds["overlapped_before_exit_seconds"]),
+        mean(kinds["overlapped_behind_exit_seconds"]),
+    )
     rest = mean(launched["verify_seconds"] - launched["exit_seconds"])
-    handover, other = mean(kinds["handover_seconds"]), mean(kinds["other_seconds"])
-    parts = (exit_seconds, early, beside, rest, handover, other, fall_back)
-    known = [part for part in parts if part is not None]
+    ipc, other = mean(kinds["ipc_seconds"]), mean(kinds["other_seconds"])
     model = None
-    if len(known) == len(parts):
-        leaving, before_exit, behind_exit, remaining, handing, settling, missing = known
-        waiting = (1 - missing) * (after_hit or 0.0) + missing * (after_miss or 0.0)
-        model = max(leaving, before_exit) + max(remaining, behind_exit) + handing + waiting + settling
+    terms = (exit_seconds, before_exit, behind_exit, rest, ipc, other, miss)
+    known = [term for term in terms if term is not None]
+    if len(known) == len(terms):
+        leaving, first, second, remaining, messages, settling, missing = known
+        waiting = (1 - missing) * (exposed_hit or 0.0) + missing * (exposed_miss or 0.0)
+        model = max(leaving, first) + max(remaining, second) + messages + waiting + settling
     return {
-        "fall_back_rate": fall_back,
-        "fall_back_rate_by_accepted": {str(n): float(share) for n, share in by_accepted.items()},
-        "hidden_share": max(0.0, 1 - waited / after_miss) if after_miss and waited is not None else None,
+        "miss_rate": miss,
+        "miss_rate_by_accepted": {str(n): float(share) for n, share in by_accepted.items()},
+        "hidden_share": max(0.0, 1 - waited / exposed_miss) if exposed_miss and waited is not None else None,
         "exit_seconds": exit_seconds,
         "rest_seconds": rest,
-        "early_seconds": early,
-        "beside_seconds": beside,
-        "after_hit_seconds": after_hit,
-        "after_miss_seconds": after_miss,
+        "overlapped_before_exit_seconds": before_exit,
+        "overlapped_behind_exit_seconds": behind_exit,
+        "exposed_hit_seconds": exposed_hit,
+        "exposed_miss_seconds": exposed_miss,
         "waited_seconds": waited,
         "idle_seconds": mean(kinds["idle_seconds"]),
-        "handover_seconds": handover,
+        "ipc_seconds": ipc,
         "model_seconds": model,
         "round_seconds": mean(kinds[["draft_seconds", "verify_seconds", "other_seconds"]].sum(axis=1)),
     }
@@ -85,9 +90,9 @@ def overlap_line(overlap: dict) -> str:
 
     return (
         f"overlap: {share('hidden_share')} of the time of a serial draft "
-        f"({ms('after_miss_seconds')} ms) hidden, "
-        f"miss rate {share('fall_back_rate')}; a round took {ms('round_seconds')} ms: "
+        f"({ms('exposed_miss_seconds')} ms) hidden, "
+        f"miss rate {share('miss_rate')}; a round took {ms('round_seconds')} ms: "
         f"{ms('exit_seconds')} to the exit and {ms('rest_seconds')} behind it (overlapped drafting "
-        f"{ms('early_seconds')} and {ms('beside_seconds')}), "
+        f"{ms('overlapped_before_exit_seconds')} and {ms('overlapped_behind_exit_seconds')}), "
         f"{ms('waited_seconds')} waiting; the latency model says {ms('model_seconds')} ms"
     )

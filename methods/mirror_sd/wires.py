@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specbench.decoding.trace import Span
 
 RING = 8  # messages that may be on their way; neither side is ever more than a few ahead
-SPANS = 3  # of a draft: before the exit, beside the rest of the pass, behind the decision
+SPANS = 3  # of a draft: before the exit, during the rest of the pass, behind the decision
 NAP = 0.5  # seconds between two looks at whether the other side still lives
 LOOKS = 200  # looks in a row before other work on this core gets a chance
 
@@ -85,19 +85,19 @@ class Box:
         self.seconds[place, : 1 + len(seconds)] = times
         self.arrived.release()
 
-    def take(self, alive: Callable[[], bool], patience: float | None = None, awake: bool = True) -> Message:
+    def take(self, alive: Callable[[], bool], timeout: float | None = None, awake: bool = True) -> Message:
         """Waits for the next message.
 
         Args:
             alive: whether the sender still lives.
-            patience: seconds to wait; None: for ever.
+            timeout: seconds to wait; None: for ever.
             awake: whether to spin, if that is allowed at all.
 
         Raises:
             EOFError: no sender is alive.
             TimeoutError: none came in time.
         """
-        deadline = None if patience is None else time.perf_counter() + patience
+        deadline = None if timeout is None else time.perf_counter() + timeout
         while not self._wait(awake and self.spins):
             if not alive() and not self.arrived.acquire(False):
                 raise EOFError

@@ -64,8 +64,8 @@ COMPARABLE = (
 SAME_RUN = ("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights")
 
 LEAST_BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # so much that starting a pass is small beside it
-# Sums between two marks in time. On a GPU one takes as little as 0.2 ms, its start on an idle stream up to a tenth of that:
-# the others start while it runs.
+# Sums between two marks in time. On a GPU one takes as little as 0.2 ms, its start on an idle stream up to a tenth of
+# that: the others start while it runs.
 SUMS = {"cpu": 1, "cuda": 16}
 UNKNOWN_CACHE_BYTES = 2**30  # where the system does not tell: no processor of one socket has much more
 PASSES = 7

@@ -93,8 +93,10 @@ def main() -> None:
         drafting, verifying = mean(own_steps, "draft_seconds"), mean(own_steps, "verify_seconds")
         line = f"{name:22} {tokens:4.2f} acceptance length; ms a round: draft {drafting:5.2f}, verify {verifying:5.2f}"
         if looked:
-            meanwhile = mean(own_steps, "early_seconds") + mean(own_steps, "beside_seconds")
-            line += f"; beside {meanwhile:5.2f}, after {mean(own_steps, 'after_seconds'):5.2f}"
+            meanwhile = mean(own_steps, "overlapped_before_exit_seconds") + mean(
+                own_steps, "overlapped_behind_exit_seconds"
+            )
+            line += f"; beside {meanwhile:5.2f}, after {mean(own_steps, 'exposed_seconds'):5.2f}"
             line += f", miss rate {looked.count(False) / len(looked):.0%}"
         print(line)
     serial = min((n for n in names if n.startswith("sps")), key=lambda n: sum(seconds[n]))

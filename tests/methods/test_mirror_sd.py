@@ -291,9 +291,12 @@ def test_what_is_read_and_how_long_it_took():
     whole = drafter._pass_bytes
     first, *others = steps(pair, drafter)
     assert first.stats["hit"] is None and first.draft_bytes == first.drafted * whole
-    assert first.stats["beside_seconds"] == 0
+    assert first.stats["overlapped_behind_exit_seconds"] == 0
     for step in (s for s in others if s.drafted):
-        assert step.stats["beside_seconds"] > 0 and step.stats["early_seconds"] > 0
+        assert (
+            step.stats["overlapped_behind_exit_seconds"] > 0
+            and step.stats["overlapped_before_exit_seconds"] > 0
+        )
         assert 0 <= step.stats["exit_seconds"] < step.verify_seconds
     for step in others[:-6]:  # further from the cap than a draft is long
         passes, rest = divmod(step.draft_bytes - drafter._guess_bytes, whole)
@@ -326,8 +329,10 @@ def test_times_of_drafting_are_the_draft_models_devices(monkeypatch, placement):
     monkeypatch.setattr(link, "Clock", LateClock)
     drafter = mirror(random_pair("llama"), placement, kappa=2)
     found = [step.stats for step in steps(random_pair("llama"), drafter) if step.drafted][1:]
-    assert all(isinstance(stats["beside_seconds"], float) for stats in found)
-    beside, host = (sum(stats[name] for stats in found) for name in ("beside_seconds", "handover_seconds"))
+    assert all(isinstance(stats["overlapped_behind_exit_seconds"], float) for stats in found)
+    beside, host = (
+        sum(stats[name] for stats in found) for name in ("overlapped_behind_exit_seconds", "ipc_seconds")
+    )
     assert beside > 10 * max(host, 0.001), "seconds of the device, not of the host"
     drafter.close()
 
@@ -528,7 +533,7 @@ def test_a_worker_that_dies_or_hangs(how):
         PROMPT, answered
     )
     for _ in range(int(os.environ.get("SPECBENCH_KILLS", 1))):
-        drafter = mirror(pair, "process", kappa=3, patience=2.0)
+        drafter = mirror(pair, "process", kappa=3, worker_timeout=2.0)
         engine = Engine(StagedModel(pair.target), drafter, frozenset())
         engine.answer(PROMPT, Decoding(8))
         pid = drafter.link.handle.pid

@@ -9,8 +9,15 @@ from methods.s2d import SortedDraft
 from specbench.measure.frames import steps_frame
 from tests.support.synthetic import columns, generation, record, turn
 
-OWN = ("exit_seconds", "hit", "early_seconds", "beside_seconds", "after_seconds", "idle_seconds")
-OWN = (*OWN, "handover_seconds")
+OWN = (
+    "exit_seconds",
+    "hit",
+    "overlapped_before_exit_seconds",
+    "overlapped_behind_exit_seconds",
+    "exposed_seconds",
+    "idle_seconds",
+)
+OWN = (*OWN, "ipc_seconds")
 
 
 def frame(rounds: list[dict]):
@@ -63,8 +70,15 @@ def test_columns_of_older_journals_are_read():
 def test_overlap_by_hand():
     """Three rounds: the first draft is nobody's guess, the second was guessed, the third was not."""
     common = {"exit_seconds": 0.004, "verify_seconds": 0.010, "other_seconds": 0.001, "idle_seconds": 0.002}
-    common |= {"handover_seconds": 0.0001, "early_seconds": 0.0}
-    names = ("accepted", "hit", "early_seconds", "beside_seconds", "after_seconds", "draft_seconds")
+    common |= {"ipc_seconds": 0.0001, "overlapped_before_exit_seconds": 0.0}
+    names = (
+        "accepted",
+        "hit",
+        "overlapped_before_exit_seconds",
+        "overlapped_behind_exit_seconds",
+        "exposed_seconds",
+        "draft_seconds",
+    )
     rounds = [
         dict(zip(names, (2, None, 0.0, 0.0, 0.005, 0.005))),
         dict(zip(names, (4, True, 0.002, 0.007, 0.0, 0.001))),
@@ -73,14 +87,14 @@ def test_overlap_by_hand():
     rounds = [common | r for r in rounds]
     last = {"accepted": 0}  # the last place belongs to the target alone
     found = found_overlap([*rounds, last])
-    assert found["fall_back_rate"] == 0.5
-    assert found["fall_back_rate_by_accepted"] == {"2": 0.0, "4": 1.0}
+    assert found["miss_rate"] == 0.5
+    assert found["miss_rate_by_accepted"] == {"2": 0.0, "4": 1.0}
     assert found["hidden_share"] == pytest.approx(1 - 0.002 / 0.003)  # waited a round / a serial draft
     assert found["waited_seconds"] == pytest.approx(0.002)
     # max(exit, draft before it) + max(rest of the pass, draft beside it) + handover + half of a miss's draft + the rest
     assert found["model_seconds"] == pytest.approx(0.004 + 0.006 + 0.0001 + 0.5 * 0.003 + 0.001)
     for r in rounds[:3]:
-        r |= {"early_seconds": 0.009, "beside_seconds": 0.008}
+        r |= {"overlapped_before_exit_seconds": 0.009, "overlapped_behind_exit_seconds": 0.008}
     found = found_overlap([*rounds, last])
     assert found["model_seconds"] == pytest.approx(0.009 + 0.008 + 0.0001 + 0.5 * 0.003 + 0.001)
     assert found["round_seconds"] == pytest.approx(0.002 + 0.010 + 0.001)
@@ -89,12 +103,12 @@ def test_overlap_by_hand():
 
 def test_work_on_branches_that_nobody_took_hides_nothing():
     """The target waits 6 ms a round, a serial draft takes 10: 40 % hidden, however much is drafted meanwhile."""
-    common = {"exit_seconds": 0.004, "verify_seconds": 0.010, "idle_seconds": 0.0, "handover_seconds": 0.0}
-    names = ("accepted", "hit", "after_seconds", "draft_seconds")
+    common = {"exit_seconds": 0.004, "verify_seconds": 0.010, "idle_seconds": 0.0, "ipc_seconds": 0.0}
+    names = ("accepted", "hit", "exposed_seconds", "draft_seconds")
     kinds = ((2, None, 0.01, 0.01), (4, True, 0.0, 0.002), (0, False, 0.01, 0.010))
 
     def hidden(useless: float, kinds: tuple = kinds) -> float | None:
-        work = {"early_seconds": useless, "beside_seconds": 0.005 + useless}
+        work = {"overlapped_before_exit_seconds": useless, "overlapped_behind_exit_seconds": 0.005 + useless}
         rounds = [common | work | dict(zip(names, kind)) for kind in kinds]
         return found_overlap(rounds)["hidden_share"]
 
@@ -106,18 +120,18 @@ def test_work_on_branches_that_nobody_took_hides_nothing():
 
 def test_what_drafting_beside_the_target_gains_in_words():
     overlap = {
-        "fall_back_rate": 0.125,
-        "fall_back_rate_by_accepted": {"0": 0.125},
+        "miss_rate": 0.125,
+        "miss_rate_by_accepted": {"0": 0.125},
         "hidden_share": 0.83,
         "exit_seconds": 0.0042,
         "rest_seconds": 0.0061,
-        "early_seconds": 0.0012,
-        "beside_seconds": 0.0055,
-        "after_hit_seconds": 0.0,
-        "after_miss_seconds": 0.004,
+        "overlapped_before_exit_seconds": 0.0012,
+        "overlapped_behind_exit_seconds": 0.0055,
+        "exposed_hit_seconds": 0.0,
+        "exposed_miss_seconds": 0.004,
         "waited_seconds": 0.0009,
         "idle_seconds": 0.001,
-        "handover_seconds": None,
+        "ipc_seconds": None,
         "model_seconds": None,
         "round_seconds": 0.0123,
     }

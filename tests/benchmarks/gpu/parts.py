@@ -426,10 +426,10 @@ def overlap(check: Check) -> None:
             steps = engine.answer(judge.prompts[0], judge.decoding).steps
             for key in (
                 "exit_seconds",
-                "beside_seconds",
-                "after_seconds",
+                "overlapped_behind_exit_seconds",
+                "exposed_seconds",
                 "idle_seconds",
-                "handover_seconds",
+                "ipc_seconds",
             ):
                 found = [step.stats[key] for step in steps if key in step.stats]
                 if found:
