@@ -7,27 +7,27 @@ the arithmetic are those of the authors' checkpoints.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from specbench.decoding.device import place_weights
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.linear import lay_out
-from specbench.errors import UserError, reason
+from specbench.errors import UserError
 from specbench.expand import Expansion
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PretrainedConfig
 
+WHAT = "the weights of the adapter"
+FILES = (WEIGHTS, "pytorch_model.bin")
 # A buffer that older transformers stored and newer ones compute; the only key that may be there beyond the weights.
 IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
 
@@ -137,32 +137,12 @@ def load_adapter(
         UserError: a file cannot be read, a key or a shape is missing, unknown or wrong, or the adapter was made for a
             target of another width.
     """
-    folder = Path(folder)
-    try:
-        if not (folder / "config.json").is_file():
-            raise UserError(f"no Kangaroo adapter in '{folder}': config.json is missing")
-        settings = json.loads((folder / "config.json").read_text())
-        state = _read_state(folder)
-    except (OSError, EOFError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
-        raise UserError(f"the adapter in '{folder}' cannot be read: {reason(error)}") from error
+    settings, state = read_checkpoint(folder, WHAT, FILES)
     width = target_config.hidden_size if expansion is None else expansion.old.hidden
-    if settings.get("hidden_size") != width:
-        raise UserError(
-            f"the adapter in '{folder}' is {settings.get('hidden_size')} wide, the target {width}: "
-            "it was trained for another target"
-        )
+    check_width(folder, WHAT, settings.get("hidden_size"), width)
     adapter = Adapter(LlamaConfig(**settings))
     state.pop(IGNORED, None)
-    expected = adapter.state_dict()
-    problems = [f"missing {k}" for k in expected.keys() - state.keys()]
-    problems += [f"unknown {k}" for k in state.keys() - expected.keys()]
-    problems += [
-        f"{k} is {tuple(state[k].shape)}, not {tuple(expected[k].shape)}"
-        for k in expected.keys() & state.keys()
-        if state[k].shape != expected[k].shape
-    ]
-    if problems:
-        raise UserError(f"the adapter in '{folder}' does not fit: {'; '.join(sorted(problems))}")
+    check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in adapter.state_dict().items()})
     adapter.load_state_dict(state)
     if expansion is None:
         place_weights(adapter, device, dtype)
@@ -190,19 +170,4 @@ def _expanded(
 
 def save_adapter(adapter: Adapter, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:
     """Writes config.json (with `notes`, such as the exit layer, added) and model.safetensors."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = adapter.config.to_diff_dict() | notes
-    (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    state = {k: v.to(dtype).contiguous() for k, v in adapter.state_dict().items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _read_state(folder: Path) -> dict[str, torch.Tensor]:
-    if (folder / "model.safetensors").is_file():
-        return load_file(folder / "model.safetensors")
-    if (folder / "pytorch_model.bin").is_file():
-        return torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    raise UserError(
-        f"no Kangaroo adapter in '{folder}': neither model.safetensors nor pytorch_model.bin is there"
-    )
+    write_checkpoint(folder, adapter.config.to_diff_dict() | notes, adapter.state_dict(), dtype)

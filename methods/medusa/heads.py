@@ -6,23 +6,22 @@ an output matrix of its own, or, where there is none ("shared head", a variant t
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad, silu
 
+from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from specbench.decoding.device import place_weights
-from specbench.errors import UserError, reason
+from specbench.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from specbench.expand import Expansion
 
-FILES = ("model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors")
+WHAT = "the heads"
+FILES = (WEIGHTS, "medusa_lm_head.pt", "medusa_lm_head.safetensors")
 
 
 class MedusaHeads(torch.nn.Module):
@@ -81,14 +80,7 @@ def load_heads(
         UserError: a file cannot be read, a key or a shape is missing, unknown or wrong, or the heads were made for a
             target of another width.
     """
-    folder = Path(folder)
-    try:
-        if not (folder / "config.json").is_file():
-            raise UserError(f"no Medusa heads in '{folder}': config.json is missing")
-        settings = json.loads((folder / "config.json").read_text())
-        state = _read_state(folder)
-    except (OSError, EOFError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
-        raise UserError(f"the heads in '{folder}' cannot be read: {reason(error)}") from error
+    settings, state = read_checkpoint(folder, WHAT, FILES)
     width = hidden if expansion is None else expansion.old.hidden
     heads = _assembled(folder, state, width)
     if expansion is not None:
@@ -108,8 +100,6 @@ def load_heads(
 
 def save_heads(heads: MedusaHeads, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:
     """Writes config.json (with `notes`, such as the tree) and model.safetensors, under the authors' keys."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "medusa_num_heads": heads.heads,
         "medusa_num_layers": 1,
@@ -117,17 +107,15 @@ def save_heads(heads: MedusaHeads, folder: str | Path, dtype: torch.dtype, **not
         "original_lm_head": heads.output is None,  # vLLM's name for the target's head in place of own ones
         **notes,
     }
-    (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
     state = {}
     for i in range(heads.heads):
         state[f"{i}.0.linear.weight"], state[f"{i}.0.linear.bias"] = heads.weight[i], heads.bias[i]
         if heads.output is not None:
             state[f"{i}.1.weight"] = heads.output[i]
-    saved = {name: tensor.detach().to(dtype).contiguous().clone() for name, tensor in state.items()}
-    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(folder, settings, state, dtype)
 
 
-def _assembled(folder: Path, state: dict[str, torch.Tensor], hidden: int) -> MedusaHeads:
+def _assembled(folder: str | Path, state: dict[str, torch.Tensor], hidden: int) -> MedusaHeads:
     """The heads of a checkpoint's tensors. Raises UserError as `load_heads` says."""
     count = len({name.split(".")[0] for name in state})
     own = any(name.endswith(".1.weight") for name in state)
@@ -137,21 +125,9 @@ def _assembled(folder: Path, state: dict[str, torch.Tensor], hidden: int) -> Med
         expected |= {f"{i}.0.linear.weight": (hidden, hidden), f"{i}.0.linear.bias": (hidden,)}
         if own:
             expected[f"{i}.1.weight"] = (vocab or 0, hidden)
-    if "0.0.linear.weight" in state and state["0.0.linear.weight"].shape != (hidden, hidden):
-        raise UserError(
-            f"the heads in '{folder}' are {state['0.0.linear.weight'].shape[0]} wide, the target {hidden}: "
-            "they were trained for another target"
-        )
-    problems = [f"missing {k}" for k in expected.keys() - state.keys()]
-    problems += [f"unknown {k}" for k in state.keys() - expected.keys()]
-    problems += [
-        f"{k} is {tuple(state[k].shape)}, not {expected[k]}"
-        for k in expected.keys() & state.keys()
-        if tuple(state[k].shape) != expected[k]
-    ]
-    if problems or not count:
-        found = "; ".join(sorted(problems)) or "there is no tensor"
-        raise UserError(f"the heads in '{folder}' do not fit: {found}")
+    if "0.0.linear.weight" in state:
+        check_width(folder, WHAT, state["0.0.linear.weight"].shape[0], hidden)
+    check_tensors(folder, WHAT, state, expected)
     heads = MedusaHeads(count, hidden, vocab if own else None)
     with torch.no_grad():
         for i in range(count):
@@ -159,12 +135,3 @@ def _assembled(folder: Path, state: dict[str, torch.Tensor], hidden: int) -> Med
             if heads.output is not None:
                 heads.output[i] = state[f"{i}.1.weight"]
     return heads
-
-
-def _read_state(folder: Path) -> dict[str, torch.Tensor]:
-    for name in FILES:
-        if (folder / name).is_file():
-            if name.endswith(".pt"):
-                return torch.load(folder / name, map_location="cpu", weights_only=True)
-            return load_file(folder / name)
-    raise UserError(f"no Medusa heads in '{folder}': there is none of {', '.join(FILES)}")

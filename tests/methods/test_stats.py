@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from methods.mirror_sd import MirrorSD
+from methods.mirror_sd.overlap import NAMES
 from methods.s2d import SortedDraft
 from specbench.measure.frames import steps_frame
 from tests.support.synthetic import columns, generation, record, turn
@@ -25,10 +26,12 @@ def frame(rounds: list[dict]):
     return steps_frame([record(turns=[turn(method=method)])])
 
 
-def found_overlap(rounds: list[dict]) -> dict | None:
+def found_overlap(rounds: list[dict], older: bool = False) -> dict | None:
+    """Of rounds that say at once what is in `stats`; `older`: under the names of earlier versions."""
+    name = NAMES if older else {}
     nested = [
         {k: v for k, v in r.items() if k not in OWN}
-        | {"stats": {k: v for k, v in r.items() if k in OWN} or None}
+        | {"stats": {name.get(k, k): v for k, v in r.items() if k in OWN} or None}
         for r in rounds
     ]
     return MirrorSD.summarise(frame(nested))["overlap"]
@@ -87,11 +90,12 @@ def test_overlap_by_hand():
     rounds = [common | r for r in rounds]
     last = {"accepted": 0}  # the last place belongs to the target alone
     found = found_overlap([*rounds, last])
+    assert found == found_overlap([*rounds, last], older=True)
     assert found["miss_rate"] == 0.5
     assert found["miss_rate_by_accepted"] == {"2": 0.0, "4": 1.0}
     assert found["hidden_share"] == pytest.approx(1 - 0.002 / 0.003)  # waited a round / a serial draft
     assert found["waited_seconds"] == pytest.approx(0.002)
-    # max(exit, draft before it) + max(rest of the pass, draft beside it) + handover + half of a miss's draft + the rest
+    # max(exit, draft before it) + max(rest of the pass, draft beside it) + messages + half of a miss's draft + the rest
     assert found["model_seconds"] == pytest.approx(0.004 + 0.006 + 0.0001 + 0.5 * 0.003 + 0.001)
     for r in rounds[:3]:
         r |= {"overlapped_before_exit_seconds": 0.009, "overlapped_behind_exit_seconds": 0.008}

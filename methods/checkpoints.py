@@ -1,0 +1,85 @@
+"""Checkpoints of trained parts: a folder with config.json and tensors, read strictly, and written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from specbench.errors import UserError, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def read_checkpoint(
+    folder: str | Path, what: str, files: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Reads a folder. Nothing in it is run: pickles are read with weights_only.
+
+    Args:
+        folder: where the files are.
+        what: that is in it, for messages: "the heads".
+        files: names that the file of tensors may have; the first one that is there is read.
+
+    Returns:
+        The content of config.json, and the tensors by name.
+
+    Raises:
+        UserError: a file is missing or cannot be read.
+    """
+    folder = Path(folder)
+    there = [name for name in files if (folder / name).is_file()]
+    if not (folder / CONFIG).is_file() or not there:
+        missing = f"one of {', '.join(files)}" if (folder / CONFIG).is_file() else CONFIG
+        raise UserError(f"{what} in '{folder}' cannot be read: {missing} is missing")
+    path = folder / there[0]
+    try:
+        settings = json.loads((folder / CONFIG).read_text())
+        if path.suffix == ".safetensors":
+            return settings, load_file(path)
+        return settings, torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
+        raise UserError(f"{what} in '{folder}' cannot be read: {reason(error)}") from error
+
+
+def check_width(folder: str | Path, what: str, width: int | None, target: int) -> None:
+    """Raises UserError unless a part is as wide as the target's states."""
+    if width != target:
+        raise UserError(
+            f"{what} in '{folder}' are {width} wide, the target {target}: they were made for another target"
+        )
+
+
+def check_tensors(
+    folder: str | Path, what: str, state: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
+) -> None:
+    """Raises UserError, with every name, for tensors that are missing, unknown or of another shape than given."""
+    problems = [f"missing {name}" for name in shapes.keys() - state.keys()]
+    problems += [f"unknown {name}" for name in state.keys() - shapes.keys()]
+    problems += [
+        f"{name} is {tuple(state[name].shape)}, not {tuple(shape)}"
+        for name, shape in shapes.items()
+        if name in state and tuple(state[name].shape) != tuple(shape)
+    ]
+    if problems or not state:
+        found = "; ".join(sorted(problems)) or "there is no tensor"
+        raise UserError(f"{what} in '{folder}' do not fit: {found}")
+
+
+def write_checkpoint(
+    folder: str | Path, settings: Mapping[str, Any], state: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Writes config.json and model.safetensors, the tensors in a dtype."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    saved = {name: tensor.detach().to(dtype).contiguous().clone() for name, tensor in state.items()}
+    save_file(saved, folder / WEIGHTS, metadata={"format": "pt"})
