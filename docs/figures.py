@@ -24,7 +24,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-METHODS = ("kangaroo", "sps", "pld", "recycling", "medusa", "vocabtrim", "s2d", "ssd", "mirror_sd")
+METHODS = (
+    *(
+        "kangaroo",
+        "kangaroo_tree",
+        "sps",
+        "sps_tree",
+        "pld",
+        "lookahead",
+        "recycling",
+        "rest",
+        "samd",
+        "suffix",
+    ),
+    *("medusa", "vocabtrim", "s2d", "ssd", "mirror_sd"),
+)
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 PLOTS = {
     "speedup_by_task": "Speedup by task, with 95 % intervals",

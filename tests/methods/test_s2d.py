@@ -53,8 +53,8 @@ class Checked(SortedDraft):
         self.rejected: set[int] = set()
 
     def commit(self, batch, verified):
-        super().commit(batch, verified)
         self.rejected.add(self._drafted - verified.counts[0])
+        super().commit(batch, verified)
         assert_like_a_full_pass(self, batch.sequences[0].tokens[:-1])
 
 
@@ -81,8 +81,9 @@ def test_a_stale_state_would_be_found():
 
     class Stale(Checked):
         def commit(self, batch, verified):
+            stale = self._drafted - verified.counts[0] == 2
             super().commit(batch, verified)
-            if self._drafted - verified.counts[0] == 2:
+            if stale:
                 self._fed[0] += 1
                 assert_like_a_full_pass(self, [*batch.sequences[0].tokens[:-1], 0])
 
