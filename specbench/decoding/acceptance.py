@@ -35,11 +35,13 @@ class Accepted:
         next: [b] the target's token that follows them.
         path: for a tree [b, k], of which the first `count` are the indices of the kept nodes from the root down; None
             for a chain.
+        tokens: [b, 1 + k] that begin with the kept ones and `next`, where such a tensor is at hand.
     """
 
     count: torch.Tensor
     next: torch.Tensor
     path: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
 
 
 def accept(
@@ -62,7 +64,7 @@ def accept(
     b, k = draft.tokens.shape
     if k == 0:
         choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, :1, TARGET])
-        return Accepted(draft.tokens.new_zeros(b), choices[:, 0])
+        return Accepted(draft.tokens.new_zeros(b), choices[:, 0], tokens=choices)
     live = _live(draft, limits)
     if draft.tree is not None:
         return _accept_tree(logits, draft, draft.tree, decoding, uniforms, live)
@@ -129,7 +131,8 @@ def greedy_chain(choices: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor
     """
     fits = choices[..., :-1] == tokens
     count = (fits if live is None else fits & live).cumprod(-1).sum(-1)
-    return Accepted(count, choices.gather(-1, count.unsqueeze(-1)).squeeze(-1))
+    # What is kept are choices of the target, too.
+    return Accepted(count, choices.gather(-1, count.unsqueeze(-1)).squeeze(-1), tokens=choices)
 
 
 def sampled_chain(

@@ -224,8 +224,7 @@ class Engine:
         if k and min(batch.limits) < self._longest(draft):
             limits = on_device(batch.limits, logits.device)
         accepted = accept(logits, draft, batch.decoding, self._draws(batch, 1 + k), limits)
-        following = accepted.next.unsqueeze(1)
-        new = following if k == 0 else self._new_tokens(draft, accepted)
+        new = self._new_tokens(draft, accepted) if accepted.tokens is None else accepted.tokens
         if b == 1:
             # What is written behind a sequence's new end is no token: the next round writes there again.
             self._tokens[0, batch.lengths[0] : batch.lengths[0] + 1 + k] = new[0]
