@@ -69,42 +69,14 @@ def best_tree(found: Counter[Path], nodes: int) -> list[Path]:
     return sorted(found, key=lambda path: (-found[path], len(path), path))[:nodes]
 
 
-@lru_cache(maxsize=64)
-def rank_tree(
-    paths: tuple[Path, ...], depth: int, device: torch.device
-) -> tuple[Tree, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A tree of ranks, cut at a depth.
-
-    Args:
-        paths: of its nodes; with a node its parent is there, too.
-        depth: of the longest path that is of use.
-        device: of the tensors.
-
-    Returns:
-        The tree, level by level, and for each level the index [n] of each node's parent in the level above, and its
-        rank [n].
-    """
-    nodes = sorted((path for path in paths if len(path) <= depth), key=lambda path: (len(path), path))
-    places = {path: i for i, path in enumerate(nodes)}
-    parents = on_device([places.get(path[:-1], -1) for path in nodes], device)
-    levels: list[tuple[torch.Tensor, torch.Tensor]] = []
-    above: dict[Path, int] = {(): 0}
-    for length in range(1, max(map(len, nodes), default=0) + 1):
-        level = [path for path in nodes if len(path) == length]
-        of_level = on_device([(above[path[:-1]], path[-1]) for path in level], device)
-        levels.append((of_level[:, 0], of_level[:, 1]))
-        above = {path: i for i, path in enumerate(level)}
-    return Tree.of(parents), levels
-
-
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The nodes of one depth of a `LevelTree`, those with children first.
+    """The nodes of one depth of a tree.
 
     Attributes:
         start: nodes with children at smaller depths.
         inner: nodes with children at this depth.
-        parents: [n] index of each node's parent among the nodes with children of the depth before.
+        parents: [n] index of each node's parent among the nodes of the depth before.
         ranks: [n] rank of each node.
         order: [n] siblings in front of each node.
         most_ranks: the largest of `ranks`, plus 1.
@@ -123,20 +95,21 @@ class Level:
 
 
 @lru_cache(maxsize=64)
-def level_tree(paths: tuple[Path, ...], depth: int, device: torch.device) -> tuple[Tree, list[Level]]:
-    """A tree of ranks for a drafter with a cache, cut at a depth.
-
-    All nodes with children come first, by depth, and the leaves behind them: the tokens that a drafter is fed fill
-    entries of its cache that follow one another.
+def rank_tree(
+    paths: tuple[Path, ...], depth: int, device: torch.device, leaves_last: bool = False
+) -> tuple[Tree, list[Level]]:
+    """A tree of ranks, cut at a depth.
 
     Args:
         paths: of its nodes; with a node its parent is there, too.
         depth: of the longest path that is of use.
         device: of the tensors.
+        leaves_last: nodes with children come first, by depth, and all others behind them, so that the tokens that a
+            drafter with a cache is fed fill entries that follow one another; else all nodes come by depth.
     """
     kept = [path for path in paths if len(path) <= depth]
     with_children = {path[:-1] for path in kept}
-    nodes = sorted(kept, key=lambda path: (path not in with_children, len(path), path))
+    nodes = sorted(kept, key=lambda path: (leaves_last and path not in with_children, len(path), path))
     places = {path: i for i, path in enumerate(nodes)}
     levels: list[Level] = []
     above: dict[Path, int] = {(): 0}
@@ -153,7 +126,7 @@ def level_tree(paths: tuple[Path, ...], depth: int, device: torch.device) -> tup
         behind, ranks, order = on_device(rows, device).unbind(1)
         most = max(siblings.values())
         levels.append(Level(start, inner, behind, ranks, order, most_ranks, most, inner < len(level)))
-        above = {path: i for i, path in enumerate(level[:inner])}
+        above = {path: i for i, path in enumerate(level)}
         start += inner
     parents = on_device([places.get(path[:-1], -1) for path in nodes], device)
     return Tree.of(parents, widest=max((level.most_siblings for level in levels), default=None)), levels

@@ -101,9 +101,9 @@ class TokenRecycling(Drafter):
         tree, levels = rank_tree(paths, batch.max_draft, self.device)
         table = torch.arange(batch.size, device=self.device).unsqueeze(1) * (not self.shared)
         tokens = [batch.newest(1)]
-        for parents, ranks in levels:
+        for level in levels:
             # An unknown follower becomes token 0, which is verified like any other.
-            followers = self._followers[table, tokens[-1][:, parents], ranks]
+            followers = self._followers[table, tokens[-1][:, level.parents], level.ranks]
             tokens.append(followers.clamp(min=0).long())
         return Draft(torch.cat(tokens[1:], dim=1), tree=tree)
 

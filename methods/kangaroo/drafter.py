@@ -106,7 +106,7 @@ class Kangaroo(Drafter):
             states.append(feed)
             if not stop.goes_on(logits):
                 break
-        self._states = torch.cat(states, dim=1)
+        self._states, self._depth = torch.cat(states, dim=1), len(tokens)
         shallow = self._shallow_bytes(batch.size)
         return Draft(
             tokens=torch.stack(tokens, dim=1),
@@ -117,13 +117,11 @@ class Kangaroo(Drafter):
         )
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Keeps the exit state in front of each sequence's new pending token."""
-        b, drafted = batch.size, self._states.shape[1] - 1
-        self._note_adapted(batch, verified, drafted)
-        if b == 1:
-            self._before[0] = self._states[0, verified.counts[0]]
-        else:
-            self._before[:b, 0] = self._states[torch.arange(b, device=verified.count.device), verified.count]
+        """Moves what the adapter has seen of an accepted path, and keeps the exit state of its last token."""
+        self._layout.commit(batch, verified.count, verified.counts, verified.path)
+        for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
+            self._adapted[slot] = length + min(self._depth - 1, count)  # all but the last token of a path
+        self._before[: batch.size, 0] = verified.last(self._states)
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies slots of the adapter's cache."""
@@ -139,11 +137,6 @@ class Kangaroo(Drafter):
         state = self._shallow(batch, batch.newest(1), 0)
         missing = max(length - 1 - adapted for length, adapted in zip(batch.lengths, self._adapted))
         return (torch.cat([self._before[: batch.size], state], dim=1) if missing else state), -missing
-
-    def _note_adapted(self, batch: Batch, verified: Verified, depth: int) -> None:
-        """Notes which tokens the adapter has seen: of a draft of that depth all but the last token of a path."""
-        for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
-            self._adapted[slot] = length + min(depth - 1, count)
 
     def _shallow_bytes(self, tokens: int) -> float:
         """Bytes of weights that a pass of so many tokens through the first layers reads."""

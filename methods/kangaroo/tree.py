@@ -11,7 +11,7 @@ import torch
 from methods.heads import StopTracker
 from methods.kangaroo.drafter import Kangaroo
 from methods.rank_trees import likeliest_ids
-from specbench.decoding.draft import Batch, Draft, Resume, Verified
+from specbench.decoding.draft import Batch, Draft, Resume
 from specbench.decoding.tree import Tree
 from specbench.pairs import Pair
 from specbench.values import Count, Probability
@@ -96,9 +96,3 @@ class KangarooTree(Kangaroo):
             bytes_read=len(tokens) * self._draft_bytes
             + sum(self._shallow_bytes(of_level.shape[0] * of_level.shape[1]) for of_level in states),
         )
-
-    def commit(self, batch: Batch, verified: Verified) -> None:
-        """Moves what the adapter has seen of the accepted path, and keeps the exit state of its last token."""
-        self._layout.commit(batch, verified.count, verified.counts, verified.path)
-        self._note_adapted(batch, verified, self._depth)
-        self._before[: batch.size, 0] = verified.last(self._states)

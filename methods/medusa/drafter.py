@@ -106,7 +106,7 @@ class Medusa(Drafter):
         else:
             logits = torch.einsum("bkd,kvd->bkv", states, self._output[: len(levels)])
         likely = self.head.ids(likeliest_ids(logits, min(self.ranks, logits.shape[-1])))
-        tokens = [likely[:, depth, ranks] for depth, (_, ranks) in enumerate(levels)]
+        tokens = [likely[:, depth, level.ranks] for depth, level in enumerate(levels)]
         return Draft(torch.cat(tokens, dim=1), tree=tree, bytes_read=self._bytes)
 
     def commit(self, batch: Batch, verified: Verified) -> None:

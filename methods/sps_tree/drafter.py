@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from methods.heads import drawable
-from methods.rank_trees import Level, Path, level_tree, likeliest_ids, shaped
+from methods.rank_trees import Level, Path, likeliest_ids, rank_tree, shaped
 from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Batch, Draft, Verified
 from specbench.decoding.sampling import Decoding, invert
@@ -69,12 +69,13 @@ class DraftModelTree(SpeculativeSampling):
         self.max_nodes, self.max_draft_tokens = len(self.paths), max(map(len, self.paths))
         self.sampling, self.certain = sampling, sampling == "likeliest"
         if not self.certain:
-            _, levels = level_tree(tuple(self.paths), self.max_draft_tokens, pair.device)
+            _, levels = rank_tree(tuple(self.paths), self.max_draft_tokens, pair.device, leaves_last=True)
             self.siblings = max(level.most_siblings for level in levels)
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts the tree level by level, as deep as the sequence with most room can use it."""
-        tree, levels = level_tree(tuple(self.paths[: batch.max_nodes]), batch.max_draft, batch.tokens.device)
+        paths, device = tuple(self.paths[: batch.max_nodes]), batch.tokens.device
+        tree, levels = rank_tree(paths, batch.max_draft, device, leaves_last=True)
         # The last token that was accepted may have been a leaf; see `SpeculativeSampling.draft`.
         n = max(length - fed for length, fed in zip(batch.lengths, self._fed))
         first, _, read = self._next(batch, batch.newest(n), 1 - n)

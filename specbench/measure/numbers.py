@@ -101,43 +101,6 @@ class Measured:
         return speedups(self.generations, self.reference, self.seconds, bool(self.batch_size))
 
 
-METRICS: dict[str, Callable[[Measured], Any]] = {
-    "questions": lambda m: m.method["question_id"].nunique(),
-    "pools": lambda m: m.method["pool"].nunique() if m.batch_size else None,
-    "tokens": lambda m: total(m.method["tokens"]),
-    "seconds": lambda m: total(m.method["seconds"]),
-    "tokens_per_second": lambda m: m.rate,
-    "speedup": lambda m: m.speedups[0].value,
-    "speedup_low": lambda m: m.speedups[0].low,
-    "speedup_high": lambda m: m.speedups[0].high,
-    "speedup_questions": lambda m: len(m.seconds),
-    "passes_low": lambda m: m.speedups[1].low,
-    "passes_high": lambda m: m.speedups[1].high,
-    "decode_speedup": lambda m: decode_speedup(m),
-    "spec_bench_speedup": lambda m: None if m.batch_size else spec_bench_speedup(m.turns, m.reference),
-    "acceptance_length": lambda m: acceptance_length(m.rounds),
-    "acceptance_rate": lambda m: acceptance_rate(m.rounds),
-    "acceptance_by_position": lambda m: acceptance_at_positions(m.rounds),
-    "acceptance_by_position_conditional": lambda m: acceptance_at_positions(m.rounds, conditional=True),
-    "mbsu": lambda m: mbsu(m.rounds, m.facts["target_pass_bytes"]),
-    "bandwidth_fraction": lambda m: bandwidth_fraction(m.rate, m.facts),
-    "prefill_seconds": lambda m: total(m.method["prefill_seconds"]),
-    "draft_seconds": lambda m: total(m.rounds["draft_seconds"]),
-    "verify_seconds": lambda m: total(m.rounds["verify_seconds"]),
-    "other_seconds": lambda m: total(m.rounds["other_seconds"]),
-    "occupancy": lambda m: occupancy(m.rounds, m.batch_size) if m.batch_size else None,
-    "align_seconds": lambda m: total(m.rounds["align_seconds"]) if m.batch_size else None,
-    "alignment_share": lambda m: alignment_share(m),
-    "stats": lambda m: of_method(m.owners, m.rounds),
-    "equivalence": lambda m: equivalence(m.records),
-}
-
-
-def numbers(measured: Measured) -> dict[str, Any]:
-    """Every metric of what was measured, by name."""
-    return {name: metric(measured) for name, metric in METRICS.items()}
-
-
 def decode_speedup(measured: Measured) -> float | None:
     """The speedup without the prefills of both arms."""
     if not measured.has_times:
@@ -222,3 +185,40 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
         **counts,
         "first_divergence_median": float(median(divergences)) if divergences else None,
     }
+
+
+METRICS: dict[str, Callable[[Measured], Any]] = {
+    "questions": lambda m: m.method["question_id"].nunique(),
+    "pools": lambda m: m.method["pool"].nunique() if m.batch_size else None,
+    "tokens": lambda m: total(m.method["tokens"]),
+    "seconds": lambda m: total(m.method["seconds"]),
+    "tokens_per_second": lambda m: m.rate,
+    "speedup": lambda m: m.speedups[0].value,
+    "speedup_low": lambda m: m.speedups[0].low,
+    "speedup_high": lambda m: m.speedups[0].high,
+    "speedup_questions": lambda m: len(m.seconds),
+    "passes_low": lambda m: m.speedups[1].low,
+    "passes_high": lambda m: m.speedups[1].high,
+    "decode_speedup": decode_speedup,
+    "spec_bench_speedup": lambda m: None if m.batch_size else spec_bench_speedup(m.turns, m.reference),
+    "acceptance_length": lambda m: acceptance_length(m.rounds),
+    "acceptance_rate": lambda m: acceptance_rate(m.rounds),
+    "acceptance_by_position": lambda m: acceptance_at_positions(m.rounds),
+    "acceptance_by_position_conditional": lambda m: acceptance_at_positions(m.rounds, conditional=True),
+    "mbsu": lambda m: mbsu(m.rounds, m.facts["target_pass_bytes"]),
+    "bandwidth_fraction": lambda m: bandwidth_fraction(m.rate, m.facts),
+    "prefill_seconds": lambda m: total(m.method["prefill_seconds"]),
+    "draft_seconds": lambda m: total(m.rounds["draft_seconds"]),
+    "verify_seconds": lambda m: total(m.rounds["verify_seconds"]),
+    "other_seconds": lambda m: total(m.rounds["other_seconds"]),
+    "occupancy": lambda m: occupancy(m.rounds, m.batch_size) if m.batch_size else None,
+    "align_seconds": lambda m: total(m.rounds["align_seconds"]) if m.batch_size else None,
+    "alignment_share": alignment_share,
+    "stats": lambda m: of_method(m.owners, m.rounds),
+    "equivalence": lambda m: equivalence(m.records),
+}
+
+
+def numbers(measured: Measured) -> dict[str, Any]:
+    """Every metric of what was measured, by name."""
+    return {name: metric(measured) for name, metric in METRICS.items()}

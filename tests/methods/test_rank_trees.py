@@ -8,7 +8,7 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from methods.rank_trees import best_tree, counted_paths, level_tree, shaped
+from methods.rank_trees import best_tree, counted_paths, rank_tree, shaped
 
 COUNTED = ((0,), (0, 0), (1,), (0, 0, 0), (3,), (1, 2), (0, 2), (0, 0, 1))
 
@@ -49,7 +49,7 @@ def test_no_tree_of_its_size_has_more_tokens_accepted(seed):
 @pytest.mark.parametrize("depth", [1, 2, 3, 9])
 @pytest.mark.parametrize("paths", [COUNTED, tuple(shaped([3, 2, 1])), ((0,),)])
 def test_nodes_with_children_come_first_and_levels_find_their_own(paths, depth):
-    tree, levels = level_tree(paths, depth, torch.device("cpu"))
+    tree, levels = rank_tree(paths, depth, torch.device("cpu"), leaves_last=True)
     kept = [path for path in paths if len(path) <= depth]
     parents, order = tree.parents[0].tolist(), tree.siblings_before()[0].tolist()
     with_children = sorted({parent for parent in parents if parent >= 0})

@@ -41,16 +41,16 @@ def test_a_tree_of_ranks_is_laid_out_level_by_level(depth):
     paths = sorted(grown(ROOT_CHILDREN, CHILDREN), key=chance, reverse=True)[:30]
     tree, levels = rank_tree(tuple(paths), depth, torch.device("cpu"))
     parents, found = tree.parents[0].tolist(), []
-    ranks = torch.cat([ranks for _, ranks in levels]).tolist()
+    ranks = torch.cat([level.ranks for level in levels]).tolist()
     for node, (parent, rank) in enumerate(zip(parents, ranks)):
         assert parent < node
         found.append((*(found[parent] if parent >= 0 else ()), rank))
     assert set(found) == {path for path in paths if len(path) <= depth}
     begins = 0
-    for (own, _), (above, _) in pairwise(levels):
-        below = parents[begins + len(own) :][: len(above)]
-        assert below == [begins + place for place in above.tolist()]
-        begins += len(own)
+    for own, below in pairwise(levels):
+        found = parents[begins + len(own.parents) :][: len(below.parents)]
+        assert found == [begins + place for place in below.parents.tolist()]
+        begins += len(own.parents)
 
 
 @pytest.mark.parametrize("shape", [(3, 61), (2, 5, 1024), (81, 16_384), (1, 10_007)])
