@@ -208,8 +208,6 @@ class Verified:
 
     def last(self, states: torch.Tensor) -> torch.Tensor:
         """States or logits [b, 1 + k, d] -> [b, d], those of the last accepted token, or else of the pending one."""
-        if self.path is None and len(self.counts) == 1:  # without an index on the device
-            return states[:, self.counts[0]]
         index = self.count
         if self.path is not None:
             nodes = torch.nn.functional.pad(self.path + 1, (1, 0))

@@ -126,7 +126,7 @@ def drafter(tmp_path, monkeypatch):
 
 
 SCHEDULERS = {
-    "one by one": lambda: Scheduler(1),
+    "batch size 1": lambda: Scheduler(1),
     "ragged": lambda: RaggedBatch(5),
     "eqspec": lambda: EqSpec(4),
     "exspec": lambda: ExSpec(4, window=7),

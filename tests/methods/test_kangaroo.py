@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from methods.kangaroo import Kangaroo
@@ -17,7 +17,8 @@ from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
-from tests.support.decoding import random_pair
+from tests.support.checkpoints import RunsCode, spoil
+from tests.support.decoding import random_pair, tokens_through_layers
 from tests.support.methods import saved_adapter
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
@@ -92,15 +93,9 @@ def test_caches_after_every_round(folder):
 
 def test_no_layer_sees_a_token_twice_in_a_round(folder):
     pair = random_pair("llama")
-    rows = [0] * len(pair.target.model.layers)
-    hooks = [
-        layer.register_forward_hook(lambda m, a, o, i=i: rows.__setitem__(i, rows[i] + o.shape[1]))
-        for i, layer in enumerate(pair.target.model.layers)
-    ]
-    steps = run(folder, 4, 0.0)
-    for hook in hooks:
-        hook.remove()
-    assert rows == [len(PROMPT) + sum(s.drafted + 1 for s in steps)] * len(rows)
+    with tokens_through_layers(pair.target) as tokens:
+        steps = run(folder, 4, 0.0)
+    assert tokens == [len(PROMPT) + sum(s.drafted + 1 for s in steps)] * len(tokens)
 
 
 def test_bytes_of_a_round(folder):
@@ -156,12 +151,6 @@ def test_loads_the_authors_format(folder, tmp_path):
     assert torch.equal(ours(hidden, rope), theirs(hidden, rope))
 
 
-def spoil(folder: str, change) -> None:
-    state = load_file(f"{folder}/model.safetensors")
-    change(state)
-    save_file(state, f"{folder}/model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -194,12 +183,8 @@ def test_an_adapter_of_another_width_is_refused(folder):
 
 
 def test_a_pickle_that_runs_code_is_not_loaded(folder, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (print, ("code ran",))
-
     (tmp_path / "model.safetensors").unlink()
-    torch.save({"norm.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    torch.save({"norm.weight": RunsCode()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(Exception, match="[Ww]eights.only"):
         load_adapter(folder, random_pair("llama").target.config, "cpu", torch.float32)
 

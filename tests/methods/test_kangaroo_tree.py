@@ -9,14 +9,14 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.kangaroo import Kangaroo, KangarooTree
 from methods.ragged import RaggedBatch
-from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from tests.support import batches
-from tests.support.decoding import random_pair
-from tests.support.lossless import assert_lossless, assert_stops_anywhere
+from tests.support.decoding import random_pair, tokens_through_layers
+from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding, assert_stops_anywhere
 from tests.support.methods import trimmed
 from tests.support.models import EVERY_ARCHITECTURE
 
@@ -95,17 +95,11 @@ def test_what_is_drafted_and_what_the_caches_hold(arch, adapter):
 
 def test_no_layer_sees_a_token_twice_in_a_round(adapter):
     pair = random_pair("llama")
-    rows = [0] * len(pair.target.model.layers)
-    hooks = [
-        layer.register_forward_hook(lambda m, a, o, i=i: rows.__setitem__(i, rows[i] + o.shape[1]))
-        for i, layer in enumerate(pair.target.model.layers)
-    ]
     target = StagedModel(pair.target)
     drafter = KangarooTree(pair, adapter("llama"), EXIT, WIDTH, LEVELS, 0.2)
-    steps = Engine(target, drafter, frozenset()).answer(PROMPT, Decoding(40)).steps
-    for hook in hooks:
-        hook.remove()
-    assert rows == [len(PROMPT) + sum(s.drafted + 1 for s in steps)] * len(rows)
+    with tokens_through_layers(pair.target) as tokens:
+        steps = Engine(target, drafter, frozenset()).answer(PROMPT, Decoding(40)).steps
+    assert tokens == [len(PROMPT) + sum(s.drafted + 1 for s in steps)] * len(tokens)
     assert {s.drafted % WIDTH for s in steps} == {0} and len({s.drafted for s in steps}) > 2
     head, own = target.pass_bytes(0, 0), sum(p.nbytes for p in drafter.adapter.parameters())
     for step in steps:
@@ -189,14 +183,10 @@ def test_a_sequence_of_a_batch_is_drafted_for_as_if_alone(scheduler, adapter):
 
 
 def test_sampled_text_is_that_of_autoregressive_decoding(adapter):
-    pair, accepted = random_pair("llama"), 0
-    target, drafter = StagedModel(pair.target), KangarooTree(pair, adapter("llama"), EXIT, WIDTH, LEVELS, 0.1)
-    for seed in range(4):
-        plain = Engine(target, Drafter(), frozenset()).answer(PROMPT, Decoding(30, 0.7), seed)
-        answer = Engine(target, drafter, frozenset()).answer(PROMPT, Decoding(30, 0.7), seed)
-        assert answer.tokens == plain.tokens
-        accepted += sum(step.accepted for step in answer.steps)
-    assert accepted
+    pair = random_pair("llama")
+    drafter = KangarooTree(pair, adapter("llama"), EXIT, WIDTH, LEVELS, 0.1)
+    requests = [Request(PROMPT, Decoding(30, 0.7), seed) for seed in range(4)]
+    assert assert_samples_like_plain_decoding(pair, drafter, requests)
 
 
 @pytest.mark.slow

@@ -13,15 +13,20 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.lookahead import Lookahead, Pool, Search, merged
 from methods.ragged import RaggedBatch
-from specbench.decoding.draft import Batch, Drafter, Request, Sequence
+from specbench.decoding.draft import Batch, Request, Sequence
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
 from specbench.measure.frames import steps_frame
 from tests.support import batches
-from tests.support.decoding import random_pair, random_prompt
-from tests.support.lossless import assert_lossless, assert_stops_anywhere
+from tests.support.decoding import random_pair
+from tests.support.lossless import (
+    assert_lossless,
+    assert_samples_like_plain_decoding,
+    assert_stops_anywhere,
+    sampled_requests,
+)
 from tests.support.models import EVERY_ARCHITECTURE
 from tests.support.synthetic import columns, generation, record, turn
 
@@ -222,7 +227,7 @@ def test_lossless(arch):
 
 
 SCHEDULERS = {
-    "one by one": lambda size: Scheduler(1),
+    "batch size 1": lambda size: Scheduler(1),
     "ragged": RaggedBatch,
     "eqspec": EqSpec,
     "exspec": lambda size: ExSpec(size, window=7),
@@ -239,12 +244,7 @@ def test_lossless_in_batches(scheduler):
     engine = Engine(target, drafter, frozenset(), SCHEDULERS[scheduler](3))
     steps = batches.assert_lossless(engine, requests, expected)
     assert any(s.accepted for s in steps)
-    # What a sequence drafts does not depend on the others.
-    for request, answer in zip(requests, engine.generate(requests)):
-        alone = Engine(target, drafter, request.stop_ids).generate([request])[0]
-        assert [(s.drafted, s.accepted) for s in alone.steps] == [
-            (s.drafted, s.accepted) for s in answer.steps
-        ]
+    batches.assert_drafts_as_alone(engine, requests)
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 9, 14])
@@ -261,14 +261,9 @@ def test_a_budget_of_tokens_cuts_the_window(tokens):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
-    pair, rng = random_pair("llama"), random.Random(2)
-    target = StagedModel(pair.target)
-    requests = [Request(random_prompt(rng, pair.vocab_size), Decoding(30, 1.0), seed) for seed in range(6)]
-    plain = Engine(target, Drafter(), frozenset()).generate(requests)
-    drafter = Lookahead(pair, 6, 3, 6)
-    answers = Engine(target, drafter, frozenset(), RaggedBatch(batch_size)).generate(requests)
-    assert [a.tokens for a in answers] == [a.tokens for a in plain]
-    assert sum(s.accepted for a in answers for s in a.steps) > 5
+    pair = random_pair("llama")
+    requests, scheduler = sampled_requests(pair, 30, 1.0), RaggedBatch(batch_size)
+    assert assert_samples_like_plain_decoding(pair, Lookahead(pair, 6, 3, 6), requests, scheduler) > 5
 
 
 def test_it_stops_anywhere():

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
@@ -16,14 +16,15 @@ from methods.medusa.drafter import PUBLISHED
 from methods.medusa.heads import MedusaHeads, load_heads, save_heads
 from methods.medusa.train import Distillation
 from methods.ragged import RaggedBatch
-from specbench.decoding.draft import Drafter
+from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from tests.support import batches
+from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair
-from tests.support.lossless import assert_lossless
+from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding
 from tests.support.methods import trimmed
 from tests.support.models import EVERY_ARCHITECTURE
 
@@ -118,12 +119,6 @@ def test_heads_without_a_tree_get_the_published_one(tmp_path):
     assert drafter.paths == [path for path in PUBLISHED if len(path) <= 3]
 
 
-def spoil(folder: str, change) -> None:
-    state = load_file(f"{folder}/model.safetensors")
-    change(state)
-    save_file(state, f"{folder}/model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -162,14 +157,10 @@ def test_the_authors_format(folder, tmp_path):
 
 
 def test_a_pickle_that_runs_code_is_not_loaded(folder, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (print, ("code ran",))
-
     authors = tmp_path / "authors"
     authors.mkdir()
     (authors / "config.json").write_text("{}")
-    torch.save({"0.0.linear.bias": Evil()}, authors / "medusa_lm_head.pt")
+    torch.save({"0.0.linear.bias": RunsCode()}, authors / "medusa_lm_head.pt")
     with pytest.raises(UserError, match="[Ww]eights.only"):
         load_heads(authors, 64, torch.device("cpu"), torch.float32)
 
@@ -246,10 +237,5 @@ def test_lossless_in_batches(scheduler, tmp_path):
 
 def test_sampled_text_is_that_of_autoregressive_decoding(folder):
     pair = random_pair("llama")
-    target, accepted = StagedModel(pair.target), 0
-    for seed in range(4):
-        plain = Engine(target, Drafter(), frozenset()).answer(PROMPT, Decoding(30, 0.7), seed)
-        answer = Engine(target, Medusa(pair, folder), frozenset()).answer(PROMPT, Decoding(30, 0.7), seed)
-        assert answer.tokens == plain.tokens
-        accepted += sum(step.accepted for step in answer.steps)
-    assert accepted
+    requests = [Request(PROMPT, Decoding(30, 0.7), seed) for seed in range(4)]
+    assert assert_samples_like_plain_decoding(pair, Medusa(pair, folder), requests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 
 import pytest
@@ -13,14 +12,18 @@ from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.rank_trees import grown, likeliest_ids, rank_tree
 from methods.recycling import CHILDREN, RANKS, ROOT_CHILDREN, TokenRecycling, chance
-from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from tests.support import batches
-from tests.support.decoding import random_pair, random_prompt
-from tests.support.lossless import assert_lossless, assert_stops_anywhere
+from tests.support.decoding import random_pair
+from tests.support.lossless import (
+    assert_lossless,
+    assert_samples_like_plain_decoding,
+    assert_stops_anywhere,
+    sampled_requests,
+)
 from tests.support.models import EVERY_ARCHITECTURE
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17, 9, 27]
@@ -142,22 +145,15 @@ def test_lossless_in_batches(scheduler, memory):
     engine = Engine(StagedModel(pair.target), drafter, frozenset(), SCHEDULERS[scheduler](3))
     steps = batches.assert_lossless(engine, requests, expected)
     assert any(s.accepted for s in steps)
-    if memory == "answer":  # what a sequence drafts does not depend on the others
-        for request, answer in zip(requests, engine.generate(requests)):
-            alone = Engine(StagedModel(pair.target), drafter, request.stop_ids).generate([request])[0]
-            assert [s.accepted for s in alone.steps] == [s.accepted for s in answer.steps]
+    if memory == "answer":
+        batches.assert_drafts_as_alone(engine, requests, ["accepted"])
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
-    pair, rng = random_pair("llama"), random.Random(2)
-    target = StagedModel(pair.target)
-    requests = [Request(random_prompt(rng, pair.vocab_size), Decoding(30, 1.0), seed) for seed in range(6)]
-    plain = Engine(target, Drafter(), frozenset()).generate(requests)
-    drafter = TokenRecycling(pair, 40)
-    answers = Engine(target, drafter, frozenset(), RaggedBatch(batch_size)).generate(requests)
-    assert [a.tokens for a in answers] == [a.tokens for a in plain]
-    assert sum(s.accepted for a in answers for s in a.steps) > 5
+    pair = random_pair("llama")
+    requests, scheduler = sampled_requests(pair, 30, 1.0), RaggedBatch(batch_size)
+    assert assert_samples_like_plain_decoding(pair, TokenRecycling(pair, 40), requests, scheduler) > 5
 
 
 def test_it_stops_anywhere():

@@ -19,9 +19,7 @@ from methods.rest.train import WORDS, Measured, train
 from methods.suffix_array import suffix_array
 from specbench import ROOT
 from specbench.conversations import tokenizer_of
-from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.pairs import load_pair
@@ -30,7 +28,13 @@ from specbench.tiny.tokenizer import load_tokenizer
 from tests.support import batches
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers, random_pair, random_prompt
-from tests.support.lossless import assert_lossless, assert_stops_anywhere, free_answers
+from tests.support.lossless import (
+    assert_lossless,
+    assert_samples_like_plain_decoding,
+    assert_stops_anywhere,
+    free_answers,
+    sampled_requests,
+)
 from tests.support.models import EVERY_ARCHITECTURE, byte_tokenizer, save_pair
 
 SHIPPED = ROOT / "specbench" / "tiny" / "weights" / "rest"
@@ -238,22 +242,14 @@ def test_lossless_in_batches(scheduler, datastore):
     engine = Engine(target, drafter, frozenset(), SCHEDULERS[scheduler](3))
     steps = batches.assert_lossless(engine, requests, expected)
     assert any(s.accepted for s in steps)
-    for request, answer in zip(requests, engine.generate(requests)):
-        alone = Engine(target, drafter, request.stop_ids).generate([request])[0]
-        assert [(s.drafted, s.accepted) for s in alone.steps] == [
-            (s.drafted, s.accepted) for s in answer.steps
-        ]
+    batches.assert_drafts_as_alone(engine, requests)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size, datastore):
-    pair, rng = with_tokenizer("llama"), random.Random(2)
-    target, drafter = StagedModel(pair.target), REST(pair, datastore, 30, min_match=1)
-    requests = [Request(random_prompt(rng, pair.vocab_size), Decoding(40, 1.0), seed) for seed in range(6)]
-    plain = Engine(target, Drafter(), frozenset()).generate(requests)
-    answers = Engine(target, drafter, frozenset(), RaggedBatch(batch_size)).generate(requests)
-    assert drafter.certain and [a.tokens for a in answers] == [a.tokens for a in plain]
-    assert sum(s.accepted for a in answers for s in a.steps) > 2
+    pair = with_tokenizer("llama")
+    drafter, requests = REST(pair, datastore, 30, min_match=1), sampled_requests(pair, 40, 1.0)
+    assert assert_samples_like_plain_decoding(pair, drafter, requests, RaggedBatch(batch_size)) > 2
 
 
 def test_it_stops_anywhere(datastore):

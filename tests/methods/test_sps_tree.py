@@ -16,7 +16,7 @@ from methods.sps import SpeculativeSampling
 from methods.sps_tree import DraftModelTree, drafter
 from methods.sps_tree.drafter import FILE, draws_without_replacement, load_tree
 from methods.sps_tree.train import paths_of, ranks_of, train
-from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
@@ -25,7 +25,7 @@ from tests.support import batches
 from tests.support.conf import composed
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_alone, p_value_in_a_batch
-from tests.support.lossless import assert_lossless, assert_stops_anywhere
+from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding, assert_stops_anywhere
 from tests.support.methods import padded_pair, trimmed
 from tests.support.models import EVERY_ARCHITECTURE
 from tests.support.training import saved_pair, training_workplace
@@ -282,15 +282,11 @@ def test_a_sample_does_not_depend_on_who_shares_the_batch(folder, temperature):
 
 
 def test_likeliest_children_leave_the_sample_as_it_is(folder):
-    pair, accepted = random_pair("llama"), 0
-    target, tree = StagedModel(pair.target), DraftModelTree(pair, folder, sampling="likeliest")
-    assert tree.certain and tree.siblings == 1
-    for seed in range(4):
-        plain = Engine(target, Drafter(), frozenset()).answer(PROMPT, Decoding(30, 0.7), seed)
-        answer = Engine(target, tree, frozenset()).answer(PROMPT, Decoding(30, 0.7), seed)
-        assert answer.tokens == plain.tokens
-        accepted += sum(step.accepted for step in answer.steps)
-    assert accepted
+    pair = random_pair("llama")
+    tree = DraftModelTree(pair, folder, sampling="likeliest")
+    assert tree.siblings == 1
+    requests = [Request(PROMPT, Decoding(30, 0.7), seed) for seed in range(4)]
+    assert assert_samples_like_plain_decoding(pair, tree, requests)
 
 
 @pytest.mark.slow

@@ -27,7 +27,12 @@ from tests.support import batches
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers, random_pair, random_prompt
 from tests.support.distribution import SHAPE, p_value_in_a_batch
-from tests.support.lossless import assert_lossless, assert_stops_anywhere
+from tests.support.lossless import (
+    assert_lossless,
+    assert_samples_like_plain_decoding,
+    assert_stops_anywhere,
+    sampled_requests,
+)
 from tests.support.models import EVERY_ARCHITECTURE, byte_tokenizer
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17, 9, 27]
@@ -227,26 +232,17 @@ def test_lossless_in_batches(name, scheduler, corpus):
     engine = Engine(target, drafter, frozenset(), SCHEDULERS[scheduler](3))
     steps = batches.assert_lossless(engine, requests, expected)
     assert any(s.accepted for s in steps)
-    if name != "suffix, run":  # what a sequence drafts does not depend on the others
-        for request, answer in zip(requests, engine.generate(requests)):
-            alone = Engine(target, drafter, request.stop_ids).generate([request])[0]
-            assert [s.accepted for s in alone.steps] == [s.accepted for s in answer.steps]
-            if (
-                ", sps" not in name and ", recycling" not in name
-            ):  # those draft for the longest rest of a batch
-                assert [s.drafted for s in alone.steps] == [s.drafted for s in answer.steps]
+    if name != "suffix, run":
+        longest = ", sps" in name or ", recycling" in name  # those draft for the longest rest of a batch
+        batches.assert_drafts_as_alone(engine, requests, ["accepted"] if longest else ["drafted", "accepted"])
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if not name.endswith("sps")])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(name, batch_size, corpus):
-    pair, rng = random_pair("llama"), random.Random(2)
-    target, drafter = StagedModel(pair.target), DRAFTERS[name]("llama", corpus)
-    requests = [Request(random_prompt(rng, pair.vocab_size), Decoding(40, 0.3), seed) for seed in range(6)]
-    plain = Engine(target, Drafter(), frozenset()).generate(requests)
-    answers = Engine(target, drafter, frozenset(), RaggedBatch(batch_size)).generate(requests)
-    assert drafter.certain and [a.tokens for a in answers] == [a.tokens for a in plain]
-    assert sum(s.accepted for a in answers for s in a.steps) > 5
+    pair = random_pair("llama")
+    drafter, requests = DRAFTERS[name]("llama", corpus), sampled_requests(pair, 40, 0.3)
+    assert assert_samples_like_plain_decoding(pair, drafter, requests, RaggedBatch(batch_size)) > 5
 
 
 @EVERY_DRAFTER

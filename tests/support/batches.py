@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -75,6 +76,16 @@ def assert_lossless(engine: Engine, requests: list[Request], expected: list[list
         ended = answer.tokens[-1] in request.stop_ids
         assert answer.finish == ("stop" if ended else "length")
     return [s for a in answers for s in a.steps]
+
+
+def assert_drafts_as_alone(
+    engine: Engine, requests: list[Request], numbers: Sequence[str] = ("drafted", "accepted")
+) -> None:
+    """What a sequence of a batch drafts does not depend on the others; compared are these numbers of its rounds."""
+    for request, answer in zip(requests, engine.generate(requests)):
+        alone = Engine(engine.target, engine.drafter, request.stop_ids).generate([request])[0]
+        one, other = ([[getattr(s, n) for n in numbers] for s in a.steps] for a in (alone, answer))
+        assert one == other
 
 
 def assert_freed_places_are_filled_at_once(drafter: Drafter, scheduler: Scheduler) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 
@@ -49,6 +51,25 @@ def random_pair(arch: str, seed: int = 0, draft_layers: int = 3, **overrides):
         vocab_size=target.config.vocab_size,
         stop_ids=frozenset([STOP]),
     )
+
+
+@contextmanager
+def tokens_through_layers(model) -> Iterator[list[int]]:
+    """Counts, while it is open, the tokens that go through each layer of a model."""
+    tokens = [0] * len(model.model.layers)
+
+    def count(layer: int, output: torch.Tensor) -> None:
+        tokens[layer] += output.shape[1]
+
+    hooks = [
+        layer.register_forward_hook(lambda module, args, output, i=i: count(i, output))
+        for i, layer in enumerate(model.model.layers)
+    ]
+    try:
+        yield tokens
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def random_prompt(rng: random.Random, vocab: int, longest: int = 40) -> list[int]:

@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable
 from functools import cache
 
-from specbench.decoding.draft import Drafter
+from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
 from tests.support.decoding import STOP, generate_with_transformers, random_pair, random_prompt
 
@@ -47,6 +48,23 @@ def assert_lossless(arch: str, drafter: Drafter, third: int | None = None) -> li
         assert answer.finish == ("stop" if expected[-1] in stop_ids else "length")
         steps += answer.steps
     return steps
+
+
+def sampled_requests(pair, new_tokens: int, temperature: float) -> list[Request]:
+    """Random prompts to sample answers to."""
+    rng, decoding = random.Random(2), Decoding(new_tokens, temperature)
+    return [Request(random_prompt(rng, pair.vocab_size), decoding, seed) for seed in range(6)]
+
+
+def assert_samples_like_plain_decoding(
+    pair, drafter: Drafter, requests: list[Request], scheduler: Scheduler | None = None
+) -> int:
+    """Of a drafter without chance the samples are those of autoregressive decoding; returns what it got accepted."""
+    target = StagedModel(pair.target)
+    plain = Engine(target, Drafter(), frozenset()).generate(requests)
+    answers = Engine(target, drafter, frozenset(), scheduler).generate(requests)
+    assert drafter.certain and [a.tokens for a in answers] == [a.tokens for a in plain]
+    return sum(s.accepted for a in answers for s in a.steps)
 
 
 def assert_rounds_of_every_kind(steps: list, partly: bool = False) -> None:
