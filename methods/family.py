@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
-import subprocess
+import runpy
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from tqdm import tqdm
 
 from methods.sps_tree.drafter import FILE as TREE
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SEED = 20
+# Steps are processes forked from one that has imported what takes seconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["methods.training", "transformers.models.llama.modeling_llama"])
 
 
 @dataclass(frozen=True)
@@ -181,6 +186,17 @@ def shuffle(answers: Path) -> None:
     partial.replace(answers / "both.jsonl")
 
 
+def _as_a_program(command: Sequence[str], log: Path, threads: int) -> None:
+    """Runs a module with arguments as `python -m` does, in this process, with all output in a log."""
+    with log.open("a", encoding="utf-8") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    torch.set_num_threads(threads)
+    module, *arguments = command
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 def run(step: Step, logs: Path, threads: int) -> None:
     """Does one step, with its output in a log. Raises SystemExit with the log's last line where it fails."""
     if not step.command:
@@ -188,11 +204,10 @@ def run(step: Step, logs: Path, threads: int) -> None:
         return
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"{step.name.replace(', ', '_').replace(' ', '_')}.log"
-    with path.open("a", encoding="utf-8") as log:
-        command = [sys.executable, "-m", *step.command]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        code = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
-    if code:
+    process = CONTEXT.Process(target=_as_a_program, args=(step.command, path, threads))
+    process.start()
+    process.join()
+    if process.exitcode:
         raise SystemExit(
             f"{step.name} failed ({path}): {path.read_text(encoding='utf-8').strip().splitlines()[-1]}"
         )

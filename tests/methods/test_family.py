@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,22 +24,22 @@ def test_every_drafter_is_told_the_same(tmp_path):
 
 
 def test_a_step_that_fails_ends_the_build_with_its_last_line(tmp_path, monkeypatch):
-    done = []
+    done, failing = [], {"wrong"}
 
-    def command(name: str, _environment=None, stdout=None, **_) -> CompletedProcess:
-        done.append(name[-1])
-        stdout.write("tried\nno room\n")
-        stdout.flush()
-        return CompletedProcess(name, 3 if name[-1] == "wrong" else 0)
+    def process(target, args) -> SimpleNamespace:
+        (name,), log, _threads = args
+        done.append(name)
+        log.write_text("tried\nno room\n")
+        return SimpleNamespace(start=lambda: None, join=lambda: None, exitcode=3 if name in failing else 0)
 
-    monkeypatch.setattr(family.subprocess, "run", command)
+    monkeypatch.setattr(family, "CONTEXT", SimpleNamespace(Process=process))
     right, wrong, later = (
         family.Step(name, 1.0, tmp_path / f"{name}.done", (name,)) for name in ("right", "wrong", "later")
     )
     with pytest.raises(SystemExit, match=r"wrong failed \(.*wrong.log\): no room"):
         family.run_all([[right, wrong], [later]], tmp_path / "logs", cores=1)
     assert done == ["right", "wrong"] and right.result.exists() and not wrong.result.exists()
-    monkeypatch.setattr(family.subprocess, "run", lambda name, **_: command(("right",), **_))
+    failing.clear()
     family.run_all([[right, wrong], [later]], tmp_path / "logs", cores=2)
     assert len(done) == 4, "what is done is not done again"
 
@@ -76,7 +76,7 @@ def test_the_family_is_made_from_nothing_and_once(tmp_path, monkeypatch, capsys)
     def never(*_, **__):
         raise AssertionError("what is there is not made again")
 
-    monkeypatch.setattr(family.subprocess, "run", never)
+    monkeypatch.setattr(family, "CONTEXT", SimpleNamespace(Process=never))
     monkeypatch.setattr("specbench.training.train", never)
     assert family.main(arguments) == 0
     torch.use_deterministic_algorithms(deterministic)
