@@ -25,23 +25,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = (
-    *(
-        "kangaroo",
-        "kangaroo_tree",
-        "sps",
-        "sps_tree",
-        "pld",
-        "lookahead",
-        "recycling",
-        "rest",
-        "samd",
-        "suffix",
-    ),
-    *("medusa", "vocabtrim", "s2d", "ssd", "mirror_sd"),
+    *("pld", "lookahead", "recycling", "rest", "samd", "suffix"),
+    *("sps", "sps_tree", "kangaroo", "kangaroo_tree", "medusa", "hydra_heads", "eagle", "eagle2", "eagle3"),
+    *("vocabtrim", "s2d", "ssd", "mirror_sd"),
 )
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 PLOTS = {
     "speedup_by_task": "Speedup by task, with 95 % intervals",
+    "acceptance_and_speedup": "Speedup over acceptance length: on a grey line rounds cost the same",
     "time": "Milliseconds per token by part, and the baseline",
 }
 
@@ -57,8 +48,13 @@ class Page:
 
 
 PAGES = (
-    Page(Path("README.md"), "docs/figures", ("speedup_by_task",), by_task=False),
-    Page(Path("docs/results/methods.md"), "../figures", ("speedup_by_task", "time"), by_task=True),
+    Page(Path("README.md"), "docs/figures", ("acceptance_and_speedup",), by_task=False),
+    Page(
+        Path("docs/results/methods.md"),
+        "../figures",
+        ("acceptance_and_speedup", "speedup_by_task", "time"),
+        by_task=True,
+    ),
 )
 
 

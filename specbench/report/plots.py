@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST = 10  # runs in a plot: more cannot be told apart
+MOST_POINTS = 24  # where each of them is one point
 HEAT_MAPS = 6
 PANELS = 3
 WIDEST = 44  # characters in a line of a label
@@ -67,13 +68,15 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
     Of runs that share a label the last is shown, and of many the fastest; the title names those that are left out.
     """
     found = latest(runs)
-    single, cut_single = chosen([(label, run) for label, run in found if not run.summary["drafter"]])
+    of_one = [(label, run) for label, run in found if not run.summary["drafter"]]
+    single, cut_single = chosen(of_one)
+    points, cut_points = chosen(of_one, MOST_POINTS)
     shown, cut = chosen(found)
     summaries = [run.summary for _, run in found]
     with rc_context(LOOK):
         plots = {
             "speedup_by_task": (speedup_by_task(single), cut_single),
-            "acceptance_and_speedup": (acceptance_and_speedup(single), cut_single),
+            "acceptance_and_speedup": (acceptance_and_speedup(points), cut_points),
             "time": (time_by_part(shown), cut),
             "acceptance_by_position": (acceptance_by_position(single), cut_single),
             "throughput": (throughput(summaries), ""),
@@ -111,15 +114,15 @@ def svg(figure: Figure) -> bytes:
         return out.getvalue()
 
 
-def chosen(named: list[tuple[str, Run]]) -> tuple[list[Shown], str]:
+def chosen(named: list[tuple[str, Run]], most: int = MOST) -> tuple[list[Shown], str]:
     """The runs to draw, and a title where some are left out."""
-    fastest = sorted(named, key=lambda pair: -(pair[1].summary["overall"]["speedup"] or 0))[:MOST]
+    fastest = sorted(named, key=lambda pair: -(pair[1].summary["overall"]["speedup"] or 0))[:most]
     kept = {label for label, _ in fastest}
     shown = [
         Shown(label, run.summary, PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)])
         for place, (label, run) in enumerate(pair for pair in named if pair[0] in kept)
     ]
-    return shown, f"the {MOST} fastest of {len(named)} runs" if len(named) > MOST else ""
+    return shown, f"the {most} fastest of {len(named)} runs" if len(named) > most else ""
 
 
 # -- the plots
