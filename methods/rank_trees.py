@@ -11,6 +11,7 @@ import torch
 
 from specbench.decoding.device import on_device
 from specbench.decoding.tree import Tree
+from specbench.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,62 @@ def grown(root: int, children: Mapping[str, int]) -> list[Path]:
     for path in paths:  # which grows
         paths += [(*path, rank) for rank in range(children.get("".join(map(str, path)), 0))]
     return paths
+
+
+# The authors' tree "mc_sim_7b_63" of Medusa, which Hydra and Spec-Bench use, too: children by path of ranks.
+PUBLISHED = grown(
+    10,
+    {
+        **{"0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1},
+        **{"00": 10, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1},
+        "000": 2,
+    },
+)
+
+
+def chosen_paths(
+    named: Iterable[Sequence[int]] | None, heads: int, nodes: int | None, rows: int
+) -> list[Path]:
+    """The nodes of a tree that heads fill, one of them each level.
+
+    Args:
+        named: the tree that the heads' config.json names; None: the published one, as far as the heads reach.
+        heads: how many there are.
+        nodes: so many of them, the first ones; None: all.
+        rows: tokens that a head scores; nodes of higher ranks are left out.
+
+    Raises:
+        UserError: what is named is no tree, or one of more levels than heads, or has fewer nodes.
+    """
+    if named is None:
+        paths = [path for path in PUBLISHED if len(path) <= heads]
+    else:
+        paths = checked_paths(named, "the tree of the heads")
+        if (deepest := max(map(len, paths))) > heads:
+            raise UserError(f"the tree of the heads has {deepest} levels, but there are {heads} heads")
+    if nodes is not None and nodes > len(paths):
+        raise UserError(f"method.nodes={nodes}: the tree of the heads has {len(paths)}")
+    return [path for path in paths[:nodes] if max(path) < rows]
+
+
+def checked_paths(named: Iterable[Sequence[int]], what: str) -> list[Path]:
+    """The paths that a file names.
+
+    Args:
+        named: the ranks of each.
+        what: the file, for messages.
+
+    Raises:
+        UserError: there are none, one comes twice, or one has no parent in front of it.
+    """
+    known: dict[Path, None] = {(): None}
+    for ranks in map(tuple, named):
+        if not ranks or min(ranks) < 0 or ranks[:-1] not in known or ranks in known:
+            raise UserError(f"{what} is broken: {list(ranks)} has no parent in front of it")
+        known[ranks] = None
+    if len(known) == 1:
+        raise UserError(f"{what} is empty")
+    return [*known][1:]
 
 
 def shaped(children: Sequence[int]) -> list[Path]:

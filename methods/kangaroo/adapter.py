@@ -7,16 +7,16 @@ the arithmetic are those of the authors' checkpoints.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
 from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.draft_layer import DraftLayer
 from specbench.decoding.device import place_weights
-from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.linear import lay_out
 from specbench.errors import UserError
 from specbench.expand import Expansion
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PretrainedConfig
+
+    from specbench.decoding.kv_cache import KVCache
 
 WHAT = "the weights of the adapter"
 FILES = (WEIGHTS, "pytorch_model.bin")
@@ -57,7 +59,7 @@ class AdapterLayer(nn.Module):
         return hidden + attended
 
 
-class Adapter(nn.Module):
+class Adapter(DraftLayer):
     """The adapter's one layer and its norm.
 
     Args:
@@ -65,32 +67,8 @@ class Adapter(nn.Module):
     """
 
     def __init__(self, config: LlamaConfig):
-        super().__init__()
-        config._attn_implementation = "sdpa"
-        self.config = config
-        self.layers = nn.ModuleList([AdapterLayer(config)])
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary = LlamaRotaryEmbedding(config)
-
-    def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
-        """An empty cache of the one attention layer for `slots` sequences."""
-        config, layer = self.config, cast("AdapterLayer", self.layers[0])
-        weight, heads = self.norm.weight, config.num_key_value_heads or config.num_attention_heads
-        return KVCache([weight.device], heads, layer.self_attn.head_dim, slots, capacity, weight.dtype)
-
-    def rope(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [1, n, head_dim] for positions [1, n], in the dtype of `like`."""
-        return self.rotary(like, positions)
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | None = None,
-    ) -> torch.Tensor:
-        """Exit states [batch, n, d] -> states [batch, n, d] for the target's head (its final norm is not used)."""
-        return self.norm(self.layers[0](hidden, position_embeddings, attention_mask, past_key_values))
+        layer = AdapterLayer(config)
+        super().__init__(config, layer, layer.self_attn)
 
 
 def adapter_config(target_config: PretrainedConfig) -> LlamaConfig:

@@ -12,28 +12,17 @@ import torch
 
 from methods.heads import draft_head
 from methods.medusa.heads import load_heads
-from methods.rank_trees import grown, likeliest_ids, rank_tree
+from methods.rank_trees import chosen_paths, likeliest_ids, rank_tree
 from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
 from specbench.pairs import Pair
 from specbench.questions import packaged
 from specbench.values import Count
 
 if TYPE_CHECKING:
     from specbench.decoding.target import Prefill
-
-# The authors' tree "mc_sim_7b_63", which Spec-Bench uses, too: children by path of ranks.
-PUBLISHED = grown(
-    10,
-    {
-        **{"0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1},
-        **{"00": 10, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1},
-        "000": 2,
-    },
-)
 
 
 class Medusa(Drafter):
@@ -71,11 +60,7 @@ class Medusa(Drafter):
             packaged(heads), target.hidden_size, pair.device, pair.dtype, pair.expansion
         )
         self.head = draft_head(pair, target, vocab_map, vocab_size)
-        paths = [tuple(path) for path in settings.get("tree") or PUBLISHED]
-        paths = [path for path in paths if len(path) <= self.heads.heads]
-        if nodes is not None and nodes > len(paths):
-            raise UserError(f"method.nodes={nodes}: the tree of the heads has {len(paths)}")
-        self.paths = paths[:nodes]
+        self.paths = chosen_paths(settings.get("tree"), self.heads.heads, nodes, self.head.rows)
         self.max_nodes = len(self.paths)
         self.max_draft_tokens = max(map(len, self.paths))
         self.ranks = 1 + max(rank for path in self.paths for rank in path)
@@ -105,7 +90,7 @@ class Medusa(Drafter):
             logits = self.head.logits(states)
         else:
             logits = torch.einsum("bkd,kvd->bkv", states, self._output[: len(levels)])
-        likely = self.head.ids(likeliest_ids(logits, min(self.ranks, logits.shape[-1])))
+        likely = self.head.ids(likeliest_ids(logits, self.ranks))
         tokens = [likely[:, depth, level.ranks] for depth, level in enumerate(levels)]
         return Draft(torch.cat(tokens, dim=1), tree=tree, bytes_read=self._bytes)
 

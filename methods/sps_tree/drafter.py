@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from methods.heads import drawable
-from methods.rank_trees import Level, Path, likeliest_ids, rank_tree, shaped
+from methods.rank_trees import Level, Path, checked_paths, likeliest_ids, rank_tree, shaped
 from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Batch, Draft, Verified
 from specbench.decoding.sampling import Decoding, invert
@@ -185,13 +185,4 @@ def load_tree(folder: str) -> list[Path]:
         paths = [tuple(map(int, ranks)) for ranks in json.loads(path.read_text())["tree"]]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"the counted tree '{path}' is broken ({error!r})") from error
-    known: set[Path] = {()}
-    for ranks in paths:
-        if not ranks or min(ranks) < 0 or ranks[:-1] not in known or ranks in known:
-            raise UserError(
-                f"the counted tree '{path}' is broken: {list(ranks)} has no parent in front of it"
-            )
-        known.add(ranks)
-    if not paths:
-        raise UserError(f"the counted tree '{path}' is empty")
-    return paths
+    return checked_paths(paths, f"the counted tree '{path}'")

@@ -1,0 +1,143 @@
+"""Training heads that guess tokens further ahead: the loss, how often they are right, the tree of their ranks.
+
+Head i at place t guesses token t + 2 + i. It learns the target's own distribution of that token. The loss counts the
+tokens that the assistant says, by the token that is guessed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from methods.rank_trees import best_tree, counted_paths
+from methods.training import agreement, batches, held_out_batches, soft_cross_entropy
+from specbench import training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from specbench.decoding.target import StagedModel
+    from specbench.pairs import Pair
+    from specbench.training import Batch
+
+RANKS, COUNTED_BATCHES = 10, 40  # of a tree: the lowest ranks, and batches that they are counted on
+
+
+class HeadDistillation(torch.nn.Module):
+    """batch -> cross-entropy of K heads against the target, which stays as it is.
+
+    Args:
+        count: K.
+        target: stays as it is.
+        decay: head i weighs decay^i in the loss.
+    """
+
+    def __init__(self, count: int, target: StagedModel, decay: float = 1.0):
+        super().__init__()
+        self.count, self.target, self.decay = count, target, decay
+
+    def states(self, batch: Batch, finals: torch.Tensor) -> list[torch.Tensor]:
+        """Each head's states for its output matrix, at the places that it can guess from.
+
+        Args:
+            batch: of B rows of T tokens.
+            finals: [B, T, d] the target's states behind its final norm.
+
+        Returns:
+            Of head i [B, T - 1 - i, d].
+        """
+        raise NotImplementedError
+
+    def logits(self, states: torch.Tensor, i: int) -> torch.Tensor:
+        """States [n, d] of head i -> logits [n, vocab]."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The weighted sum [] of the cross-entropies of a batch."""
+        finals = self.finals(batch)
+        total = torch.zeros((), device=finals.device)
+        for i, student in enumerate(self.states(batch, finals)):
+            own = {"loss_weight": batch["loss_weight"][:, 1 + i :]}
+            loss = soft_cross_entropy(
+                student, lambda s, i=i: self.logits(s, i), finals[:, 1 + i :], self.head, own
+            )
+            total = total + self.decay**i * loss
+        return total
+
+    def finals(self, batch: Batch) -> torch.Tensor:
+        """The target's states [B, T, d] behind its final norm."""
+        with torch.no_grad():
+            return self.target.model.model(batch["input_ids"], use_cache=False).last_hidden_state
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's head; the heads are trained in float32, whatever the target's dtype."""
+        return self.target.unembed(states.to(self.target.dtype))
+
+    def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """First choices [K, n] of the heads and of the target, behind the places that K more said tokens follow."""
+        finals, k = self.finals(batch), self.count
+        said = batch["loss_weight"] == 1.0
+        n = said.shape[1] - 1 - k
+        among = torch.stack([said[:, 2 + i : 2 + i + n] for i in range(k)]).all(0)
+        own = self.states(batch, finals)
+        student = [self.logits(own[i][:, :n][among], i).argmax(-1) for i in range(k)]
+        teacher = [self.head(finals[:, 1 + i : 1 + i + n][among]).argmax(-1) for i in range(k)]
+        return torch.stack(student), torch.stack(teacher)
+
+    @torch.no_grad()
+    def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:
+        """How often each path of ranks, and each beginning of one, was that of the tokens that the assistant said."""
+        ids, finals = batch["input_ids"], self.finals(batch)
+        k, (b, t) = self.count, ids.shape
+        ranks = torch.full((b, t, k), RANKS, device=ids.device)
+        for i, states in enumerate(self.states(batch, finals)):
+            n = t - 2 - i
+            for row in range(b):
+                logits = self.logits(states[row, :n], i)
+                own = logits.gather(1, ids[row, 2 + i :].unsqueeze(1))
+                ranks[row, :n, i] = (logits > own).sum(1).clamp(max=RANKS)
+        # The pending token and all behind it are the assistant's.
+        said = batch["loss_weight"] == 1.0
+        for i in range(k):
+            ranks[:, : t - 2 - i, i].masked_fill_(~said[:, 2 + i :], RANKS)
+        places = said[:, 1 : t - k].nonzero().unbind(1)
+        return counted_paths(ranks[places].tolist(), RANKS)
+
+
+def train_heads(
+    module: HeadDistillation, cfg: DictConfig, pair: Pair, save: Callable[..., None]
+) -> Path:
+    """Trains as configured; at the end the `cfg.nodes` most frequent paths of ranks become a tree.
+
+    Args:
+        module: with the heads.
+        cfg: settings of the trainer.
+        pair: with the target.
+        save: called with a folder, a dtype and, by name, what config.json shall say: tree, its counts, figures.
+
+    Returns:
+        The folder of the finished heads.
+    """
+    held_out = held_out_batches(cfg, pair)
+
+    def evaluate() -> dict[str, float]:
+        agreements = agreement(module.choices, held_out)
+        return {"held_out_agreement": agreements[0]} | {
+            f"head_{i + 1}_agreement": value for i, value in enumerate(agreements)
+        }
+
+    def finish(out: Path, figures: dict[str, float]) -> None:
+        found: Counter[tuple[int, ...]] = Counter()
+        for batch in islice(batches(cfg, pair), COUNTED_BATCHES):
+            found += module.rank_paths({name: tensor.to(pair.device) for name, tensor in batch.items()})
+        tree = best_tree(found, cfg.nodes)
+        notes: dict[str, Any] = {"tree": tree, "tree_counts": [found[path] for path in tree]}
+        save(out, getattr(torch, cfg.save_dtype), **notes, **figures)
+
+    return training.train(module, batches(cfg, pair), evaluate, finish, cfg)

@@ -1,0 +1,233 @@
+"""Checkpoints of Hydra's heads, under the authors' keys.
+
+The authors list a head's blocks as often as it has layers, though all but the first one are the same, and in Hydra++
+with a dropout module in front of each. So block j of head i is `hydra_mlp.i.j` in Hydra and `hydra_mlp.i.(1 + 2 j)` in
+Hydra++ (`prefix-mlp`), whose output matrices are `hydra_lm_head.i.1` instead of `hydra_lm_head.i`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import LlamaConfig
+
+from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.hydra_heads.heads import Heads, PrefixLayer, prefix_config
+from specbench.decoding.device import place_weights
+from specbench.decoding.linear import lay_out
+from specbench.errors import UserError
+from specbench.expand import Expansion
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from specbench.decoding.target import StagedModel
+    from specbench.pairs import Pair
+
+WHAT = "the Hydra heads"
+FILES = (WEIGHTS, "hydra_lm_head.pt")
+PLAIN, PREFIXED = "mlp", "prefix-mlp"  # the architectures, as the authors' config.json names them
+PREFIX = "prefix_embeding_layer."  # spelt as by the authors
+EMBEDDING = "input_embed_fn.weight"  # a copy of the target's, which is used in its place
+UNUSED = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq")
+
+
+def save_heads(heads: Heads, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:
+    """Writes config.json (with `notes`, such as the tree) and model.safetensors."""
+    settings: dict[str, Any] = {
+        "hydra_num_heads": heads.heads,
+        "hydra_num_layers": heads.layers,
+        "hydra_head_arch": PLAIN if heads.prefix is None else PREFIXED,
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        # Not the authors': the width, the target's head in place of own ones, what differs from a default Llama.
+        "hidden_size": heads.hidden,
+        "original_lm_head": heads.output is None,
+        **({} if heads.prefix is None else {"prefix": heads.prefix.config.to_diff_dict()}),
+    }
+    state = {} if heads.prefix is None else _renamed(heads.prefix.state_dict(), PREFIX)
+    for i, wide in enumerate(cast("list[torch.nn.Linear]", heads.wide)):
+        blocks, output = _names(heads.prefix is not None, i, heads.layers)
+        for part, rows in (("res_connection", slice(heads.hidden)), ("linear", slice(heads.hidden, None))):
+            state[f"{blocks[0]}.{part}.weight"] = wide.weight[rows]
+            state[f"{blocks[0]}.{part}.bias"] = wide.bias[rows]
+        for block in blocks[1:]:
+            state |= _renamed(heads.square[i].state_dict(), f"{block}.linear.")
+        if heads.output is not None:
+            state |= _renamed(heads.output[i].state_dict(), f"{output}.")
+    write_checkpoint(folder, settings | notes, state, dtype)
+
+
+def load_heads(folder: str | Path, target: StagedModel, pair: Pair) -> tuple[Heads, dict[str, Any]]:
+    """Reads `config.json` and `model.safetensors` or the authors' `hydra_lm_head.pt` from a folder.
+
+    Pickles are read with weights_only.
+
+    Args:
+        folder: where the files are.
+        target: that the heads draft for.
+        pair: with the target. If it was expanded, the heads are, too.
+
+    Returns:
+        The heads, on the pair's device, and the content of config.json.
+
+    Raises:
+        UserError: a file cannot be read, the heads are of another kind, a key or a shape is missing, unknown or wrong,
+            tensors that must be equal are not, or the heads were made for another target.
+    """
+    settings, state = read_checkpoint(folder, WHAT, FILES)
+    _check_settings(folder, settings)
+    prefixed = settings["hydra_head_arch"] == PREFIXED
+    expansion: Expansion | None = pair.expansion
+    hidden = target.hidden_size if expansion is None else expansion.old.hidden
+    vocab = target.lm_head.out_features if expansion is None else expansion.old.vocab
+    first = _names(prefixed, 0, 1)[0][0]
+    if (weight := state.get(f"{first}.linear.weight")) is not None:
+        check_width(folder, WHAT, weight.shape[0], hidden)
+    layers = _count(folder, settings, state)
+    config = None
+    if prefixed:
+        own = settings.get("prefix")
+        config = prefix_config(target.config) if own is None else LlamaConfig(**own)
+    heads = Heads(
+        settings["hydra_num_heads"], layers, hidden, None if settings.get("original_lm_head") else vocab, config
+    )
+    _check_embedding(folder, state.pop(EMBEDDING, None), target.embed_tokens.weight[:vocab, :hidden])
+    for name in UNUSED:
+        state.pop(name, None)
+    _fill(folder, heads, state)
+    if expansion is None:
+        place_weights(heads, pair.device, pair.dtype)
+    else:
+        heads = _expanded(folder, heads, target, pair)
+    heads.eval().requires_grad_(False)
+    lay_out(heads)
+    return heads, settings
+
+
+def _names(prefixed: bool, i: int, layers: int) -> tuple[list[str], str]:
+    """What head i's blocks and its output matrix are called."""
+    if prefixed:
+        return [f"hydra_mlp.{i}.{1 + 2 * j}" for j in range(layers)], f"hydra_lm_head.{i}.1"
+    return [f"hydra_mlp.{i}.{j}" for j in range(layers)], f"hydra_lm_head.{i}"
+
+
+def _renamed(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in state.items()}
+
+
+def _check_settings(folder: str | Path, settings: dict[str, Any]) -> None:
+    """Raises UserError for heads that are no Hydra heads as this module knows them."""
+    arch = settings.get("hydra_head_arch")
+    problems = []
+    if arch not in (PLAIN, PREFIXED):
+        problems.append(f"hydra_head_arch is {arch!r}, not '{PLAIN}' or '{PREFIXED}'")
+    if not settings.get("grounded_heads"):
+        problems.append("grounded_heads is not true: the heads do not see the tokens in front of theirs")
+    if settings.get("hidden_state_offset", 0) != 0:
+        problems.append("hidden_state_offset is not 0: the heads read states of an earlier layer")
+    problems += [
+        f"{key} is {settings.get(key)!r}, not a whole number from 1 on"
+        for key in ("hydra_num_heads", "hydra_num_layers")
+        if not isinstance(settings.get(key), int) or settings[key] < 1
+    ]
+    if problems:
+        raise UserError(f"{WHAT} in '{folder}' cannot be used: {'; '.join(problems)}")
+
+
+def _count(folder: str | Path, settings: dict[str, Any], state: dict[str, torch.Tensor]) -> int:
+    """The layers of each head. Raises UserError unless heads and layers are as many as config.json says."""
+    blocks = {tuple(name.split(".")[1:3]) for name in state if name.startswith("hydra_mlp.")}
+    heads = len({head for head, _ in blocks})
+    found = {"hydra_num_heads": heads, "hydra_num_layers": len(blocks) // max(1, heads)}
+    for key, number in found.items():
+        if settings[key] != number:
+            raise UserError(
+                f"{WHAT} in '{folder}' do not fit: config.json says {key}={settings[key]}, the tensors are of {number}"
+            )
+    return found["hydra_num_layers"]
+
+
+def _check_embedding(folder: str | Path, copy: torch.Tensor | None, own: torch.Tensor) -> None:
+    """Raises UserError unless a copy of the target's embedding is one, but for the rounding of a 16-bit type."""
+    if copy is None:
+        return
+    own = own.detach().float().cpu()
+    if copy.shape != own.shape or not torch.allclose(copy.float(), own, rtol=2**-7, atol=1e-4):
+        raise UserError(
+            f"{WHAT} in '{folder}' were made for another target: {EMBEDDING} is not the target's embedding"
+        )
+
+
+def _fill(folder: str | Path, heads: Heads, state: dict[str, torch.Tensor]) -> None:
+    """Puts a checkpoint's tensors into heads. Raises UserError as `load_heads` says."""
+    shapes: dict[str, torch.Size] = {}
+    own: dict[str, torch.Tensor] = {} if heads.prefix is None else heads.prefix.state_dict()
+    shapes |= {f"{PREFIX}{name}": tensor.shape for name, tensor in own.items()}
+    d = heads.hidden
+    for i in range(heads.heads):
+        blocks, output = _names(heads.prefix is not None, i, heads.layers)
+        for part in ("res_connection", "linear"):
+            shapes[f"{blocks[0]}.{part}.weight"] = torch.Size((d, (2 + i) * d))
+            shapes[f"{blocks[0]}.{part}.bias"] = torch.Size((d,))
+        for block in blocks[1:]:
+            shapes |= {f"{block}.linear.weight": torch.Size((d, d)), f"{block}.linear.bias": torch.Size((d,))}
+        if heads.output is not None:
+            weights = heads.output[i].state_dict()
+            shapes |= {f"{output}.{name}": tensor.shape for name, tensor in weights.items()}
+    check_tensors(folder, WHAT, state, shapes)
+    if heads.prefix is not None:
+        heads.prefix.load_state_dict({name: state[f"{PREFIX}{name}"] for name in own})
+    for i in range(heads.heads):
+        blocks, output = _names(heads.prefix is not None, i, heads.layers)
+        for leaf in ("weight", "bias"):
+            parts = [state[f"{blocks[0]}.{part}.{leaf}"] for part in ("res_connection", "linear")]
+            _put(heads.wide[i], leaf, torch.cat(parts))
+            tied = [f"{block}.linear.{leaf}" for block in blocks[1:]]
+            for name in tied[1:]:
+                if not torch.equal(state[name], state[tied[0]]):
+                    raise UserError(
+                        f"{WHAT} in '{folder}' do not fit: {name} differs from {tied[0]}, "
+                        "though both are the same block"
+                    )
+            if tied:
+                _put(heads.square[i], leaf, state[tied[0]])
+            if heads.output is not None:
+                _put(heads.output[i], leaf, state[f"{output}.{leaf}"])
+
+
+@torch.no_grad()
+def _put(layer: torch.nn.Module, leaf: str, values: torch.Tensor) -> None:
+    """Sets a layer's weight or bias."""
+    layer.get_parameter(leaf).copy_(values)
+
+
+@torch.no_grad()
+def _expanded(folder: str | Path, heads: Heads, target: StagedModel, pair: Pair) -> Heads:
+    """The heads at the width of an expanded target, which say what they said of the narrow one's states."""
+    expansion = cast("Expansion", pair.expansion)
+    if heads.output is not None:
+        raise UserError(f"{WHAT} in '{folder}' have output matrices of their own: they cannot be expanded")
+    old, new = expansion.old.hidden, expansion.new.hidden
+    wide = Heads(heads.heads, heads.layers, new)
+    for parameter in wide.parameters():
+        parameter.zero_()
+    for i in range(heads.heads):
+        # [A; B] by rows, [s, e, ...] by columns: each part at the beginning of its wider one.
+        source, into = heads.wide[i].get_parameter("weight"), wide.wide[i].get_parameter("weight")
+        into.view(2, new, 2 + i, new)[:, :old, :, :old] = source.view(2, old, 2 + i, old)
+        bias = wide.wide[i].get_parameter("bias").view(2, new)
+        bias[:, :old] = heads.wide[i].get_parameter("bias").view(2, old)
+        if expansion.new.vocab > expansion.old.vocab:
+            # In the target's states this dimension keeps added tokens from being chosen.
+            bias[0, old] = 1.0
+        if heads.layers > 1:
+            wide.square[i].get_parameter("weight")[:old, :old] = heads.square[i].get_parameter("weight")
+            wide.square[i].get_parameter("bias")[:old] = heads.square[i].get_parameter("bias")
+    place_weights(wide, pair.device, pair.dtype)
+    if heads.prefix is not None:
+        own = Expansion(heads.prefix.config.to_dict(), prefix_config(target.config).to_dict(), "the prefix layer")
+        source = heads.prefix.float()
+        wide.prefix = own.build(lambda config: PrefixLayer(config, old), source, pair.device, pair.dtype)
+    return wide

@@ -1,0 +1,152 @@
+"""Hydra's drafter: a static tree of ranks, filled level by level by heads that see the tokens of each path.
+
+Head i drafts the children of the nodes of depth i, from a state of the target and the tokens that lead to each node
+(Ankner et al. 2024, sections 3 and 4). In Hydra the state is the one in front of the pending token; in Hydra++ it is
+what the prefix layer makes of the states of all tokens in front of it. The layer is given the target's own states of
+the tokens that were kept, at the end of the round.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from methods.heads import draft_head
+from methods.rank_trees import chosen_paths, likeliest_ids, rank_tree
+from specbench.decoding.device import move_slots
+from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
+from specbench.decoding.kv_cache import KVCache, Pass
+from specbench.decoding.layers import quick, weight_bytes
+from specbench.decoding.layout import RaggedLayout
+from specbench.decoding.linear import laid_linear
+from specbench.decoding.target import StagedModel, attention_mask, rope_of
+from specbench.pairs import Pair
+from specbench.questions import packaged
+from specbench.values import Count
+
+if TYPE_CHECKING:
+    from specbench.decoding.target import Prefill
+
+
+class HydraHeads(Drafter):
+    """Drafts with heads on the target's states and on the drafted tokens; see the module.
+
+    Not as published: with temperature the tree is verified by the target's own draws, which keeps its distribution; the
+    authors' "typical acceptance" does not.
+
+    Args:
+        pair: with the target.
+        heads: folder of the heads' checkpoint, with a prefix layer (Hydra++) or without (Hydra).
+        nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
+            get the authors' of 63 nodes.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_size: the size of the trimmed head; None for all tokens of the map.
+
+    Raises:
+        UserError: the heads cannot be read, do not fit the target, or have no tree of so many nodes.
+    """
+
+    needs = Needs(part="hydra_heads")
+    certain = True
+    taps = (NORMED,)
+
+    def __init__(
+        self,
+        pair: Pair,
+        heads: str,
+        nodes: Count | None = None,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        from methods.hydra_heads.checkpoint import load_heads  # late: transformers' models take seconds to import
+
+        target = StagedModel(pair.target)
+        loaded, settings = load_heads(packaged(heads), target, pair)
+        self.heads = quick(loaded)
+        self.head = draft_head(pair, target, vocab_map, vocab_size)
+        self.paths = chosen_paths(settings.get("tree"), loaded.heads, nodes, self.head.rows)
+        self.max_nodes = len(self.paths)
+        self.max_draft_tokens = max(map(len, self.paths))
+        self._prefix_bytes = 0 if loaded.prefix is None else weight_bytes(loaded.prefix)
+        self._outputs = [self._own_output(i) for i in range(loaded.heads)]
+        squares = [weight_bytes(layer) for layer in loaded.square] or [0] * loaded.heads
+        outputs = [self.head.bytes if own is None else weight_bytes(own) for own in self._outputs]
+        self._level_bytes = [sum(parts) for parts in zip(map(weight_bytes, loaded.wide), squares, outputs)]
+
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Makes room for the state that each sequence drafts from, and for the prefix layer's keys and values."""
+        self._target = target
+        self._states = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
+        if (prefix := self.heads.prefix) is not None:
+            self._layout = RaggedLayout(prefix.new_cache(capacity, slots))
+            self._rope = prefix.rope(torch.arange(capacity, device=target.device).unsqueeze(0), self._states)
+
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Notes the state to draft from, in front of the first pending token."""
+        states, n = prefill.hidden_states[NORMED], prefill.ids.shape[1]
+        if self.heads.prefix is not None:
+            states = self._prefix(states, self._layout.prefill_view(slot, n), Pass.consecutive(0, n))
+        self._states[slot] = states[0, -1]
+
+    def draft(self, batch: Batch) -> Draft:
+        """Fills the tree level by level, each level in one product."""
+        paths = tuple(self.paths[: batch.max_nodes])
+        tree, levels = rank_tree(paths, batch.max_draft, batch.tokens.device, leaves_last=True)
+        # Of each node with children: the state, and the embeddings of the tokens from the pending one to its own.
+        read = torch.cat(
+            [self._states[: batch.size].unsqueeze(1), self._target.embed(batch.newest(1))], dim=-1
+        )
+        inner: list[torch.Tensor] = []
+        leaves: list[torch.Tensor] = []
+        for depth, level in enumerate(levels):
+            if depth:
+                before = levels[depth - 1]
+                path = read[:, before.parents[: before.inner]]
+                read = torch.cat([path, self._target.embed(inner[-1])], dim=-1)
+            logits = self._logits(self.heads(depth, read), depth)
+            tokens = self.head.ids(likeliest_ids(logits, level.most_ranks)[:, level.parents, level.ranks])
+            inner.append(tokens[:, : level.inner])
+            leaves.append(tokens[:, level.inner :])
+        return Draft(
+            torch.cat([*inner, *leaves], dim=1),
+            tree=tree,
+            bytes_read=self._prefix_bytes + sum(self._level_bytes[: len(levels)]),
+        )
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Notes the state to draft from next, in front of the token that is pending now."""
+        states = verified.hidden_states[NORMED]
+        if self.heads.prefix is None:
+            self._states[: batch.size] = verified.last(states)
+            return
+        # Where fewer tokens were kept than elsewhere, what lies behind is written over in the next round.
+        n = 1 + max(verified.counts)
+        where = self._layout.place(batch, n)
+        seen = self._prefix(verified.kept(states)[:, :n], self._layout.cache, where)
+        self._states[: batch.size] = seen[torch.arange(batch.size, device=seen.device), verified.count]
+
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Copies slots of the states and of the prefix layer's cache."""
+        move_slots(self._states, sources, destinations)
+        if self.heads.prefix is not None:
+            self._layout.move(sources, destinations, kv_len)
+
+    def _prefix(self, states: torch.Tensor, cache: KVCache, where: Pass) -> torch.Tensor:
+        """The target's states [b, n, d] -> the prefix layer's."""
+        b, n = states.shape[:2]
+        cache.begin_pass(0, 1, where, b, n)
+        return self.heads.prefix(states, rope_of(self._rope, where, n), attention_mask(where, n, states), cache)
+
+    def _own_output(self, i: int) -> torch.nn.Module | None:
+        """Head i's own output matrix, trimmed like the target's head; None where that is used."""
+        if self.heads.output is None:
+            return None
+        output = cast("torch.nn.Linear", self.heads.output[i])
+        kept = self.head.kept
+        return output if kept is None else laid_linear(output.weight[kept], output.bias[kept])
+
+    def _logits(self, states: torch.Tensor, i: int) -> torch.Tensor:
+        """States [b, n, d] of head i -> logits [b, n, rows]."""
+        own = self._outputs[i]
+        return self.head.logits(states) if own is None else own(states)

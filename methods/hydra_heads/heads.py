@@ -1,0 +1,109 @@
+"""Hydra's heads.
+
+Head i guesses token t + 2 + i from the state f of token t behind the target's final norm and from the tokens in
+between. With u = [s, e(t + 1), ..., e(t + 1 + i)], e being the target's embedding, its first block is
+z = A u + a + SiLU(B u + b), and every further one z + SiLU(W z + c) with the same W and c. Then comes an output matrix
+of its own with a bias, or, where there is none ("shared head"), the target's. In Hydra s is f. In Hydra++ s is what the
+prefix layer, a decoder layer over the states of all tokens, makes of f.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.functional import pad, silu
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from methods.draft_layer import DraftLayer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from specbench.decoding.kv_cache import KVCache
+
+
+class PrefixLayer(DraftLayer):
+    """Hydra++'s prefix layer: a Llama model of one layer over the target's states.
+
+    Args:
+        config: one layer.
+        width: what lies behind this width of the states is not read; None: all is read.
+    """
+
+    def __init__(self, config: LlamaConfig, width: int | None = None):
+        layer = LlamaDecoderLayer(config, layer_idx=0)
+        super().__init__(config, layer, layer.self_attn)
+        self.width = width
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: KVCache | None = None,
+    ) -> torch.Tensor:
+        """States [batch, n, d] -> states [batch, n, d]."""
+        if self.width is not None:
+            hidden = pad(hidden[..., : self.width], (0, hidden.shape[-1] - self.width))
+        return super().forward(hidden, position_embeddings, attention_mask, past_key_values)
+
+
+class Heads(nn.Module):
+    """K heads; see the module.
+
+    Args:
+        heads: K.
+        layers: blocks of each head; all but the first one are the same block.
+        hidden: width of the target.
+        vocab: ids that heads of their own score; None: the target's head is used.
+        prefix: of the prefix layer; None: there is none.
+    """
+
+    output: nn.ModuleList | None
+    prefix: PrefixLayer | None
+
+    def __init__(
+        self, heads: int, layers: int, hidden: int, vocab: int | None = None, prefix: LlamaConfig | None = None
+    ):
+        super().__init__()
+        self.layers, self.hidden = layers, hidden
+        # The rows of A, and behind them those of B: one product.
+        self.wide = nn.ModuleList(nn.Linear((2 + i) * hidden, 2 * hidden) for i in range(heads))
+        self.square = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(heads if layers > 1 else 0))
+        self.output = None if vocab is None else nn.ModuleList(nn.Linear(hidden, vocab) for _ in range(heads))
+        self.prefix = None if prefix is None else PrefixLayer(prefix)
+
+    @property
+    def heads(self) -> int:
+        """How many there are."""
+        return len(self.wide)
+
+    def forward(self, i: int, states: torch.Tensor) -> torch.Tensor:
+        """Head i's input u [..., (2 + i) d] -> states [..., d] for the output matrix."""
+        through, inner = self.wide[i](states).split(self.hidden, -1)
+        z = through + silu(inner)
+        for _ in range(self.layers - 1):
+            z = z + silu(self.square[i](z))
+        return z
+
+
+def prefix_config(target_config: PretrainedConfig) -> LlamaConfig:
+    """The prefix layer of a target: one Llama layer of its dimensions, rotary positions as in the target."""
+    heads, hidden = target_config.num_attention_heads, target_config.hidden_size
+    rope = getattr(target_config, "rope_parameters", None) or {}
+    own = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=getattr(target_config, "intermediate_size", None) or target_config.ffn_dim,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(target_config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(target_config, "head_dim", None) or hidden // heads,
+        vocab_size=target_config.vocab_size,
+        rms_norm_eps=getattr(target_config, "rms_norm_eps", None) or 1e-6,
+        max_position_embeddings=target_config.max_position_embeddings,
+        rope_parameters=own if "rope_theta" in own else {"rope_type": "default", "rope_theta": 10000.0},
+    )

@@ -1,0 +1,128 @@
+"""Trains the heads of Hydra and Hydra++: `python -m methods.hydra_heads.train pair=... [conversations=FILE]`.
+
+Cross-entropy of each head against the target's own distribution of the token that it guesses, given the true tokens in
+between; all heads weigh the same (the authors' recipe for Hydra++). Unlike in the authors' script the loss counts the
+tokens that the assistant says by the token that is guessed, nothing is dropped out, every head begins as the target's
+own, and the prefix layer as the target's last one. Heads share the target's output matrix, unless `own_output` gives
+each one of its own. At the end a tree is made of the ranks at which the heads, given the true tokens in between, had
+the right ones: the most frequent paths.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from methods.head_training import HeadDistillation, train_heads
+from methods.training import SETTINGS, training_pair
+from specbench.compose import with_hydra
+from specbench.decoding.target import StagedModel
+from specbench.errors import one_line_errors
+from specbench.pairs import load_pair
+from specbench.values import Count, check_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from methods.hydra_heads.heads import Heads, PrefixLayer
+    from specbench.training import Batch
+
+
+@torch.no_grad()
+def fresh_heads(target: StagedModel, heads: int, layers: int, prefix: bool, own_output: bool) -> Heads:
+    """Heads to train, each of which says what the target's own head says of the state in front.
+
+    Args:
+        target: that they are for.
+        heads: how many.
+        layers: blocks of each.
+        prefix: whether there is a prefix layer.
+        own_output: whether each head has an output matrix.
+    """
+    from methods.hydra_heads.heads import Heads, prefix_config  # late: it takes seconds to import
+
+    config = prefix_config(target.config) if prefix else None
+    hidden, vocab = target.hidden_size, target.lm_head.out_features
+    fresh = Heads(heads, layers, hidden, vocab if own_output else None, config).to(target.device)
+    for layer in cast("list[torch.nn.Linear]", [*fresh.wide, *fresh.square]):
+        layer.weight.zero_()
+        layer.bias.zero_()
+    for layer in cast("list[torch.nn.Linear]", fresh.wide):
+        layer.weight[:hidden, :hidden].fill_diagonal_(1.0)
+    for output in cast("list[torch.nn.Linear]", fresh.output or []):
+        output.weight.copy_(target.lm_head.weight)
+        output.bias.zero_() if target.lm_head.bias is None else output.bias.copy_(target.lm_head.bias)
+    if fresh.prefix is not None:
+        _begin(fresh.prefix, target)
+    return fresh
+
+
+def _begin(prefix: PrefixLayer, target: StagedModel) -> None:
+    """Makes the prefix layer that of the target's last layer, as far as it has that form, but for what it adds.
+
+    It adds nothing yet, and its norm gives the target's states but for their lengths, which become their mean one.
+    """
+    layer, last = cast("Any", prefix.layers[0]), cast("Any", target.layers[-1])
+    shapes, others = ({k: v.shape for k, v in m.state_dict().items()} for m in (layer, last))
+    if shapes == others:
+        layer.load_state_dict(last.state_dict())
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+    weight = cast("torch.Tensor", target.norm.weight)
+    prefix.norm.weight.fill_(weight.float().square().mean().sqrt().item())
+
+
+class Distillation(HeadDistillation):
+    """batch -> cross-entropy of the heads against the target, which stays as it is."""
+
+    def __init__(self, heads: Heads, target: StagedModel):
+        super().__init__(heads.heads, target)
+        self.heads = heads
+
+    def states(self, batch: Batch, finals: torch.Tensor) -> list[torch.Tensor]:
+        """States [B, T - 1 - i, d] of each head i, given the tokens of the batch."""
+        with torch.no_grad():
+            embedded = self.target.embed(batch["input_ids"]).float()
+            states, length = finals.float(), finals.shape[1]
+        if self.heads.prefix is not None:
+            positions = torch.arange(length, device=states.device).unsqueeze(0)
+            states = self.heads.prefix(states, self.heads.prefix.rope(positions, states))
+        found = []
+        for i in range(self.count):
+            n = length - 1 - i
+            tokens = [embedded[:, 1 + j : 1 + j + n] for j in range(1 + i)]
+            found.append(self.heads(i, torch.cat([states[:, :n], *tokens], dim=-1)))
+        return found
+
+    def logits(self, states: torch.Tensor, i: int) -> torch.Tensor:
+        """States [n, d] of head i -> logits [n, vocab]."""
+        return self.head(states) if self.heads.output is None else self.heads.output[i](states)
+
+
+def train(cfg: DictConfig) -> Path:
+    """Trains as configured (conf/train_hydra_heads.yaml) and returns the folder of the finished heads."""
+    check_all(
+        cfg, SETTINGS | {"heads": Count, "layers": Count, "nodes": Count, "prefix": bool, "own_output": bool}
+    )
+    from methods.hydra_heads.checkpoint import save_heads
+
+    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    target = StagedModel(pair.target)
+    torch.manual_seed(cfg.seed)
+    heads = fresh_heads(target, cfg.heads, cfg.layers, cfg.prefix, cfg.own_output)
+    return train_heads(Distillation(heads, target), cfg, pair, partial(save_heads, heads))
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_hydra_heads", one_line_errors()(train))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
