@@ -110,9 +110,7 @@ class HeadDistillation(torch.nn.Module):
         return counted_paths(ranks[places].tolist(), RANKS)
 
 
-def train_heads(
-    module: HeadDistillation, cfg: DictConfig, pair: Pair, save: Callable[..., None]
-) -> Path:
+def train_heads(module: HeadDistillation, cfg: DictConfig, pair: Pair, save: Callable[..., None]) -> Path:
     """Trains as configured; at the end the `cfg.nodes` most frequent paths of ranks become a tree.
 
     Args:

@@ -29,6 +29,7 @@ WHAT = "the Hydra heads"
 FILES = (WEIGHTS, "hydra_lm_head.pt")
 PLAIN, PREFIXED = "mlp", "prefix-mlp"  # the architectures, as the authors' config.json names them
 PREFIX = "prefix_embeding_layer."  # spelt as by the authors
+PARTS = ("res_connection", "linear")  # of the first block: A, B
 EMBEDDING = "input_embed_fn.weight"  # a copy of the target's, which is used in its place
 UNUSED = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq")
 
@@ -49,7 +50,7 @@ def save_heads(heads: Heads, folder: str | Path, dtype: torch.dtype, **notes: An
     state = {} if heads.prefix is None else _renamed(heads.prefix.state_dict(), PREFIX)
     for i, wide in enumerate(cast("list[torch.nn.Linear]", heads.wide)):
         blocks, output = _names(heads.prefix is not None, i, heads.layers)
-        for part, rows in (("res_connection", slice(heads.hidden)), ("linear", slice(heads.hidden, None))):
+        for part, rows in zip(PARTS, (slice(heads.hidden), slice(heads.hidden, None))):
             state[f"{blocks[0]}.{part}.weight"] = wide.weight[rows]
             state[f"{blocks[0]}.{part}.bias"] = wide.bias[rows]
         for block in blocks[1:]:
@@ -91,7 +92,11 @@ def load_heads(folder: str | Path, target: StagedModel, pair: Pair) -> tuple[Hea
         own = settings.get("prefix")
         config = prefix_config(target.config) if own is None else LlamaConfig(**own)
     heads = Heads(
-        settings["hydra_num_heads"], layers, hidden, None if settings.get("original_lm_head") else vocab, config
+        settings["hydra_num_heads"],
+        layers,
+        hidden,
+        None if settings.get("original_lm_head") else vocab,
+        config,
     )
     _check_embedding(folder, state.pop(EMBEDDING, None), target.embed_tokens.weight[:vocab, :hidden])
     for name in UNUSED:
@@ -162,28 +167,13 @@ def _check_embedding(folder: str | Path, copy: torch.Tensor | None, own: torch.T
 
 def _fill(folder: str | Path, heads: Heads, state: dict[str, torch.Tensor]) -> None:
     """Puts a checkpoint's tensors into heads. Raises UserError as `load_heads` says."""
-    shapes: dict[str, torch.Size] = {}
-    own: dict[str, torch.Tensor] = {} if heads.prefix is None else heads.prefix.state_dict()
-    shapes |= {f"{PREFIX}{name}": tensor.shape for name, tensor in own.items()}
-    d = heads.hidden
-    for i in range(heads.heads):
-        blocks, output = _names(heads.prefix is not None, i, heads.layers)
-        for part in ("res_connection", "linear"):
-            shapes[f"{blocks[0]}.{part}.weight"] = torch.Size((d, (2 + i) * d))
-            shapes[f"{blocks[0]}.{part}.bias"] = torch.Size((d,))
-        for block in blocks[1:]:
-            shapes |= {f"{block}.linear.weight": torch.Size((d, d)), f"{block}.linear.bias": torch.Size((d,))}
-        if heads.output is not None:
-            weights = heads.output[i].state_dict()
-            shapes |= {f"{output}.{name}": tensor.shape for name, tensor in weights.items()}
-    check_tensors(folder, WHAT, state, shapes)
+    check_tensors(folder, WHAT, state, _shapes(heads))
     if heads.prefix is not None:
-        heads.prefix.load_state_dict({name: state[f"{PREFIX}{name}"] for name in own})
+        heads.prefix.load_state_dict({name: state[f"{PREFIX}{name}"] for name in heads.prefix.state_dict()})
     for i in range(heads.heads):
         blocks, output = _names(heads.prefix is not None, i, heads.layers)
         for leaf in ("weight", "bias"):
-            parts = [state[f"{blocks[0]}.{part}.{leaf}"] for part in ("res_connection", "linear")]
-            _put(heads.wide[i], leaf, torch.cat(parts))
+            _put(heads.wide[i], leaf, torch.cat([state[f"{blocks[0]}.{part}.{leaf}"] for part in PARTS]))
             tied = [f"{block}.linear.{leaf}" for block in blocks[1:]]
             for name in tied[1:]:
                 if not torch.equal(state[name], state[tied[0]]):
@@ -195,6 +185,23 @@ def _fill(folder: str | Path, heads: Heads, state: dict[str, torch.Tensor]) -> N
                 _put(heads.square[i], leaf, state[tied[0]])
             if heads.output is not None:
                 _put(heads.output[i], leaf, state[f"{output}.{leaf}"])
+
+
+def _shapes(heads: Heads) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a checkpoint of such heads."""
+    d = heads.hidden
+    own = {} if heads.prefix is None else heads.prefix.state_dict()
+    shapes: dict[str, tuple[int, ...]] = {f"{PREFIX}{name}": tensor.shape for name, tensor in own.items()}
+    for i in range(heads.heads):
+        blocks, output = _names(heads.prefix is not None, i, heads.layers)
+        for part in PARTS:
+            shapes |= {f"{blocks[0]}.{part}.weight": (d, (2 + i) * d), f"{blocks[0]}.{part}.bias": (d,)}
+        for block in blocks[1:]:
+            shapes |= {f"{block}.linear.weight": (d, d), f"{block}.linear.bias": (d,)}
+        if heads.output is not None:
+            weights = heads.output[i].state_dict()
+            shapes |= {f"{output}.{name}": tensor.shape for name, tensor in weights.items()}
+    return shapes
 
 
 @torch.no_grad()
@@ -227,7 +234,9 @@ def _expanded(folder: str | Path, heads: Heads, target: StagedModel, pair: Pair)
             wide.square[i].get_parameter("bias")[:old] = heads.square[i].get_parameter("bias")
     place_weights(wide, pair.device, pair.dtype)
     if heads.prefix is not None:
-        own = Expansion(heads.prefix.config.to_dict(), prefix_config(target.config).to_dict(), "the prefix layer")
+        own = Expansion(
+            heads.prefix.config.to_dict(), prefix_config(target.config).to_dict(), "the prefix layer"
+        )
         source = heads.prefix.float()
         wide.prefix = own.build(lambda config: PrefixLayer(config, old), source, pair.device, pair.dtype)
     return wide

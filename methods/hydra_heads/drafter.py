@@ -59,7 +59,9 @@ class HydraHeads(Drafter):
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
-        from methods.hydra_heads.checkpoint import load_heads  # late: transformers' models take seconds to import
+        from methods.hydra_heads.checkpoint import (
+            load_heads,
+        )  # late: transformers' models take seconds to import
 
         target = StagedModel(pair.target)
         loaded, settings = load_heads(packaged(heads), target, pair)
@@ -136,7 +138,9 @@ class HydraHeads(Drafter):
         """The target's states [b, n, d] -> the prefix layer's."""
         b, n = states.shape[:2]
         cache.begin_pass(0, 1, where, b, n)
-        return self.heads.prefix(states, rope_of(self._rope, where, n), attention_mask(where, n, states), cache)
+        return self.heads.prefix(
+            states, rope_of(self._rope, where, n), attention_mask(where, n, states), cache
+        )
 
     def _own_output(self, i: int) -> torch.nn.Module | None:
         """Head i's own output matrix, trimmed like the target's head; None where that is used."""

@@ -66,7 +66,12 @@ class Heads(nn.Module):
     prefix: PrefixLayer | None
 
     def __init__(
-        self, heads: int, layers: int, hidden: int, vocab: int | None = None, prefix: LlamaConfig | None = None
+        self,
+        heads: int,
+        layers: int,
+        hidden: int,
+        vocab: int | None = None,
+        prefix: LlamaConfig | None = None,
     ):
         super().__init__()
         self.layers, self.hidden = layers, hidden

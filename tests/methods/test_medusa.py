@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.medusa import Medusa
-from methods.medusa.drafter import PUBLISHED
 from methods.medusa.heads import MedusaHeads, load_heads, save_heads
 from methods.medusa.train import Distillation
 from methods.ragged import RaggedBatch
+from methods.rank_trees import PUBLISHED
 from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
