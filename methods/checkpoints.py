@@ -12,22 +12,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specbench.errors import UserError, reason
+from specbench.pairs import fetch_small_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def read_checkpoint(
-    folder: str | Path, what: str, files: Sequence[str]
+    folder: str | Path,
+    what: str,
+    files: Sequence[str],
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Reads a folder. Nothing in it is run: pickles are read with weights_only.
 
     Args:
-        folder: where the files are.
+        folder: where the files are, or a hub id.
         what: that is in it, for messages: "the heads".
         files: names that the file of tensors may have; the first one that is there is read.
+        check: called with the content of config.json before tensors are looked for.
 
     Returns:
         The content of config.json, and the tensors by name.
@@ -35,19 +40,32 @@ def read_checkpoint(
     Raises:
         UserError: a file is missing or cannot be read.
     """
-    folder = Path(folder)
+    folder = _fetched(Path(folder), files)
     there = [name for name in files if (folder / name).is_file()]
-    if not (folder / CONFIG).is_file() or not there:
-        missing = f"one of {', '.join(files)}" if (folder / CONFIG).is_file() else CONFIG
-        raise UserError(f"{what} in '{folder}' cannot be read: {missing} is missing")
-    path = folder / there[0]
     try:
+        if not (folder / CONFIG).is_file():
+            raise UserError(f"{what} in '{folder}' cannot be read: {CONFIG} is missing")
         settings = json.loads((folder / CONFIG).read_text())
+        if check is not None:
+            check(settings)
+        if not there:
+            raise UserError(f"{what} in '{folder}' cannot be read: one of {', '.join(files)} is missing")
+        path = folder / there[0]
         if path.suffix == ".safetensors":
             return settings, load_file(path)
         return settings, torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{what} in '{folder}' cannot be read: {reason(error)}") from error
+
+
+def _fetched(folder: Path, files: Sequence[str]) -> Path:
+    """The folder itself, or, where there is none and its name has the form of a hub id, the hub's files in the cache.
+
+    Raises UserError for one that is neither there nor on the hub.
+    """
+    if folder.is_dir() or len(folder.parts) != 2 or folder.is_absolute():
+        return folder
+    return fetch_small_files(folder.as_posix(), patterns=[CONFIG, *files])
 
 
 def check_width(folder: str | Path, what: str, width: int | None, target: int) -> None:
@@ -56,6 +74,13 @@ def check_width(folder: str | Path, what: str, width: int | None, target: int) -
         raise UserError(
             f"{what} in '{folder}' are {width} wide, the target {target}: they were made for another target"
         )
+
+
+def check_copy(folder: str | Path, what: str, name: str, copy: torch.Tensor, own: torch.Tensor) -> None:
+    """Raises UserError unless a tensor is a copy of one of the target's, but for the rounding of a 16-bit type."""
+    own = own.detach().float().cpu()
+    if copy.shape != own.shape or not torch.allclose(copy.float(), own, rtol=2**-7, atol=1e-4):
+        raise UserError(f"{what} in '{folder}' were made for another target: {name} is not the target's")
 
 
 def check_tensors(

@@ -393,15 +393,23 @@ def cut(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     return shorter.to(model.device).eval()
 
 
-def fetch_small_files(name: str, revision: str | None, gated: bool) -> Path:
+def fetch_small_files(
+    name: str, revision: str | None = None, gated: bool = False, patterns: Collection[str] = SMALL_FILES
+) -> Path:
     """The folder in the hub's cache with a model's config and tokenizer; without a network, what is cached.
+
+    Args:
+        name: hub id.
+        revision: of it; None: the newest.
+        gated: whether the hub asks for a licence to be accepted first.
+        patterns: of the names of other files to fetch in place of these.
 
     Raises UserError for a model or revision that is not there, is gated, or cannot be reached.
     """
     accept = "accept its licence on its page, then log in with `hf auth login` or set HF_TOKEN"
     hint = f"; it is gated: {accept}" if gated else ""
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=SMALL_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except GatedRepoError as error:
         raise UserError(f"'{name}' is gated: {accept}") from error
     except RevisionNotFoundError as error:

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 # The second pair for those to which it brings other weights.
 ON_PAIRS = [(m, "tiny") for m in METHODS] + [
-    (m, "tiny_shallow") for m in ("ar", "kangaroo", "kangaroo_tree", "medusa", "s2d", "sps", "sps_tree")
+    (m, "tiny_shallow")
+    for m in ("ar", "kangaroo", "kangaroo_tree", "medusa", "hydra_heads", "s2d", "sps", "sps_tree")
 ]
 # Without a draft: certified against transformers' generate, as the others need not be once more.
 PLAIN = ("ar", "ar_batch")
@@ -34,6 +35,8 @@ COMBINATIONS = [
     ("ragged", "oracle", "full"),
     ("ragged", "medusa", "trim"),
     ("exspec", "medusa", "full"),
+    ("ragged", "hydra_heads", "trim"),
+    ("eqspec", "hydra_heads", "full"),
     ("ragged", "recycling", "full"),
     ("eqspec", "recycling", "full"),
     ("ragged", "lookahead", "full"),

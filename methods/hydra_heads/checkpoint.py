@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LlamaConfig
 
-from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.checkpoints import (
+    WEIGHTS,
+    check_copy,
+    check_tensors,
+    check_width,
+    read_checkpoint,
+    write_checkpoint,
+)
 from methods.hydra_heads.heads import Heads, PrefixLayer, prefix_config
 from specbench.decoding.device import place_weights
 from specbench.decoding.linear import lay_out
@@ -98,7 +105,8 @@ def load_heads(folder: str | Path, target: StagedModel, pair: Pair) -> tuple[Hea
         None if settings.get("original_lm_head") else vocab,
         config,
     )
-    _check_embedding(folder, state.pop(EMBEDDING, None), target.embed_tokens.weight[:vocab, :hidden])
+    if (copy := state.pop(EMBEDDING, None)) is not None:
+        check_copy(folder, WHAT, EMBEDDING, copy, target.embed_tokens.weight[:vocab, :hidden])
     for name in UNUSED:
         state.pop(name, None)
     _fill(folder, heads, state)
@@ -152,17 +160,6 @@ def _count(folder: str | Path, settings: dict[str, Any], state: dict[str, torch.
                 f"{WHAT} in '{folder}' do not fit: config.json says {key}={settings[key]}, the tensors are of {number}"
             )
     return found["hydra_num_layers"]
-
-
-def _check_embedding(folder: str | Path, copy: torch.Tensor | None, own: torch.Tensor) -> None:
-    """Raises UserError unless a copy of the target's embedding is one, but for the rounding of a 16-bit type."""
-    if copy is None:
-        return
-    own = own.detach().float().cpu()
-    if copy.shape != own.shape or not torch.allclose(copy.float(), own, rtol=2**-7, atol=1e-4):
-        raise UserError(
-            f"{WHAT} in '{folder}' were made for another target: {EMBEDDING} is not the target's embedding"
-        )
 
 
 def _fill(folder: str | Path, heads: Heads, state: dict[str, torch.Tensor]) -> None:

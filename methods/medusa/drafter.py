@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.heads import draft_head
-from methods.medusa.heads import load_heads
+from methods.heads import DraftHead, draft_head, target_ids
+from methods.medusa.checkpoint import load_heads
 from methods.rank_trees import chosen_paths, likeliest_ids, rank_tree
 from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.target import StagedModel
+from specbench.errors import UserError
 from specbench.pairs import Pair
 from specbench.questions import packaged
 from specbench.values import Count
@@ -33,7 +34,7 @@ class Medusa(Drafter):
 
     Args:
         pair: with the target.
-        heads: folder of the heads' checkpoint.
+        heads: folder of the heads' checkpoint, the authors' or vLLM's.
         nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
             get the authors' of 63 nodes.
         vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
@@ -56,17 +57,23 @@ class Medusa(Drafter):
         vocab_size: Count | None = None,
     ):
         target = StagedModel(pair.target)
-        self.heads, settings = load_heads(
-            packaged(heads), target.hidden_size, pair.device, pair.dtype, pair.expansion
+        self.heads, settings, ids = load_heads(packaged(heads), target, pair)
+        if ids is not None and vocab_map is not None:
+            raise UserError(
+                f"the heads in '{heads}' score some tokens alone, by a map of their own: set vocab=full"
+            )
+        self.head = (
+            draft_head(pair, target, vocab_map, vocab_size)
+            if ids is None
+            else DraftHead(target, target_ids(pair), ids)
         )
-        self.head = draft_head(pair, target, vocab_map, vocab_size)
         self.paths = chosen_paths(settings.get("tree"), self.heads.heads, nodes, self.head.rows)
         self.max_nodes = len(self.paths)
         self.max_draft_tokens = max(map(len, self.paths))
         self.ranks = 1 + max(rank for path in self.paths for rank in path)
         self.device = pair.device
         self._output: torch.Tensor | None = self.heads.output
-        if self._output is not None and self.head.kept is not None:
+        if self._output is not None and self.head.kept is not None and ids is None:
             self._output = self._output[:, self.head.kept]
         own = 0 if self._output is None else self._output.nbytes
         blocks = weight_bytes(self.heads) - (0 if self.heads.output is None else self.heads.output.nbytes)

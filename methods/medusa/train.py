@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from methods.head_training import HeadDistillation, train_heads
-from methods.medusa.heads import MedusaHeads, save_heads
+from methods.medusa.checkpoint import save_for_vllm, save_heads
+from methods.medusa.heads import MedusaHeads
 from methods.training import SETTINGS, training_pair
 from specbench.compose import with_hydra
 from specbench.decoding.target import StagedModel
@@ -54,7 +55,10 @@ class Distillation(HeadDistillation):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_medusa.yaml) and returns the folder of the finished heads."""
-    check_all(cfg, SETTINGS | {"heads": Count, "nodes": Count, "own_output": bool})
+    check_all(
+        cfg,
+        SETTINGS | {"heads": Count, "nodes": Count, "own_output": bool, "form": Literal["authors", "vllm"]},
+    )
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     target = StagedModel(pair.target)
     torch.manual_seed(cfg.seed)
@@ -63,7 +67,10 @@ def train(cfg: DictConfig) -> Path:
     if heads.output is not None:
         with torch.no_grad():
             heads.output.copy_(target.lm_head.weight.expand_as(heads.output))
-    return train_heads(Distillation(heads, target), cfg, pair, partial(save_heads, heads))
+    save = partial(save_heads, heads)
+    if cfg.form == "vllm":
+        save = partial(save_for_vllm, heads, target.lm_head.weight)
+    return train_heads(Distillation(heads, target), cfg, pair, save)
 
 
 @one_line_errors()

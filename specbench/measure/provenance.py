@@ -251,7 +251,7 @@ def _weights(source: str, revision: str | None) -> dict:
         files = (
             [path]
             if path.is_file()
-            else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json"))
+            else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".json"))
         )
         return {"source": source, "files": {file.name: file_sha256(file) for file in files}}
     if path.is_absolute():  # a folder of a part that the method at hand may not need

@@ -11,7 +11,10 @@ import torch
 from methods import family
 from specbench.training import RECORD
 
-DRAFTERS = ("draft", "s2d", "streaming", "kangaroo", "kangaroo_shallow", "medusa", "medusa_shallow")
+DRAFTERS = (
+    *("draft", "s2d", "streaming", "kangaroo", "kangaroo_shallow", "medusa", "medusa_shallow"),
+    *("hydra_heads", "hydra_heads_shallow"),
+)
 
 
 def test_every_drafter_is_told_the_same(tmp_path):

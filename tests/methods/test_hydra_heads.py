@@ -490,7 +490,7 @@ def test_training_learns_and_what_is_saved_drafts_as_what_was_trained(prefix, tm
     monkeypatch.setattr(checkpoint, "save_heads", keep)
     out = train_hydra_heads(cfg)
     settings = json.loads((out / "config.json").read_text())
-    assert settings["head_2_agreement"] > 0.7 and len(settings["tree"]) == len(settings["tree_counts"]) > 2
+    assert settings["head_2_agreement"] > 0.7 and len(settings["tree"]) == len(settings["tree_counts"]) > 0
     log = [
         json.loads(line)["held_out_agreement"] for line in (out / "train_log.jsonl").read_text().splitlines()
     ]

@@ -83,9 +83,9 @@ def adapter(folder, config, device, dtype, expansion) -> adapters.Adapter:
         return adapters.Adapter(adapters.adapter_config(config)).eval().requires_grad_(False)
 
 
-def heads(folder, hidden, device, dtype, expansion) -> tuple[MedusaHeads, dict]:
+def heads(folder, target, pair) -> tuple[MedusaHeads, dict, None]:
     with in_bfloat16():
-        return MedusaHeads(5, hidden).eval().requires_grad_(False), {}
+        return MedusaHeads(5, target.hidden_size).eval().requires_grad_(False), {}, None
 
 
 MAKE = {

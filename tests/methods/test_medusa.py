@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
+from methods.heads import DraftHead
 from methods.medusa import Medusa
-from methods.medusa.heads import MedusaHeads, load_heads, save_heads
+from methods.medusa.checkpoint import load_heads, save_for_vllm, save_heads
+from methods.medusa.heads import MedusaHeads
 from methods.medusa.train import Distillation
 from methods.ragged import RaggedBatch
 from methods.rank_trees import PUBLISHED
@@ -25,7 +27,7 @@ from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair
 from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding
-from tests.support.methods import trimmed
+from tests.support.methods import drafts, trimmed
 from tests.support.models import EVERY_ARCHITECTURE
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
@@ -46,6 +48,11 @@ def saved_heads(pair, folder, own: bool = False, **notes) -> str:
     return str(folder)
 
 
+def loaded(folder, pair=None) -> tuple:
+    pair = pair or random_pair("llama")
+    return load_heads(folder, StagedModel(pair.target), pair)
+
+
 @pytest.fixture(params=[False, True], ids=["shared head", "own heads"])
 def folder(request, tmp_path):
     return saved_heads(random_pair("llama"), tmp_path, request.param)
@@ -62,7 +69,8 @@ def test_fresh_heads_say_what_the_target_says():
 
 
 def test_heads_are_blocks_of_their_own(folder):
-    heads, settings = load_heads(folder, 64, torch.device("cpu"), torch.float32)
+    heads, settings, ids = loaded(folder)
+    assert ids is None
     state, states = load_file(f"{folder}/model.safetensors"), torch.randn(4, 64)
     for i in range(3):
         weight, bias = state[f"{i}.0.linear.weight"], state[f"{i}.0.linear.bias"]
@@ -131,17 +139,17 @@ def test_heads_without_a_tree_get_the_published_one(tmp_path):
 def test_a_checkpoint_that_does_not_fit_is_refused(folder, change, message):
     spoil(folder, change)
     with pytest.raises(UserError, match=message):
-        load_heads(folder, 64, torch.device("cpu"), torch.float32)
+        loaded(folder)
 
 
 def test_other_faults_of_a_checkpoint(folder, tmp_path):
     with pytest.raises(UserError, match=r"64 wide.*48.*another target"):
-        load_heads(folder, 48, torch.device("cpu"), torch.float32)
+        loaded(folder, random_pair("llama", hidden_size=48, head_dim=12))
     with pytest.raises(UserError, match="config.json is missing"):
-        load_heads(tmp_path / "nowhere", 64, torch.device("cpu"), torch.float32)
+        loaded(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("no JSON")
     with pytest.raises(UserError, match="cannot be read"):
-        load_heads(tmp_path, 64, torch.device("cpu"), torch.float32)
+        loaded(tmp_path)
 
 
 def test_the_authors_format(folder, tmp_path):
@@ -151,7 +159,7 @@ def test_the_authors_format(folder, tmp_path):
     state = load_file(f"{folder}/model.safetensors")
     torch.save(state, authors / "medusa_lm_head.pt")
     (authors / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
-    ours, theirs = (load_heads(f, 64, torch.device("cpu"), torch.float32)[0] for f in (folder, authors))
+    ours, theirs = (loaded(f)[0] for f in (folder, authors))
     states = torch.randn(2, 64)
     assert theirs.heads == 3 and torch.equal(ours(states), theirs(states))
 
@@ -162,7 +170,182 @@ def test_a_pickle_that_runs_code_is_not_loaded(folder, tmp_path):
     (authors / "config.json").write_text("{}")
     torch.save({"0.0.linear.bias": RunsCode()}, authors / "medusa_lm_head.pt")
     with pytest.raises(UserError, match="[Ww]eights.only"):
-        load_heads(authors, 64, torch.device("cpu"), torch.float32)
+        loaded(authors)
+
+
+def test_files_from_the_hub(folder, monkeypatch):
+    """A part may be a hub id: only the files that are read are fetched."""
+    asked = []
+
+    def fetch(name, revision=None, allow_patterns=None):
+        asked.append((name, allow_patterns))
+        return folder
+
+    monkeypatch.setattr("specbench.pairs.snapshot_download", fetch)
+    assert Medusa(random_pair("llama"), "someone/medusa-of-llama").heads.heads == 3
+    files = ["config.json", "model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors"]
+    assert asked == [("someone/medusa-of-llama", files)]
+
+
+def test_whole_models_and_trees_that_are_too_deep_are_refused(folder, tmp_path):
+    """Medusa-2's checkpoints are models; their files of tensors have any names."""
+    (tmp_path / "two").mkdir()
+    settings = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 32, "medusa_num_heads": 5}
+    (tmp_path / "two" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="whole model.*Medusa-2"):
+        loaded(tmp_path / "two")
+    deep = saved_heads(random_pair("llama"), tmp_path, tree=[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]])
+    with pytest.raises(UserError, match="4 levels, but there are 3 heads"):
+        Medusa(random_pair("llama"), deep)
+
+
+# -- vLLM's form
+
+VOCAB = random_pair("llama").vocab_size
+
+
+def as_vllm_reads(folder) -> dict[str, torch.Tensor]:
+    """What vLLM puts into its parameters, by its list of keys: what is not on the list is dropped without a word."""
+    config = json.loads((folder / "config.json").read_text())
+    k, d, rows = config["num_heads"], config["hidden_size"], config["truncated_vocab_size"]
+    assert config["model_type"] == "medusa" and config["architectures"] == ["MedusaModel"]
+    assert rows == config["vocab_size"]  # else a token map must be there
+    shapes = {
+        f"blocks.{i}.layers.{j}.weight": (d, d) for i in range(k) for j in range(config["num_hidden_layers"])
+    }
+    if config["medusa_fc_bias"]:
+        shapes |= {name.replace("weight", "bias"): (d,) for name in shapes}
+    if config["original_lm_head"]:
+        shapes["lm_head.weight"] = (rows, d)
+    else:
+        shapes |= {f"lm_heads.{i}.weight": (rows, d) for i in range(k)}
+    state = load_file(folder / "model.safetensors")
+    taken = {name: tensor for name, tensor in state.items() if name in shapes}
+    assert {name: tuple(tensor.shape) for name, tensor in taken.items()} == shapes
+    return taken
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_written_for_vllm(own, tmp_path):
+    """vLLM finds every parameter that it has; read again the heads are the same, and draft the same."""
+    pair = random_pair("llama")
+    plain = saved_heads(pair, tmp_path / "plain", own)
+    heads, settings, _ = loaded(plain)
+    head = pair.target.lm_head.weight
+    save_for_vllm(heads, head, tmp_path / "vllm", torch.float32, tree=settings["tree"])
+    taken = as_vllm_reads(tmp_path / "vllm")
+    states = torch.randn(4, 64)
+    for i in range(3):
+        weight, bias = taken[f"blocks.{i}.layers.0.weight"], taken[f"blocks.{i}.layers.0.bias"]
+        z = states + torch.nn.functional.silu(states @ weight.T + bias)
+        torch.testing.assert_close(z, heads(states)[:, i])
+        output = taken[f"lm_heads.{i}.weight"] if own else taken["lm_head.weight"]
+        assert torch.equal(output, heads.output[i] if own else head)
+    ours, again = (drafts(Medusa(pair, str(f)), pair, 0.0) for f in (plain, tmp_path / "vllm"))
+    assert len(ours) > 2 and all(torch.equal(a, b) for (a, _), (b, _) in zip(ours, again))
+
+
+def in_vllms_form(folder, change=None, own: bool = True, **settings) -> str:
+    """Heads as others may have written them for vLLM, with whatever that form has."""
+    pair = random_pair("llama")
+    heads = loaded(saved_heads(pair, folder / "plain", own))[0]
+    save_for_vllm(heads, pair.target.lm_head.weight, folder, torch.float32, tree=TREE)
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    if change is not None:
+        spoil(folder, change)
+    return str(folder)
+
+
+def renamed(state: dict, prefix: str = "medusa_heads.") -> None:
+    for name in list(state):
+        state[f"{prefix}{name}"] = state.pop(name)
+
+
+IDS = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[: VOCAB // 2]
+
+
+def mapped(state: dict, cut: bool) -> None:
+    state["token_map"] = IDS
+    for name in [name for name in state if name.startswith("lm_head") and cut]:
+        state[name] = state[name][IDS].contiguous()
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["rows of the map", "all rows"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_token_map(own, cut, tmp_path):
+    """Heads with a map draft what heads do that are trimmed to the same tokens."""
+    pair = random_pair("llama")
+    folder = in_vllms_form(
+        tmp_path, lambda s: mapped(s, cut), own, vocab_size=VOCAB, truncated_vocab_size=len(IDS)
+    )
+    drafter, plain = Medusa(pair, folder), Medusa(pair, str(tmp_path / "plain"))
+    head = DraftHead(plain.head.model, VOCAB, IDS)
+    plain.head, plain._output = head, None if plain._output is None else plain._output[:, IDS]
+    expected, found = drafts(plain, pair, 0.0), drafts(drafter, pair, 0.0)
+    assert len(found) > 2 and all(torch.equal(a, b) for (a, _), (b, _) in zip(expected, found))
+    assert {token for tokens, _ in found for token in tokens.tolist()} <= set(IDS.tolist())
+    assert assert_lossless("llama", drafter, third=0)
+    with pytest.raises(UserError, match="vocab=full"):
+        Medusa(pair, folder, vocab_map="any")
+
+
+def test_other_forms_of_vllms_form(tmp_path):
+    """With a prefix, without biases, the target's head under another name; biases that config.json does not tell of."""
+    whole = loaded(in_vllms_form(tmp_path / "a"))[0]
+    prefixed = loaded(in_vllms_form(tmp_path / "b", renamed))[0]
+    assert all(map(torch.equal, whole.state_dict().values(), prefixed.state_dict().values()))
+    silent = loaded(in_vllms_form(tmp_path / "c", medusa_fc_bias=False))[0]
+    assert torch.equal(silent.bias, whole.bias) and whole.bias.abs().sum() > 0
+
+    def no_biases(state):
+        for name in [name for name in state if name.endswith("bias")]:
+            del state[name]
+
+    bare = loaded(in_vllms_form(tmp_path / "d", no_biases, medusa_fc_bias=False))[0]
+    assert torch.equal(bare.weight, whole.weight) and not bare.bias.any()
+    shared = in_vllms_form(
+        tmp_path / "e", lambda s: s.update({"lm_heads.0.weight": s.pop("lm_head.weight")}), own=False
+    )
+    assert loaded(shared)[0].output is None
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        (lambda s: s.pop("blocks.1.layers.0.bias"), {}, "missing 1.0.linear.bias"),
+        (
+            lambda s: s.update({"blocks.0.layers.1.weight": torch.ones(64, 64)}),
+            {},
+            "unknown blocks.0.layers.1",
+        ),
+        (lambda s: s.pop("lm_heads.2.weight"), {}, "missing 2.1.weight"),
+        (lambda s: mapped(s, True), {}, "token_map has .* ids, config.json says"),
+        (
+            lambda s: s.update(token_map=torch.zeros(9).long()),
+            {"truncated_vocab_size": 9},
+            "token_map holds an id",
+        ),
+        (lambda s: s.update(token_map=torch.arange(9) * 50), {"truncated_vocab_size": 9}, "not below"),
+        (lambda s: s.update(token_map=torch.ones(9)), {"truncated_vocab_size": 9}, "no list of token ids"),
+        (
+            lambda s: s.update(
+                {f"lm_heads.{i}.weight": torch.ones(7, 64) for i in range(3)}, token_map=torch.arange(9)
+            ),
+            {"truncated_vocab_size": 9},
+            "score 7 tokens, not 9",
+        ),
+        (None, {"original_lm_head": True}, "made for another target: lm_head.weight is not the target's"),
+        (
+            lambda s: s.update({f"lm_heads.{i}.weight": torch.ones(VOCAB + 1, 64) for i in range(3)}),
+            {},
+            f"score {VOCAB + 1} tokens, not {VOCAB}",
+        ),
+    ],
+)
+def test_vllms_form_that_does_not_fit_is_refused(change, settings, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        loaded(in_vllms_form(tmp_path, change, **settings))
 
 
 # -- training

@@ -1,0 +1,220 @@
+"""Checkpoints of Medusa's heads: under the authors' keys, and in the form that vLLM reads.
+
+Of head i the authors call block and output matrix `i.0.linear` and `i.1`, vLLM `blocks.i.layers.0` and `lm_heads.i`.
+vLLM's form has two things more: a copy of the target's head where all heads share it (`lm_head`), and a `token_map`,
+the ids of the tokens that the rows of output matrices stand for.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import pad
+
+from methods.checkpoints import (
+    WEIGHTS,
+    check_copy,
+    check_tensors,
+    check_width,
+    read_checkpoint,
+    write_checkpoint,
+)
+from methods.medusa.heads import MedusaHeads
+from specbench.decoding.device import place_weights
+from specbench.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from specbench.decoding.target import StagedModel
+    from specbench.pairs import Pair
+
+WHAT = "the heads"
+FILES = (WEIGHTS, "medusa_lm_head.pt", "medusa_lm_head.safetensors")
+TOKEN_MAP, HEAD = "token_map", "lm_head.weight"
+# vLLM's names, and the authors' in their place.
+RENAMED = (
+    (re.compile(r"^medusa_heads\."), ""),
+    (re.compile(r"^blocks\.(\d+)\.layers\.0\."), r"\1.0.linear."),
+    (re.compile(r"^lm_heads\.(\d+)\."), r"\1.1."),
+)
+State = dict[str, torch.Tensor]
+
+
+def load_heads(
+    folder: str | Path, target: StagedModel, pair: Pair
+) -> tuple[MedusaHeads, dict[str, Any], torch.Tensor | None]:
+    """Reads `config.json` and `model.safetensors` or the authors' `medusa_lm_head.pt` from a folder.
+
+    Pickles are read with weights_only. The number of heads is that of the keys; the authors' config.json is wrong.
+
+    Args:
+        folder: where the files are, in either form.
+        target: that the heads draft for.
+        pair: with the target. If it was expanded, the heads are, too.
+
+    Returns:
+        The heads, on the pair's device; the content of config.json; the token ids [rows] that they score, None for all.
+
+    Raises:
+        UserError: a file cannot be read, what it holds is a whole model, a key or a shape is missing, unknown or wrong,
+            or the heads were made for another target.
+    """
+    settings, state = read_checkpoint(folder, WHAT, FILES, lambda found: _check_no_model(folder, found))
+    ids = None
+    if any(name.removeprefix("medusa_heads.").startswith("blocks.") for name in state):
+        state, ids = _from_vllm(folder, settings, state, target, pair)
+    expansion = pair.expansion
+    width = target.hidden_size if expansion is None else expansion.old.hidden
+    heads = _assembled(folder, state, width)
+    rows = _tokens(target, pair) if ids is None else len(ids)
+    if heads.output is not None and heads.output.shape[1] != rows:
+        raise UserError(
+            f"{WHAT} in '{folder}' do not fit: they score {heads.output.shape[1]} tokens, not {rows}"
+        )
+    if expansion is not None:
+        if heads.output is not None:
+            raise UserError(
+                f"the heads in '{folder}' have output matrices of their own: they cannot be expanded"
+            )
+        more = expansion.new.hidden - width
+        wide = MedusaHeads(heads.heads, expansion.new.hidden)
+        wide.load_state_dict(
+            {"weight": pad(heads.weight, (0, more, 0, more)), "bias": pad(heads.bias, (0, more))}
+        )
+        heads = wide
+    place_weights(heads, pair.device, pair.dtype)
+    return heads.eval().requires_grad_(False), settings, None if ids is None else ids.to(pair.device)
+
+
+def save_heads(heads: MedusaHeads, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:
+    """Writes config.json (with `notes`, such as the tree) and model.safetensors, under the authors' keys."""
+    settings = {
+        "medusa_num_heads": heads.heads,
+        "medusa_num_layers": 1,
+        "hidden_size": heads.bias.shape[1],
+        "original_lm_head": heads.output is None,  # vLLM's name for the target's head in place of own ones
+        **notes,
+    }
+    write_checkpoint(folder, settings, _state(heads, "{}.0.linear.", "{}.1."), dtype)
+
+
+def save_for_vllm(
+    heads: MedusaHeads, head: torch.Tensor, folder: str | Path, dtype: torch.dtype, **notes: Any
+) -> None:
+    """Writes config.json (with `notes`) and model.safetensors as vLLM reads them.
+
+    Args:
+        heads: to write.
+        head: [vocab, d] the target's, of which heads without output matrices need a copy.
+        folder: where to.
+        dtype: of the tensors.
+        notes: such as the tree, which vLLM does not look at.
+    """
+    settings = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "num_heads": heads.heads,
+        "num_hidden_layers": 1,
+        "hidden_size": heads.bias.shape[1],
+        "vocab_size": head.shape[0],
+        "truncated_vocab_size": head.shape[0],
+        "medusa_fc_bias": True,
+        "original_lm_head": heads.output is None,
+        **notes,
+    }
+    state = _state(heads, "blocks.{}.layers.0.", "lm_heads.{}.")
+    if heads.output is None:
+        state["lm_head.weight"] = head
+    write_checkpoint(folder, settings, state, dtype)
+
+
+def _state(heads: MedusaHeads, block: str, output: str) -> State:
+    """The tensors of heads, by patterns of the names of head i's block and output matrix."""
+    state = {}
+    for i in range(heads.heads):
+        state[f"{block.format(i)}weight"], state[f"{block.format(i)}bias"] = heads.weight[i], heads.bias[i]
+        if heads.output is not None:
+            state[f"{output.format(i)}weight"] = heads.output[i]
+    return state
+
+
+def _check_no_model(folder: str | Path, settings: dict[str, Any]) -> None:
+    """Raises UserError for a whole model, such as Medusa-2's: its answers are not those of the pair's target."""
+    if "num_attention_heads" in settings:
+        raise UserError(
+            f"'{folder}' holds a whole model, not heads alone: those of Medusa-2 were trained together with it and "
+            "serve no other target"
+        )
+
+
+def _tokens(target: StagedModel, pair: Pair) -> int:
+    """How many tokens the target scores, before it was expanded."""
+    return target.lm_head.out_features if pair.expansion is None else pair.expansion.old.vocab
+
+
+def _from_vllm(
+    folder: str | Path, settings: dict[str, Any], state: State, target: StagedModel, pair: Pair
+) -> tuple[State, torch.Tensor | None]:
+    """A checkpoint in vLLM's form under the authors' keys, and its token map."""
+    named: State = {}
+    for name, tensor in state.items():
+        for pattern, replacement in RENAMED:
+            name = pattern.sub(replacement, name)
+        named[name] = tensor
+    ids = named.pop(TOKEN_MAP, None)
+    vocab = _tokens(target, pair)
+    if ids is not None:
+        _check_map(folder, settings, ids, vocab)
+        outputs = [name for name in named if name.endswith(".1.weight") or name == HEAD]
+        # Some files have the rows of all tokens.
+        named |= {name: named[name][ids] for name in outputs if len(named[name]) == vocab}
+    if settings.get("original_lm_head"):
+        copy = named.pop(HEAD, named.pop("0.1.weight", None))
+        if copy is None:
+            raise UserError(f"{WHAT} in '{folder}' do not fit: missing {HEAD}")
+        own = target.lm_head.weight[:vocab, : copy.shape[1]]
+        check_copy(folder, WHAT, HEAD, copy, own if ids is None else own[ids])
+    if not settings.get("medusa_fc_bias"):
+        for name in [name for name in named if name.endswith(".0.linear.weight")]:
+            # Files have biases that this setting does not tell of, and that vLLM drops without a word.
+            named.setdefault(name.replace("weight", "bias"), torch.zeros(len(named[name])))
+    return named, ids
+
+
+def _check_map(folder: str | Path, settings: dict[str, Any], ids: torch.Tensor, vocab: int) -> None:
+    """Raises UserError unless a token map holds different ids of the target, as many as config.json says."""
+    said = settings.get("truncated_vocab_size") or settings.get("vocab_size")
+    problem = None
+    if ids.dim() != 1 or ids.is_floating_point():
+        problem = "is no list of token ids"
+    elif ids.shape[0] != said:
+        problem = f"has {ids.shape[0]} ids, config.json says {said} (truncated_vocab_size)"
+    elif ids.min() < 0 or ids.max() >= vocab or ids.unique().shape[0] != ids.shape[0]:
+        problem = f"holds an id twice, or one that is not below {vocab}"
+    if problem is not None:
+        raise UserError(f"{WHAT} in '{folder}' do not fit: {TOKEN_MAP} {problem}")
+
+
+def _assembled(folder: str | Path, state: State, hidden: int) -> MedusaHeads:
+    """The heads of a checkpoint's tensors. Raises UserError as `load_heads` says."""
+    count = len({name.split(".")[0] for name in state})
+    own = any(name.endswith(".1.weight") for name in state)
+    vocab = state["0.1.weight"].shape[0] if "0.1.weight" in state else None
+    expected: dict[str, tuple[int, ...]] = {}
+    for i in range(count):
+        expected |= {f"{i}.0.linear.weight": (hidden, hidden), f"{i}.0.linear.bias": (hidden,)}
+        if own:
+            expected[f"{i}.1.weight"] = (vocab or 0, hidden)
+    if "0.0.linear.weight" in state:
+        check_width(folder, WHAT, state["0.0.linear.weight"].shape[0], hidden)
+    check_tensors(folder, WHAT, state, expected)
+    heads = MedusaHeads(count, hidden, vocab if own else None)
+    with torch.no_grad():
+        for i in range(count):
+            heads.weight[i], heads.bias[i] = state[f"{i}.0.linear.weight"], state[f"{i}.0.linear.bias"]
+            if heads.output is not None:
+                heads.output[i] = state[f"{i}.1.weight"]
+    return heads
