@@ -234,6 +234,6 @@ def _expanded(folder: str | Path, heads: Heads, target: StagedModel, pair: Pair)
         own = Expansion(
             heads.prefix.config.to_dict(), prefix_config(target.config).to_dict(), "the prefix layer"
         )
-        source = heads.prefix.float()
-        wide.prefix = own.build(lambda config: PrefixLayer(config, old), source, pair.device, pair.dtype)
+        layer = heads.prefix.float()
+        wide.prefix = own.build(lambda config: PrefixLayer(config, old), layer, pair.device, pair.dtype)
     return wide

@@ -26,6 +26,7 @@ from specbench.questions import packaged
 from specbench.values import Count
 
 if TYPE_CHECKING:
+    from methods.hydra_heads.heads import PrefixLayer
     from specbench.decoding.target import Prefill
 
 
@@ -59,9 +60,8 @@ class HydraHeads(Drafter):
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
-        from methods.hydra_heads.checkpoint import (
-            load_heads,
-        )  # late: transformers' models take seconds to import
+        # Late: transformers' models take seconds to import.
+        from methods.hydra_heads.checkpoint import load_heads
 
         target = StagedModel(pair.target)
         loaded, settings = load_heads(packaged(heads), target, pair)
@@ -136,9 +136,10 @@ class HydraHeads(Drafter):
 
     def _prefix(self, states: torch.Tensor, cache: KVCache, where: Pass) -> torch.Tensor:
         """The target's states [b, n, d] -> the prefix layer's."""
+        states = states.to(self._states.device)  # of a target that is spread over several
         b, n = states.shape[:2]
         cache.begin_pass(0, 1, where, b, n)
-        return self.heads.prefix(
+        return cast("PrefixLayer", self.heads.prefix)(
             states, rope_of(self._rope, where, n), attention_mask(where, n, states), cache
         )
 

@@ -387,16 +387,28 @@ WIDER = {
 @pytest.mark.parametrize("kind", ["hydra", "hydra++"])
 @pytest.mark.parametrize("shape", WIDER)
 def test_expanded_heads_draft_the_same(kind, shape, tmp_path):
-    """At every round the same tree of the same tokens, added tokens are never drafted."""
+    """At every round the same tree of the same tokens from the same state; added tokens are never drafted."""
     pair = random_pair("llama")
     folder = saved_heads(pair, tmp_path, *KINDS[kind])
     settings = pair.target.config.to_dict()
     expansion = Expansion(settings, settings | WIDER[shape], "x")
     wide = expand_model(pair.target, expansion, pair.device, torch.float32)
     other = type(pair)(**(vars(pair) | {"target": wide, "expansion": expansion}))
-    expected, found = (drafts(HydraHeads(p, folder), p, 0.0) for p in (pair, other))
+    drafters = [HydraHeads(p, folder) for p in (pair, other)]
+    states: list[list[torch.Tensor]] = [[], []]
+    for drafter, seen in zip(drafters, states):
+
+        def check(read, i, inner=drafter._logits, drafter=drafter, seen=seen):
+            logits = inner(read, i)
+            assert logits[..., pair.vocab_size :].numel() == 0 or logits[..., pair.vocab_size :].max() < -1000
+            seen.append(drafter._states[0, :64].clone())
+            return logits
+
+        drafter._logits = check
+    expected, found = (drafts(d, p, 0.0) for d, p in zip(drafters, (pair, other)))
     assert len(expected) == len(found) > 5
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(expected, found))
+    torch.testing.assert_close(torch.stack(states[1]), torch.stack(states[0]), rtol=2e-5, atol=2e-5)
 
 
 def test_heads_with_matrices_of_their_own_are_not_expanded(tmp_path):

@@ -12,6 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from methods.ar import Autoregressive
+from methods.hydra_heads import HydraHeads
+from methods.hydra_heads import checkpoint as hydra
+from methods.hydra_heads.heads import Heads, prefix_config
 from methods.kangaroo import Kangaroo
 from methods.kangaroo import adapter as adapters
 from methods.medusa import Medusa
@@ -88,12 +91,20 @@ def heads(folder, target, pair) -> tuple[MedusaHeads, dict, None]:
         return MedusaHeads(5, target.hidden_size).eval().requires_grad_(False), {}, None
 
 
+def hydra_heads(folder, target, pair) -> tuple[Heads, dict]:
+    tree = [[0], [1], [0, 0], [0, 0, 0], [0, 1], [0, 0, 0, 0], [1, 0]]
+    with in_bfloat16():
+        heads = Heads(4, 4, target.hidden_size, None, prefix_config(target.config))
+        return heads.eval().requires_grad_(False), {"tree": tree}
+
+
 MAKE = {
     "ar": Autoregressive,
     "pld": lambda pair: PromptLookup(pair, 5),
     "sps": lambda pair: SpeculativeSampling(pair, 5),
     "kangaroo": lambda pair: Kangaroo(pair, "none", 1, 5, 0.0),
     "medusa": lambda pair: Medusa(pair, "none", 16),
+    "hydra_heads": lambda pair: HydraHeads(pair, "none"),
     "recycling": lambda pair: TokenRecycling(pair, 16),
     "mirror_sd": lambda pair: MirrorSD(
         pair, 4, kappa=12, branches=24, floor=0.01, candidates="both", placement="inline"
@@ -113,6 +124,8 @@ COUNTS = {
     ("kangaroo", 8): (691, 810),
     ("medusa", 1): (204, 219),
     ("medusa", 8): (223, 242),
+    ("hydra_heads", 1): (372, 387),
+    ("hydra_heads", 8): (406, 425),
     ("recycling", 1): (236, 251),
     ("recycling", 8): (260, 279),
     ("mirror_sd", 1): (639, 652),
@@ -126,6 +139,7 @@ ROOM = 1.08
 def test_a_round(monkeypatch, method, b, temperature):
     monkeypatch.setattr(adapters, "load_adapter", adapter)
     monkeypatch.setattr(medusa, "load_heads", heads)
+    monkeypatch.setattr(hydra, "load_heads", hydra_heads)
     # Moving a module is more than fake tensors can.
     monkeypatch.setattr(mirror, "_exit_parts", lambda target, model: (target.norm, target.lm_head.weight))
     with without_data(monkeypatch):

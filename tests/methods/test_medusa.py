@@ -16,6 +16,7 @@ from methods.medusa import Medusa
 from methods.medusa.checkpoint import load_heads, save_for_vllm, save_heads
 from methods.medusa.heads import MedusaHeads
 from methods.medusa.train import Distillation
+from methods.medusa.train import train as train_medusa
 from methods.ragged import RaggedBatch
 from methods.rank_trees import PUBLISHED
 from specbench.decoding.draft import Request
@@ -23,12 +24,14 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
+from specbench.pairs import load_pair
 from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair
 from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding
 from tests.support.methods import drafts, trimmed
 from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.training import training_settings, training_workplace
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0]]
@@ -393,6 +396,20 @@ def test_rank_paths_by_hand():
             if all(rank < 10 for rank in ranks[:n]):
                 expected[tuple(ranks[:n])] += 1
     assert found == expected
+
+
+@pytest.mark.slow
+def test_the_trainer_writes_the_form_that_is_asked_for(tmp_path):
+    workplace, found = training_workplace(tmp_path), []
+    for form in ("authors", "vllm"):
+        more = (f"form={form}", "heads=2", "steps=6", "learning_rate=1e-2")
+        cfg = training_settings("train_medusa", workplace, tmp_path / form, *more)
+        out = train_medusa(cfg)
+        found.append(loaded(out, load_pair(cfg.pair, 0, with_draft=False)))
+    (heads, settings, _), (again, others, _) = found
+    assert torch.equal(heads.weight, again.weight) and heads.weight.any() and again.output is None
+    assert settings["tree"] == others["tree"] and settings["loss"] == others["loss"]
+    assert set(as_vllm_reads(tmp_path / "vllm")) > {"lm_head.weight", "blocks.1.layers.0.bias"}
 
 
 # -- losslessness
