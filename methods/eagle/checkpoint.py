@@ -1,0 +1,132 @@
+"""Checkpoints of EAGLE-1's drafting model: the authors' files, which EAGLE-2 uses, too, and our own under their keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import LlamaConfig
+
+from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.eagle.model import EagleModel, eagle_config
+from specbench.decoding.device import place_weights
+from specbench.decoding.linear import lay_out
+from specbench.errors import UserError
+from specbench.expand import ADDED_ROW, Expansion
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+WHAT = "the weights of the drafter"
+FILES = (WEIGHTS, "pytorch_model.bin")
+EMBEDDING = "embed_tokens.weight"  # a frozen copy of the target's, which is used in its place
+# A buffer that older transformers stored and newer ones compute.
+IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
+LOGIT = -128.0  # of a token that an expanded vocabulary adds
+
+
+def load_eagle(
+    folder: str | Path,
+    target: PreTrainedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    expansion: Expansion | None = None,
+) -> tuple[EagleModel, dict[str, Any]]:
+    """Reads `config.json` and `model.safetensors` or the authors' `pytorch_model.bin` from a folder.
+
+    Pickles are read with weights_only. Heads of keys and values, their width, and biases are those of the tensors: the
+    authors' config.json does not always name them.
+
+    Args:
+        folder: where the files are.
+        target: whose states it reads, as it is used: if `expansion` is given, the expanded one.
+        device: to put the drafting model on.
+        dtype: of the drafting model.
+        expansion: how the target was expanded; the drafting model is, too.
+
+    Returns:
+        The drafting model, and the content of config.json.
+
+    Raises:
+        UserError: a file cannot be read, a key or a shape is missing, unknown or wrong, or the drafter was made for
+            another target.
+    """
+    settings, state = read_checkpoint(folder, WHAT, FILES)
+    own = target.config.get_text_config()
+    width = own.hidden_size if expansion is None else expansion.old.hidden
+    check_width(folder, WHAT, settings.get("hidden_size"), width)
+    state.pop(IGNORED, None)
+    check_embedding(folder, state.pop(EMBEDDING, None), target)
+    model = EagleModel(LlamaConfig(**settings | _found(settings, state)))
+    check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    model.load_state_dict(state)
+    if expansion is None:
+        place_weights(model, device, dtype)
+        model.eval().requires_grad_(False)
+    else:
+        model = _expanded(model.float(), own, device, dtype, expansion)
+    lay_out(model)
+    return model, settings
+
+
+def save_eagle(model: EagleModel, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:
+    """Writes config.json (with `notes`, such as the tree, added) and model.safetensors."""
+    settings = model.config.to_diff_dict() | {"bias": model.fc.bias is not None} | notes
+    write_checkpoint(folder, settings, model.state_dict(), dtype)
+
+
+def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: PreTrainedModel) -> None:
+    """Raises UserError if a checkpoint holds an embedding, and it is not the target's."""
+    if embedding is None:
+        return
+    own = cast("torch.nn.Embedding", target.get_input_embeddings()).weight
+    rows, width = (min(one, other) for one, other in zip(embedding.shape, own.shape))
+    theirs = embedding[:rows, :width].to(own.device, torch.float32)
+    # Files are of other dtypes than the target now and then.
+    if embedding.shape[1] > own.shape[1] or not torch.allclose(
+        theirs, own[:rows, :width].float(), atol=1e-2, rtol=1e-2
+    ):
+        raise UserError(
+            f"{WHAT} in '{folder}' hold another embedding than the target: they were made for another one"
+        )
+
+
+def _found(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What the tensors say of the layer: the heads of keys and values, their width, biases."""
+    attention, found = "layers.0.self_attn", {"bias": "fc.bias" in state}
+    found["qkv_bias"] = f"{attention}.q_proj.bias" in state
+    queries, keys = (state.get(f"{attention}.{name}.weight") for name in ("q_proj", "k_proj"))
+    heads = settings.get("num_attention_heads")
+    if queries is None or keys is None or not heads or queries.shape[0] % heads:
+        return found  # what is wrong is said of the tensors
+    head_dim = queries.shape[0] // heads
+    return found | {"head_dim": head_dim, "num_key_value_heads": keys.shape[0] // head_dim}
+
+
+def _expanded(
+    model: EagleModel,
+    target_config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    expansion: Expansion,
+) -> EagleModel:
+    """The drafting model of an expanded target: it computes the same states, and costs what one of that width does."""
+    if model.layer.self_attn.q_proj.bias is not None:
+        raise UserError(f"{WHAT} hold biases of queries, keys or values: they cannot be expanded")
+    grows = expansion.new.vocab > expansion.old.vocab
+    settings = model.config.to_dict() | {"bias": grows or model.fc.bias is not None}
+    own = Expansion(settings, eagle_config(target_config).to_dict(), "the drafter")
+    expanded = own.build(EagleModel, torch.nn.ModuleDict({"layers": model.layers}), device, dtype)
+    old, new = own.old.hidden, own.new.hidden
+    with torch.no_grad():
+        weight = model.fc.weight
+        expanded.fc.weight[:old, :old] = weight[:, :old].to(device, dtype)
+        expanded.fc.weight[:old, new : new + old] = weight[:, old:].to(device, dtype)
+        if model.fc.bias is not None:
+            expanded.fc.bias[:old] = model.fc.bias.to(device, dtype)
+        if grows:
+            # What the head's rows of added tokens read; see `Expansion`. It is too small to count in the layer's norm.
+            expanded.fc.bias[old] = LOGIT / ADDED_ROW
+    return expanded

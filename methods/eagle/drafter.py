@@ -1,0 +1,292 @@
+"""EAGLE's drafters: one layer estimates the target's next state, and the target's head makes tokens of it.
+
+The layer is fed with pairs of a state and the token behind it. Pair j holds the target's state f_j and token j + 1; it
+stands at entry and position j of the layer's own cache. Its output is an estimate of f_(j+1): the target's head makes
+of it what may come as token j + 2, and together with such a token it is the next pair of a draft.
+
+A round (EAGLE-1, section 4.1): a tree grows from the output of the last true pair, which ends with the pending token.
+Each level is one pass over the nodes that get children: what is to be a leaf never goes through the layer. Once the
+target has verified the tree, everything that is in the cache of it is given up, and the tokens that stay are fed anew,
+now with the target's own states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from methods.dynamic_trees import Growth, most_nodes
+from methods.heads import draft_head
+from methods.rank_trees import grown, likeliest_ids, rank_tree
+from specbench.decoding.device import move_slots, on_device
+from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
+from specbench.decoding.kv_cache import KVCache, Pass
+from specbench.decoding.layers import quick, weight_bytes
+from specbench.decoding.layout import RaggedLayout, span
+from specbench.decoding.target import Prefill, StagedModel, attention_mask, rope_of
+from specbench.errors import UserError
+from specbench.pairs import Pair
+from specbench.questions import packaged
+from specbench.values import Count
+
+if TYPE_CHECKING:
+    from methods.eagle.layer import DraftingModel
+    from specbench.decoding.tree import Tree
+
+# The tree of the authors' EAGLE-1, 25 nodes: children by path of ranks.
+PUBLISHED = grown(
+    4, {"0": 3, "1": 2, "2": 2, "3": 1, "00": 3, "01": 2, "02": 2, "10": 1, "000": 3, "0000": 2}
+)
+
+
+class Head(Protocol):
+    """What makes tokens of a drafting model's outputs; `DraftHead` is one.
+
+    Attributes:
+        bytes: of weights that one use reads.
+    """
+
+    bytes: int
+
+    @property
+    def rows(self) -> int:
+        """The number of tokens that it scores."""
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., h] -> logits [..., rows]."""
+
+    def ids(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the head, of any shape -> token ids of the target."""
+
+
+class EagleDrafter(Drafter):
+    """Base of EAGLE's drafters: keeps the cache of a drafting model in step with the target; see the module.
+
+    Args:
+        model: the drafting model, which says what `taps` of the target it reads.
+        head: for its outputs.
+
+    Attributes:
+        expanded: a bound on the nodes of a draft that go through the layer, where they may be more than `max_nodes`.
+    """
+
+    certain = True
+    expanded = 0
+
+    def __init__(self, model: DraftingModel, head: Head):
+        self.model, self.head = quick(model), head
+        self.taps = model.taps
+        self._bytes = weight_bytes(model) + head.bytes
+
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Allocates the layer's cache."""
+        self.target = target
+        capacity += self.expanded
+        self._layout = RaggedLayout(self.model.new_cache(capacity, slots))
+        like = torch.empty(1, dtype=target.dtype, device=target.device)
+        self._rope = self.model.rope(torch.arange(capacity, device=target.device).unsqueeze(0), like)
+        width = self.model.config.hidden_size
+        # The output of each sequence's last true pair.
+        self._outputs = torch.zeros(slots, width, dtype=target.dtype, device=target.device)
+
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Feeds the prompt's pairs, the last of which ends with the pending token."""
+        n = prefill.ids.shape[1]
+        tokens = on_device([sequence.tokens[1:]], prefill.ids.device)
+        features = self.model.features(prefill.hidden_states)
+        cache = self._layout.prefill_view(slot, n)
+        self._outputs[slot] = self._feed(features, tokens, cache, Pass.consecutive(0, n))[0, -1]
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Feeds the tokens that stay with the target's own states, over the entries of the draft."""
+        if all(sequence.done for sequence in batch.sequences):
+            return
+        b, n = batch.size, 1 + max(verified.counts)
+        states = {tap: verified.kept(hidden)[:, :n] for tap, hidden in verified.hidden_states.items()}
+        # A sequence that keeps fewer tokens than another is fed others behind its end: the next round writes there.
+        where = self._layout.place(_pairs(batch), n, 1)
+        out = self._feed(self.model.features(states), _behind(batch, n), self._layout.cache, where)
+        self._outputs[:b] = out[torch.arange(b, device=out.device), verified.count]
+
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """Copies slots of the layer's cache."""
+        self._layout.move(sources, destinations, kv_len)
+        move_slots(self._outputs, sources, destinations)
+
+    def _level(
+        self, batch: Batch, features: torch.Tensor, tokens: torch.Tensor, first: int, tree: Tree
+    ) -> torch.Tensor:
+        """One pass over nodes of a level.
+
+        Args:
+            batch: the running sequences.
+            features: [b, n, h] the outputs of the nodes' parents.
+            tokens: [b, n] of the nodes.
+            first: how many nodes went through the layer before them.
+            tree: of all that have.
+
+        Returns:
+            Outputs [b, n, h].
+        """
+        where = self._layout.place(_pairs(batch), tokens.shape[1], 1 + first, tree)
+        return self._feed(features, tokens, self._layout.cache, where)
+
+    def _feed(
+        self, features: torch.Tensor, tokens: torch.Tensor, cache: KVCache, where: Pass
+    ) -> torch.Tensor:
+        """Pairs of features [b, n, h] and tokens [b, n] -> outputs [b, n, h]."""
+        b, n = tokens.shape
+        cache.begin_pass(0, 1, where, b, n)
+        embeds = self.target.embed(tokens)
+        return self.model(
+            features, embeds, rope_of(self._rope, where, n), attention_mask(where, n, features), cache
+        )
+
+
+class Eagle(EagleDrafter):
+    """EAGLE-1: a static tree of ranks, filled level by level; see the module.
+
+    Not as published: with temperature the tree is verified by the target's own draws, and its tokens are the likeliest
+    ones. The authors draw them.
+
+    Args:
+        pair: with the target.
+        part: folder of the drafting model's checkpoint.
+        nodes: of the tree, the most frequently right ones first; None: all that config.json names. A checkpoint without
+            a tree gets the authors' of 25 nodes.
+        max_draft_tokens: levels of the tree at most, each of which costs a pass; None: all.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_size: the size of the trimmed head; None for all tokens of the map.
+
+    Raises:
+        UserError: the checkpoint cannot be read, does not fit the target, or has no tree of so many nodes.
+    """
+
+    needs = Needs(part="eagle")
+
+    def __init__(
+        self,
+        pair: Pair,
+        part: str,
+        nodes: Count | None = None,
+        max_draft_tokens: Count | None = None,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        model, settings = _loaded(pair, part)
+        super().__init__(model, draft_head(pair, StagedModel(pair.target), vocab_map, vocab_size))
+        deepest = max_draft_tokens or float("inf")
+        paths = [tuple(path) for path in settings.get("tree") or PUBLISHED]
+        paths = [path for path in paths if len(path) <= deepest and max(path) < self.head.rows]
+        if nodes is not None and nodes > len(paths):
+            raise UserError(f"method.nodes={nodes}: the tree of the drafter has {len(paths)}")
+        self.paths = paths[:nodes]
+        self.max_nodes, self.max_draft_tokens = len(self.paths), max(map(len, self.paths))
+
+    def draft(self, batch: Batch) -> Draft:
+        """Fills the tree from the likeliest followers of each node."""
+        paths = tuple(self.paths[: batch.max_nodes])
+        tree, levels = rank_tree(paths, batch.max_draft, batch.tokens.device, leaves_last=True)
+        out = self._outputs[: batch.size].unsqueeze(1)
+        inner: list[torch.Tensor] = []
+        leaves: list[torch.Tensor] = []
+        for depth, level in enumerate(levels):
+            if depth:
+                above = levels[depth - 1]
+                out = self._level(batch, out[:, above.parents[: above.inner]], inner[-1], above.start, tree)
+            likely = likeliest_ids(self.head.logits(out), level.most_ranks)
+            tokens = self.head.ids(likely[:, level.parents, level.ranks])
+            inner.append(tokens[:, : level.inner])
+            leaves.append(tokens[:, level.inner :])
+        return Draft(torch.cat([*inner, *leaves], dim=1), tree=tree, bytes_read=len(levels) * self._bytes)
+
+
+class DynamicEagle(EagleDrafter):
+    """Base of EAGLE-2 and of what drafts as it does: a tree that grows where the drafter is sure.
+
+    Args:
+        model: the drafting model.
+        head: for its outputs.
+        nodes: of a tree, at most; the authors count the pending token, too.
+        width: nodes of a level that get children, and children of each.
+        max_draft_tokens: levels, of which each but the first costs a pass; the authors count these passes.
+    """
+
+    def __init__(self, model: DraftingModel, head: Head, nodes: int, width: int, max_draft_tokens: int):
+        super().__init__(model, head)
+        self.width, self.max_draft_tokens = min(width, head.rows), max_draft_tokens
+        self.max_nodes = min(nodes, most_nodes(self.width, max_draft_tokens))
+        self.expanded = self.width * (max_draft_tokens - 1)
+
+    def draft(self, batch: Batch) -> Draft:
+        """Lets the tree grow level by level, and keeps its likeliest nodes."""
+        width = min(self.width, self.head.rows)
+        levels = min(self.max_draft_tokens, batch.max_draft, batch.max_nodes)
+        growth = Growth(width)
+        out = self._outputs[: batch.size].unsqueeze(1)
+        growth.add(self.head.logits(out))
+        for depth in range(levels - 1):
+            rows, above = growth.expand()
+            assert growth.expanded is not None  # `expand` has just made it
+            features = out.gather(1, above.unsqueeze(-1).expand(-1, -1, out.shape[-1]))
+            out = self._level(batch, features, self.head.ids(rows), depth * width, growth.expanded)
+            growth.add(self.head.logits(out))
+        rows, tree = growth.best(min(self.max_nodes, batch.max_nodes, most_nodes(width, levels)))
+        return Draft(self.head.ids(rows), tree=tree, bytes_read=levels * self._bytes)
+
+
+class Eagle2(DynamicEagle):
+    """EAGLE-2: EAGLE-1's drafting model and a tree that grows where it is sure; see `methods.dynamic_trees`.
+
+    Args:
+        pair: with the target.
+        part: folder of the drafting model's checkpoint.
+        nodes: as in `DynamicEagle`; the published 60 count the pending token.
+        width: as in `DynamicEagle`.
+        max_draft_tokens: as in `DynamicEagle`; the published depth of 5 is one of 6 levels.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_size: the size of the trimmed head; None for all tokens of the map.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or does not fit the target.
+    """
+
+    needs = Needs(part="eagle")
+
+    def __init__(
+        self,
+        pair: Pair,
+        part: str,
+        nodes: Count = 59,
+        width: Count = 10,
+        max_draft_tokens: Count = 6,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        head = draft_head(pair, StagedModel(pair.target), vocab_map, vocab_size)
+        super().__init__(_loaded(pair, part)[0], head, nodes, width, max_draft_tokens)
+
+
+def _loaded(pair: Pair, part: str) -> tuple[DraftingModel, dict[str, Any]]:
+    """The drafting model of a pair, and the content of its config.json."""
+    from methods.eagle.checkpoint import load_eagle  # late: transformers' models take seconds to import
+
+    return load_eagle(packaged(part), pair.target, pair.device, pair.dtype, pair.expansion)
+
+
+def _behind(batch: Batch, n: int) -> torch.Tensor:
+    """[b, n] the tokens that have come behind the pending ones."""
+    first = batch.lengths[0]
+    if len({*batch.lengths}) == 1:
+        return batch.tokens[: batch.size, first : first + n]
+    return batch.tokens[: batch.size].gather(1, span(batch.known, n))
+
+
+def _pairs(batch: Batch) -> Batch:
+    """The batch as the layer's cache sees it: pairs in place of tokens, of which there is one less.
+
+    The last true pair stands where a model of tokens has the pending one.
+    """
+    return replace(batch, lengths=[length - 1 for length in batch.lengths], _known=batch.known - 1)

@@ -1,0 +1,113 @@
+"""The decoder layer of EAGLE's drafters, and what every drafting model of one such layer is.
+
+A layer is made of transformers' own Llama parts, so that key names and arithmetic are those of the authors' checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from specbench.decoding.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaConfig
+
+
+class EagleLayer(nn.Module):
+    """v = r + SelfAttn(y); out = v + MLP(RMSNorm(v)), of states y and a residual r. EAGLE-1 has y = r: no input norm.
+
+    Args:
+        config: dimensions, eps and rotary settings. `qkv_bias` of it gives the projections to queries, keys and values
+            a bias.
+        inputs: width of y; None: the hidden size.
+    """
+
+    def __init__(self, config: LlamaConfig, inputs: int | None = None):
+        super().__init__()
+        self.self_attn = LlamaAttention(config, layer_idx=0)
+        bias = getattr(config, "qkv_bias", False)
+        width = config.hidden_size if inputs is None else inputs
+        if bias or width != config.hidden_size:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                rows = getattr(self.self_attn, name).out_features
+                setattr(self.self_attn, name, nn.Linear(width, rows, bias=bias))
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        residual: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: KVCache | None = None,
+    ) -> torch.Tensor:
+        """States y [b, n, inputs] and residual r [b, n, h] -> [b, n, h]."""
+        attended, _ = self.self_attn(
+            hidden_states=states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+        )
+        residual = residual + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class DraftingModel(nn.Module):
+    """Base of the models that draft: one decoder layer with a cache, fed with pairs of a state and the next token.
+
+    Pair j holds the target's state at position j, or an estimate of it, and token j + 1. Its position is j.
+
+    Attributes:
+        taps: depths of the target whose states it reads, as in `Drafter`.
+
+    Args:
+        config: of the layer.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        config._attn_implementation = "sdpa"
+        self.config = config
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    @property
+    def layer(self) -> EagleLayer:
+        """The decoder layer."""
+        raise NotImplementedError
+
+    def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
+        """An empty cache of the layer for `slots` sequences."""
+        config, attention = self.config, self.layer.self_attn
+        weight, heads = attention.o_proj.weight, config.num_key_value_heads or config.num_attention_heads
+        return KVCache([weight.device], heads, attention.head_dim, slots, capacity, weight.dtype)
+
+    def rope(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [1, n, head_dim] for positions [1, n], in the dtype of `like`."""
+        return cast("tuple[torch.Tensor, torch.Tensor]", self.rotary(like, positions))
+
+    def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The target's states [b, n, d] of each tap -> what stands for them in pairs, [b, n, h]."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        embeds: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: KVCache | None = None,
+    ) -> torch.Tensor:
+        """Pairs: features [b, n, h], embedded tokens [b, n, e] -> [b, n, h], the features of the next pairs."""
+        raise NotImplementedError
