@@ -1,4 +1,4 @@
-"""Checkpoints of EAGLE-1's drafting model: the authors' files, which EAGLE-2 uses, too, and our own under their keys."""
+"""Checkpoints of EAGLE-1's drafting model, which EAGLE-2 uses, too: the authors' files, and our own with their keys."""
 
 from __future__ import annotations
 

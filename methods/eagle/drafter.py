@@ -48,7 +48,7 @@ class Head(Protocol):
         bytes: of weights that one use reads.
     """
 
-    bytes: int
+    bytes: float
 
     @property
     def rows(self) -> int:

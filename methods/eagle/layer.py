@@ -1,6 +1,6 @@
 """The decoder layer of EAGLE's drafters, and what every drafting model of one such layer is.
 
-A layer is made of transformers' own Llama parts, so that key names and arithmetic are those of the authors' checkpoints.
+It is made of transformers' own Llama parts, so that key names and arithmetic are those of the authors' checkpoints.
 """
 
 from __future__ import annotations

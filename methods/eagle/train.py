@@ -1,0 +1,196 @@
+"""Trains EAGLE-1's drafting model: `python -m methods.eagle.train pair=... [conversations=FILE] [out=FOLDER]`.
+
+The loss is the authors': the distance of the estimated state to the target's (smooth L1), and a tenth of the
+cross-entropy against the target's own distribution (EAGLE-1, section 4.2), with noise on the states that go in. Unlike
+in their script the loss counts the tokens that the assistant says by the token that is predicted; noise and distance
+are taken relative to the size of the target's states, for which the authors' numbers were made; and the model begins
+as the target's last layer. At the end a tree is made of the ranks at which chained drafts had the right tokens: the
+most frequent paths. EAGLE-2 uses the same model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.nn.functional import smooth_l1_loss
+
+from methods.rank_trees import best_tree, counted_paths
+from methods.training import (
+    CHUNK,
+    SETTINGS,
+    agreement,
+    batches,
+    held_out_batches,
+    predicting,
+    soft_cross_entropy,
+    training_pair,
+)
+from specbench import training
+from specbench.compose import with_hydra
+from specbench.decoding.draft import NORMED
+from specbench.decoding.target import StagedModel
+from specbench.errors import one_line_errors
+from specbench.pairs import load_pair
+from specbench.values import Count, check_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from methods.eagle.model import EagleModel
+    from specbench.training import Batch
+
+CLASSIFICATION = 0.1  # weight of the cross-entropy
+NOISE, NOISE_LENGTH = 0.1, 512  # of a text of that length; longer ones get less
+AGREEMENTS, DEPTH = 4, 6  # depths whose agreement is measured; levels of the tree
+RANKS, COUNTED_BATCHES = 10, 40  # of the tree: the lowest ranks, and batches that they are counted on
+
+
+@torch.no_grad()
+def fresh_model(target: StagedModel) -> EagleModel:
+    """A drafting model to train: it passes the state on, and its layer is the target's last one, if that has the form.
+
+    The authors begin at random; from here far fewer steps are needed. Where the target's layer has another form, this
+    one adds nothing yet.
+    """
+    from methods.eagle.model import EagleModel, eagle_config  # late: it takes seconds to import
+
+    model = EagleModel(eagle_config(target.config)).to(target.device)
+    hidden = model.config.hidden_size
+    model.fc.weight.mul_(0.1)
+    model.fc.weight[:, hidden:] = torch.eye(hidden)
+    model.fc.bias.zero_()
+    own, last = model.layer, cast("Any", target.layers[-1]).state_dict()
+    last = {name: tensor for name, tensor in last.items() if not name.startswith("input_layernorm.")}
+    if {name: t.shape for name, t in own.state_dict().items()} == {name: t.shape for name, t in last.items()}:
+        own.load_state_dict(last)
+    else:
+        own.self_attn.o_proj.weight.zero_()
+        own.mlp.down_proj.weight.zero_()
+    return model
+
+
+class Distillation(torch.nn.Module):
+    """batch -> loss of a drafting model against the target, which stays as it is."""
+
+    def __init__(self, model: EagleModel, target: StagedModel):
+        super().__init__()
+        self.model, self.target = model, target
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The weighted sum [] of the losses of a batch."""
+        from methods.eagle.chain import chained
+
+        features, embeds, goals = self.pairs(batch)
+        size = goals.float().pow(2).mean().sqrt()
+        noisy = features
+        if self.training:
+            reach = NOISE * min(1.0, NOISE_LENGTH / features.shape[1]) * size
+            noisy = features + (2 * torch.rand_like(features) - 1) * reach
+        (out,) = chained(self.model, noisy, embeds, 1)
+        predicted = shifted(batch, 1)
+        distances = smooth_l1_loss(
+            predicting(out, predicted).float() / size,
+            predicting(goals, predicted).float() / size,
+            reduction="none",
+        ).mean(-1)
+        weights = predicted["loss_weight"][:, 1:]
+        regression = weights[weights > 0] @ distances
+        return regression + CLASSIFICATION * soft_cross_entropy(out, self.head, goals, self.head, predicted)
+
+    def pairs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Features and embedded tokens of the pairs [B, T - 1, h], and the states that they are to lead to."""
+        ids = batch["input_ids"]
+        with torch.no_grad():
+            states = self.target.model.model(ids, use_cache=False).last_hidden_state
+            states = states.to(self.model.fc.weight.dtype)
+            embeds = self.target.embed(ids[:, 1:]).to(states.dtype)
+        return self.model.features({NORMED: states[:, :-1]}), embeds, states[:, 1:]
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's head; the model is trained in float32, whatever the target's dtype."""
+        return self.target.unembed(states.to(self.target.dtype))
+
+    def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """First choices [AGREEMENTS, n] of chained steps and of the target, where as many said tokens follow."""
+        from methods.eagle.chain import chained
+
+        features, embeds, goals = self.pairs(batch)
+        said, n = batch["loss_weight"] == 1.0, features.shape[1] - AGREEMENTS
+        among = torch.stack([said[:, 2 + j : 2 + j + n] for j in range(AGREEMENTS)]).all(0)
+        steps = chained(self.model, features, embeds, AGREEMENTS)
+        student = [self.first_choices(out[:, :n][among]) for out in steps]
+        teacher = [self.first_choices(goals[:, j : j + n][among]) for j in range(AGREEMENTS)]
+        return torch.stack(student), torch.stack(teacher)
+
+    def first_choices(self, states: torch.Tensor) -> torch.Tensor:
+        """States [n, h] -> the likeliest token [n] of each."""
+        return torch.cat([self.head(part).argmax(-1) for part in states.split(CHUNK)])
+
+    @torch.no_grad()
+    def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:
+        """How often each path of ranks, and each beginning of one, was that of the tokens that the assistant said."""
+        from methods.eagle.chain import chained
+
+        ids, (features, embeds, _) = batch["input_ids"], self.pairs(batch)
+        said, (b, n) = batch["loss_weight"] == 1.0, features.shape[:2]
+        ranks = torch.full((b, n, DEPTH), RANKS, device=ids.device)
+        for j, out in enumerate(chained(self.model, features, embeds, DEPTH)):
+            m = n - 1 - j  # rows behind which there is a token to compare with
+            for row in range(b):
+                logits = self.head(out[row, :m])
+                own = logits.gather(1, ids[row, 2 + j :].unsqueeze(1))
+                ranks[row, :m, j] = (logits > own).sum(1).clamp(max=RANKS)
+            ranks[:, :m, j].masked_fill_(~said[:, 2 + j :], RANKS)
+        # The pending token and all behind it are the assistant's.
+        places = said[:, 1 : 1 + n - DEPTH].nonzero().unbind(1)
+        return counted_paths(ranks[places].tolist(), RANKS)
+
+
+def shifted(batch: Batch, n: int) -> Batch:
+    """The weights of a batch without those of its first n tokens."""
+    return {"loss_weight": batch["loss_weight"][:, n:]}
+
+
+def train(cfg: DictConfig) -> Path:
+    """Trains as configured (conf/train_eagle.yaml) and returns the folder of the finished drafting model."""
+    check_all(cfg, SETTINGS | {"nodes": Count})
+    from methods.eagle.checkpoint import save_eagle
+
+    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    target = StagedModel(pair.target)
+    torch.manual_seed(cfg.seed)
+    model = fresh_model(target)
+    module, held_out = Distillation(model, target), held_out_batches(cfg, pair)
+
+    def evaluate() -> dict[str, float]:
+        agreements = agreement(module.choices, held_out)
+        return {"held_out_agreement": agreements[0]} | {
+            f"depth_{j + 1}_agreement": value for j, value in enumerate(agreements)
+        }
+
+    def save(out: Path, figures: dict[str, float]) -> None:
+        found: Counter[tuple[int, ...]] = Counter()
+        for batch in islice(batches(cfg, pair), COUNTED_BATCHES):
+            found += module.rank_paths({name: tensor.to(pair.device) for name, tensor in batch.items()})
+        tree = best_tree(found, cfg.nodes)
+        counts = [found[path] for path in tree]
+        dtype = getattr(torch, cfg.save_dtype)
+        save_eagle(model, out, dtype, tree=tree, tree_counts=counts, **figures)
+
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_eagle", one_line_errors()(train))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
