@@ -26,7 +26,6 @@ from specbench.decoding.kv_cache import KVCache, Pass
 from specbench.decoding.layers import quick, weight_bytes
 from specbench.decoding.layout import RaggedLayout, span
 from specbench.decoding.target import Prefill, StagedModel, attention_mask, rope_of
-from specbench.errors import UserError
 from specbench.pairs import Pair
 from specbench.questions import packaged
 from specbench.values import Count
@@ -154,14 +153,14 @@ class Eagle(EagleDrafter):
     Args:
         pair: with the target.
         part: folder of the drafting model's checkpoint.
-        nodes: of the tree, the most frequently right ones first; None: all that config.json names. A checkpoint without
-            a tree gets the authors' of 25 nodes.
+        nodes: of the tree at most, the most frequently right ones first; None: all that config.json names. A checkpoint
+            without a tree gets the authors' of 25 nodes.
         max_draft_tokens: levels of the tree at most, each of which costs a pass; None: all.
         vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
-        UserError: the checkpoint cannot be read, does not fit the target, or has no tree of so many nodes.
+        UserError: the checkpoint cannot be read, or does not fit the target.
     """
 
     needs = Needs(part="eagle")
@@ -180,8 +179,6 @@ class Eagle(EagleDrafter):
         deepest = max_draft_tokens or float("inf")
         paths = [tuple(path) for path in settings.get("tree") or PUBLISHED]
         paths = [path for path in paths if len(path) <= deepest and max(path) < self.head.rows]
-        if nodes is not None and nodes > len(paths):
-            raise UserError(f"method.nodes={nodes}: the tree of the drafter has {len(paths)}")
         self.paths = paths[:nodes]
         self.max_nodes, self.max_draft_tokens = len(self.paths), max(map(len, self.paths))
 

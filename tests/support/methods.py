@@ -1,20 +1,26 @@
-"""What the tests of methods need beyond pairs: sorted and padded draft models, trimmed heads, an adapter."""
+"""What the tests of methods need beyond pairs: sorted and padded draft models, trimmed heads, parts that draft."""
 
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+from methods.eagle.chain import chained
+from methods.eagle.checkpoint import save_eagle
+from methods.eagle.layer import DraftingModel
+from methods.eagle.model import EagleModel, eagle_config
 from methods.heads import DraftHead
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
-from specbench.decoding.draft import Batch, Draft, Drafter
+from specbench.decoding.draft import NORMED, Batch, Draft, Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from tests.support.decoding import random_pair
+from tests.support.lossless import cases
 
 
 def sorted_pair(arch: str, seed: int = 0, **overrides):
@@ -54,6 +60,52 @@ def near_identity_adapter(pair) -> Adapter:
 def saved_adapter(pair, folder: str | Path, **notes: object) -> str:
     """Saves such an adapter in fp32 with `notes`, such as its exit layer; returns the folder."""
     save_adapter(near_identity_adapter(pair), folder, torch.float32, **notes)
+    return str(folder)
+
+
+def fit(model: DraftingModel, arch: str, steps: int = 15) -> DraftingModel:
+    """Teaches a drafting model of EAGLE's kind some of the answers of `lossless.cases`, so that drafts are often right
+    and often wrong. It drafts with the target's head."""
+    pair = random_pair(arch)
+    target, texts = StagedModel(pair.target), []
+    for prompt, _, _, answer in cases(arch):
+        ids = torch.tensor([prompt + answer])
+        if ids.shape[1] > 4:
+            states = true_states(pair, ids, model.taps)
+            features = {tap: hidden[:, :-1] for tap, hidden in states.items()}
+            choices = pair.target(ids, use_cache=False).logits.argmax(-1)[0, 1:]
+            texts.append((features, target.embed(ids[:, 1:]), choices))
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for features, embeds, choices in texts:
+            for j, out in enumerate(chained(model, model.features(features), embeds, 2)):
+                n = len(choices) - j
+                loss = loss + torch.nn.functional.cross_entropy(target.unembed(out[0, :n]), choices[j:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def true_states(pair, ids: torch.Tensor, taps: tuple[int, ...]) -> dict[int, torch.Tensor]:
+    """The target's own states [b, n, d] of a text [b, n], by tap, from transformers' forward."""
+    output = pair.target.get_decoder()(ids, use_cache=False, output_hidden_states=True)
+    return {tap: output.last_hidden_state if tap == NORMED else output.hidden_states[tap] for tap in taps}
+
+
+@cache
+@torch.inference_mode(False)
+def fitted_eagle(arch: str) -> EagleModel:
+    """EAGLE-1's drafting model for the random pair of an architecture."""
+    torch.manual_seed(5)
+    return fit(EagleModel(eagle_config(StagedModel(random_pair(arch).target).config)), arch)
+
+
+def saved_eagle(arch: str, folder: str | Path, **notes: object) -> str:
+    """Saves it in fp32 with `notes`, such as its tree; returns the folder."""
+    save_eagle(fitted_eagle(arch), folder, torch.float32, **notes)
     return str(folder)
 
 
