@@ -25,6 +25,7 @@ EMBEDDING = "embed_tokens.weight"  # a frozen copy of the target's, which is use
 # A buffer that older transformers stored and newer ones compute.
 IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
 LOGIT = -128.0  # of a token that an expanded vocabulary adds
+ROWS = 4096  # of embeddings that are compared at a time
 
 
 def load_eagle(
@@ -82,12 +83,13 @@ def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: 
     if embedding is None:
         return
     own = cast("torch.nn.Embedding", target.get_input_embeddings()).weight
-    rows, width = (min(one, other) for one, other in zip(embedding.shape, own.shape))
-    theirs = embedding[:rows, :width].to(own.device, torch.float32)
-    # Files are of other dtypes than the target now and then.
-    if embedding.shape[1] > own.shape[1] or not torch.allclose(
-        theirs, own[:rows, :width].float(), atol=1e-2, rtol=1e-2
-    ):
+    fits = embedding.shape[1] <= own.shape[1]
+    for theirs, ours in zip(embedding.split(ROWS), own.split(ROWS)) if fits else ():
+        n, width = min(len(theirs), len(ours)), theirs.shape[1]  # an expanded target is wider
+        same = theirs[:n].to(own.device, torch.float32), ours[:n, :width].float()
+        # Files are of other dtypes than the target now and then.
+        fits = fits and torch.allclose(*same, atol=1e-2, rtol=1e-2)
+    if not fits:
         raise UserError(
             f"{WHAT} in '{folder}' hold another embedding than the target: they were made for another one"
         )

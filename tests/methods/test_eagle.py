@@ -1,0 +1,450 @@
+"""EAGLE-1 and EAGLE-2: files, what is drafted from which states, the cache round by round, training, losslessness."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from methods.eagle import Eagle, Eagle2
+from methods.eagle.chain import chained
+from methods.eagle.checkpoint import load_eagle, save_eagle
+from methods.eagle.drafter import PUBLISHED
+from methods.eagle.model import EagleModel, eagle_config
+from methods.eagle.train import Distillation, fresh_model
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.ragged import RaggedBatch
+from specbench.decoding.draft import NORMED, Request
+from specbench.decoding.engine import Engine
+from specbench.decoding.kv_cache import Pass
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import StagedModel
+from specbench.errors import UserError
+from specbench.expand import Expansion, expand_model
+from tests.support import batches
+from tests.support.checkpoints import RunsCode, spoil
+from tests.support.decoding import random_pair
+from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding
+from tests.support.methods import fitted_eagle, saved_eagle, trimmed, true_states
+from tests.support.models import EVERY_ARCHITECTURE, random_model
+
+CPU = torch.device("cpu")
+PROMPT = [3, 9, 27, 11, 33, 29, 17]
+TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]
+MAKE = {
+    "eagle": lambda pair, folder: Eagle(pair, folder),
+    "eagle2": lambda pair, folder: Eagle2(pair, folder, nodes=9, width=3, max_draft_tokens=4),
+}
+METHOD = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    return saved_eagle("llama", tmp_path, tree=TREE)
+
+
+def loaded(folder, arch: str = "llama"):
+    return load_eagle(folder, random_pair(arch).target, CPU, torch.float32)
+
+
+def test_the_published_tree():
+    assert len(PUBLISHED) == len(set(PUBLISHED)) == 25
+    assert [sum(len(path) == depth for path in PUBLISHED) for depth in range(1, 6)] == [4, 8, 8, 3, 2]
+    inner = {path[:-1] for path in PUBLISHED} - {()}
+    assert [sum(len(path) == depth for path in inner) for depth in range(1, 6)] == [4, 4, 1, 1, 0]
+
+
+# -- what is drafted
+
+
+def pairs_of(pair, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features and embedded tokens [1, n - 1, h] of the true pairs of n tokens."""
+    ids = torch.tensor([tokens])
+    states = true_states(pair, ids, (NORMED,))[NORMED]
+    return states[:, :-1], pair.target.get_input_embeddings()(ids[:, 1:])
+
+
+def outputs(model: EagleModel, features: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+    """Outputs [1, n, h] of pairs that follow one another, in one pass without a cache."""
+    return model(features, embeds, model.rope(torch.arange(features.shape[1]).unsqueeze(0), features))
+
+
+@torch.no_grad()
+def by_chain(model: EagleModel, pair, tokens: list[int], path: list[int]) -> torch.Tensor:
+    """The output [h] behind known tokens and drafted ones that follow them, a token at a time."""
+    features, embeds = pairs_of(pair, tokens)
+    for token in path:
+        last = outputs(model, features, embeds)[:, -1:]
+        features = torch.cat([features, last], dim=1)
+        embeds = torch.cat([embeds, pair.target.get_input_embeddings()(torch.tensor([[token]]))], dim=1)
+    return outputs(model, features, embeds)[0, -1]
+
+
+@METHOD
+def test_a_node_is_drafted_as_the_end_of_a_chain(make, folder):
+    """Whatever stands beside it in the tree; and each level is a pass of its nodes with children alone."""
+    pair = random_pair("llama")
+    drafter, model = make(pair, folder), fitted_eagle("llama")
+    passes, rounds = [], []
+    level, draft = drafter._level, drafter.draft
+
+    def watched_level(batch, features, tokens, first, tree):
+        out = level(batch, features, tokens, first, tree)
+        passes.append((first, tokens[0].tolist(), tree.parents[0].tolist(), out[0]))
+        return out
+
+    def watched_draft(batch):
+        passes.clear()
+        made = draft(batch)
+        tokens, ran, where = batch.sequences[0].tokens, {}, {}
+        root = by_chain(model, pair, tokens, [])
+        torch.testing.assert_close(drafter._outputs[0], root, atol=1e-5, rtol=1e-4)
+        for first, level_tokens, parents, out in passes:
+            for i, token in enumerate(level_tokens):
+                parent = parents[first + i]
+                ran[first + i] = [*(ran[parent] if parent >= 0 else []), token]
+                expected = by_chain(model, pair, tokens, ran[first + i])
+                torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-4)
+                where[tuple(ran[first + i])] = out[i]
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(made.tokens[0].tolist(), made.tree.parents[0].tolist()):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        for path in paths:  # a node is one of the likeliest followers of its parent
+            state = where[path[:-1]] if path[:-1] else root
+            assert path[-1] in pair.target.lm_head(state).topk(3).indices
+        inner = {path[:-1] for path in paths} - {()}
+        assert inner <= set(where)
+        assert isinstance(drafter, Eagle2) or inner == set(where), "leaves never go through the layer"
+        rounds.append((len(paths), max(map(len, paths))))
+        return made
+
+    drafter._level, drafter.draft = watched_level, watched_draft
+    steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(40)).steps
+    assert len(rounds) > 5 and max(rounds)[1] >= 3
+    assert [(s.drafted, s.depth) for s in steps if s.drafted] == rounds
+    levels = rounds[0][1] if isinstance(drafter, Eagle) else 4
+    weights = sum(t.nbytes for t in load_file(f"{folder}/model.safetensors").values())
+    assert steps[0].draft_bytes == levels * (weights + StagedModel(pair.target).pass_bytes(0, 0))
+
+
+@METHOD
+@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=5)])
+def test_the_cache_holds_what_the_true_pairs_leave_there(make, scheduler, folder):
+    """After every round, in every slot: nothing of a draft stays, and every state is the target's own."""
+    pair = random_pair("llama")
+    drafter, model = make(pair, folder), fitted_eagle("llama")
+    commit, seen = drafter.commit, Counter()
+
+    def watched(batch, verified):
+        commit(batch, verified)
+        if all(sequence.done for sequence in batch.sequences):
+            return
+        for slot, sequence in enumerate(batch.sequences):
+            features, embeds = pairs_of(pair, sequence.tokens)
+            n = features.shape[1]
+            cache = model.new_cache(n)
+            cache.begin_pass(0, 1, Pass.consecutive(0, n), 1, n)
+            expected = model(
+                features, embeds, model.rope(torch.arange(n).unsqueeze(0), features), None, cache
+            )
+            if sequence.done:
+                continue  # what comes behind its stop token was fed, too
+            own = drafter._layout.cache.segments[0][:, :, slot, :n]
+            torch.testing.assert_close(own, cache.segments[0][:, :, 0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(drafter._outputs[slot], expected[0, -1], atol=1e-5, rtol=1e-4)
+            seen[verified.counts[slot]] += 1
+
+    drafter.commit = watched
+    requests, _ = batches.cases("llama")
+    Engine(StagedModel(pair.target), drafter, frozenset(), scheduler(3)).generate(requests)
+    assert len(seen) > 2 and seen.total() > 20
+
+
+def test_smaller_trees_of_ranks(folder):
+    drafter = Eagle(random_pair("llama"), folder, nodes=4)
+    assert drafter.paths == [(0,), (1,), (0, 0), (2,)] and drafter.max_draft_tokens == 2
+    assert drafter.max_nodes == 4
+    drafter = Eagle(random_pair("llama"), folder, nodes=5, max_draft_tokens=2)
+    assert drafter.paths == [(0,), (1,), (0, 0), (2,), (0, 1)] and drafter.max_draft_tokens == 2
+
+
+def test_a_checkpoint_without_a_tree_gets_the_published_one(tmp_path):
+    drafter = Eagle(random_pair("llama"), saved_eagle("llama", tmp_path))
+    assert drafter.paths == PUBLISHED and drafter.max_draft_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("nodes", "width", "levels", "expected"),
+    [(1, 3, 4, 1), (59, 10, 6, 59), (59, 3, 2, 12), (500, 2, 3, 10), (2, 5, 6, 2)],
+)
+def test_dimensions_of_dynamic_trees(folder, nodes, width, levels, expected):
+    """As many nodes as asked for, or as there can be; a path is no longer than the answer can use."""
+    pair = random_pair("llama")
+    drafter = Eagle2(pair, folder, nodes, width, levels)
+    assert drafter.max_nodes == expected
+    steps = assert_lossless("llama", drafter, third=1)
+    assert max(s.drafted for s in steps) == expected
+    assert all(s.depth <= min(levels, s.drafted) for s in steps)
+
+
+def test_a_tree_ends_where_the_answer_must(folder):
+    pair = random_pair("llama")
+    drafter, most = Eagle2(pair, folder, 30, 3, 6), []
+    draft = drafter.draft
+
+    def watched(batch):
+        made = draft(batch)
+        most.append((batch.max_draft, int(made.tree.depths.max())))
+        return made
+
+    drafter.draft = watched
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(6))
+    assert most[0] == (4, 4) and all(depth <= limit for limit, depth in most)
+
+
+# -- files
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("fc.weight"), "missing fc.weight"),
+        (lambda s: s.pop("layers.0.self_attn.q_proj.weight"), "missing layers.0.self_attn.q_proj.weight"),
+        (lambda s: s.update({"lm_head.weight": torch.ones(2)}), "unknown lm_head.weight"),
+        (
+            lambda s: s.update({"layers.0.input_layernorm.weight": torch.ones(64)}),
+            "unknown layers.0.input_layernorm",
+        ),
+        (lambda s: s.update({"fc.bias": torch.ones(2)}), r"fc.bias is \(2,\)"),
+        (lambda s: s.update({"embed_tokens.weight": torch.ones(61, 64)}), "another embedding"),
+        (lambda s: s.update({"embed_tokens.weight": torch.ones(61, 80)}), "another embedding"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(folder, change, message):
+    spoil(folder, change)
+    with pytest.raises(UserError, match=message):
+        loaded(folder)
+
+
+def test_other_faults_of_a_checkpoint(folder, tmp_path):
+    narrow = random_model("llama", 0, hidden_size=32)
+    with pytest.raises(UserError, match=r"64 wide.*32.*another target"):
+        load_eagle(folder, narrow, CPU, torch.float32)
+    with pytest.raises(UserError, match="config.json is missing"):
+        loaded(tmp_path / "nowhere")
+
+
+def test_the_authors_format(folder, tmp_path):
+    """A pickle with the target's embedding and an old buffer, and a config.json that does not name key heads."""
+    authors = tmp_path / "authors"
+    authors.mkdir()
+    target = random_pair("llama").target
+    state = load_file(f"{folder}/model.safetensors")
+    state["embed_tokens.weight"] = target.get_input_embeddings().weight.half()
+    state["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    torch.save(state, authors / "pytorch_model.bin")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    for name in ("num_key_value_heads", "head_dim", "tree", "bias"):
+        del settings[name]
+    (authors / "config.json").write_text(json.dumps(settings))
+    features, embeds = pairs_of(random_pair("llama"), PROMPT)
+    ours, theirs = (outputs(loaded(f)[0], features, embeds) for f in (folder, authors))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_pickle_that_runs_code_is_not_loaded(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    torch.save({"fc.bias": RunsCode()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="[Ww]eights.only"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bias": False},
+        {"qkv_bias": True},
+        {"num_key_value_heads": 1},
+        {"head_dim": 24, "num_key_value_heads": 4},
+        {"intermediate_size": 40, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    ],
+)
+def test_layers_of_other_forms(changes, tmp_path):
+    """Without a bias behind the states (LLaMA-3), with biases of queries, keys and values (Qwen2), other heads."""
+    pair = random_pair("llama")
+    torch.manual_seed(2)
+    model = EagleModel(LlamaConfig(**(eagle_config(pair.target.config).to_dict() | changes))).eval()
+    save_eagle(model, tmp_path, torch.float32)
+    read, _ = loaded(tmp_path)
+    assert (read.fc.bias is None) == ("bias" in changes)
+    assert (read.layer.self_attn.q_proj.bias is not None) == ("qkv_bias" in changes)
+    assert read.layer.self_attn.o_proj.bias is None
+    features, embeds = pairs_of(pair, PROMPT)
+    expected = outputs(model, features, embeds)
+    torch.testing.assert_close(outputs(read, features, embeds), expected)
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 77.0}
+    assert not torch.allclose(outputs(twin_of(model), features, embeds), expected)
+    assert_lossless("llama", Eagle2(pair, str(tmp_path), 9, 3, 3), third=0)
+
+
+def twin_of(model: EagleModel) -> EagleModel:
+    """The same weights under the model's changed config."""
+    twin = EagleModel(model.config)
+    twin.load_state_dict(model.state_dict())
+    return twin.eval()
+
+
+@pytest.mark.parametrize("vocab", [61, 70])
+def test_the_drafter_of_an_expanded_target(vocab, folder):
+    """It drafts the same, and none of the tokens that were added."""
+    pair = random_pair("llama")
+    shape = {
+        **{"model_type": "llama", "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 8},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 24, "vocab_size": vocab},
+    }
+    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
+    target = expand_model(pair.target, expansion, CPU, torch.float32)
+    new, _ = load_eagle(folder, target, CPU, torch.float32, expansion)
+    assert new.fc.weight.shape == (96, 192)
+    wide = type(pair)(**(vars(pair) | {"target": target, "expansion": expansion}))
+    own = chained(fitted_eagle("llama"), *pairs_of(pair, PROMPT), 3)
+    for one, two in zip(own, chained(new, *pairs_of(wide, PROMPT), 3), strict=True):
+        torch.testing.assert_close(two[..., :64], one, atol=1e-4, rtol=1e-3)
+        logits = target.lm_head(two)
+        torch.testing.assert_close(logits[..., :61], pair.target.lm_head(one), atol=1e-3, rtol=1e-3)
+        assert (logits[..., 61:] < -100).all()
+    drafted = []
+    for which in (pair, wide):
+        drafter = Eagle2(which, folder, 9, 3, 4)
+        draft = drafter.draft
+        drafter.draft = lambda batch, draft=draft: drafted.append(made := draft(batch)) or made
+        Engine(StagedModel(which.target), drafter, frozenset()).answer(PROMPT, Decoding(12))
+    half = len(drafted) // 2
+    for one, two in zip(drafted[:half], drafted[half:]):
+        assert torch.equal(one.tokens, two.tokens) and torch.equal(one.tree.parents, two.tree.parents)
+
+
+# -- training
+
+
+def batch_of(ids: list[list[int]], said: list[list[float]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(said, dtype=torch.float32)}
+
+
+IDS = [[5, 9, 20, 11, 4, 30, 8, 2, 14, 40]]
+
+
+def test_a_chained_step_is_the_step_of_a_draft():
+    """Step j at row t: j tokens drafted behind the true pairs up to t, with the text's own tokens."""
+    pair, model = random_pair("llama"), fitted_eagle("llama")
+    features, embeds = pairs_of(pair, IDS[0])
+    for j, out in enumerate(chained(model, features, embeds, 4)):
+        for t in range(features.shape[1] - j):
+            expected = by_chain(model, pair, IDS[0][: t + 2], IDS[0][t + 2 : t + 2 + j])
+            torch.testing.assert_close(out[0, t], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_loss_by_hand():
+    """At row t: the state and the distribution of position t + 1, where token t + 2 counts."""
+    pair, model = random_pair("llama"), fitted_eagle("llama")
+    weights = [0, 0, 0, 1, 1, 0.5, 0, 1, 1, 0]
+    found = Distillation(model, StagedModel(pair.target)).eval()(batch_of(IDS, [weights]))
+    states = true_states(pair, torch.tensor(IDS), (NORMED,))[NORMED][0]
+    out = outputs(model, *pairs_of(pair, IDS[0]))[0]
+    size, expected = states[1:].pow(2).mean().sqrt(), 0.0
+    for t in range(8):
+        distance = torch.nn.functional.smooth_l1_loss(out[t] / size, states[t + 1] / size)
+        teacher = pair.target.lm_head(states[t + 1]).softmax(-1)
+        entropy = -(teacher * pair.target.lm_head(out[t]).log_softmax(-1)).sum()
+        expected += weights[t + 2] * (distance + 0.1 * entropy)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_noise_only_while_it_learns():
+    pair = random_pair("llama")
+    model = fresh_model(StagedModel(pair.target))
+    module, batch = Distillation(model, StagedModel(pair.target)), batch_of(IDS, [[1] * 10])
+    losses = [module.train(mode)(batch) for mode in (False, False, True, True)]
+    assert losses[0] == losses[1] and len({loss.item() for loss in losses}) == 3
+    losses[-1].backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+    assert all(p.grad is None for p in pair.target.parameters())
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_a_fresh_model_passes_the_state_on(arch):
+    """With the target's last layer behind it, or a layer that adds nothing."""
+    target = StagedModel(random_pair(arch).target)
+    model = fresh_model(target)
+    h = model.config.hidden_size
+    states, nothing = torch.randn(1, 5, h), torch.zeros(1, 5, h)
+    joined = model.fc(torch.cat([nothing, states], dim=-1))
+    torch.testing.assert_close(joined, states)
+    if arch == "llama":
+        last = target.layers[-1].state_dict()
+        assert all(torch.equal(tensor, last[name]) for name, tensor in model.layer.state_dict().items())
+    if arch == "opt":
+        torch.testing.assert_close(outputs(model, states, nothing), states)
+
+
+def test_rank_paths_and_choices_by_hand():
+    pair, model = random_pair("llama"), fitted_eagle("llama")
+    module = Distillation(model, StagedModel(pair.target))
+    batch = batch_of(IDS, [[0, 0, 1, 1, 1, 1, 1, 1, 1, 1]])
+    found, (student, teacher) = module.rank_paths(batch), module.choices(batch)
+    states = true_states(pair, torch.tensor(IDS), (NORMED,))[NORMED][0]
+    ids, expected = IDS[0], Counter()
+    for t in range(1, 3):  # token t + 1 is the assistant's, and so are the six behind it
+        ranks = []
+        for j in range(6):
+            logits = pair.target.lm_head(by_chain(model, pair, ids[: t + 2], ids[t + 2 : t + 2 + j]))
+            ranks.append(int((logits > logits[ids[t + 2 + j]]).sum()))
+        for n in range(1, 7):
+            if all(rank < 10 for rank in ranks[:n]):
+                expected[tuple(ranks[:n])] += 1
+    assert found == expected and found
+    for j in range(4):
+        for i, t in enumerate(range(5)):
+            logits = pair.target.lm_head(by_chain(model, pair, ids[: t + 2], ids[t + 2 : t + 2 + j]))
+            assert student[j, i] == logits.argmax()
+            assert teacher[j, i] == pair.target.lm_head(states[t + 1 + j]).argmax()
+
+
+# -- losslessness
+
+
+@METHOD
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_lossless(arch, make, tmp_path):
+    pair = random_pair(arch)
+    folder = saved_eagle(arch, tmp_path, tree=TREE)
+    steps = assert_lossless(arch, make(pair, folder))
+    assert {0, 1, 2} <= {s.accepted for s in steps} and any(0 < s.accepted == s.depth for s in steps)
+    drafter = trimmed(make(pair, folder), list(range(0, pair.vocab_size, 2)))
+    assert any(s.accepted for s in assert_lossless(arch, drafter, third=1))
+
+
+@METHOD
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+def test_lossless_in_batches(scheduler, arch, make, tmp_path):
+    requests, expected = batches.cases(arch)
+    pair = random_pair(arch)
+    engine = Engine(
+        StagedModel(pair.target), make(pair, saved_eagle(arch, tmp_path)), frozenset(), scheduler(4)
+    )
+    assert any(s.accepted > 1 for s in batches.assert_lossless(engine, requests, expected))
+
+
+@METHOD
+@pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])
+def test_sampled_text_is_that_of_autoregressive_decoding(make, scheduler, folder):
+    pair = random_pair("llama")
+    for temperature in (0.7, 1.0):
+        requests = [Request(PROMPT[: 3 + seed], Decoding(30, temperature), seed) for seed in range(4)]
+        assert assert_samples_like_plain_decoding(pair, make(pair, folder), requests, scheduler)
