@@ -224,12 +224,12 @@ def test_a_tree_ends_where_the_answer_must(folder):
 def test_room_for_nodes_that_are_not_kept(folder):
     """More nodes go through the layer than the tree has, up to the end of what the buffers hold."""
     pair = random_pair("llama")
-    new = 3 * CACHE_STEP - len(PROMPT) - 7  # 6 nodes and the pending token
+    new = CACHE_STEP - len(PROMPT) - 7  # 6 nodes and the pending token
     expected = Engine(StagedModel(pair.target), Drafter(), frozenset()).answer(PROMPT, Decoding(new))
     drafter = Eagle2(pair, folder, nodes=6, width=6, max_draft_tokens=6)
     answer = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(new))
     assert answer.tokens == expected.tokens
-    assert drafter._layout.cache.capacity == 3 * CACHE_STEP + 30
+    assert drafter._layout.cache.capacity == CACHE_STEP + 30
 
 
 # -- files
