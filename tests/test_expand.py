@@ -365,7 +365,7 @@ def test_exits_of_a_sorted_draft_model_that_was_made_deeper():
 
 # -- the whole of it, on the embedded family
 
-METHODS = ("pld", "sps", "kangaroo", "s2d", "vocabtrim", "mirror_sd", "mirror_ss", "ssd")
+METHODS = ("pld", "sps", "kangaroo", "eagle", "eagle2", "s2d", "vocabtrim", "mirror_sd", "mirror_ss", "ssd")
 QUESTIONS, TOKENS = 2, 16
 
 

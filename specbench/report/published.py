@@ -21,12 +21,15 @@ NUMBERS = (
     *("exact_share", "alignment_share", "group_rate", "ratio", "parameters_millions"),
 )
 # Rows that belong beside a method though they bear another name: Mirror-SD's draft model streams, its Vanilla-SD is
-# plain speculative decoding beside the SpS of the same table, and an abstract means both methods of its paper.
+# plain speculative decoding beside the SpS of the same table, and an abstract means both methods of its paper. Other
+# papers' measurements of EAGLE stand under its own name: how they ran it is theirs to say.
 ALSO_BESIDE = {
     "mirror_ss": ("mirror_sd",),
     "eqspec": ("EQSPEC/EXSPEC",),
     "exspec": ("EQSPEC/EXSPEC",),
     "sps": ("Vanilla-SD",),
+    "eagle": ("EAGLE",),
+    "eagle2": ("EAGLE-2",),
 }
 
 # How a node of the file is built, and not a field; texts that add up from the outermost node to the cell.

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from methods.eagle import train as eagle_train
 from methods.kangaroo import train as kangaroo_train
 from methods.mirror_sd import train as mirror_train
 from methods.mirror_sd.streams import load_streams
@@ -232,7 +233,9 @@ def test_a_half_precision_target_trains_a_float32_adapter(workplace, tmp_path, d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train_kangaroo", "train_s2d", "train_sps", "train_mirror_sd"])
+@pytest.mark.parametrize(
+    "name", ["train_kangaroo", "train_s2d", "train_sps", "train_mirror_sd", "train_eagle"]
+)
 def test_passes_in_bf16(workplace, tmp_path, name):
     more = {"train_s2d": ("layers=3", "exits=[1,3]")}.get(name, ())
     cfg = training_settings(name, workplace, tmp_path, "precision=bf16", "steps=2", "save_every=1", *more)
@@ -241,6 +244,7 @@ def test_passes_in_bf16(workplace, tmp_path, name):
         "train_s2d": s2d_train,
         "train_sps": sps_train,
         "train_mirror_sd": mirror_train,
+        "train_eagle": eagle_train,
     }[name]
     assert all(row["loss"] > 0 for row in log(trainer.train(cfg)))
 
@@ -266,6 +270,7 @@ TRAINERS = {
     "train_s2d": s2d_train,
     "train_mirror_sd": mirror_train,
     "train_sps": sps_train,
+    "train_eagle": eagle_train,
 }
 
 
