@@ -102,9 +102,12 @@ def check_tensors(
 def write_checkpoint(
     folder: str | Path, settings: Mapping[str, Any], state: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """Writes config.json and model.safetensors, the tensors in a dtype."""
+    """Writes config.json and model.safetensors: tensors of floats in a dtype, others as they are."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    saved = {name: tensor.detach().to(dtype).contiguous().clone() for name, tensor in state.items()}
+    saved = {}
+    for name, tensor in state.items():
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        saved[name] = tensor.detach().to(kind).contiguous().clone()
     save_file(saved, folder / WEIGHTS, metadata={"format": "pt"})

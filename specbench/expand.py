@@ -54,6 +54,7 @@ AXES = {
     "down_proj": ("hidden", "inner"),
     "embed_tokens": ("tokens", "hidden"),
     "lm_head": ("tokens", "hidden"),
+    "fc": ("hidden", "hidden"),  # of drafters, which join states with it
 }
 
 
@@ -240,20 +241,28 @@ class Expansion:
 
     def _copy(self, name: str, weight: torch.Tensor, module: torch.nn.Module) -> None:
         """Copies a parameter of the old module to its place in the new one."""
-        import torch
-
         into = module.get_parameter(
             re.sub(r"(?<=layers\.)\d+", lambda number: str(self.layers(int(number[0]))), name)
         )
         kind = name.split(".")[-2]
         if kind not in AXES:  # a norm
             scaled = weight * (self.old.hidden / self.new.hidden) ** 0.5
-            into[: self.old.hidden] = scaled.to(into.device, into.dtype)
+            into[self._along("hidden", weight.shape[0], into.device)] = scaled.to(into.device, into.dtype)
             return
-        rows, columns = (torch.tensor(self._places[axis], device=into.device) for axis in AXES[kind])
+        rows, columns = (
+            self._along(axis, length, into.device) for axis, length in zip(AXES[kind], weight.shape)
+        )
         if kind == "q_proj":
             weight = weight * (self.new.head_dim / self.old.head_dim) ** 0.5
         into[rows.unsqueeze(1), columns] = weight.to(into.device, into.dtype)
+
+    def _along(self, axis: str, length: int, device: torch.device) -> torch.Tensor:
+        """Where the old entries of an axis of a weight stand; along "hidden" several states may lie side by side."""
+        import torch
+
+        places = torch.tensor(self._places[axis], device=device)
+        states = length // len(places)
+        return torch.cat([places + i * self.new.hidden for i in range(states)])
 
     def _exclude_added_tokens(self, module: torch.nn.Module) -> None:
         """Gives every added token a logit below -200, so that it is neither chosen nor drawn.

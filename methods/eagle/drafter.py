@@ -138,10 +138,12 @@ class EagleDrafter(Drafter):
         """Pairs of features [b, n, h] and tokens [b, n] -> outputs [b, n, h]."""
         b, n = tokens.shape
         cache.begin_pass(0, 1, where, b, n)
-        embeds = self.target.embed(tokens)
-        return self.model(
-            features, embeds, rope_of(self._rope, where, n), attention_mask(where, n, features), cache
-        )
+        rope, mask = rope_of(self._rope, where, n), attention_mask(where, n, features)
+        return self.model(features, self._embed(tokens), rope, mask, cache)
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token ids [b, n] -> [b, n, h] for the drafting model."""
+        return self.target.embed(tokens)
 
 
 class Eagle(EagleDrafter):

@@ -1,0 +1,332 @@
+"""EAGLE-3's checkpoints: the authors', SpecForge's and speculators'; ours are written for vLLM and SGLang.
+
+Whatever a config.json turns on is done here, too, or the checkpoint is refused by that name: a variant that is missed
+drafts badly, and nothing says so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import LlamaConfig
+
+from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.eagle3.model import DEPTHS, Eagle3Config, Eagle3Model, default_taps
+from specbench.decoding.device import place_weights
+from specbench.decoding.linear import lay_out
+from specbench.decoding.target import check_rope
+from specbench.errors import UserError
+from specbench.expand import Expansion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from specbench.decoding.target import StagedModel
+
+WHAT = "the weights of EAGLE-3"
+FILES = (WEIGHTS, "pytorch_model.bin")
+LAYER_IDS, LAYER, FIGURES = "eagle_aux_hidden_state_layer_ids", "transformer_layer_config", "figures"
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+    *("Eagle3Speculator", "Eagle3DraftModel"),
+)
+MODEL_TYPES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+)  # whose layer is Llama's, with the tensors that are there
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Of the layer, written as they are.
+LAYER_SETTINGS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias"),
+)
+# What must have this value, if it is there.
+FIXED = {
+    **{"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True},
+    **{"use_mtp_layernorm": False, "speculators_model_type": "eagle3", "hidden_act": "silu"},
+}
+# What changes nothing in how one layer drafts.
+HARMLESS = {
+    *("model_type", "architectures", LAYER, LAYER_IDS, "eagle_config", FIGURES, *VARIANTS),
+    *("draft_vocab_size", "target_hidden_size", "target_vocab_size", "rope_theta", "rope_scaling"),
+    *("torch_dtype", "transformers_version", "auto_map", "max_window_layers", "sliding_window"),
+    *("use_sliding_window", "layer_types", "next_layer_regular", "embed_requires_grad", "ttt_steps"),
+    *("speculators_config", "speculators_version", "has_no_defaults_at_init"),
+}
+
+
+def load_eagle3(
+    folder: str | Path,
+    target: StagedModel,
+    expansion: Expansion | None = None,
+    taps: tuple[int, ...] | None = None,
+    rope_theta: float | None = None,
+) -> Eagle3Model:
+    """Reads `config.json` and `model.safetensors` or `pytorch_model.bin` from a folder.
+
+    Pickles are read with weights_only. Heads, head width and draft vocabulary are those of the tensors' shapes.
+
+    Args:
+        folder: where the files are.
+        target: that is drafted for; its device and dtype are the drafting model's.
+        expansion: how the target was expanded; the drafting model is, too.
+        taps: depths to read in place of those that config.json names.
+        rope_theta: base of the rotary positions, in place of config.json's.
+
+    Raises:
+        UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json turns on what is
+            not known here; the drafting model was made for another target.
+    """
+    settings, state = read_checkpoint(folder, WHAT, FILES)
+    settings = _flat(folder, settings)
+    state = {_own_name(name): tensor for name, tensor in state.items() if not name.endswith("inv_freq")}
+    width = target.hidden_size if expansion is None else expansion.old.hidden
+    layers = len(target.layers) if expansion is None else expansion.old.layers
+    vocab = target.vocab_size if expansion is None else expansion.old.vocab
+    config = _config(folder, settings, state, rope_theta)
+    check_width(folder, WHAT, config.input_width, width)
+    read = _taps(folder, settings, taps, layers)
+    kept = _kept(folder, state, config, vocab)
+    _drop_embedding(folder, state, config, target, expansion)
+    model = Eagle3Model(config, read, kept)
+    check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    model.load_state_dict(state)
+    if expansion is None:
+        place_weights(model, target.device, target.dtype)
+    else:
+        model = _expanded(model.float(), target, expansion)
+    model.eval().requires_grad_(False)
+    lay_out(model)
+    return model
+
+
+def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **figures: Any) -> None:
+    """Writes config.json (with figures of the training) and model.safetensors as vLLM and SGLang read them.
+
+    Keys and dtypes are the authors': `d2t` holds for each row of the head how far its token's id lies behind the row's
+    index, `t2d` which ids have a row. vLLM reads the depths at the top, as layers in front of which states are taken,
+    SGLang those of `eagle_config`, as layers behind which they are.
+    """
+    config, kept = model.config, model.kept.cpu()
+    rope = dict(config.rope_parameters)
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type", "default")
+    settings = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        **{name: getattr(config, name) for name in LAYER_SETTINGS},
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope},
+        "draft_vocab_size": kept.shape[0],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "tie_word_embeddings": False,
+        LAYER_IDS: list(model.taps),
+        "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: [tap - 1 for tap in model.taps]},
+        **{name: True for name in VARIANTS if getattr(config, name)},
+        FIGURES: figures,
+    }
+    if config.target_hidden_size is not None:  # SGLang and vLLM ask whether the key is there
+        settings["target_hidden_size"] = config.target_hidden_size
+    known = torch.zeros(config.vocab_size, dtype=torch.bool)
+    known[kept] = True
+    mapping = {"d2t": kept - torch.arange(kept.shape[0]), "t2d": known}
+    write_checkpoint(folder, settings, model.state_dict() | mapping, dtype)
+
+
+def _flat(folder: str | Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """config.json without nesting. Raises UserError for what is not known here, by its name."""
+    layer, nested = settings.get(LAYER) or {}, settings.get("eagle_config") or {}
+    flat = {**layer, **settings, **{name: value for name, value in nested.items() if name != LAYER_IDS}}
+    if problems := [*_unknown(flat), *_unfit(flat, layer)]:
+        raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
+    return flat
+
+
+def _unknown(flat: dict[str, Any]) -> Iterator[str]:
+    """What a config.json turns on that is not known here."""
+    known = HARMLESS | FIXED.keys() | LlamaConfig().to_dict().keys()
+    yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in known)
+    for name, value in FIXED.items():
+        if flat.get(name, value) != value:
+            yield f"sets {name}={flat[name]}, not {value}"
+    for name in flat.get("architectures") or []:
+        if name not in ARCHITECTURES:
+            yield f"is of a {name}, not of one of {', '.join(ARCHITECTURES)}"
+
+
+def _unfit(flat: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
+    """What a config.json says of the layer that this one does not do, or does not say.
+
+    Args:
+        flat: all of it.
+        layer: what speculators nests.
+    """
+    if layer and "norm_before_residual" not in flat:
+        # vLLM takes its absence for true, speculators once took it for false.
+        yield "does not say norm_before_residual"
+    kind = layer.get("model_type") or flat.get("model_type") or MODEL_TYPES[0]
+    if kind not in MODEL_TYPES:
+        yield f"has a layer of type {kind}, not one of {', '.join(MODEL_TYPES)}"
+    windows = flat.get("sliding_window") and flat.get("use_sliding_window", True)
+    if windows or {*(flat.get("layer_types") or [])} - {"full_attention"}:
+        yield "sets a sliding window"
+    yield from (
+        f"lacks {name}" for name in ("hidden_size", "num_attention_heads", "vocab_size") if not flat.get(name)
+    )
+
+
+def _own_name(name: str) -> str:
+    """The authors' name of a tensor; speculators calls the layer `layers.0`."""
+    return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
+
+
+def _config(
+    folder: str | Path, settings: dict[str, Any], state: dict[str, torch.Tensor], rope_theta: float | None
+) -> Eagle3Config:
+    """The config of the layer, with what the shapes of the tensors say."""
+    attention = "midlayer.self_attn"
+    needed = ("fc.weight", "lm_head.weight", f"{attention}.q_proj.weight", f"{attention}.k_proj.weight")
+    if missing := [name for name in needed if name not in state]:
+        raise UserError(f"{WHAT} in '{folder}' do not fit: missing {', '.join(missing)}")
+    width, heads = settings["hidden_size"], settings["num_attention_heads"]
+    fc, head, q, k = (state[name].shape for name in needed)
+    head_dim, read = q[0] // heads, fc[1] // DEPTHS
+    for name, found in (("head_dim", head_dim), ("draft_vocab_size", head[0]), ("target_hidden_size", read)):
+        if settings.get(name) not in (None, found):
+            raise UserError(
+                f"{WHAT} in '{folder}' do not fit: config.json says {name}={settings[name]}, the tensors {found}"
+            )
+    names = {*LAYER_SETTINGS, *VARIANTS, "rope_theta", "rope_scaling", "rope_parameters"}
+    chosen = {name: value for name, value in settings.items() if name in names and value is not None}
+    config = Eagle3Config(
+        **chosen
+        | {
+            "num_hidden_layers": 1,
+            "head_dim": head_dim,
+            "num_key_value_heads": k[0] // head_dim,
+            "target_hidden_size": None if read == width else read,
+        }
+    )
+    if rope_theta is not None:
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": rope_theta}
+    check_rope(config)
+    return config
+
+
+def _taps(
+    folder: str | Path, settings: dict[str, Any], asked: tuple[int, ...] | None, layers: int
+) -> tuple[int, ...]:
+    """The depths to read, as `Drafter.taps`: given, or config.json's, or else the authors'.
+
+    Two conventions are about. Where first id 2 is meant as the layer in front of which a state is taken, others call
+    it 1, the layer behind which.
+    """
+    top, nested = settings.get(LAYER_IDS), (settings.get("eagle_config") or {}).get(LAYER_IDS)
+    found = top or nested
+    if asked is not None:
+        read = asked
+    elif not found:
+        read = default_taps(layers)
+    elif top and nested and [i + 1 for i in nested] == list(top):
+        read = tuple(top)
+    elif (top and nested and list(nested) != list(top)) or found[0] not in (1, 2):
+        raise UserError(
+            f"{WHAT} in '{folder}' do not say whether {LAYER_IDS}={found} are layers in front of which states are "
+            "taken, or behind which: set method.layers to the number of layers in front of each state"
+        )
+    else:
+        read = tuple(i + (found[0] == 1) for i in found)
+    if len(read) != DEPTHS or not 0 <= min(read) <= max(read) < layers:
+        raise UserError(
+            f"{WHAT} in '{folder}' cannot be used: they read {DEPTHS} depths, of this target 0 to {layers - 1} layers, "
+            f"not {list(read)}"
+        )
+    return read
+
+
+def _kept(
+    folder: str | Path, state: dict[str, torch.Tensor], config: Eagle3Config, vocab: int
+) -> torch.Tensor:
+    """Takes the vocabulary's mapping out of the tensors -> token ids of the target by row of the head."""
+
+    def refuse(what: str) -> UserError:
+        return UserError(f"{WHAT} in '{folder}' cannot be used: {what}")
+
+    rows = state["lm_head.weight"].shape[0]
+    offsets, known = state.pop("d2t", None), state.pop("t2d", None)
+    index = torch.arange(rows)
+    if offsets is None:
+        if rows != config.vocab_size:
+            raise refuse(f"d2t is missing, and the head has {rows} rows for {config.vocab_size} tokens")
+        offsets = torch.zeros_like(index)
+    if offsets.shape != index.shape or offsets.is_floating_point():
+        raise refuse(f"d2t is {offsets.dtype} {tuple(offsets.shape)}, not whole numbers ({rows},)")
+    ids = index + offsets.long()
+    if known is not None and known.shape != (config.vocab_size,):
+        raise refuse(f"t2d is {tuple(known.shape)}, not ({config.vocab_size},)")
+    own = torch.zeros(config.vocab_size, dtype=torch.bool)
+    fitting = int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size
+    if fitting:
+        own[ids] = True
+    agrees = fitting and int(own.sum()) == rows and (known is None or torch.equal(own, known.bool()))
+    # Without t2d nothing but its form tells a table: no two kept ids that follow one another, or no kept id beyond.
+    unsure = known is None and rows < config.vocab_size and rows > 1
+    if not agrees or (unsure and (bool((offsets.diff() > 0).all()) or not offsets.any())):
+        raise refuse(
+            "d2t does not hold how far each token's id lies behind its row (ids in place of distances, an empty table, "
+            "or one of another checkpoint)"
+        )
+    if int(ids.max()) >= vocab:
+        raise refuse(
+            f"it drafts token {int(ids.max())}, the target has {vocab}: they were made for another target"
+        )
+    return ids
+
+
+def _drop_embedding(
+    folder: str | Path,
+    state: dict[str, torch.Tensor],
+    config: Eagle3Config,
+    target: StagedModel,
+    expansion: Expansion | None,
+) -> None:
+    """Leaves out an embedding that is the target's; notes one of the drafting model's own in its config."""
+    own, name = state.get("embed_tokens.weight"), "embed_tokens.weight"
+    if own is None:
+        if config.target_hidden_size is not None:
+            raise UserError(
+                f"{WHAT} in '{folder}' do not fit: missing {name} of a drafting model that is not as wide as its target"
+            )
+        return
+    if expansion is not None:
+        raise UserError(f"{WHAT} in '{folder}' have an embedding of their own: they cannot be expanded")
+    theirs = target.embed_tokens.weight
+    same = own.shape == theirs.shape and torch.allclose(
+        own.float(), theirs.detach().float().to(own.device), rtol=1e-2, atol=1e-3
+    )
+    if same:
+        del state[name]
+    elif own.shape[0] < theirs.shape[0]:
+        raise UserError(
+            f"{WHAT} in '{folder}' do not fit: {name} has {own.shape[0]} rows, the target {theirs.shape[0]}"
+        )
+    else:
+        config.own_embedding = True
+
+
+def _expanded(model: Eagle3Model, target: StagedModel, expansion: Expansion) -> Eagle3Model:
+    """The drafting model at the width and heads of an expanded target."""
+    config = model.config
+    rows = {"vocab_size": model.kept.shape[0], "num_hidden_layers": 1}
+    own = Expansion(config.to_dict() | rows, target.config.to_dict() | rows, "the drafting model of EAGLE-3")
+    taps, kept = tuple(expansion.layers(tap) for tap in model.taps), model.kept.to(target.device)
+
+    def make(wide: LlamaConfig) -> Eagle3Model:
+        flags = {name: getattr(config, name) for name in VARIANTS}
+        return Eagle3Model(Eagle3Config(**wide.to_dict() | flags), taps, kept)
+
+    return own.build(make, model, target.device, target.dtype)

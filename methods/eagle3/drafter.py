@@ -1,0 +1,97 @@
+"""EAGLE-3's drafter: EAGLE-2's growing tree, and a drafting model that reads three depths and has its own head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from methods.eagle.drafter import DynamicEagle
+from specbench.decoding.draft import Batch, Draft, Needs
+from specbench.decoding.layers import weight_bytes
+from specbench.decoding.target import StagedModel
+from specbench.pairs import Pair
+from specbench.questions import packaged
+from specbench.values import Count, Natural, Positive
+
+if TYPE_CHECKING:
+    import torch
+
+    from methods.eagle3.model import Eagle3Model
+
+
+class DraftVocabulary:
+    """The head of a drafting model over some tokens of the target, as `methods.eagle.drafter.Head`.
+
+    Args:
+        model: whose head it is; its weights are counted with the model's.
+    """
+
+    bytes = 0
+
+    def __init__(self, model: Eagle3Model):
+        self.model = model
+
+    @property
+    def rows(self) -> int:
+        """The number of tokens that it scores."""
+        return self.model.kept.shape[0]
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., h] of the model -> logits [..., rows]."""
+        return self.model.logits(normed)
+
+    def ids(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the head, of any shape -> token ids of the target."""
+        return self.model.kept[rows]
+
+
+class Eagle3(DynamicEagle):
+    """EAGLE-3; see the module.
+
+    Args:
+        pair: with the target.
+        part: folder of the drafting model's checkpoint.
+        nodes: as in `DynamicEagle`; the published 60 count the pending token.
+        width: as in `DynamicEagle`.
+        max_draft_tokens: as in `DynamicEagle`; the published depth of 5 is one of 6 levels.
+        layers: how many layers of the target lie in front of each state that is read, in place of those that
+            config.json names.
+        rope_theta: base of the rotary positions, in place of config.json's. Some published files name one that they
+            were not trained with.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or does not fit the target.
+    """
+
+    needs = Needs(part="eagle3")
+
+    def __init__(
+        self,
+        pair: Pair,
+        part: str,
+        nodes: Count = 59,
+        width: Count = 10,
+        max_draft_tokens: Count = 6,
+        layers: list[Natural] | None = None,
+        rope_theta: Positive | None = None,
+    ):
+        from methods.eagle3.checkpoint import load_eagle3  # late: transformers' models take seconds to import
+
+        taps = None if layers is None else tuple(layers)
+        model = load_eagle3(packaged(part), StagedModel(pair.target), pair.expansion, taps, rope_theta)
+        super().__init__(model, DraftVocabulary(model), nodes, width, max_draft_tokens)
+        self.head = DraftVocabulary(self.model)
+        # A round reads once what makes features of states; of an embedding a pass reads single rows.
+        once = [model.fc, model.fc_norm, *([model.input_norm] if model.input_norm is not None else [])]
+        self._once = sum(map(weight_bytes, once))
+        self._bytes -= self._once + (0 if model.embed_tokens is None else weight_bytes(model.embed_tokens))
+
+    def draft(self, batch: Batch) -> Draft:
+        """Lets the tree grow level by level, and keeps its likeliest nodes."""
+        draft = super().draft(batch)
+        draft.bytes_read += self._once
+        return draft
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token ids [b, n] -> [b, n, h] for the drafting model."""
+        own = self.model.embed_tokens
+        return self.target.embed(tokens) if own is None else own(tokens)

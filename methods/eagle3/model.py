@@ -1,0 +1,149 @@
+"""EAGLE-3's drafting model: three depths of the target's states in one layer, and a head over a draft vocabulary.
+
+g = fc([low; mid; high]) of the target's states at three depths. The layer ("midlayer") reads RMSNorm(embedding of the
+next token) beside RMSNorm(g): its queries, keys and values have inputs twice as wide. Its residual is g itself. Its
+output stands for g of the next token in the next step of a draft, without fc; its norm and head give the token after
+that (Li et al. 2025, section 3.1). The names of the parts are the keys of the authors' checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from methods.eagle.layer import DraftingModel, EagleLayer
+from specbench.errors import UserError
+
+if TYPE_CHECKING:
+    from specbench.decoding.kv_cache import KVCache
+
+DEPTHS = 3  # of the target, whose states are read
+
+
+class Eagle3Config(LlamaConfig):
+    """A Llama config of one layer, and what is EAGLE-3's own.
+
+    Attributes:
+        target_hidden_size: width of the target; None: the drafting model's own.
+        norm_before_residual: the residual is RMSNorm(g), not g.
+        norm_before_fc: one RMSNorm over the states of all depths in front of fc.
+        fc_norm: an RMSNorm over those of each depth.
+        norm_output: the next step is given the layer's output behind the norm.
+        own_embedding: the drafting model has an embedding of its own; otherwise the target's is used.
+    """
+
+    target_hidden_size: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+
+    @property
+    def input_width(self) -> int:
+        """Width of the target's states."""
+        return self.target_hidden_size or self.hidden_size
+
+
+class Midlayer(EagleLayer):
+    """The one layer: tokens and features, each behind a norm of its own, go into it side by side.
+
+    Args:
+        config: of the layer and the variants.
+    """
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config, 2 * config.hidden_size)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
+
+    def joined(self, features: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features and embedded tokens [b, n, h] -> what attention reads [b, n, 2 h], and the residual [b, n, h]."""
+        normed = self.hidden_norm(features)
+        states = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        return states, normed if self.norm_before_residual else features
+
+
+class Eagle3Model(DraftingModel):
+    """The drafting model; see the module.
+
+    Args:
+        config: of the layer and the variants.
+        taps: depths of the target whose states are read, as in `Drafter.taps`, in ascending order.
+        kept: [draft vocabulary] token ids of the target that the head scores, in the order of its rows.
+    """
+
+    config: Eagle3Config
+    kept: torch.Tensor
+
+    def __init__(self, config: Eagle3Config, taps: tuple[int, ...], kept: torch.Tensor):
+        super().__init__(config)
+        self.taps = taps
+        width, read, eps = config.hidden_size, config.input_width, config.rms_norm_eps
+        self.fc = nn.Linear(DEPTHS * read, width, bias=False)
+        self.input_norm = LlamaRMSNorm(DEPTHS * read, eps=eps) if config.norm_before_fc else None
+        norms = [LlamaRMSNorm(read, eps=eps) for _ in range(DEPTHS)] if config.fc_norm else []
+        self.fc_norm = nn.ModuleList(norms)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
+        self.midlayer = Midlayer(config)
+        self.norm = LlamaRMSNorm(width, eps=eps)
+        self.lm_head = nn.Linear(width, kept.shape[0], bias=False)
+        self.register_buffer("kept", kept, persistent=False)
+
+    @property
+    def layer(self) -> EagleLayer:
+        """The one layer."""
+        return self.midlayer
+
+    def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The target's states [b, n, d] of each tap -> g [b, n, h]."""
+        depths = [states[tap] for tap in self.taps]
+        if self.config.fc_norm:
+            depths = [norm(depth) for norm, depth in zip(self.fc_norm, depths, strict=True)]
+        joined = torch.cat(depths, dim=-1)
+        return self.fc(joined if self.input_norm is None else self.input_norm(joined))
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        embeds: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: KVCache | None = None,
+    ) -> torch.Tensor:
+        """Pairs: features, embedded tokens [b, n, h] -> [b, n, h], for `logits` and the features of the next pairs."""
+        states, residual = self.midlayer.joined(features, embeds)
+        return self.output(
+            self.midlayer(states, residual, position_embeddings, attention_mask, past_key_values)
+        )
+
+    def output(self, states: torch.Tensor) -> torch.Tensor:
+        """The layer's output as it is handed on."""
+        return self.norm(states) if self.config.norm_output else states
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """What `forward` gives, [..., h] -> logits [..., draft vocabulary]."""
+        return self.lm_head(output if self.config.norm_output else self.norm(output))
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The depths that the authors read, 2, L/2 and L - 3; for few layers the nearest that differ, none of them 0.
+
+    Args:
+        layers: L, of the target.
+
+    Raises:
+        UserError: there are no three depths between the layers.
+    """
+    if layers <= DEPTHS:
+        raise UserError(
+            f"EAGLE-3 reads states between layers at {DEPTHS} depths: the target has {layers} layers"
+        )
+    high = max(layers - 3, DEPTHS)
+    low = min(2, high - 2)
+    return low, min(max(layers // 2, low + 1), high - 1), high

@@ -1,0 +1,254 @@
+"""Trains EAGLE-3's drafting model: `python -m methods.eagle3.train pair=... [conversations=FILE] [out=FOLDER]`.
+
+Training-time test (Li et al. 2025, section 3.2): each place of a text takes `draft_steps` steps of a draft, as drafting
+does, on the tokens that follow. Step j costs the cross-entropy against the target's own distribution over the draft
+vocabulary, times 0.8^j; there is no loss on states. Places whose likeliest token is outside the draft vocabulary do not
+count. Unlike in the authors' script the loss counts the tokens that the assistant says by the token that is guessed,
+and the head begins as the target's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import cross_entropy, pad
+from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
+
+from methods.eagle3.checkpoint import save_eagle3
+from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
+from methods.training import CHUNK, SETTINGS, batches, held_out_batches, training_pair
+from specbench import training
+from specbench.compose import with_hydra
+from specbench.decoding.target import StagedModel
+from specbench.errors import UserError, one_line_errors
+from specbench.expand import Sizes
+from specbench.pairs import load_pair
+from specbench.values import Count, check_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from specbench.training import Batch
+
+DECAY = 0.8
+COUNTED_BATCHES = 500  # of training text, for the draft vocabulary
+UNSURE = 0.3  # of the target's logits, to begin with
+
+
+class ChainedAttention:
+    """Attention of the steps of drafts that begin at every place of a text at once.
+
+    In step j the place t sees keys and values of step 0 up to t, and its own of the steps 1 to j. Its rotary position
+    is t + j. That is what the (j + 1)-th step of a draft behind t sees.
+
+    Args:
+        attention: whose projections are used.
+        position_embeddings: cosines and sines [1, places + steps, head_dim].
+    """
+
+    def __init__(self, attention: LlamaAttention, position_embeddings: tuple[torch.Tensor, torch.Tensor]):
+        self.attention, self.rope = attention, position_embeddings
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """States [b, t, 2 d] of the next step -> what attention adds [b, t, d]."""
+        attention, step, (b, t) = self.attention, len(self.keys), states.shape[:2]
+        projections: Any = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (p(states).view(b, t, -1, attention.head_dim).transpose(1, 2) for p in projections)
+        cos, sin = (part[:, step : step + t] for part in self.rope)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        groups = attention.num_key_value_groups
+        self.keys.append(repeat_kv(k, groups))
+        self.values.append(repeat_kv(v, groups).to(q.dtype))
+        later = torch.ones(t, t, dtype=torch.bool, device=states.device).triu(1)
+        scores = (q @ self.keys[0].transpose(-1, -2)).masked_fill(later, float("-inf"))
+        own = [(q * key).sum(-1, keepdim=True) for key in self.keys[1:]]
+        shares = torch.softmax(torch.cat([scores, *own], dim=-1).float() * attention.scaling, dim=-1).to(
+            q.dtype
+        )
+        seen = shares[..., :t] @ self.values[0]
+        for share, value in zip(shares[..., t:].unbind(-1), self.values[1:], strict=True):
+            seen = seen + share.unsqueeze(-1) * value
+        return attention.o_proj(seen.transpose(1, 2).reshape(b, t, -1))
+
+
+def chained_outputs(
+    model: Eagle3Model, features: torch.Tensor, embeds: torch.Tensor, steps: int
+) -> list[torch.Tensor]:
+    """Outputs of the steps of drafts that begin at every place of a text and say the text's own tokens.
+
+    Args:
+        model: the drafting model.
+        features: [b, t, d] g of every token.
+        embeds: [b, t, d] of every token.
+        steps: of each draft.
+
+    Returns:
+        For each step j [b, t, d]: the one at place i was given the tokens i + 1 to i + 1 + j, and says the one behind.
+        Those of the last 1 + j places were given nothing there.
+    """
+    layer = model.midlayer
+    positions = torch.arange(features.shape[1] + steps, device=features.device).unsqueeze(0)
+    attend = ChainedAttention(layer.self_attn, model.rope(positions, features))
+    outputs = []
+    for j in range(steps):
+        states, residual = layer.joined(features, pad(embeds[:, 1 + j :], (0, 0, 0, 1 + j)))
+        residual = residual + attend(states)
+        features = model.output(residual + layer.mlp(layer.post_attention_layernorm(residual)))
+        outputs.append(features)
+    return outputs
+
+
+class TrainingTimeTest(torch.nn.Module):
+    """batch -> cross-entropy of the steps of drafts against the target, which stays as it is."""
+
+    def __init__(self, model: Eagle3Model, target: StagedModel, steps: int):
+        super().__init__()
+        self.model, self.target, self.steps = model, target, steps
+        inside = torch.zeros(target.vocab_size, dtype=torch.bool)
+        inside[model.kept.cpu()] = True
+        self.register_buffer("inside", inside.to(target.device), persistent=False)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The weighted sum [] of the cross-entropies of a batch."""
+        outputs, finals = self.outputs(batch)
+        goals, choices = self.goals(finals)
+        counts = self.inside[choices]
+        total = torch.zeros((), device=finals.device)
+        for j, output in enumerate(outputs):
+            weights = batch["loss_weight"] * pad(counts, (1, 0))[:, :-1]
+            # Place t guesses token t + 2 + j; the target's state at t + 1 + j says it.
+            places = pad(weights[:, 2 + j :], (0, 2 + j)).flatten().nonzero().squeeze(1)
+            guessed = weights.flatten()[places + 2 + j]
+            for some, weight in zip(places.split(CHUNK), guessed.split(CHUNK), strict=True):
+                states = output.flatten(0, 1)[some]
+                # Logits are made again for the gradient: those of all steps would fill the memory.
+                loss: Any = checkpoint(
+                    self.cross_entropy, states, goals, some + 1 + j, weight, use_reentrant=False
+                )
+                total = total + DECAY**j * loss
+        return total
+
+    def outputs(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The draft's outputs [B, T, d] of each step, and the target's states [B, T, D] behind its final norm."""
+        ids = batch["input_ids"]
+        with torch.no_grad():
+            found = self.target.model.model(ids, use_cache=False, output_hidden_states=True)
+            dtype = self.model.fc.weight.dtype
+            taps = {tap: found.hidden_states[tap].to(dtype) for tap in self.model.taps}
+            embeds = self.target.embed(ids).to(dtype)
+        outputs = chained_outputs(self.model, self.model.features(taps), embeds, self.steps)
+        return outputs, found.last_hidden_state
+
+    @torch.no_grad()
+    def goals(self, finals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's probabilities [B * T, draft vocabulary], made to sum to 1, and its first choices [B, T]."""
+        probs, choices = [], []
+        for states in finals.flatten(0, 1).split(CHUNK):
+            logits = self.target.unembed(states.to(self.target.dtype)).float()
+            probs.append(torch.softmax(logits[:, self.model.kept], dim=-1))
+            choices.append(logits.argmax(-1))
+        return torch.cat(probs), torch.cat(choices).view(finals.shape[:2])
+
+    def cross_entropy(
+        self, states: torch.Tensor, goals: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum [] for outputs [n, d] whose goals are in the rows `places`."""
+        logits = self.model.logits(states).float()
+        return weights @ cross_entropy(logits, goals[places], reduction="none")
+
+    @torch.no_grad()
+    def hits(self, batch: Batch) -> torch.Tensor:
+        """[steps, n] whether the draft's and the target's first choices agree.
+
+        At the n places behind which, beyond the next token, as many tokens as there are steps are the assistant's.
+        """
+        outputs, finals = self.outputs(batch)
+        _, choices = self.goals(finals)
+        said = batch["loss_weight"] == 1.0
+        n = said.shape[1] - 1 - self.steps
+        among = torch.stack([said[:, 2 + j : 2 + j + n] for j in range(self.steps)]).all(0)
+        found = []
+        for j, output in enumerate(outputs):
+            guesses = [self.model.logits(s).argmax(-1) for s in output[:, :n][among].split(CHUNK)]
+            found.append(self.model.kept[torch.cat(guesses)] == choices[:, 1 + j : 1 + j + n][among])
+        return torch.stack(found)
+
+
+def frequent_ids(some: Iterable[Batch], size: int, vocab: int) -> torch.Tensor:
+    """[size] ids in ascending order: the most frequent ones of what the assistant says; unseen ones fill up."""
+    counts: Counter[int] = Counter()
+    for batch in some:
+        counts.update(batch["input_ids"][batch["loss_weight"] == 1.0].tolist())
+    ranked = sorted(range(vocab), key=lambda token: (-counts[token], token))
+    return torch.tensor(sorted(ranked[:size]))
+
+
+@torch.no_grad()
+def fresh_model(target: StagedModel, kept: torch.Tensor) -> Eagle3Model:
+    """A drafting model to train, of the target's width and heads.
+
+    g is the state at the deepest tap. Norm and head are the target's, the norm smaller: at first the model says the
+    next token again, and unlearns it sooner where it is less sure. The authors begin with random weights everywhere.
+    """
+    sizes = Sizes.of(target.config.to_dict())
+    config = Eagle3Config(
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=1,
+        num_attention_heads=sizes.kv_heads * sizes.group,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=getattr(target.config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=target.config.max_position_embeddings,
+    )
+    model = Eagle3Model(config, default_taps(len(target.layers)), kept).to(target.device)
+    model.fc.weight.zero_()[:, -sizes.hidden :].fill_diagonal_(1)
+    model.norm.weight.copy_(UNSURE * target.norm.weight)
+    model.lm_head.weight.copy_(target.lm_head.weight[kept.to(target.device)])
+    return model
+
+
+def train(cfg: DictConfig) -> Path:
+    """Trains as configured (conf/train_eagle3.yaml) and returns the folder of the finished drafting model."""
+    check_all(cfg, SETTINGS | {"draft_steps": Count, "draft_vocab": Count})
+    if cfg.length < cfg.draft_steps + 2:
+        raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
+    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    target = StagedModel(pair.target)
+    torch.manual_seed(cfg.seed)
+    vocab = min(cfg.draft_vocab, pair.vocab_size)
+    kept = frequent_ids(islice(batches(cfg, pair), COUNTED_BATCHES), vocab, pair.vocab_size)
+    model = fresh_model(target, kept)
+    module, held_out = TrainingTimeTest(model, target, cfg.draft_steps), held_out_batches(cfg, pair)
+
+    def evaluate() -> dict[str, float]:
+        hits = torch.cat([module.hits(batch) for batch in held_out], dim=1).float()
+        shares = hits.mean(1).tolist()
+        figures = {"held_out_agreement": shares[0], "held_out_run": hits.cumprod(0).sum(0).mean().item()}
+        return figures | {f"step_{j + 1}_agreement": share for j, share in enumerate(shares)}
+
+    def save(out: Path, figures: dict[str, float]) -> None:
+        save_eagle3(model, out, getattr(torch, cfg.save_dtype), **figures)
+
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_eagle3", one_line_errors()(train))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

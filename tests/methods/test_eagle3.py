@@ -1,0 +1,325 @@
+"""EAGLE-3: the training-time test, what is drafted from which states, losslessness, expansion."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from methods.dynamic_trees import Growth
+from methods.eagle3 import Eagle3
+from methods.eagle3.checkpoint import load_eagle3, save_eagle3
+from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
+from methods.eagle3.train import TrainingTimeTest, chained_outputs, frequent_ids, fresh_model
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.ragged import RaggedBatch
+from specbench.decoding.draft import Request
+from specbench.decoding.engine import Engine
+from specbench.decoding.kv_cache import Pass
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import StagedModel, attention_mask, rope_of
+from specbench.errors import UserError
+from tests.support import batches
+from tests.support.decoding import random_pair
+from tests.support.lossless import (
+    assert_lossless,
+    assert_samples_like_plain_decoding,
+    cases,
+    sampled_requests,
+)
+from tests.support.models import EVERY_ARCHITECTURE
+
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def drafting_model(pair, **flags) -> Eagle3Model:
+    """Random weights, as large as those of the target; two thirds of its tokens are kept."""
+    target = StagedModel(pair.target)
+    kept = torch.tensor([i for i in range(target.vocab_size) if i % 3])
+    model = fresh_model(target, kept)
+    if flags:
+        config = Eagle3Config(**model.config.to_dict() | flags)
+        model = Eagle3Model(config, model.taps, kept)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(
+                torch.rand_like(weight) + 0.5 if weight.dim() == 1 else torch.randn_like(weight) * 0.1
+            )
+            if name.startswith("lm_head"):
+                weight.mul_(5)
+    return model.eval()
+
+
+@cache
+@torch.inference_mode(False)
+def trained_model(arch: str) -> Eagle3Model:
+    """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
+    pair = random_pair(arch)
+    model = drafting_model(pair)
+    texts = [prompt + answer for prompt, _, _, answer in cases(arch)]
+    length = max(map(len, texts))
+    ids = [text + [0] * (length - len(text)) for text in texts]
+    said = [[1.0] * len(text) + [0.0] * (length - len(text)) for text in texts]
+    module = TrainingTimeTest(model, StagedModel(pair.target), 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        loss = module(batch_of(ids, said)) / length
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.requires_grad_(False)
+
+
+def saved(pair, folder) -> str:
+    save_eagle3(trained_model(pair.name), folder, torch.float32)
+    return str(folder)
+
+
+def batch_of(ids: list[list[int]], said: list[list[float]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(said)}
+
+
+# -- the model
+
+
+def test_taps_of_the_authors():
+    known = {24: (2, 12, 21), 32: (2, 16, 29), 36: (2, 18, 33), 40: (2, 20, 37), 64: (2, 32, 61)}
+    assert {layers: default_taps(layers) for layers in known} == known
+    for layers in range(4, 30):
+        taps = default_taps(layers)
+        assert 0 < taps[0] < taps[1] < taps[2] < layers
+    with pytest.raises(UserError, match="3 layers"):
+        default_taps(3)
+
+
+def norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * states / (states.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+@pytest.mark.parametrize("flag", [None, *VARIANTS])
+def test_the_layer_by_hand(flag):
+    """Of one pair, which attends to itself alone: attention gives its own values."""
+    pair = random_pair("qwen2")
+    model = drafting_model(pair, **({flag: True} if flag else {}))
+    w, eps = model.state_dict(), model.config.rms_norm_eps
+    depths, embed = torch.randn(3, 64), torch.randn(64)
+    joined = depths.flatten()
+    if flag == "norm_before_fc":
+        joined = norm(joined, w["input_norm.weight"], eps)
+    if flag == "fc_norm":
+        joined = torch.cat([norm(depths[i], w[f"fc_norm.{i}.weight"], eps) for i in range(3)])
+    g = w["fc.weight"] @ joined
+    normed = norm(g, w["midlayer.hidden_norm.weight"], eps)
+    y = torch.cat([norm(embed, w["midlayer.input_layernorm.weight"], eps), normed])
+    values = (w["midlayer.self_attn.v_proj.weight"] @ y).view(2, 16).repeat_interleave(2, 0).flatten()
+    v = (normed if flag == "norm_before_residual" else g) + w["midlayer.self_attn.o_proj.weight"] @ values
+    inner = norm(v, w["midlayer.post_attention_layernorm.weight"], eps)
+    gate, up = w["midlayer.mlp.gate_proj.weight"] @ inner, w["midlayer.mlp.up_proj.weight"] @ inner
+    a = v + w["midlayer.mlp.down_proj.weight"] @ (silu(gate) * up)
+    ended = norm(a, w["norm.weight"], eps)
+    states = dict(zip(model.taps, depths.view(3, 1, 1, 64)))
+    found = model(model.features(states), embed.view(1, 1, -1), model.rope(torch.tensor([[7]]), embed))
+    torch.testing.assert_close(found[0, 0], ended if flag == "norm_output" else a, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.logits(found)[0, 0], w["lm_head.weight"] @ ended, rtol=1e-4, atol=1e-4)
+
+
+# -- training
+
+
+@pytest.mark.parametrize("flag", [None, "norm_output"])
+def test_a_step_of_the_training_is_that_step_of_a_draft(flag):
+    """Step j at place t: the true pairs up to t in a cache, then j chained pairs of the text's own tokens."""
+    torch.manual_seed(2)
+    model = drafting_model(random_pair("qwen2"), **({flag: True} if flag else {}))
+    length, steps = 9, 4
+    features, embeds = torch.randn(2, length, 64), torch.randn(2, length, 64)
+    found = chained_outputs(model, features, embeds, steps)
+    assert len(found) == steps
+    table = model.rope(torch.arange(32).unsqueeze(0), features)
+    for t in range(length - steps):
+        cache = model.new_cache(32, 2)
+
+        def run(states, tokens, start, cache=cache):
+            n = states.shape[1]
+            where = Pass.consecutive(start, n)
+            cache.begin_pass(0, 1, where, 2, n)
+            return model(states, tokens, rope_of(table, where, n), attention_mask(where, n, states), cache)
+
+        with torch.no_grad():
+            out = run(features[:, : t + 1], embeds[:, 1 : t + 2], 0)[:, -1:]
+            torch.testing.assert_close(found[0][:, t], out[:, 0], rtol=1e-4, atol=1e-5)
+            for j in range(1, steps):
+                out = run(out, embeds[:, t + 1 + j : t + 2 + j], t + j)
+                torch.testing.assert_close(found[j][:, t], out[:, 0], rtol=1e-4, atol=1e-5)
+
+
+BATCH = (
+    [[5, 9, 20, 11, 4, 30, 8, 2], [7, 7, 1, 50, 3, 3, 0, 0]],
+    [[0, 0, 0, 1, 1, 0.5, 1, 1.0], [0, 0, 1, 1, 1, 1, 0, 0.0]],
+)
+
+
+def test_the_loss_by_hand():
+    """Step j at place t against the target at t + 1 + j, where token t + 2 + j counts and its likeliest one is kept."""
+    pair = random_pair("qwen2")
+    model, steps = drafting_model(pair), 3
+    ids, said = BATCH
+    module = TrainingTimeTest(model, StagedModel(pair.target), steps)
+    found = module(batch_of(ids, said))
+    expected, left_out = torch.zeros(()), 0
+    for row in range(2):
+        output = pair.target(torch.tensor([ids[row]]), use_cache=False, output_hidden_states=True)
+        states = {tap: output.hidden_states[tap] for tap in model.taps}
+        embeds = pair.target.get_input_embeddings()(torch.tensor([ids[row]]))
+        outputs = chained_outputs(model, model.features(states), embeds, steps)
+        for j in range(steps):
+            for t in range(8 - 2 - j):
+                teacher = output.logits[0, t + 1 + j]
+                if teacher.argmax() % 3 == 0:  # not kept
+                    left_out += said[row][t + 2 + j] > 0
+                    continue
+                goal = teacher[model.kept].softmax(-1)
+                logs = model.logits(outputs[j][0, t]).log_softmax(-1)
+                expected = expected + 0.8**j * said[row][t + 2 + j] * -(goal * logs).sum()
+    assert left_out
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    found.backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None and weight.grad.abs().sum() > 0, name
+    assert pair.target.lm_head.weight.grad is None
+
+
+def test_hits_by_hand():
+    pair = random_pair("qwen2")
+    model, steps = drafting_model(pair), 2
+    ids, said = BATCH
+    found = TrainingTimeTest(model, StagedModel(pair.target), steps).hits(batch_of(ids, said))
+    expected: list[list[bool]] = [[], []]
+    for row in range(2):
+        output = pair.target(torch.tensor([ids[row]]), use_cache=False, output_hidden_states=True)
+        states = {tap: output.hidden_states[tap] for tap in model.taps}
+        embeds = pair.target.get_input_embeddings()(torch.tensor([ids[row]]))
+        outputs = chained_outputs(model, model.features(states), embeds, steps)
+        for t in range(8 - 1 - steps):
+            if said[row][t + 2] == said[row][t + 3] == 1:
+                for j in range(steps):
+                    guess = model.kept[model.logits(outputs[j][0, t]).argmax()]
+                    expected[j].append(bool(guess == output.logits[0, t + 1 + j].argmax()))
+    assert len(expected[0]) > 2 and found.tolist() == expected
+
+
+def test_the_draft_vocabulary_is_what_the_assistant_says_most():
+    some = [
+        batch_of([[4, 4, 9, 9, 9, 2, 7]], [[0, 0, 1, 1, 0, 1, 0.2]]),
+        batch_of([[2, 6, 6]], [[1, 0, 0.0]]),
+    ]
+    assert frequent_ids(some, 2, 20).tolist() == [2, 9]
+    assert frequent_ids(some, 4, 20).tolist() == [0, 1, 2, 9]  # unseen ids fill up
+
+
+def test_a_fresh_model_begins_with_the_target():
+    """Without its layer it says what the target's head makes of the deepest tap, less sure."""
+    pair = random_pair("llama")
+    target = StagedModel(pair.target)
+    kept = torch.arange(0, target.vocab_size, 2)
+    model = fresh_model(target, kept)
+    states = {tap: torch.randn(1, 3, 64) for tap in model.taps}
+    g = model.features(states)
+    assert torch.equal(g, states[model.taps[-1]])
+    torch.testing.assert_close(model.logits(g), 0.3 * target.head(g)[..., kept])
+
+
+# -- drafting
+
+
+def test_what_is_drafted(tmp_path):
+    """Each round's tree is the one that grows from a pass over all true pairs, without a cache."""
+    pair = random_pair("qwen2")
+    folder = saved(pair, tmp_path)
+    target, drafter = StagedModel(pair.target), Eagle3(pair, folder, 12, 3, 4)
+    model = load_eagle3(folder, target)
+    inner, seen = drafter.draft, []
+
+    def check(batch):
+        draft = inner(batch)
+        tokens = torch.tensor([batch.sequences[0].tokens])
+        output = pair.target(tokens[:, :-1], use_cache=False, output_hidden_states=True)
+        features = model.features({tap: output.hidden_states[tap] for tap in model.taps})
+        embeds = pair.target.get_input_embeddings()(tokens[:, 1:])
+
+        def followers(path: list[int]) -> torch.Tensor:
+            """Logits behind the true pairs and then a path, token by token, each fed with the output before it."""
+            states, given = features, embeds
+            for token in path:
+                out = model(states, given, model.rope(torch.arange(states.shape[1])[None], states))
+                states = torch.cat([states, out[:, -1:]], 1)
+                given = torch.cat([given, pair.target.get_input_embeddings()(torch.tensor([[token]]))], 1)
+            out = model(states, given, model.rope(torch.arange(states.shape[1])[None], states))
+            return model.logits(out[:, -1])[0]
+
+        depth, nodes = min(4, batch.max_draft, batch.max_nodes), min(12, batch.max_nodes)
+        growth, level = Growth(3), [[]]
+        growth.add(followers([])[None, None])
+        for _ in range(depth - 1):
+            rows, above = growth.expand()
+            found = model.kept[rows[0]].tolist()
+            level = [[*level[a], token] for a, token in zip(above[0].tolist(), found, strict=True)]
+            growth.add(torch.stack([followers(path) for path in level])[None])
+        rows, tree = growth.best(min(nodes, 3 + (depth - 1) * 9))
+        assert draft.tokens.tolist() == model.kept[rows].tolist()
+        assert draft.tree.parents.tolist() == tree.parents.tolist()
+        seen.append(int(tree.depths.max()))
+        return draft
+
+    drafter.draft = check
+    prompt, cap, *_ = cases("qwen2")[6]
+    steps = Engine(target, drafter, frozenset()).answer(prompt, Decoding(cap)).steps
+    assert len({*seen}) > 2 and any(s.accepted for s in steps)
+    weights = model.state_dict()
+    once, rest = weights.pop("fc.weight").nbytes, sum(w.nbytes for w in weights.values())
+    assert steps[0].draft_bytes == once + 4 * rest
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_lossless(arch, tmp_path):
+    """Also where the draft vocabulary lacks tokens that the target says."""
+    steps = assert_lossless(arch, Eagle3(random_pair(arch), saved(random_pair(arch), tmp_path), 12, 4, 4))
+    assert any(s.accepted for s in steps) and any(not s.accepted for s in steps)
+
+
+@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+def test_lossless_in_batches(scheduler, tmp_path):
+    requests, expected = batches.cases("qwen2")
+    pair = random_pair("qwen2")
+    drafter = Eagle3(pair, saved(pair, tmp_path), 12, 4, 4)
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler(4))
+    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
+
+
+def test_sampled_text_is_that_of_autoregressive_decoding(tmp_path):
+    pair = random_pair("qwen2")
+    drafter = Eagle3(pair, saved(pair, tmp_path), 12, 4, 4)
+    assert assert_samples_like_plain_decoding(pair, drafter, sampled_requests(pair, 30, 0.7))
+
+
+def test_what_is_trained_drafts_the_same_when_loaded(tmp_path):
+    """Bit for bit: in the dtype of the file, and once more written and read."""
+    pair = random_pair("qwen2")
+    target = StagedModel(pair.target)
+    model = drafting_model(pair)
+    first, second = tmp_path / "first", tmp_path / "second"
+    save_eagle3(model, first, torch.bfloat16, loss=1.0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+    loaded = load_eagle3(first, target)
+    save_eagle3(loaded, second, torch.bfloat16)
+    features, embeds = torch.randn(2, 5, 192).split(64, -1), torch.randn(2, 5, 64)
+    states = dict(zip(model.taps, features, strict=True))
+    rope = model.rope(torch.arange(5)[None], embeds)
+    outputs = [m.logits(m(m.features(states), embeds, rope)) for m in (model, load_eagle3(second, target))]
+    assert torch.equal(*outputs) and loaded.taps == model.taps and torch.equal(loaded.kept, model.kept)
