@@ -166,6 +166,8 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
             part("hydra_heads_shallow", 50, "hydra_heads", "shallow"),
             part("eagle", 30, "eagle", "deep"),
             part("eagle_shallow", 25, "eagle", "shallow"),
+            part("eagle3", 35, "eagle3", "deep"),
+            part("eagle3_shallow", 30, "eagle3", "shallow"),
             part("streaming", 35, "mirror_sd", "deep", start),
             part("draft", 25, "sps", "deep", start),
             part("s2d", 25, "s2d", "shallow", f"layers={size.layers}", f"exits={size.exits}"),

@@ -16,7 +16,19 @@ METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 # The second pair for those to which it brings other weights.
 ON_PAIRS = [(m, "tiny") for m in METHODS] + [
     (m, "tiny_shallow")
-    for m in ("ar", "kangaroo", "kangaroo_tree", "medusa", "hydra_heads", "eagle", "eagle2", "s2d", "sps", "sps_tree")
+    for m in (
+        "ar",
+        "kangaroo",
+        "kangaroo_tree",
+        "medusa",
+        "hydra_heads",
+        "eagle",
+        "eagle2",
+        "eagle3",
+        "s2d",
+        "sps",
+        "sps_tree",
+    )
 ]
 # Without a draft: certified against transformers' generate, as the others need not be once more.
 PLAIN = ("ar", "ar_batch")
@@ -41,6 +53,7 @@ COMBINATIONS = [
     ("eqspec", "eagle", "full"),
     ("ragged", "eagle2", "full"),
     ("exspec", "eagle2", "trim"),
+    ("ragged", "eagle3", "full"),
     ("ragged", "recycling", "full"),
     ("eqspec", "recycling", "full"),
     ("ragged", "lookahead", "full"),

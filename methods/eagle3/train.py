@@ -15,10 +15,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
+from methods.eagle.chain import chained
 from methods.eagle3.checkpoint import save_eagle3
 from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
 from methods.training import CHUNK, SETTINGS, batches, held_out_batches, training_pair
@@ -31,7 +31,7 @@ from specbench.pairs import load_pair
 from specbench.values import Count, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from omegaconf import DictConfig
@@ -41,71 +41,6 @@ if TYPE_CHECKING:
 DECAY = 0.8
 COUNTED_BATCHES = 500  # of training text, for the draft vocabulary
 UNSURE = 0.3  # of the target's logits, to begin with
-
-
-class ChainedAttention:
-    """Attention of the steps of drafts that begin at every place of a text at once.
-
-    In step j the place t sees keys and values of step 0 up to t, and its own of the steps 1 to j. Its rotary position
-    is t + j. That is what the (j + 1)-th step of a draft behind t sees.
-
-    Args:
-        attention: whose projections are used.
-        position_embeddings: cosines and sines [1, places + steps, head_dim].
-    """
-
-    def __init__(self, attention: LlamaAttention, position_embeddings: tuple[torch.Tensor, torch.Tensor]):
-        self.attention, self.rope = attention, position_embeddings
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """States [b, t, 2 d] of the next step -> what attention adds [b, t, d]."""
-        attention, step, (b, t) = self.attention, len(self.keys), states.shape[:2]
-        projections: Any = (attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = (p(states).view(b, t, -1, attention.head_dim).transpose(1, 2) for p in projections)
-        cos, sin = (part[:, step : step + t] for part in self.rope)
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        groups = attention.num_key_value_groups
-        self.keys.append(repeat_kv(k, groups))
-        self.values.append(repeat_kv(v, groups).to(q.dtype))
-        later = torch.ones(t, t, dtype=torch.bool, device=states.device).triu(1)
-        scores = (q @ self.keys[0].transpose(-1, -2)).masked_fill(later, float("-inf"))
-        own = [(q * key).sum(-1, keepdim=True) for key in self.keys[1:]]
-        shares = torch.softmax(torch.cat([scores, *own], dim=-1).float() * attention.scaling, dim=-1).to(
-            q.dtype
-        )
-        seen = shares[..., :t] @ self.values[0]
-        for share, value in zip(shares[..., t:].unbind(-1), self.values[1:], strict=True):
-            seen = seen + share.unsqueeze(-1) * value
-        return attention.o_proj(seen.transpose(1, 2).reshape(b, t, -1))
-
-
-def chained_outputs(
-    model: Eagle3Model, features: torch.Tensor, embeds: torch.Tensor, steps: int
-) -> list[torch.Tensor]:
-    """Outputs of the steps of drafts that begin at every place of a text and say the text's own tokens.
-
-    Args:
-        model: the drafting model.
-        features: [b, t, d] g of every token.
-        embeds: [b, t, d] of every token.
-        steps: of each draft.
-
-    Returns:
-        For each step j [b, t, d]: the one at place i was given the tokens i + 1 to i + 1 + j, and says the one behind.
-        Those of the last 1 + j places were given nothing there.
-    """
-    layer = model.midlayer
-    positions = torch.arange(features.shape[1] + steps, device=features.device).unsqueeze(0)
-    attend = ChainedAttention(layer.self_attn, model.rope(positions, features))
-    outputs = []
-    for j in range(steps):
-        states, residual = layer.joined(features, pad(embeds[:, 1 + j :], (0, 0, 0, 1 + j)))
-        residual = residual + attend(states)
-        features = model.output(residual + layer.mlp(layer.post_attention_layernorm(residual)))
-        outputs.append(features)
-    return outputs
 
 
 class TrainingTimeTest(torch.nn.Module):
@@ -122,31 +57,28 @@ class TrainingTimeTest(torch.nn.Module):
         """The weighted sum [] of the cross-entropies of a batch."""
         outputs, finals = self.outputs(batch)
         goals, choices = self.goals(finals)
-        counts = self.inside[choices]
-        total = torch.zeros((), device=finals.device)
+        total, counts = torch.zeros((), device=finals.device), self.inside[choices]
         for j, output in enumerate(outputs):
-            weights = batch["loss_weight"] * pad(counts, (1, 0))[:, :-1]
             # Place t guesses token t + 2 + j; the target's state at t + 1 + j says it.
-            places = pad(weights[:, 2 + j :], (0, 2 + j)).flatten().nonzero().squeeze(1)
-            guessed = weights.flatten()[places + 2 + j]
-            for some, weight in zip(places.split(CHUNK), guessed.split(CHUNK), strict=True):
-                states = output.flatten(0, 1)[some]
+            weights = batch["loss_weight"][:, 2 + j :] * counts[:, 1 + j : -1]
+            rows, places = weights.nonzero().unbind(1)
+            said = rows * finals.shape[1] + places + 1 + j
+            parts = (output[rows, places], said, weights[rows, places])
+            for part in zip(*(some.split(CHUNK) for some in parts)):
                 # Logits are made again for the gradient: those of all steps would fill the memory.
-                loss: Any = checkpoint(
-                    self.cross_entropy, states, goals, some + 1 + j, weight, use_reentrant=False
-                )
+                loss: Any = checkpoint(self.cross_entropy, goals, *part, use_reentrant=False)
                 total = total + DECAY**j * loss
         return total
 
-    def outputs(self, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The draft's outputs [B, T, d] of each step, and the target's states [B, T, D] behind its final norm."""
+    def outputs(self, batch: Batch) -> tuple[Iterator[torch.Tensor], torch.Tensor]:
+        """The draft's outputs [B, T - 1, d] of each step, and the target's states [B, T, D] behind its final norm."""
         ids = batch["input_ids"]
         with torch.no_grad():
             found = self.target.model.model(ids, use_cache=False, output_hidden_states=True)
             dtype = self.model.fc.weight.dtype
-            taps = {tap: found.hidden_states[tap].to(dtype) for tap in self.model.taps}
-            embeds = self.target.embed(ids).to(dtype)
-        outputs = chained_outputs(self.model, self.model.features(taps), embeds, self.steps)
+            states = {tap: found.hidden_states[tap][:, :-1].to(dtype) for tap in self.model.taps}
+            embeds = self.target.embed(ids[:, 1:]).to(dtype)
+        outputs = chained(self.model, self.model.features(states), embeds, self.steps)
         return outputs, found.last_hidden_state
 
     @torch.no_grad()
@@ -160,7 +92,7 @@ class TrainingTimeTest(torch.nn.Module):
         return torch.cat(probs), torch.cat(choices).view(finals.shape[:2])
 
     def cross_entropy(
-        self, states: torch.Tensor, goals: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
+        self, goals: torch.Tensor, states: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """The weighted sum [] for outputs [n, d] whose goals are in the rows `places`."""
         logits = self.model.logits(states).float()

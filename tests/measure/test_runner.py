@@ -504,9 +504,7 @@ PASSES = ["repeats=3", "processes=2", "precision=1e-9", "max_minutes=1e-6"]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("more", "passes", "behind"), [([], [0], 2), (PASSES, [0, 0, 1], 15)]
-)
+@pytest.mark.parametrize(("more", "passes", "behind"), [([], [0], 2), (PASSES, [0, 0, 1], 15)])
 def test_killed_and_started_again(workplace, tmp_path, monkeypatch, more, passes, behind):
     """Kill -9 in the middle, half a line at the end of the journal: no question is lost or measured twice.
 

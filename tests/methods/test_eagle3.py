@@ -9,14 +9,14 @@ import torch
 from torch.nn.functional import silu
 
 from methods.dynamic_trees import Growth
+from methods.eagle.chain import chained
 from methods.eagle3 import Eagle3
 from methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
-from methods.eagle3.train import TrainingTimeTest, chained_outputs, frequent_ids, fresh_model
+from methods.eagle3.train import TrainingTimeTest, frequent_ids, fresh_model
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding
@@ -137,7 +137,7 @@ def test_a_step_of_the_training_is_that_step_of_a_draft(flag):
     model = drafting_model(random_pair("qwen2"), **({flag: True} if flag else {}))
     length, steps = 9, 4
     features, embeds = torch.randn(2, length, 64), torch.randn(2, length, 64)
-    found = chained_outputs(model, features, embeds, steps)
+    found = list(chained(model, features[:, :-1], embeds[:, 1:], steps))
     assert len(found) == steps
     table = model.rope(torch.arange(32).unsqueeze(0), features)
     for t in range(length - steps):
@@ -175,7 +175,7 @@ def test_the_loss_by_hand():
         output = pair.target(torch.tensor([ids[row]]), use_cache=False, output_hidden_states=True)
         states = {tap: output.hidden_states[tap] for tap in model.taps}
         embeds = pair.target.get_input_embeddings()(torch.tensor([ids[row]]))
-        outputs = chained_outputs(model, model.features(states), embeds, steps)
+        outputs = list(chained(model, model.features(states)[:, :-1], embeds[:, 1:], steps))
         for j in range(steps):
             for t in range(8 - 2 - j):
                 teacher = output.logits[0, t + 1 + j]
@@ -203,7 +203,7 @@ def test_hits_by_hand():
         output = pair.target(torch.tensor([ids[row]]), use_cache=False, output_hidden_states=True)
         states = {tap: output.hidden_states[tap] for tap in model.taps}
         embeds = pair.target.get_input_embeddings()(torch.tensor([ids[row]]))
-        outputs = chained_outputs(model, model.features(states), embeds, steps)
+        outputs = list(chained(model, model.features(states)[:, :-1], embeds[:, 1:], steps))
         for t in range(8 - 1 - steps):
             if said[row][t + 2] == said[row][t + 3] == 1:
                 for j in range(steps):

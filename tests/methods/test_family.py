@@ -14,7 +14,7 @@ from specbench.training import RECORD
 DRAFTERS = (
     *("draft", "s2d", "streaming", "kangaroo", "kangaroo_shallow", "medusa", "medusa_shallow"),
     *("hydra_heads", "hydra_heads_shallow"),
-    *("eagle", "eagle_shallow"),
+    *("eagle", "eagle_shallow", "eagle3", "eagle3_shallow"),
 )
 
 
