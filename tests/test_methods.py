@@ -17,17 +17,8 @@ METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 ON_PAIRS = [(m, "tiny") for m in METHODS] + [
     (m, "tiny_shallow")
     for m in (
-        "ar",
-        "kangaroo",
-        "kangaroo_tree",
-        "medusa",
-        "hydra_heads",
-        "eagle",
-        "eagle2",
-        "eagle3",
-        "s2d",
-        "sps",
-        "sps_tree",
+        *("ar", "kangaroo", "kangaroo_tree", "medusa", "hydra_heads", "eagle", "eagle2", "eagle3"),
+        *("s2d", "sps", "sps_tree"),
     )
 ]
 # Without a draft: certified against transformers' generate, as the others need not be once more.

@@ -209,6 +209,7 @@ def _config(
             "head_dim": head_dim,
             "num_key_value_heads": k[0] // head_dim,
             "target_hidden_size": None if read == width else read,
+            "qkv_bias": bool(settings.get("attention_bias")) or f"{attention}.q_proj.bias" in state,
         }
     )
     if rope_theta is not None:

@@ -22,6 +22,8 @@ from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel, attention_mask, rope_of
 from specbench.errors import UserError
+from specbench.expand import Expansion, expand_model
+from specbench.expand import wide as wide_shape
 from tests.support import batches
 from tests.support.decoding import random_pair
 from tests.support.lossless import (
@@ -66,7 +68,7 @@ def trained_model(arch: str) -> Eagle3Model:
     said = [[1.0] * len(text) + [0.0] * (length - len(text)) for text in texts]
     module = TrainingTimeTest(model, StagedModel(pair.target), 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(30):
+    for _ in range(20):
         loss = module(batch_of(ids, said)) / length
         optimizer.zero_grad()
         loss.backward()
@@ -240,7 +242,7 @@ def test_what_is_drafted(tmp_path):
     """Each round's tree is the one that grows from a pass over all true pairs, without a cache."""
     pair = random_pair("qwen2")
     folder = saved(pair, tmp_path)
-    target, drafter = StagedModel(pair.target), Eagle3(pair, folder, 12, 3, 4)
+    target, drafter = StagedModel(pair.target), Eagle3(pair, folder, 12, 3, 3)
     model = load_eagle3(folder, target)
     inner, seen = drafter.draft, []
 
@@ -261,7 +263,7 @@ def test_what_is_drafted(tmp_path):
             out = model(states, given, model.rope(torch.arange(states.shape[1])[None], states))
             return model.logits(out[:, -1])[0]
 
-        depth, nodes = min(4, batch.max_draft, batch.max_nodes), min(12, batch.max_nodes)
+        depth, nodes = min(3, batch.max_draft, batch.max_nodes), min(12, batch.max_nodes)
         growth, level = Growth(3), [[]]
         growth.add(followers([])[None, None])
         for _ in range(depth - 1):
@@ -278,10 +280,10 @@ def test_what_is_drafted(tmp_path):
     drafter.draft = check
     prompt, cap, *_ = cases("qwen2")[6]
     steps = Engine(target, drafter, frozenset()).answer(prompt, Decoding(cap)).steps
-    assert len({*seen}) > 2 and any(s.accepted for s in steps)
+    assert len({*seen}) > 1 and any(s.accepted for s in steps)
     weights = model.state_dict()
     once, rest = weights.pop("fc.weight").nbytes, sum(w.nbytes for w in weights.values())
-    assert steps[0].draft_bytes == once + 4 * rest
+    assert steps[0].draft_bytes == once + 3 * rest
 
 
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
@@ -303,7 +305,52 @@ def test_lossless_in_batches(scheduler, tmp_path):
 def test_sampled_text_is_that_of_autoregressive_decoding(tmp_path):
     pair = random_pair("qwen2")
     drafter = Eagle3(pair, saved(pair, tmp_path), 12, 4, 4)
-    assert assert_samples_like_plain_decoding(pair, drafter, sampled_requests(pair, 30, 0.7))
+    assert assert_samples_like_plain_decoding(pair, drafter, sampled_requests(pair, 16, 0.7))
+
+
+@pytest.mark.parametrize("vocab", [97, 120])
+def test_the_drafter_of_an_expanded_target(vocab, tmp_path):
+    """It drafts the same."""
+    pair = random_pair("llama")
+    shape = {
+        **{"model_type": "llama", "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 10},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 24, "vocab_size": vocab},
+    }
+    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
+    target = expand_model(pair.target, expansion, torch.device("cpu"), torch.float32)
+    wide = type(pair)(**(vars(pair) | {"target": target, "expansion": expansion}))
+    folder, drafted = saved(pair, tmp_path), []
+    for which in (pair, wide):
+        drafter = Eagle3(which, folder, 9, 3, 3)
+        draft = drafter.draft
+        drafter.draft = lambda batch, draft=draft: drafted.append(made := draft(batch)) or made
+        prompt, cap, *_ = cases("llama")[6]
+        Engine(StagedModel(which.target), drafter, frozenset()).answer(prompt, Decoding(cap))
+    assert drafter.taps == (2, 4, 6) and drafter.model.fc.weight.shape == (96, 288)
+    half = len(drafted) // 2
+    assert half > 2
+    for one, two in zip(drafted[:half], drafted[half:]):
+        assert torch.equal(one.tokens, two.tokens) and torch.equal(one.tree.parents, two.tree.parents)
+
+
+@pytest.mark.parametrize("flag", VARIANTS)
+def test_an_expanded_model_gives_the_same_logits(flag, tmp_path):
+    """Every variant, whose norms may read three states side by side."""
+    pair = random_pair("llama")
+    model = drafting_model(pair, **{flag: True})
+    save_eagle3(model, tmp_path, torch.float32)
+    shape = wide_shape(pair.target.config.to_dict(), 256)
+    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
+    target = expand_model(pair.target, expansion, torch.device("cpu"), torch.float32)
+    new = load_eagle3(tmp_path, StagedModel(target), expansion)
+    ids = torch.tensor([[3, 9, 27, 11, 33, 29, 17]])
+    logits = []
+    for one, body in ((model, pair.target), (new, target)):
+        found = body(ids, use_cache=False, output_hidden_states=True)
+        states = {tap: found.hidden_states[tap][:, :-1] for tap in one.taps}
+        outputs = chained(one, one.features(states), body.model.embed_tokens(ids[:, 1:]), 3)
+        logits.append(torch.stack([one.logits(output) for output in outputs]))
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-3, rtol=1e-3)
 
 
 def test_what_is_trained_drafts_the_same_when_loaded(tmp_path):
