@@ -322,8 +322,14 @@ def _drop_embedding(
 def _expanded(model: Eagle3Model, target: StagedModel, expansion: Expansion) -> Eagle3Model:
     """The drafting model at the width and heads of an expanded target."""
     config = model.config
-    rows = {"vocab_size": model.kept.shape[0], "num_hidden_layers": 1}
-    own = Expansion(config.to_dict() | rows, target.config.to_dict() | rows, "the drafting model of EAGLE-3")
+    # The head's rows are those of the draft vocabulary, whatever the target's become, and never its embedding.
+    own_sizes = {
+        "vocab_size": model.kept.shape[0],
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+    }
+    settings, shape = (one.to_dict() | own_sizes for one in (config, target.config))
+    own = Expansion(settings, shape, "the drafting model of EAGLE-3")
     taps, kept = tuple(expansion.layers(tap) for tap in model.taps), model.kept.to(target.device)
 
     def make(wide: LlamaConfig) -> Eagle3Model:

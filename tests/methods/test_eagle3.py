@@ -333,13 +333,13 @@ def test_the_drafter_of_an_expanded_target(vocab, tmp_path):
         assert torch.equal(one.tokens, two.tokens) and torch.equal(one.tree.parents, two.tree.parents)
 
 
-@pytest.mark.parametrize("flag", VARIANTS)
-def test_an_expanded_model_gives_the_same_logits(flag, tmp_path):
-    """Every variant, whose norms may read three states side by side."""
-    pair = random_pair("llama")
+@pytest.mark.parametrize(("flag", "tied"), [(flag, flag == "fc_norm") for flag in VARIANTS])
+def test_an_expanded_model_gives_the_same_logits(flag, tied, tmp_path):
+    """Every variant, whose norms may read three states side by side, also where the target ties head and embedding."""
+    pair = random_pair("llama", tie_word_embeddings=tied)
     model = drafting_model(pair, **{flag: True})
     save_eagle3(model, tmp_path, torch.float32)
-    shape = wide_shape(pair.target.config.to_dict(), 256)
+    shape = wide_shape(pair.target.config.to_dict(), 256) | {"tie_word_embeddings": tied}
     expansion = Expansion(pair.target.config.to_dict(), shape, "x")
     target = expand_model(pair.target, expansion, torch.device("cpu"), torch.float32)
     new = load_eagle3(tmp_path, StagedModel(target), expansion)
