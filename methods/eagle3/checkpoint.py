@@ -6,7 +6,7 @@ drafts badly, and nothing says so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import LlamaConfig
@@ -112,7 +112,7 @@ def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **fi
     SGLang those of `eagle_config`, as layers behind which they are.
     """
     config, kept = model.config, model.kept.cpu()
-    rope = dict(config.rope_parameters)
+    rope = dict(cast("dict[str, Any]", config.rope_parameters))
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type", "default")
     settings = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -213,7 +213,8 @@ def _config(
         }
     )
     if rope_theta is not None:
-        config.rope_parameters = {**config.rope_parameters, "rope_theta": rope_theta}
+        parameters = cast("dict[str, Any]", config.rope_parameters)
+        config.rope_parameters = {**parameters, "rope_theta": rope_theta}
     check_rope(config)
     return config
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -45,6 +45,8 @@ UNSURE = 0.3  # of the target's logits, to begin with
 
 class TrainingTimeTest(torch.nn.Module):
     """batch -> cross-entropy of the steps of drafts against the target, which stays as it is."""
+
+    inside: torch.Tensor
 
     def __init__(self, model: Eagle3Model, target: StagedModel, steps: int):
         super().__init__()
@@ -146,7 +148,7 @@ def fresh_model(target: StagedModel, kept: torch.Tensor) -> Eagle3Model:
     )
     model = Eagle3Model(config, default_taps(len(target.layers)), kept).to(target.device)
     model.fc.weight.zero_()[:, -sizes.hidden :].fill_diagonal_(1)
-    model.norm.weight.copy_(UNSURE * target.norm.weight)
+    model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))
     model.lm_head.weight.copy_(target.lm_head.weight[kept.to(target.device)])
     return model
 
