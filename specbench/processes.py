@@ -1,17 +1,25 @@
-"""Processes that do not outlive the one that started them, and leave in good order when asked to; their cores."""
+"""Processes that do not outlive the one that started them, and leave in good order when asked to; cores and memory."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+PROC, SYSTEM = Path("/proc"), Path("/sys")
+# Of a control group, new kind and old: files of its limit and of what it uses; what of that is a cache of files.
+MEMORY = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 _LIBC = ctypes.CDLL(None)  # at once: between fork and exec is no time to load anything
 
 
@@ -20,6 +28,42 @@ def own_cores() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
+
+
+def cgroup_folder(controller: str, proc: Path = PROC, system: Path = SYSTEM) -> Path | None:
+    """The folder of this process's control group (cgroups(7)), the old or the new kind; None where there is none."""
+    mounted, listed = system / "fs" / "cgroup", proc / "self" / "cgroup"
+    if not listed.exists():
+        return None
+    groups = [line.split(":", 2) for line in listed.read_text().splitlines()]
+    candidates = [
+        mounted / controller / path.lstrip("/") for _, names, path in groups if controller in names.split(",")
+    ]
+    candidates += [
+        mounted / path.lstrip("/") for number, names, path in groups if number == "0" and not names
+    ]
+    # In a container the path is often that outside of it: its own group is then at the root of the mount.
+    candidates += [mounted / controller, mounted]
+    return next((folder for folder in candidates if (folder / f"{controller}.stat").exists()), None)
+
+
+def free_memory(proc: Path = PROC, system: Path = SYSTEM) -> int | None:
+    """Bytes that this process may still take: of the machine, or of its control group if that has less.
+
+    None where the system tells neither.
+    """
+    file = proc / "meminfo"
+    found = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.exists() else None
+    free = [] if found is None else [1024 * int(found[1])]
+    own = cgroup_folder("memory", proc, system)
+    around = [] if own is None else [own, *own.parents]  # a limit may be that of a group around it
+    for folder in (group for group in around if group.is_relative_to(system / "fs" / "cgroup")):
+        for limit, usage, cached in MEMORY:
+            if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
+                held = re.search(rf"^{cached} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+                used = int((folder / usage).read_text()) - (int(held[1]) if held else 0)
+                free.append(max(0, int(most) - used))
+    return min(free, default=None)
 
 
 def end_with_parent() -> None:

@@ -6,17 +6,16 @@ processor. Before `choose_layouts` was called, or where it was not, weights have
 
 from __future__ import annotations
 
-import re
 import time
 from collections import defaultdict
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
 from specbench.decoding.linear import DRAFT, LAID, LAYOUTS, ONE_TOKEN, Layouts, default, product
+from specbench.processes import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,6 @@ SAMPLE_BYTES = 2**24  # at most so much of one matrix is measured
 SWEEP_BYTES = 2**24  # read of other matrices before one is read again: weights do not stay in a core's cache
 COPIES = 2  # of a weight that there may be: for one token and for several
 SHARE = 0.5  # of the free memory that copies of weights may take
-MEMINFO = Path("/proc/meminfo")
 _FASTEST: dict[tuple, Layouts] = {}  # what was measured in this process
 
 
@@ -156,5 +154,5 @@ def _name(weight: torch.Tensor) -> str:
 
 def _fits(size: int) -> bool:
     """Whether the free memory has room for copies of so many bytes; yes where the system does not tell."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text()) if MEMINFO.exists() else None
-    return found is None or size < SHARE * 1024 * int(found[1])
+    free = free_memory()
+    return free is None or size < SHARE * free

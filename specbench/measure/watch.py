@@ -11,15 +11,15 @@ import re
 import resource
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from specbench.processes import own_cores
+from specbench.processes import PROC, SYSTEM, cgroup_folder, own_cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 Counters = dict[str, float]  # by name; what this system does not count is missing
 
@@ -27,7 +27,6 @@ LOST = ("waited", "stolen", "throttled")  # seconds in which a thread of ours co
 WORST_LOST = 0.05  # of a slice's time, above which it is disturbed
 WORST_OTHERS = 1 / 8  # of our cores that others computed on during it
 TICKS = os.sysconf("SC_CLK_TCK")  # in a second, of the counters of `stat`
-PROC, SYSTEM = Path("/proc"), Path("/sys")
 
 
 class Watch:
@@ -184,23 +183,6 @@ def cpu_quota(cgroup: Path | None) -> float | None:
             quota, period = " ".join((cgroup / file).read_text() for file in files).split()
             return None if quota in ("max", "-1") else int(quota) / int(period)
     return None
-
-
-def cgroup_folder(controller: str, proc: Path = PROC, system: Path = SYSTEM) -> Path | None:
-    """The folder of this process's control group (cgroups(7)), the old or the new kind; None where there is none."""
-    mounted, listed = system / "fs" / "cgroup", proc / "self" / "cgroup"
-    if not listed.exists():
-        return None
-    groups = [line.split(":", 2) for line in listed.read_text().splitlines()]
-    candidates = [
-        mounted / controller / path.lstrip("/") for _, names, path in groups if controller in names.split(",")
-    ]
-    candidates += [
-        mounted / path.lstrip("/") for number, names, path in groups if number == "0" and not names
-    ]
-    # In a container the path is often that outside of it: its own group is then at the root of the mount.
-    candidates += [mounted / controller, mounted]
-    return next((folder for folder in candidates if (folder / f"{controller}.stat").exists()), None)
 
 
 def between(before: Counters, after: Counters) -> Counters:

@@ -197,16 +197,15 @@ def test_what_is_known_is_not_measured_again(measured):
     assert layer.weight.stride() == (24, 1)
 
 
-def test_defaults_stay_where_matrices_are_small_or_memory_is_short(measured, monkeypatch, tmp_path):
+def test_defaults_stay_where_matrices_are_small_or_memory_is_short(measured, monkeypatch):
     layer = laid_linear(torch.randn(40, 24), None)
     usual = {"40x24 float32": {"one_token": "columns", "several": "columns"}}
     with monkeypatch.context() as patched:
         patched.setattr(layouts, "LEAST_BYTES", layer.weight.nbytes + 1)
         assert choose_layouts() == usual
-    monkeypatch.setattr(layouts, "MEMINFO", tmp_path / "meminfo")
-    (tmp_path / "meminfo").write_text("MemFree: 9 kB\nMemAvailable:          15 kB\n")
+    monkeypatch.setattr(layouts, "free_memory", lambda: 15 * 1024)
     assert choose_layouts() == usual and measured == []
-    (tmp_path / "meminfo").write_text("MemFree: 9 kB\nMemAvailable:          16 kB\n")
+    monkeypatch.setattr(layouts, "free_memory", lambda: 16 * 1024)
     assert choose_layouts() != usual and len(measured) == 1
 
 

@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from specbench.measure import watch
-from specbench.measure.watch import Watch, added, between, cgroup_folder
+from specbench.measure.watch import Watch, added, between
+from specbench.processes import cgroup_folder
 
 
 @pytest.fixture
