@@ -13,6 +13,7 @@ from specbench.conversations import Tokens, batched, conversations, packed_rows,
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import finished, logit_steps
 from specbench.errors import UserError
 from specbench.pairs import Pair, draft_of, load_pair
 from specbench.values import Count, NotNegative, Positive, Range, Seed
@@ -128,6 +129,13 @@ def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) 
     """States [B, T, d] -> [n, d] at the positions before each token of any weight (or of just `weight`)."""
     weights = batch["loss_weight"][:, 1:]
     return states[:, :-1][weights > 0 if weight is None else weights == weight]
+
+
+def head_of(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A model's own head: states [n, d] behind its final norm -> logits [n, vocab], scaled or capped as the model's."""
+    head: Any = model.get_output_embeddings()
+    steps = logit_steps(model.config.get_text_config())
+    return lambda states: finished(head(states), steps)
 
 
 def soft_cross_entropy(

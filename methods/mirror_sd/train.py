@@ -19,6 +19,7 @@ from methods.training import (
     CHUNK,
     SETTINGS,
     batches,
+    head_of,
     held_out_batches,
     pair_to_train,
     save_model,
@@ -44,6 +45,7 @@ class Streaming(torch.nn.Module):
     def __init__(self, model: PreTrainedModel, streams: int, stream_weight: float):
         super().__init__()
         self.model, self.stream_weight = model, stream_weight
+        self._head = head_of(model)
         embeddings: Any = model.get_input_embeddings()
         width = embeddings.weight.shape[1]
         self.streams = torch.nn.Parameter(0.02 * torch.randn(streams, width, device=model.device))
@@ -82,7 +84,7 @@ class Streaming(torch.nn.Module):
         states, goals, weights = self._predicting(states, batch, ahead)
         total = torch.zeros((), device=states.device)
         for rows, goal, weight in zip(*(part.split(CHUNK) for part in (states, goals, weights))):
-            logits = self.model.lm_head(rows).float()
+            logits = self._head(rows).float()
             total = total + weight @ cross_entropy(logits, goal, reduction="none")
         return total
 
@@ -103,7 +105,7 @@ class Streaming(torch.nn.Module):
         states, rows = self.states(batch["input_ids"]), []
         for j in range(states.shape[2]):
             own, goals, _ = self._predicting(states[:, :, j], batch, 1 + j)
-            rows.append(torch.tensor([(self.model.lm_head(own).argmax(-1) == goals).sum(), len(goals)]))
+            rows.append(torch.tensor([(self._head(own).argmax(-1) == goals).sum(), len(goals)]))
         return torch.stack(rows)
 
 

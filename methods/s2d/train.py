@@ -21,6 +21,7 @@ from methods.training import (
     SETTINGS,
     agreement,
     batches,
+    head_of,
     held_out_batches,
     predicting,
     save_model,
@@ -49,6 +50,7 @@ class Sorted(torch.nn.Module):
         super().__init__()
         self.model, self.exits = model, exits
         self._norm = (StagedModel(model).norm,)  # in a tuple: it is registered as a part of the model already
+        self._head = head_of(model)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The mean [] over the exits of the weighted sums of the cross-entropies of a batch."""
@@ -58,9 +60,7 @@ class Sorted(torch.nn.Module):
         for states in self.states(batch):
             parts = predicting(states, batch).split(CHUNK), goals.split(CHUNK), weights.split(CHUNK)
             for rows, goal, weight in zip(*parts):
-                total = total + weight @ cross_entropy(
-                    self.model.lm_head(rows).float(), goal, reduction="none"
-                )
+                total = total + weight @ cross_entropy(self._head(rows).float(), goal, reduction="none")
         return total / len(self.exits)
 
     def states(self, batch: Batch) -> list[torch.Tensor]:
@@ -72,8 +72,8 @@ class Sorted(torch.nn.Module):
     def choices(self, batch: Batch, target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [exits, n] and [n] of the exits and of a target before each token that the assistant says."""
         final = target.model(batch["input_ids"], use_cache=False).last_hidden_state
-        exits = [self.model.lm_head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch)]
-        return torch.stack(exits), target.lm_head(predicting(final, batch, 1.0)).argmax(-1)
+        exits = [self._head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch)]
+        return torch.stack(exits), head_of(target)(predicting(final, batch, 1.0)).argmax(-1)
 
 
 def train(cfg: DictConfig) -> Path:

@@ -15,6 +15,7 @@ from methods.training import (
     SETTINGS,
     agreement,
     batches,
+    head_of,
     held_out_batches,
     pair_to_train,
     predicting,
@@ -43,11 +44,12 @@ class Distillation(torch.nn.Module):
         super().__init__()
         self.draft = draft
         self._teacher = (target,)  # in a tuple: no part of this module, neither trained nor saved
+        self._heads = (head_of(draft), head_of(target))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         student, teacher = self.states(batch)
-        return soft_cross_entropy(student, self.draft.lm_head, teacher, self._teacher[0].lm_head, batch)
+        return soft_cross_entropy(student, self._heads[0], teacher, self._heads[1], batch)
 
     def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Final states [B, T, d] of the draft model and [B, T, D] of the target."""
@@ -57,9 +59,8 @@ class Distillation(torch.nn.Module):
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of draft and target before each token that the assistant says."""
-        heads = (self.draft.lm_head, self._teacher[0].lm_head)
-        states = self.states(batch)
-        own, teacher = (head(predicting(s, batch, 1.0)).argmax(-1) for head, s in zip(heads, states))
+        both = zip(self._heads, self.states(batch))
+        own, teacher = (head(predicting(states, batch, 1.0)).argmax(-1) for head, states in both)
         return own, teacher
 
 

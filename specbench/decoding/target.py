@@ -41,6 +41,7 @@ LOGIT_STEPS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "logits_scaling": lambda logits, scale: logits / scale,
     "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,
 }
+LogitSteps = list[tuple["Callable[[torch.Tensor, float], torch.Tensor]", float]]
 # What a config calls the number of its routed experts.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
@@ -121,10 +122,7 @@ class StagedModel:
             embeddings = self.embed_tokens.weight.shape[0]
             self._last_id = embeddings - 1 if (embedded_ids or 0) > embeddings else None
             self._embedding_scale = getattr(self.config, EMBEDDING_SCALE, None) or 1.0
-            named = ((step, getattr(self.config, name, None)) for name, step in LOGIT_STEPS.items())
-            self._logit_steps = [
-                (step, number) for step, number in named if number is not None and number != 1
-            ]
+            self._logit_steps = logit_steps(self.config)
             arguments = signature(base.layers[0].forward).parameters
             self._cache_name = next(name for name in CACHES if name in arguments)
             types = getattr(self.config, "layer_types", None) or [None] * len(self.layers)
@@ -243,9 +241,7 @@ class StagedModel:
 
     def finish_logits(self, products: torch.Tensor) -> torch.Tensor:
         """Products of normed states and rows of the head, of any shape -> logits, scaled or capped as the model's."""
-        for step, number in self._logit_steps:
-            products = step(products, number)
-        return products
+        return finished(products, self._logit_steps)
 
     # -- passes ------------------------------------------------------------------------------------------------
 
@@ -347,6 +343,19 @@ class StagedModel:
         # A draft may reach further than the answer can: what is computed there is never used.
         positions = positions.clamp(max=self.config.max_position_embeddings - 1)
         return self.learned_positions(None, position_ids=positions)
+
+
+def logit_steps(config: PretrainedConfig) -> LogitSteps:
+    """What a model does with the products of its states and its head, in order; see `LOGIT_STEPS`."""
+    named = ((step, getattr(config, name, None)) for name, step in LOGIT_STEPS.items())
+    return [(step, number) for step, number in named if number is not None and number != 1]
+
+
+def finished(products: torch.Tensor, steps: LogitSteps) -> torch.Tensor:
+    """The logits that the steps make of products, of any shape."""
+    for step, number in steps:
+        products = step(products, number)
+    return products
 
 
 @contextmanager

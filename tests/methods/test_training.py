@@ -21,6 +21,7 @@ from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from methods.training import agreement, batches, held_out_batches, training_pair
 from specbench import ROOT, threads
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.pairs import cut, load_pair
 from specbench.training import LOG, train
@@ -109,7 +110,10 @@ def said_tokens(module, batch) -> list[torch.Tensor]:
     return [module.model.lm_head(states).argmax(-1) == goals for states in chosen]
 
 
-@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+FINISHED_LOGITS = ["cohere", "granite", "gemma2"]  # scaled, divided, capped
+
+
+@pytest.mark.parametrize("arch", [*EVERY_ARCHITECTURE, *FINISHED_LOGITS])
 def test_sorted_loss_is_the_mean_of_the_exits_own_losses(arch):
     model = random_pair(arch, seed=3).draft
     exits = (1, 2, model.config.num_hidden_layers)
@@ -127,6 +131,33 @@ def test_sorted_loss_is_the_mean_of_the_exits_own_losses(arch):
     with torch.no_grad():
         loss = s2d_train.Sorted(model, list(exits))(batch)
     torch.testing.assert_close(loss, torch.stack(expected).mean())
+
+
+@pytest.mark.parametrize("arch", FINISHED_LOGITS)
+def test_a_teacher_and_a_student_whose_logits_are_scaled_or_capped(arch):
+    """Both distributions are those that the models have by themselves, not those of states times head."""
+    pair = random_pair(arch, seed=3)
+    batch = {
+        "input_ids": torch.tensor([[5, 9, 31, 7, 22, 14]]),
+        "loss_weight": torch.tensor([[0.0, 0.0, 0.2, 1.0, 0.0, 1.0]]),
+    }
+    with torch.no_grad():
+        own, goal = (model(batch["input_ids"]).logits[0, :-1] for model in (pair.draft, pair.target))
+        losses = -(goal.softmax(-1) * own.log_softmax(-1)).sum(-1)
+        loss = sps_train.Distillation(pair.draft, pair.target)(batch)
+    torch.testing.assert_close(loss, (losses * batch["loss_weight"][0, 1:]).sum())
+
+
+@pytest.mark.parametrize("arch", FINISHED_LOGITS)
+def test_streams_of_a_model_whose_logits_are_scaled_or_capped(arch):
+    model = random_pair(arch, seed=3).draft
+    states, ids = torch.randn(1, 4, model.config.hidden_size), torch.tensor([[5, 9, 31, 7]])
+    module = mirror_train.Streaming(model, 1, 1.0)
+    with torch.no_grad():
+        logits = StagedModel(model).unembed(states[0, :-1])
+        loss = module._loss(states, {"input_ids": ids, "loss_weight": torch.ones(1, 4)}, 1)
+    expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    torch.testing.assert_close(loss, expected)
 
 
 def test_a_cut_of_all_layers_is_the_target_itself():
