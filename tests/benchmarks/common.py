@@ -73,4 +73,13 @@ def print_ratios(
     """One line per (slow, fast) pair of arms: how much faster the second is, with its interval."""
     for slow, fast in compared:
         ratio = speedup(seconds[slow], seconds[fast])
-        print(f"{fast} against {slow}: {ratio.value:.2f} times as fast [{ratio.low:.2f}, {ratio.high:.2f}]")
+        print(f"{fast} against {slow}: times as fast: {ratio_text(ratio, 2)}")
+
+
+def ratio_text(ratio: Speedup, digits: int = 3) -> str:
+    """A ratio with its interval, as far as so many requests or repeats allow one."""
+    if ratio.value is None:
+        return "no ratio"
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.value:.{digits}f} (too few for an interval)"
+    return f"{ratio.value:.{digits}f} [{ratio.low:.{digits}f}, {ratio.high:.{digits}f}]"

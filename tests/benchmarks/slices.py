@@ -22,7 +22,7 @@ from specbench.decoding.target import StagedModel
 from specbench.decoding.turns import Turns
 from specbench.measure.statistics import speedup
 from specbench.threads import use_threads
-from tests.benchmarks.common import pair_and_requests
+from tests.benchmarks.common import pair_and_requests, ratio_text
 
 WHOLE = "whole answers"
 
@@ -60,9 +60,8 @@ def main() -> None:
         first, second = seconds[name]
         ratio, cost = speedup(first, second), speedup(first + second, seconds[WHOLE].sum(axis=0))
         print(
-            f"{name:14} first against second arm {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], standard "
-            f"deviation of the questions {np.std(first / second, ddof=1):.3f}; seconds against {WHOLE}: "
-            f"{cost.value:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
+            f"{name:14} first against second arm {ratio_text(ratio)}, standard deviation of the questions "
+            f"{np.std(first / second, ddof=1):.3f}; seconds against {WHOLE}: {ratio_text(cost)}"
         )
 
 
