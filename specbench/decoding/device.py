@@ -9,6 +9,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+
 
 def prepare_device(device: torch.device) -> None:
     """Makes a GPU ready to decode on; on a CPU there is nothing to do.
@@ -32,15 +34,17 @@ def place_weights(module: torch.nn.Module, device: torch.device, dtype: torch.dt
         parameter.data = parameter.data.to(dtype)
 
 
-def on_device(values: Sequence, device: torch.device) -> torch.Tensor:
-    """Whole numbers of the host, nested lists of equal lengths, as int64 on a device.
+def on_device(
+    values: Sequence | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Numbers of the host, an array or nested lists of equal lengths, on a device.
 
     `torch.tensor(values, device=...)`, like an index that is a list, waits on a GPU until all that is queued there is
     done. This does not: the numbers are copied from pinned memory.
     """
     if device.type == "cpu":
-        return torch.tensor(values, dtype=torch.int64)
-    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def move_slots(buffer: torch.Tensor, sources: Sequence[int], destinations: Sequence[int]) -> None:

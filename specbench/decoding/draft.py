@@ -155,7 +155,7 @@ class Draft:
         if parents is not None and k:
             # Padding hangs on the pending token and is not accepted.
             filled = [[*some, *[-1] * (k - len(some))] for some in parents]
-            tree = Tree.of(on_device(filled, device))
+            tree = Tree.of_lists(filled, device)
         return cls(padded.view(len(counts), k), tree=tree, candidates=candidates)
 
     def acceptable(self) -> torch.Tensor | None:

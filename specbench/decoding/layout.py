@@ -58,13 +58,13 @@ class RaggedLayout:
             start, longest = min(lengths) - 1 + offset, max(lengths) - 1 + offset
         if tree is None and start == longest:
             return Pass.consecutive(start, n)
-        entries = span(batch.known - 1 + offset, n)
         kv_len = longest + n
         held = self._entries[:, :kv_len]
         if tree is None:
+            entries = span(batch.known - 1 + offset, n)
             return Pass(kv_len, self._write_index(entries), None, entries, held)
         # Of a tree the entries are consecutive, the positions are not.
-        there, b = offset + n, entries.shape[0]
+        there, b = offset + n, len(lengths)
         positions = batch.known.unsqueeze(1) - 1 + tree.offsets()[:, :there]
         visible = tree.visible()[:, offset:there, :there]
         if start == longest:
@@ -76,7 +76,7 @@ class RaggedLayout:
         held = held.expand(b, -1).scatter(1, of_tree, positions)
         sees = (self._entries[:, :kv_len] < (batch.known - 1).unsqueeze(1)).unsqueeze(1).expand(b, n, kv_len)
         sees = sees.scatter(2, of_tree.unsqueeze(1).expand(b, n, there), visible.expand(b, n, there))
-        return Pass(kv_len, self._write_index(entries), None, positions[:, offset:], held, sees)
+        return Pass(kv_len, self._write_index(of_tree[:, offset:]), None, positions[:, offset:], held, sees)
 
     def place_at(self, starts: torch.Tensor, n: int, kv_len: int) -> Pass:
         """The pass of `n` tokens that follow one another from the position `starts` [b] of each sequence on.

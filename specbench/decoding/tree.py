@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+
+from specbench.decoding.device import on_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,26 +23,48 @@ class Tree:
             their children.
         on_path: [b or 1, k, k] which nodes lie on the path to each node, itself included.
         depths: [b or 1, k] nodes on that path.
+        seen: [b or 1, 1 + k, 1 + k] which of the pending token and the nodes each of them attends to.
         widest: a bound on the children of one node, for trees of drawn tokens; None: k.
     """
 
     parents: torch.Tensor
     on_path: torch.Tensor
     depths: torch.Tensor
+    seen: torch.Tensor
     widest: int | None = None
 
     @classmethod
     def of(cls, parents: torch.Tensor, widest: int | None = None) -> Tree:
         """The tree of `parents`, [b, k], or [k] for one that all sequences share."""
         parents = parents if parents.dim() == 2 else parents.unsqueeze(0)
-        on_path = ancestors(parents)
-        return cls(parents, on_path, on_path.sum(-1), widest)
+        seen = torch.nn.functional.pad(ancestors(parents), (1, 0, 1, 0))
+        seen[..., 0] = True
+        return cls._seeing(parents, seen, widest)
+
+    @classmethod
+    def of_lists(cls, parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
+        """The trees of `parents` on the host, equally many of each sequence: a few times as fast as `of` there."""
+        n = 1 + len(parents[0])
+        width = -(-n // 8)  # bytes of a set of nodes, a bit each
+        sets = bytearray()
+        for own in parents:
+            paths = [1]  # of the pending token: itself
+            for i, parent in enumerate(own, 1):
+                paths.append(paths[1 + parent] | 1 << i)
+            for path in paths:
+                sets += path.to_bytes(width, "little")
+        bits = np.frombuffer(sets, dtype=np.uint8).reshape(len(parents), n, width)
+        seen = on_device(np.unpackbits(bits, axis=2, count=n, bitorder="little"), device, torch.bool)
+        return cls._seeing(on_device(parents, device), seen)
+
+    @classmethod
+    def _seeing(cls, parents: torch.Tensor, seen: torch.Tensor, widest: int | None = None) -> Tree:
+        on_path = seen[:, 1:, 1:]
+        return cls(parents, on_path, on_path.sum(-1), seen, widest)
 
     def visible(self) -> torch.Tensor:
         """[b or 1, 1 + k, 1 + k] which of the pending token and the nodes each of them attends to."""
-        seen = torch.nn.functional.pad(self.on_path, (1, 0, 1, 0))
-        seen[..., 0] = True
-        return seen
+        return self.seen
 
     def offsets(self) -> torch.Tensor:
         """[b or 1, 1 + k] positions of the pending token and the nodes behind the pending token's."""

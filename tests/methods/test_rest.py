@@ -70,7 +70,7 @@ def test_a_datastore_is_what_was_saved(tmp_path, vocabulary):
     assert (record["tokens"], record["rows"], record["data"]) == (8, 2, "some text")
     assert record["types"][0] == (">u2" if vocabulary < 2**16 else ">u4")
     index = load_datastore(folder, pair)
-    assert isinstance(index.tokens, np.memmap) and isinstance(index.places, np.memmap)
+    assert isinstance(index.tokens.base, np.memmap) and isinstance(index.places.base, np.memmap)
     assert [token for token in index.tokens.tolist() if token != index.separator] == [*rows[0], *rows[2]]
     where = index.longest([9, top, 258], 16)
     assert (where.length, where.occurrences) == (2, 2)
