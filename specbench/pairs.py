@@ -41,6 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # For models made from their shape alone: real text in real proportions, within every vocabulary that we know of.
 STAND_IN = "specbench/tiny/weights/tokenizer"
+GENERATION = "generation_config.json"
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 # Given nothing but .bin files, transformers starts a thread that talks to the hub: not while we measure.
@@ -109,19 +110,21 @@ class Pair:
         return text
 
 
-def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
+def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool = True) -> Pair:
     """Loads what `conf/pair/*.yaml` describes; everything is checked before the first weight is read.
 
     Args:
         pair_cfg: the configuration of the pair.
         seed: draws the weights where `init` is "random".
         with_draft: whether the draft model is loaded, too.
+        weights: whether the target's are read; without them it serves for what its tokenizer and its config tell.
 
     Raises:
         UserError: a model, tokenizer or template is missing or gated, the vocabularies of draft and target differ, or
             the device is too small.
     """
-    cfg, device, dtype = embedded(pair_cfg), choose_device(pair_cfg.device), DTYPES[pair_cfg.dtype]
+    cfg, dtype = embedded(pair_cfg), DTYPES[pair_cfg.dtype]
+    device = choose_device(pair_cfg.device) if weights else torch.device("meta")
     prepare_device(device)
     if with_draft and cfg.draft is None:
         raise UserError(f"pair '{cfg.name}' has no draft model: set pair.draft")
@@ -144,7 +147,10 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
             check_same_tokens(tokenizer, draft.tokenizer(), cfg.target, cfg.draft, ignored)
         check_covered(tokenizer, draft_config, cfg.draft)
 
-    target_model = target.model(dtype, device, seed, cfg.device_map)
+    if weights:
+        target_model = target.model(dtype, device, seed, cfg.device_map)
+    else:
+        target_model = target.without_weights()
     draft_model = draft.model(dtype, device, seed + 1, layers=cfg.draft_layers) if draft else None
     configs = [model.config.get_text_config() for model in (target_model, draft_model) if model is not None]
     return Pair(
@@ -322,6 +328,18 @@ class _Source:
         assert self.expansion is not None  # there is a shape or a width
         with _one_line(self):
             return expand_model(source, self.expansion, device, dtype)
+
+    def without_weights(self) -> PreTrainedModel:
+        """The model of the config, on torch's "meta" device."""
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        with _one_line(self), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                self.config(), trust_remote_code=self.cfg.trust_remote_code
+            )
+            if self.folder is not None and (self.folder / GENERATION).is_file():
+                model.generation_config = GenerationConfig.from_pretrained(self.folder)
+        return model
 
     def _load(
         self,

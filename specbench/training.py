@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Batch = dict[str, torch.Tensor]
 
 LOG, CONDITIONS, RECORD = "train_log.jsonl", "conditions.json", "training.json"
+DATASTORE = "datastore.json"  # the record of a part that is no weights, but a text to look things up in
 FREE = ("out", "save_every", "save_dtype")  # settings that a training may go on with when they have changed
 PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names
 WARMUP = 20  # the learning rate rises in one of so many steps

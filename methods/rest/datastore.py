@@ -18,13 +18,14 @@ from methods.vocab_trim.vocab_map import tokenizer_checksum
 from specbench.errors import UserError
 from specbench.measure.files import file_sha256, make_folder
 from specbench.questions import packaged
+from specbench.training import DATASTORE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from specbench.pairs import Pair
 
-RECORD, TOKENS, PLACES = "datastore.json", "tokens.bin", "places.bin"
+RECORD, TOKENS, PLACES = DATASTORE, "tokens.bin", "places.bin"
 FOLLOWERS = 8  # children of a node at most
 
 

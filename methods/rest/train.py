@@ -72,7 +72,7 @@ def train(cfg: DictConfig) -> Path:
         raise UserError("the pair's own text has no end: say how many tokens=, or give conversations=FILE")
     questions = find_questions_file(cfg.data)
     measured = Measured(read_questions(questions, cfg.task.tasks))
-    pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=False, weights=False)
     tokenize, left_out = tokenizer_of(pair), 0
 
     def rows() -> Iterator[list[int]]:

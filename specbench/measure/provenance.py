@@ -223,7 +223,7 @@ def weights(pair: Mapping, method: Mapping = MappingProxyType({})) -> dict[str, 
 
 
 def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dict]:
-    """How the parts were trained that a drafter is made of, as the training.json beside them tells.
+    """What text the parts saw that a drafter is made of, as the record in their folders tells.
 
     Args:
         pair: its configuration, with the draft model that the drafter takes.
@@ -233,15 +233,13 @@ def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dic
     Returns:
         Records by "draft", or by the name of the setting that names the part; without those that have none.
     """
-    from specbench.training import RECORD
+    from specbench.training import DATASTORE, RECORD
 
     sources = {"draft": pair["draft"]} if with_draft else {}
     sources |= {name: value for name, value in _flat(drafting) if isinstance(value, str) and value}
-    files = {name: packaged(source) / RECORD for name, source in sources.items()}
+    records = ((name, packaged(source) / file) for name, source in sources.items() for file in (DATASTORE, RECORD))
     return {
-        name: {"source": sources[name], **store.read_json(path)}
-        for name, path in files.items()
-        if path.is_file()
+        name: {"source": sources[name], **store.read_json(path)} for name, path in records if path.is_file()
     }
 
 

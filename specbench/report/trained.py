@@ -1,4 +1,4 @@
-"""What the drafters of several runs were trained on: figures of methods that saw different data do not compare them."""
+"""What text the drafters of several runs saw: figures of methods that saw different data do not compare them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
                 name,
                 _data(record["data"]),
                 f"{record['tokens']:,}",
-                str(record["steps"]),
-                f"{record['loss']:.3f}",
+                str(record.get("steps", UNKNOWN)),  # a text that is looked up has none
+                f"{record['loss']:.3f}" if "loss" in record else UNKNOWN,
                 ", ".join(f"{share:.3f}" for share in shares) or UNKNOWN,
             )
     if not rows:
@@ -45,7 +45,7 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
 
 
 def differing_training(summaries: Iterable[dict]) -> list[str]:
-    """A line where parts of these runs were trained on different data, or on different numbers of tokens of it."""
+    """A line where parts of these runs saw different data, or different numbers of tokens of it."""
     summaries = list(summaries)
     seen: dict[tuple[str, int], list[str]] = {}
     for label, summary in zip(labels(summaries), summaries):

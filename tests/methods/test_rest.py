@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -173,6 +174,21 @@ def test_conversations_become_a_datastore_without_what_is_measured(workplace, tm
     assert kept == [*expected[0], index.separator, *expected[1][:3], index.separator]
     with pytest.raises(UserError, match="tokens="):
         train(settings(workplace, tmp_path, "conversations=null"))
+
+
+def test_a_datastore_is_made_without_the_targets_weights(workplace, tmp_path):
+    """They are not even there; the stop token that only the generation config names is known all the same."""
+    bare = tmp_path / "bare"
+    shutil.copytree(workplace, bare)
+    (bare / "target" / "model.safetensors").unlink()
+    generation = json.loads((bare / "target" / "generation_config.json").read_text()) | {"eos_token_id": [257, 5]}
+    (bare / "target" / "generation_config.json").write_text(json.dumps(generation))
+    folder = train(settings(bare, tmp_path / "out"))
+    pair = load_pair(settings(bare, tmp_path).pair, 0, with_draft=False, weights=False)
+    assert pair.stop_ids == {257, 5} and pair.target.device.type == "meta"
+    assert load_datastore(folder, pair).tokens.size
+    with pytest.raises(UserError, match="cannot load"):
+        load_pair(settings(bare, tmp_path).pair, 0, with_draft=False)
 
 
 def test_the_shipped_datastore_is_whole_and_knows_no_question():

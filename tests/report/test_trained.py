@@ -8,7 +8,7 @@ from specbench.measure import provenance
 from specbench.report import compare, formats
 from specbench.report.__main__ import report
 from specbench.report.trained import SAME, differing_training, training_table
-from specbench.training import RECORD
+from specbench.training import DATASTORE, RECORD
 from tests.support.samples import SUMMARY, run_of
 
 TRAINED = {
@@ -50,6 +50,18 @@ def test_other_data_and_other_amounts_are_named():
     other = summary("s2d", draft=TRAINED | {"data": "specbench.tiny.data.conversations"})
     assert "of specbench.tiny.data.conversations: s2d" in differing_training([*alike, other])[0]
     assert SAME not in formats.markdown(training_table([*alike, other]))
+
+
+def test_a_text_that_is_looked_up_counts_like_one_that_was_trained_on(tmp_path):
+    record = {"data": TRAINED["data"], "tokens": 5, "rows": 2, "questions": "x"}
+    (tmp_path / DATASTORE).write_text(json.dumps(record))
+    found = provenance.trained({"draft": None}, {"name": "rest", "datastore": str(tmp_path)}, False)
+    assert found == {"datastore": {"source": str(tmp_path)} | record}
+    runs = [summary("sps", draft=TRAINED), summary("rest", **found)]
+    (line,) = differing_training(runs)
+    assert "5 tokens of sha256:01234567: rest" in line
+    text = formats.markdown(training_table(runs))
+    assert "rest" in text and SAME not in text
 
 
 def test_report_and_compare_warn(tmp_path, capsys):

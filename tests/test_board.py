@@ -1,0 +1,58 @@
+"""Spec-Bench's leaderboard on its own pair: every job is composed and checked, without a network or a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from specbench import ROOT, bench
+from specbench.compose import CONF
+from specbench.measure import store
+from specbench.sweeps import FAILED, OK, Job
+from tests.support.conf import composed
+
+BOARD = OmegaConf.load(CONF / "experiment" / "spec_bench_board.yaml").hydra.sweeper.params.method.split(",")
+# What pair=vicuna-7b does not come with, by the methods that cannot do without it.
+LACKING = {"rest": "rest", "kangaroo": "kangaroo", "kangaroo_tree": "kangaroo", "medusa": "medusa"}
+
+
+def jobs(runs_root: Path, *overrides: str) -> list[Job]:
+    """The jobs of `-m experiment=spec_bench_board pair=vicuna-7b data=spec_bench`, with questions that are there."""
+    here = f"data.path={ROOT}/specbench/tiny/questions.jsonl", "data.sha256=null", "data.limit=1"
+    chosen = "experiment=spec_bench_board", "pair=vicuna-7b", "data=spec_bench", *overrides
+    return [
+        Job(
+            [f"method={method}"],
+            composed("bench", *chosen, f"method={method}", *here, f"runs_root={runs_root}"),
+        )
+        for method in BOARD
+    ]
+
+
+def measured(run_dirs: Iterable[Path], _logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+    """Instead of measuring."""
+    yield from ((run_dir, 0, None) for run_dir in run_dirs)
+
+
+def test_what_a_pair_lacks_is_one_line_for_each_method_and_the_others_go_on(tmp_path, capfd):
+    asked = jobs(tmp_path)
+    bench.run(asked, measured, tmp_path)
+    states = {job.overrides[0].partition("=")[2]: job for job in asked}
+    assert {name for name, job in states.items() if job.state == FAILED} == LACKING.keys()
+    assert all(job.state == OK for name, job in states.items() if name not in LACKING)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == len(LACKING)
+    for line, (name, part) in zip(lines, ((n, LACKING[n]) for n in BOARD if n in LACKING)):
+        assert f"pair vicuna-7b has no part '{part}', which method {name} needs: train it with" in line
+    assert all(states[name].code == 2 and states[name].run_dir is None for name in LACKING)
+    folders = {store.read_config(job.run_dir)["method"]["name"] for job in asked if job.run_dir}
+    assert folders == set(BOARD) - LACKING.keys()
+
+
+def test_with_every_part_the_whole_board_goes(tmp_path):
+    parts = [f"++pair.parts.{part}={tmp_path}" for part in set(LACKING.values())]
+    asked = jobs(tmp_path, *parts)
+    bench.run(asked, measured, tmp_path)
+    assert {job.reason for job in asked if job.state != OK} == set()
