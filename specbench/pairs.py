@@ -147,10 +147,8 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool =
             check_same_tokens(tokenizer, draft.tokenizer(), cfg.target, cfg.draft, ignored)
         check_covered(tokenizer, draft_config, cfg.draft)
 
-    if weights:
-        target_model = target.model(dtype, device, seed, cfg.device_map)
-    else:
-        target_model = target.without_weights()
+    loaded = target.model(dtype, device, seed, cfg.device_map) if weights else None
+    target_model = target.without_weights() if loaded is None else loaded
     draft_model = draft.model(dtype, device, seed + 1, layers=cfg.draft_layers) if draft else None
     configs = [model.config.get_text_config() for model in (target_model, draft_model) if model is not None]
     return Pair(

@@ -21,6 +21,7 @@ from specbench.measure.of_method import classes, describe
 from specbench.measure.rounds import acceptance_length, acceptance_rate, ratio
 from specbench.measure.seconds import ARMS, paired_seconds, passes_seconds, pool_seconds, turn_means
 from specbench.measure.statistics import Speedup, over_passes, ratio_of_means
+from specbench.measure.thirds import learns, thirds, thirds_lines
 
 SCHEMA = 4
 QUESTION_COLUMNS = {
@@ -40,6 +41,7 @@ QUESTION_COLUMNS = {
 def summary(records: list[dict], facts: dict, config: dict) -> dict:
     """The content of summary.json: the numbers over all questions (`overall`) and over each task."""
     failed = failed_questions(records)
+    in_order = [record for record in records if record["question_id"] not in failed]
     tasks: dict[str, list[dict]] = {}
     for record in sorted(records, key=lambda record: record["question_id"]):
         tasks.setdefault(record["task"], [])
@@ -51,6 +53,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     batch_size = config["batch_size"] if facts["batched"] else None
     owners = classes(config, facts["batched"])
     overall = numbers(Measured(records, facts, reference, batch_size, owners=owners))
+    apart = thirds(in_order, facts, reference, batch_size) if learns(config, facts["batched"]) else {}
     settings = values.settings(config["method"])
     if facts["batched"]:
         settings |= {f"drafter.{key}": value for key, value in values.settings(config["drafter"]).items()}
@@ -86,7 +89,8 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
             task: numbers(Measured(of_task, facts, reference, batch_size, False, owners))
             for task, of_task in tasks.items()
         },
-        "notes": describe(owners, overall["stats"]),
+        "thirds": apart,
+        "notes": [*describe(owners, overall["stats"]), *thirds_lines(apart)],
         "equivalence": overall["equivalence"],
         "baseline": baseline,
     }

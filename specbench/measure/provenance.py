@@ -237,7 +237,9 @@ def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dic
 
     sources = {"draft": pair["draft"]} if with_draft else {}
     sources |= {name: value for name, value in _flat(drafting) if isinstance(value, str) and value}
-    records = ((name, packaged(source) / file) for name, source in sources.items() for file in (DATASTORE, RECORD))
+    records = (
+        (name, packaged(source) / file) for name, source in sources.items() for file in (DATASTORE, RECORD)
+    )
     return {
         name: {"source": sources[name], **store.read_json(path)} for name, path in records if path.is_file()
     }

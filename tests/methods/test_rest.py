@@ -181,7 +181,9 @@ def test_a_datastore_is_made_without_the_targets_weights(workplace, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(workplace, bare)
     (bare / "target" / "model.safetensors").unlink()
-    generation = json.loads((bare / "target" / "generation_config.json").read_text()) | {"eos_token_id": [257, 5]}
+    generation = json.loads((bare / "target" / "generation_config.json").read_text()) | {
+        "eos_token_id": [257, 5]
+    }
     (bare / "target" / "generation_config.json").write_text(json.dumps(generation))
     folder = train(settings(bare, tmp_path / "out"))
     pair = load_pair(settings(bare, tmp_path).pair, 0, with_draft=False, weights=False)

@@ -1,0 +1,71 @@
+"""The first and the last third of a run's questions apart, where a method learns from one answer to the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specbench.measure.numbers import Measured
+from specbench.measure.rounds import acceptance_length
+from specbench.values import WRAPPED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LEARNS = ("memory", "run")  # the setting, and its value, of a drafter that goes on with what it has learnt
+
+
+def learns(config: Mapping, batched: bool) -> bool:
+    """Whether state of the drafter of a run, or of one that it wraps, outlives an answer."""
+    group = config["drafter" if batched else "method"]
+    name, value = LEARNS
+    return any(one.get(name) == value for one in (group, group.get(WRAPPED) or {}))
+
+
+def thirds(records: list[dict], facts: dict, reference: str, batch_size: int | None) -> dict[str, dict]:
+    """The numbers of the first and the last third of the questions, in the order in which they were asked.
+
+    Args:
+        records: of the journal, in its order, of questions that did not fail.
+        facts: as `Measured` has them.
+        reference: the arm that speedups are against.
+        batch_size: None for a method that decodes one sequence at a time; batches have no times of single questions.
+
+    Returns:
+        By "first" and "last": questions, speedup with its interval, acceptance_length. {} of fewer than 3 questions.
+    """
+    asked = [*dict.fromkeys(record["question_id"] for record in records)]
+    count = len(asked) // 3
+    if count == 0:
+        return {}
+
+    def numbers_of(questions: list[int]) -> dict[str, Any]:
+        own = [record for record in records if record["question_id"] in set(questions)]
+        measured = Measured(own, facts, reference, batch_size, whole_run=False)
+        speedup = measured.speedups[0]
+        return {
+            "questions": len(questions),
+            "speedup": speedup.value,
+            "speedup_low": speedup.low,
+            "speedup_high": speedup.high,
+            "acceptance_length": acceptance_length(measured.rounds),
+        }
+
+    return {"first": numbers_of(asked[:count]), "last": numbers_of(asked[-count:])}
+
+
+def thirds_lines(found: dict[str, dict]) -> list[str]:
+    """A line about both thirds, for the foot of a run's table."""
+    if not found:
+        return []
+
+    def said(third: dict[str, Any]) -> str:
+        speedup, length = third["speedup"], third["acceptance_length"]
+        parts = [] if speedup is None else [f"speedup {speedup:.2f}"]
+        if speedup is not None and third["speedup_low"] is not None:
+            parts[0] += f" [{third['speedup_low']:.2f}, {third['speedup_high']:.2f}]"
+        return (
+            ", ".join([*parts, *([] if length is None else [f"acceptance length {length:.2f}"])]) or "nothing"
+        )
+
+    first, last = said(found["first"]), said(found["last"])
+    return [f"learns from answer to answer: first third of the questions: {first}; last third: {last}"]

@@ -1,0 +1,68 @@
+"""The first and the last third of the questions of a run whose drafter goes on with what it has learnt."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbench.measure import metrics
+from tests.support.synthetic import CONFIG, FACTS, answered, record
+
+LEARNT = {"_target_": "methods.suffix.SuffixDecoding", "name": "suffix", "memory": "run"}
+# Seven questions in the order in which they were asked, not in that of their numbers; two rounds each.
+ORDER = (9, 2, 30, 4, 1, 8, 5)
+SLOW = dict(zip(ORDER, (1.0, 2.0, 9.0, 9.0, 9.0, 3.0, 5.0)))
+ACCEPTED = dict(zip(ORDER, ((0, 1), (1, 2), (5, 5), (5, 5), (5, 5), (3, 3), (4, 4))))
+
+
+def of(method: dict, records: list[dict], **facts: object) -> dict:
+    return metrics.summary(records, FACTS | facts, CONFIG | {"method": method})
+
+
+def asked() -> list[dict]:
+    """The records, those of a question that failed among them, and of a second pass in which all were faster."""
+    first = [answered(q, accepted=ACCEPTED[q], slow=SLOW[q]) for q in ORDER]
+    again = [answered(q, accepted=ACCEPTED[q], slow=SLOW[q]) | {"repeat": 1} for q in ORDER]
+    return [record(77, error="it broke"), *first, *again]
+
+
+def test_thirds_are_in_the_order_of_the_questions():
+    found = of(LEARNT, asked())["thirds"]
+    # Every answer takes the method the same time, so that a speedup is the mean of both questions' own.
+    assert found["first"]["questions"] == found["last"]["questions"] == 2
+    assert found["first"]["speedup"] == pytest.approx(1.5) and found["last"]["speedup"] == pytest.approx(4)
+    assert found["first"]["acceptance_length"] == pytest.approx((1 + 2 + 2 + 3) / 4)
+    assert found["last"]["acceptance_length"] == pytest.approx((4 + 4 + 5 + 5) / 4)
+    assert found["first"]["speedup_low"] is None, "two questions have no interval"
+
+
+def test_the_foot_of_the_table_says_both():
+    (line,) = of(LEARNT, asked())["notes"]
+    assert "first third of the questions: speedup 1.50, acceptance length 2.00" in line
+    assert line.endswith("last third: speedup 4.00, acceptance length 4.50")
+
+
+@pytest.mark.parametrize("method", [LEARNT | {"memory": "answer"}, CONFIG["method"]])
+def test_where_nothing_is_learnt_there_are_none(method):
+    found = of(method, asked())
+    assert found["thirds"] == {} and found["notes"] == []
+
+
+def test_a_wrapped_drafter_may_learn():
+    wrapping = {"_target_": "methods.samd.SAMDecoding", "name": "samd", "drafter": LEARNT}
+    assert of(wrapping, asked())["thirds"]["last"]["questions"] == 2
+
+
+def test_two_questions_have_no_thirds():
+    assert of(LEARNT, asked()[1:3])["thirds"] == {}
+
+
+def test_batches_have_an_acceptance_length_alone():
+    config = CONFIG | {
+        "method": {"_target_": "methods.ragged.RaggedBatch", "name": "ragged"},
+        "drafter": LEARNT,
+        "batch_size": 2,
+    }
+    records = [r | {"pool": 0} for r in asked()[1:8]]
+    found = metrics.summary(records, FACTS | {"batched": True}, config)
+    assert found["thirds"]["last"]["speedup"] is None
+    assert found["thirds"]["last"]["acceptance_length"] == pytest.approx(4.5)
