@@ -85,7 +85,7 @@ class Index:
     def __init__(self, tokens: np.ndarray, places: np.ndarray, separator: int):
         if tokens.dtype.byteorder != ">":
             raise ValueError(f"tokens of type {tokens.dtype.str} are not in the order of their bytes")
-        # Plain arrays and views: of a mapped file every slice costs twice as much, and every element ten times.
+        # Plain arrays and views: slices and elements of a mapped file's own kind of array cost more.
         self.tokens, self.places, self.separator = np.asarray(tokens), np.asarray(places), separator
         self.type = tokens.dtype
         self._bytes, self._places = tokens.view(np.uint8).data, places.data

@@ -43,7 +43,7 @@ class Tree:
 
     @classmethod
     def of_lists(cls, parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
-        """The trees of `parents` on the host, equally many of each sequence: a few times as fast as `of` there."""
+        """The trees of `parents` on the host, equally many of each sequence, without doublings of a matrix."""
         n = 1 + len(parents[0])
         width = -(-n // 8)  # bytes of a set of nodes, a bit each
         sets = bytearray()
