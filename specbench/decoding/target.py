@@ -18,19 +18,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from specbench.decoding.attention import fold_mask, grouped_attention_config
-from specbench.decoding.draft import NORMED
-from specbench.decoding.kv_cache import KVCache, Pass
+from specbench.decoding.attention import SHORT, fold_mask, grouped_attention_config
+from specbench.decoding.draft import NORMED, Draft
+from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
 from specbench.decoding.layers import experts_of, quick, weight_bytes
 from specbench.decoding.linear import lay_out
+from specbench.decoding.passes import OPTIONS, Graphs, Passes
 from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
     from collections.abc import Callable, Iterator, Sequence
 
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from specbench.decoding.draft import Draft
 
 NORMS = ("norm", "final_layer_norm", "final_layernorm")  # what families call the norm in front of the head
 CACHES = ("past_key_values", "layer_past")  # what layers call the cache
@@ -46,6 +45,10 @@ LogitSteps = list[tuple["Callable[[torch.Tensor, float], torch.Tensor]", float]]
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+REACH = 256  # the entries that a pass of a fixed shape attends to are a multiple of this, those too many masked
+ROPE_STEP = 4096  # and the angles of so many positions are made at once: a graph reads them where they are
+# What such a pass gives: the states behind its last layer, the same behind the final norm, or logits.
+STATES, NORMED_STATES, LOGITS = "states", "normed states", "logits"
 # What layers of one kind have in common: the window that they look back on, and the type that names their angles in a
 # model that has several tables of them; None for all positions and for the one table.
 Kind = tuple[int | None, str | None]
@@ -75,13 +78,23 @@ class StagedModel:
         embedded_ids: of a draft model, how many ids its target has, which may be more than it has embeddings for:
             Qwen2.5's large models pad to 152064 ids, the small ones to 151936. An id beyond is embedded as the last one
             that there is.
+        width: tokens of each sequence that every pass behind a prompt computes, those too many for nothing; None: as
+            many as it has.
+
+    Attributes:
+        passes: runs the passes of fixed shapes, see `_fixed`; None where passes have the shapes that they are given in.
+        padding: entries behind the last one of a sequence that `width` may write to.
 
     Raises:
         UserError: the model cannot be driven layer by layer.
     """
 
     def __init__(
-        self, model: PreTrainedModel, vocab_size: int | None = None, embedded_ids: int | None = None
+        self,
+        model: PreTrainedModel,
+        vocab_size: int | None = None,
+        embedded_ids: int | None = None,
+        width: int | None = None,
     ):
         self.model = model
         self.config = model.config.get_text_config()
@@ -103,8 +116,13 @@ class StagedModel:
             lay_out(self.lm_head, fixed=getattr(self.lm_head, "weight", None) is self.embed_tokens.weight)
             # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
             self._implied_masks = self.config._attn_implementation == "sdpa"
+            self.width, self.padding = width or 1, (width or 1) - 1
+            self.passes = passes_of(model) or (Passes() if width else None)
             kv_heads, _ = self._cache_shape()
-            grouped = self.config.num_attention_heads > kv_heads and model.device.type == "cpu"
+            # Without graphs, most passes on CUDA have no mask; with them all do.
+            grouped = self.config.num_attention_heads > kv_heads and (
+                model.device.type == "cpu" or isinstance(self.passes, Graphs)
+            )
             # What attention is given for each query head of a group; 1 where it gets a mask as transformers does.
             self._groups = (
                 self.config.num_attention_heads // kv_heads if grouped and self._implied_masks else 1
@@ -129,7 +147,8 @@ class StagedModel:
             windows = [_window(self.config, i) for i in range(len(self.layers))]
             typed = self.rotary is not None and "layer_type" in signature(self.rotary.forward).parameters
             self._kinds: list[Kind] = [(w, t if typed else None) for w, t in zip(windows, types, strict=True)]
-            self._kinds_there = frozenset(self._kinds)
+            self._kinds_there = tuple(dict.fromkeys(self._kinds))
+            self._counting = torch.arange(0)
             self._rope_tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
             self._experts = [experts_of(layer) for layer in base.layers]
             self._layer_bytes = [
@@ -196,14 +215,31 @@ class StagedModel:
         Returns:
             States [b, n, d] behind the layers.
         """
-        b, n = hidden.shape[:2]
+        n = hidden.shape[1]
         if isinstance(where, int):
             where = Pass.consecutive(where, n)
         hi = len(self.layers) if hi is None else hi
+        if self.passes is not None and has_fixed_shape(where, n):
+            return self._fixed(hidden, cache, where, lo, hi, taps, on_hidden)[STATES]
+        return self._layers(hidden, cache, where, lo, hi, self._masks(where, n, hidden), taps, on_hidden)
+
+    def _layers(
+        self,
+        hidden: torch.Tensor,
+        cache: KVCache,
+        where: Pass,
+        lo: int,
+        hi: int,
+        masks: Sequence[torch.Tensor | None],
+        taps: Sequence[int] = (),
+        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """As `run_layers`, with the mask of each kind of layers."""
+        b, n = hidden.shape[:2]
         if self.rotary is None and lo == 0:
             hidden = hidden + self._learned(where, n)
         cache.begin_pass(lo, hi, where, b, n)
-        arguments = self._arguments(where, hidden, cache)
+        arguments = self._arguments(where, n, cache, masks)
         here = hidden.device
         parts = zip(self.layers[lo:hi], self._kinds[lo:hi], self._devices[lo:hi])
         for i, (layer, kind, device) in enumerate(parts, lo):
@@ -215,20 +251,129 @@ class StagedModel:
             hidden = layer(hidden, **arguments[kind])
         return hidden
 
-    def _arguments(self, where: Pass, hidden: torch.Tensor, cache: KVCache) -> dict[Kind, dict[str, Any]]:
+    def _masks(self, where: Pass, n: int, like: torch.Tensor) -> list[torch.Tensor | None]:
+        """The attention mask of each kind of layers."""
+        masks = [attention_mask(where, n, like, window, self._implied_masks) for window, _ in self._kinds_there]
+        return [fold_mask(mask, self._groups) for mask in masks] if self._groups > 1 else masks
+
+    def _arguments(
+        self, where: Pass, n: int, cache: KVCache, masks: Sequence[torch.Tensor | None]
+    ) -> dict[Kind, dict[str, Any]]:
         """What the layers of each kind are called with in a pass, beside the states [b, n, d]."""
-        n = hidden.shape[1]
         rope = {} if self.rotary is None else self._rope(where, n, cache.capacity)
         arguments: dict[Kind, dict[str, Any]] = {}
-        for kind in self._kinds_there:
-            window, angles = kind
-            mask = attention_mask(where, n, hidden, window, self._implied_masks)
-            if self._groups > 1:
-                mask = fold_mask(mask, self._groups)
+        for kind, mask in zip(self._kinds_there, masks):
             arguments[kind] = {"attention_mask": mask, self._cache_name: cache, "use_cache": True}
             if rope:
-                arguments[kind]["position_embeddings"] = rope[angles]
+                arguments[kind]["position_embeddings"] = rope[kind[1]]
         return arguments
+
+    # -- stages of a fixed shape ---------------------------------------------------------------------------------
+
+    def _fixed(
+        self,
+        given: torch.Tensor,
+        cache: KVCache,
+        where: Pass,
+        lo: int,
+        hi: int,
+        taps: Sequence[int] = (),
+        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
+        wanted: Sequence[str] = (STATES,),
+    ) -> dict[str, torch.Tensor]:
+        """A pass whose shape recurs, so that it can be replayed, and whose numbers do not depend on its tokens' number.
+
+        It is of `width` tokens: its last one repeated, written behind it, where the next pass writes anew. It attends
+        to a multiple of `REACH` entries, those behind its own masked. It is cut at the taps, so that each is told of on
+        the way, as without graphs.
+
+        Args:
+            given: ids [b, n], or states [b, n, d] in front of layer `lo`.
+            cache: as in `run_layers`, as are where, lo, hi, taps and on_hidden.
+            wanted: of STATES, NORMED_STATES and LOGITS.
+
+        Returns:
+            What was wanted, [b, n, ...].
+        """
+        assert self.passes is not None
+        b, n = given.shape[:2]
+        cuts = []
+        if on_hidden is not None:
+            if lo in taps and lo < hi:
+                on_hidden(lo, self._entering(given, where) if lo == 0 else given)
+            cuts = [layer for layer in range(lo + 1, hi) if layer in taps]
+        if self.rotary is not None:
+            self._angles(cache.capacity)  # made now: not in the middle of a capture
+        width = max(n, self.width)
+        where = self._spelled_out(where, cache, b, n, width)
+        if width > n:
+            given = torch.cat([given, given[:, -1:].expand(-1, width - n, *given.shape[2:])], dim=1)
+        inputs = where.positions, where.write_index, *self._masks(where, width, self.embed_tokens.weight)
+        for start, end in zip([lo, *cuts], [*cuts, hi]):
+            names = wanted if end == hi else (STATES,)
+            key = (start, end, where.kv_len, *names)
+            stage = self._stage(cache, where.kv_len, start, end, names)
+            outputs = self.passes.run(cache, key, stage, given, *inputs)
+            if width > n:
+                own = [output[:, :n] for output in outputs]
+            else:
+                own = outputs
+            if end < hi:
+                given = outputs[0]
+                on_hidden(end, own[0])
+        return dict(zip(names, own))
+
+    def _stage(
+        self, cache: KVCache, kv_len: int, lo: int, hi: int, wanted: Sequence[str]
+    ) -> Callable[..., list[torch.Tensor]]:
+        """The function of such a pass: all that differs between two of them is among its arguments."""
+
+        def stage(
+            given: torch.Tensor, positions: torch.Tensor, write_index: torch.Tensor, *masks: torch.Tensor
+        ) -> list[torch.Tensor]:
+            hidden = self.embed(given) if given.dim() == 2 else given
+            hidden = self._layers(hidden, cache, Pass(kv_len, write_index, None, positions), lo, hi, masks)
+            if wanted == (STATES,):
+                return [hidden]
+            normed = self.norm(hidden)
+            found = {STATES: hidden, NORMED_STATES: normed, LOGITS: self.unembed(normed)}
+            return [found[name] for name in wanted]
+
+        return stage
+
+    def _spelled_out(self, where: Pass, cache: KVCache, b: int, n: int, width: int) -> Pass:
+        """The same pass, of `width` tokens in place of n, with tensors for numbers and a fixed number of entries."""
+        capacity = cache.capacity
+        if self._counting.shape[0] < capacity:
+            self._counting = torch.arange(capacity, device=self.device)
+        counting, kv_len = self._counting, min(-(-where.kv_len // REACH) * REACH, capacity)
+        visible, more = where.visible, (0, kv_len - where.kv_len)
+        if where.start is not None:
+            positions = counting[None, where.start : where.start + n]
+            kv_positions = counting[None, :kv_len]
+        else:
+            assert where.positions is not None and where.kv_positions is not None
+            positions = where.positions
+            kv_positions = torch.nn.functional.pad(where.kv_positions, more, value=EMPTY)
+            if visible is not None:
+                visible = torch.nn.functional.pad(visible, more)
+        if isinstance(where.write_index, int):
+            entries = counting[where.write_index : where.write_index + n].unsqueeze(0)
+            if b > 1:
+                entries = entries + capacity * counting[:b].unsqueeze(1)
+        else:
+            entries = where.write_index.view(b, n)
+        if width > n:
+            positions = torch.cat([positions, positions[:, -1:].expand(-1, width - n)], dim=1)
+            entries = torch.cat([entries, entries[:, -1:] + counting[1 : 1 + width - n]], dim=1)
+            if visible is not None:
+                visible = torch.cat([visible, visible[:, -1:].expand(-1, width - n, -1)], dim=1)
+        return Pass(kv_len, entries.flatten(), None, positions, kv_positions, visible)
+
+    def _entering(self, ids: torch.Tensor, where: Pass) -> torch.Tensor:
+        """The states [b, n, d] that enter the first layer."""
+        hidden = self.embed(ids)
+        return hidden + self._learned(where, ids.shape[1]) if self.rotary is None else hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., d] after the last layer -> logits [..., vocab]."""
@@ -278,10 +423,15 @@ class StagedModel:
             Logits [b, 1 + k, vocab] that follow the pending token and each of the draft's tokens.
         """
         if draft.resume is not None:
-            hidden, lo = draft.resume.hidden, draft.resume.layer
+            given, lo = draft.resume.hidden, draft.resume.layer
         else:
-            ids = torch.cat([pending, draft.tokens], dim=1) if draft.tokens.shape[1] else pending
-            hidden, lo = self.embed(ids), 0
+            given, lo = torch.cat([pending, draft.tokens], dim=1) if draft.tokens.shape[1] else pending, 0
+        if self.passes is not None:
+            n = given.shape[1]
+            where = Pass.consecutive(where, n) if isinstance(where, int) else where
+            if has_fixed_shape(where, n):
+                return self._verify_fixed(given, cache, where, lo, taps, on_hidden)
+        hidden = self.embed(given) if draft.resume is None else given
         if lo < len(self.layers):
             hidden = self.run_layers(hidden, cache, where, lo, taps=taps, on_hidden=on_hidden)
         if not taps or on_hidden is None:
@@ -292,6 +442,25 @@ class StagedModel:
         if NORMED in taps:
             on_hidden(NORMED, normed)
         return self.unembed(normed)
+
+    def _verify_fixed(
+        self,
+        given: torch.Tensor,
+        cache: KVCache,
+        where: Pass,
+        lo: int,
+        taps: Sequence[int],
+        on_hidden: Callable[[int, torch.Tensor], None] | None,
+    ) -> torch.Tensor:
+        """As `verify`, of ids or states in front of layer `lo`, in a pass of a fixed shape."""
+        layers = len(self.layers)
+        last = {layers: STATES, NORMED: NORMED_STATES}
+        told = [tap for tap in last if tap in taps] if on_hidden is not None else []
+        wanted = (*(last[tap] for tap in told), LOGITS)
+        found = self._fixed(given, cache, where, lo, layers, taps, on_hidden, wanted)
+        for tap in told:
+            on_hidden(tap, found[last[tap]])  # type: ignore[misc] # some are told only where there is one
+        return found[LOGITS]
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -326,6 +495,9 @@ class StagedModel:
     def _angles(self, capacity: int) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
         """Cosines and sines [1, at least capacity, rotary_dim] of all positions, computed once for each table."""
         if not self._rope_tables or next(iter(self._rope_tables.values()))[0].shape[1] < capacity:
+            if self.passes is not None:  # those before are no longer there
+                self.passes.forget()
+                capacity = -(-capacity // ROPE_STEP) * ROPE_STEP
             positions = torch.arange(capacity, device=self.device).unsqueeze(0)
             # Of the first argument only its dtype and device are read.
             like = torch.empty(1, device=self.device, dtype=self.dtype)
@@ -380,6 +552,26 @@ def drivable(model: PreTrainedModel) -> Iterator[None]:
         raise UserError(
             f"model type '{model.config.model_type}' cannot be driven layer by layer: {reason(error)}"
         ) from error
+
+
+def passes_of(model: PreTrainedModel) -> Graphs | None:
+    """What captures the passes of a model on CUDA; None elsewhere, and for a model that no graph can hold.
+
+    That is one whose layers are spread over devices; one with quantised weights, whose kernels may look at them on the
+    host; and one with routed experts, for which transformers asks the device which of them are used.
+    """
+    devices = {weight.device for weight in chain(model.parameters(), model.buffers())}
+    config = model.config.get_text_config()
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    held = model.device.type == "cuda" and len(devices) == 1 and not hooked
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    experts = any(getattr(config, name, 0) for name in EXPERTS)
+    return Graphs(model.device) if OPTIONS.graphs and held and not quantised and not experts else None
+
+
+def has_fixed_shape(where: Pass, n: int) -> bool:
+    """Whether others of the same shape will follow a pass of n tokens: not that of a prompt."""
+    return where.start != 0 and n <= SHORT and torch.is_inference_mode_enabled()
 
 
 def check_rope(config: PretrainedConfig) -> None:

@@ -1,0 +1,165 @@
+"""Passes of one shape, captured once and replayed: on CUDA as graphs.
+
+A pass starts some thousand operations, each of which costs the host microseconds; a graph starts all of them at once. A
+graph repeats the very same operations on the very same memory, so that everything that differs between two passes must
+be an input.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from specbench.errors import JobError, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Sequence
+
+    Function = Callable[..., Sequence[torch.Tensor]]
+
+WARM_UPS = 2  # runs in front of a capture, in which libraries choose their kernels and reserve what they need
+VERSIONS = 1024  # of one code, that are compiled at most
+CAPTURING = threading.Lock()  # of all captures of a process only one may be under way
+
+
+@dataclass(slots=True)
+class Options:
+    """What CUDA models that are made from now on do: graphs, and whether what they hold is compiled first."""
+
+    graphs: bool = True
+    compile: bool = False
+
+
+OPTIONS = Options()
+
+
+class Passes:
+    """Runs passes as they are."""
+
+    def run(
+        self, memory: object, key: Hashable, function: Function, *inputs: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Runs a pass.
+
+        Args:
+            memory: that the function works on beside its inputs, such as a cache: compared by identity, not kept alive.
+            key: says with `memory` and the shapes of the inputs which function it is.
+            function: of the inputs; it returns tensors, and leaves the inputs as they are.
+            inputs: everything that may differ between two passes with one key.
+
+        Returns:
+            What the function returns.
+        """
+        return function(*inputs)
+
+    def forget(self) -> None:
+        """Forgets what was captured: memory that it works on has moved."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """A pass that was captured: `replay` reads `inputs` and writes `outputs`, the same tensors each time."""
+
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    replay: Callable[[], None]
+
+
+class Graphs(Passes):
+    """Captures a pass when its key is new, and replays it from then on. For inference mode alone.
+
+    What is returned is always a copy: a replay overwrites the outputs of the one before, which a drafter may have kept.
+    What was captured goes with the memory that it works on.
+
+    Args:
+        device: a CUDA device.
+
+    Attributes:
+        captures: how many there were.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.captures = device, 0
+        self._captured: WeakKeyDictionary[object, dict[Hashable, Captured]] = WeakKeyDictionary()
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: tuple[int, int] | None = None
+
+    def run(
+        self, memory: object, key: Hashable, function: Function, *inputs: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """As `Passes.run`; the tensors that are returned belong to the caller."""
+        known = self._captured.setdefault(memory, {})
+        key = key, *((given.shape, given.dtype) for given in inputs)
+        captured = known.get(key)
+        if captured is None:
+            own = [given.clone(memory_format=torch.contiguous_format) for given in inputs]
+            captured = known[key] = self.capture(function, own)
+            self.captures += 1
+        else:
+            for own_input, given in zip(captured.inputs, inputs):
+                own_input.copy_(given)
+        captured.replay()
+        return [output.clone() for output in captured.outputs]
+
+    def forget(self) -> None:
+        """Drops all graphs."""
+        self._captured.clear()
+
+    def capture(self, function: Function, inputs: Sequence[torch.Tensor]) -> Captured:
+        """Captures a function of these very tensors. Raises JobError where it does what no graph can hold."""
+        if self._stream is None:
+            # Kernels of a graph keep the priority of the stream that they were captured on.
+            priority = torch.cuda.current_stream(self.device).priority
+            self._stream = torch.cuda.Stream(self.device, priority=priority)
+            # One for all graphs: none runs beside another, and outputs are copied before the next one runs.
+            self._pool = torch.cuda.graph_pool_handle()
+        if OPTIONS.compile:
+            function = compiled(function)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with CAPTURING, uncollected():
+                self._stream.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(self._stream):
+                    for _ in range(WARM_UPS):
+                        function(*inputs)
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ):
+                    outputs = function(*inputs)
+                torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise JobError(
+                f"a pass cannot be captured as a CUDA graph: {reason(error)}; set pair.graphs=false"
+            ) from error
+        return Captured(inputs, outputs, graph.replay)
+
+
+def compiled(function: Function, backend: str = "inductor") -> Function:
+    """The function compiled as a whole, for the shapes that it is first called with."""
+    import torch._dynamo  # late: it takes a second
+
+    # Each pass is a closure of its own over the same code: as many versions of that code as there are keys.
+    config = torch._dynamo.config
+    config.recompile_limit = config.accumulated_recompile_limit = VERSIONS
+    mode = "max-autotune-no-cudagraphs" if backend == "inductor" else None
+    return torch.compile(function, fullgraph=True, dynamic=False, mode=mode, backend=backend)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected within: tensors that go in the middle of a capture would be freed in it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,111 @@
+"""Graphs without a GPU: captured passes that may do no more than a graph can, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specbench.decoding import target as targets
+from specbench.decoding.passes import Captured, Graphs
+
+HUGE = 2**61  # no id, position or index: whatever reads it fails
+
+
+class Trace(TorchDispatchMode):
+    """The operations within, each with the addresses of the tensors that it did not find in the pass itself.
+
+    Args:
+        own: tensors whose addresses stay.
+    """
+
+    def __init__(self, own: Sequence[torch.Tensor]):
+        super().__init__()
+        self.made = {address(tensor) for tensor in own}
+        self.kept: list[torch.Tensor] = []  # what is made must not be freed: its address would come again
+        self.operations: list[tuple[str, list[tuple]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        found = [
+            (address(leaf), leaf.storage_offset(), leaf.shape, leaf.stride())
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor) and address(leaf) not in self.made
+        ]
+        result = func(*args, **(kwargs or {}))
+        taken = {place[0] for place in found}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and address(leaf) not in taken:
+                self.made.add(address(leaf))
+                self.kept.append(leaf)
+        self.operations.append((str(func), found))
+        return result
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the memory of a tensor begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
+class PretendedGraphs(Graphs):
+    """Replays a pass as it was captured: the same operations, which read the same addresses as then.
+
+    Outputs of the replay before are spoilt. What was captured is called again, and nothing that is known later.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.replays = 0
+
+    def capture(self, function: Callable, inputs: Sequence[torch.Tensor]) -> Captured:
+        """Captures a function of these very tensors."""
+        outputs = [torch.empty_like(output) for output in function(*inputs)]
+        with Trace(inputs) as captured:
+            function(*inputs)
+
+        def replay() -> None:
+            self.replays += 1
+            for output in outputs:
+                output.fill_(float("nan") if output.is_floating_point() else HUGE)
+            with Trace(inputs) as trace:
+                results = function(*inputs)
+            assert trace.operations == captured.operations, "a graph would do what was captured"
+            for output, result in zip(outputs, results, strict=True):
+                output.copy_(result)
+
+        return Captured(inputs, outputs, replay)
+
+
+@contextmanager
+def pretended(
+    monkeypatch, reach: int = 16, make: Callable[[], Graphs] = PretendedGraphs
+) -> Iterator[list[Graphs]]:
+    """Models that are made within capture their passes; gives what each of them does it with.
+
+    reach: so short that most answers grow beyond it.
+    """
+    made: list[Graphs] = []
+
+    def passes_of(model: object) -> Graphs:
+        made.append(make())
+        return made[-1]
+
+    monkeypatch.setattr(targets, "passes_of", passes_of)
+    monkeypatch.setattr(targets, "REACH", reach)
+    yield made
+
+
+Pretend = Callable[..., list[Graphs]]
+
+
+def pretending(monkeypatch) -> Pretend:
+    """`pretended` until the test ends."""
+    return partial(_enter, monkeypatch)
+
+
+def _enter(monkeypatch, **given: Any) -> list[Graphs]:
+    return pretended(monkeypatch, **given).__enter__()
