@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 
 from specbench.decoding.device import place_weights, prepare_device
+from specbench.decoding.passes import OPTIONS
 from specbench.errors import UserError
 from specbench.expand import Expansion, embedded, expand_model, expansion_of
 from specbench.questions import packaged
@@ -126,6 +127,7 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool =
     cfg, dtype = embedded(pair_cfg), DTYPES[pair_cfg.dtype]
     device = choose_device(pair_cfg.device) if weights else torch.device("meta")
     prepare_device(device)
+    OPTIONS.graphs, OPTIONS.compile = pair_cfg.graphs, pair_cfg.compile
     if with_draft and cfg.draft is None:
         raise UserError(f"pair '{cfg.name}' has no draft model: set pair.draft")
     target = _Source(cfg.target, cfg.target_revision, cfg, cfg.target_shape, cfg.width)

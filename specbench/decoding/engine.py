@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specbench.decoding.target import StagedModel
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most requests
+FIXED_STEP = 1024  # where what was captured is lost with every cache
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class Engine:
         context_length: positions that a sequence may take; None for the target's.
 
     Raises:
-        UserError: the drafter cannot batch.
+        UserError: the drafter cannot batch, or its drafts are longer than the target's passes are wide.
     """
 
     _layout: RaggedLayout
@@ -79,6 +80,15 @@ class Engine:
         self.context_length = context_length or target.config.max_position_embeddings
         self.clock = Clock(target.device)
         self._nodes = max(drafter.max_nodes, drafter.max_draft_tokens)
+        # Behind the known tokens: the pending one and a draft, and what passes write behind them.
+        self._spare = 1 + self._nodes + target.padding
+        longest = self.scheduler.longest_draft
+        nodes = self._nodes if longest is None else min(self._nodes, longest)
+        if target.width is not None and 1 + nodes > target.width:
+            raise UserError(
+                f"decoding.verify_width is {target.width}, and a draft with the token in front of it has up to "
+                f"{1 + nodes}: set decoding.verify_width={1 + nodes} or more, or null"
+            )
         self._cache: KVCache | None = None
 
     def answer(self, prompt: list[int], decoding: Decoding, seed: int = 0) -> Generation:
@@ -108,6 +118,9 @@ class Engine:
         held: list[Sequence] = []
         try:
             return self._generate(requests, held)
+        except BaseException:
+            self._cache = None  # numbers that are not finite may be there: masked, they still are not nothing
+            raise
         finally:
             for slot, one in enumerate(held):
                 if not one.done:  # given up
@@ -147,7 +160,7 @@ class Engine:
         begun = self._last
         running = held[: self._seat(held)]
         batch = self._batch(running)
-        layout.begin_round(batch.lengths, 1 + self._nodes)
+        layout.begin_round(batch.lengths, self._spare)
         stats = scheduler.stats
         arranged = clock.mark()
         draft = drafter.draft(batch) if batch.max_draft else Draft(self._tokens[: batch.size, :0])
@@ -352,16 +365,17 @@ class Engine:
 
     def _open(self, requests: list[Request]) -> None:
         """Makes what holds these requests, or takes what the last call has left."""
-        spare = self._nodes + 1  # sequences near their end take part in the drafts of others
-        capacity = max(len(r.prompt) + r.decoding.max_new_tokens for r in requests) + spare
+        # Sequences near their end take part in the drafts of others.
+        capacity = max(len(r.prompt) + r.decoding.max_new_tokens for r in requests) + self._spare
         slots = min(self.scheduler.slots, len(requests))
         if self._cache is None or self._cache.capacity < capacity or self._cache.slots < slots:
             if self._cache is not None:
                 # What has grown once does not shrink, or two kinds of calls would take turns.
                 capacity, slots = max(capacity, self._cache.capacity), max(slots, self._cache.slots)
-                self._cache = None  # given back before what is larger is asked for; the layout holds it, too
-                del self._layout
-            capacity = -(-capacity // CACHE_STEP) * CACHE_STEP
+                self._cache = None
+            self.__dict__.pop("_layout", None)  # it holds the cache: given back before what is larger is asked for
+            step = CACHE_STEP if self.target.passes is None else FIXED_STEP
+            capacity = -(-capacity // step) * step
             cache = self.target.new_cache(capacity, slots)
             self._tokens = torch.zeros(slots, capacity, dtype=torch.int64, device=self.target.device)
             self.drafter.open(slots, capacity, self.target)

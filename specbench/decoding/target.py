@@ -116,7 +116,7 @@ class StagedModel:
             lay_out(self.lm_head, fixed=getattr(self.lm_head, "weight", None) is self.embed_tokens.weight)
             # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
             self._implied_masks = self.config._attn_implementation == "sdpa"
-            self.width, self.padding = width or 1, (width or 1) - 1
+            self.width, self.padding = width, (width or 1) - 1
             self.passes = passes_of(model) or (Passes() if width else None)
             kv_heads, _ = self._cache_shape()
             # Without graphs, most passes on CUDA have no mask; with them all do.
@@ -304,7 +304,7 @@ class StagedModel:
             cuts = [layer for layer in range(lo + 1, hi) if layer in taps]
         if self.rotary is not None:
             self._angles(cache.capacity)  # made now: not in the middle of a capture
-        width = max(n, self.width)
+        width = max(n, self.width or 1)
         where = self._spelled_out(where, cache, b, n, width)
         if width > n:
             given = torch.cat([given, given[:, -1:].expand(-1, width - n, *given.shape[2:])], dim=1)
@@ -465,16 +465,19 @@ class StagedModel:
     @torch.inference_mode()
     def check(self) -> None:
         """Compares the staged forward with the model's own. Raises UserError where their logits differ."""
-        ids = torch.arange(24, device=self.device).remainder(self.vocab_size).unsqueeze(0)
+        length, cuts = 24, [12]
+        if isinstance(self.passes, Graphs):  # on both sides of where a pass attends to more entries
+            length = min(REACH + 8, self.config.max_position_embeddings)
+            cuts = [length - 16, length - 8]
+        ids = torch.arange(length, device=self.device).remainder(self.vocab_size).unsqueeze(0)
         own = self.model(ids, use_cache=False).logits[0, :, : self.vocab_size].float()
-        half = ids.shape[1] // 2  # two parts, to check positions and masks behind a filled cache too
         with drivable(self.model):
-            cache = self.new_cache(ids.shape[1])
-            parts = (
-                self.run_layers(self.embed(part), cache, start)
-                for part, start in ((ids[:, :half], 0), (ids[:, half:], half))
-            )
-            staged = torch.cat([self.head(part)[0] for part in parts]).float()
+            cache = self.new_cache(length + self.padding)
+            # Several parts, to check positions and masks behind a filled cache too.
+            parts = [self.head(self.run_layers(self.embed(ids[:, : cuts[0]]), cache, 0))]
+            for start, end in zip(cuts, [*cuts[1:], length]):
+                parts.append(self.verify(ids[:, start : start + 1], Draft(ids[:, start + 1 : end]), cache, start))
+            staged = torch.cat([part[0] for part in parts]).float()
         scale = own.abs().max().clamp(min=torch.finfo(own.dtype).tiny)
         error = ((own - staged).abs().max() / scale).item()
         if not error <= (1e-4 if self.dtype == torch.float32 else 0.1):

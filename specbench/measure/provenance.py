@@ -56,6 +56,8 @@ COMPARABLE = (
     *(
         "config.pair.target_shape",
         "config.pair.width",
+        "config.pair.graphs",
+        "config.pair.compile",
         "config.decoding",
         "config.batch_size",
         "config.protocol",

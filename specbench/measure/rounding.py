@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbench.decoding.draft import Draft
+
 if TYPE_CHECKING:
     from specbench.decoding.sampling import Decoding
     from specbench.decoding.target import StagedModel
@@ -26,11 +28,11 @@ def forced_logits(target: StagedModel, prompt: list[int], answer: list[int], blo
     The prompt goes in at once, as in a generation; block 1 repeats the arithmetic of autoregressive decoding.
     """
     ids = torch.tensor([prompt + answer], device=target.device)
-    cache = target.new_cache(ids.shape[1])
+    cache = target.new_cache(ids.shape[1] + target.padding)
     logits = [target.prefill(ids[:, : len(prompt)], cache).logits]
     for start in range(len(prompt), ids.shape[1] - 1, block):
         rows = ids[:, start : min(start + block, ids.shape[1] - 1)]
-        logits.append(target.head(target.run_layers(target.embed(rows), cache, start))[0])
+        logits.append(target.verify(rows[:, :1], Draft(rows[:, 1:]), cache, start)[0])
     return torch.cat(logits).float()
 
 
