@@ -270,6 +270,12 @@ class JoinedLinear(torch.nn.Linear):
         return linear(input, self.weight, self.bias) if output is None else output
 
 
+def assume_unchanged() -> None:
+    """Lets torch.compile take weights for what and where they are now: looking cannot be compiled."""
+    for look in (Laid._where, Laid._changes):
+        torch.compiler.assume_constant_result(look)
+
+
 def lay_out(module: torch.nn.Module, fixed: bool = False) -> None:
     """Gives the frozen linear layers of a module, in place, joint products and the default layouts.
 

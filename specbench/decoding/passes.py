@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from specbench.decoding.linear import assume_unchanged
 from specbench.errors import JobError, reason
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def compiled(function: Function, backend: str = "inductor") -> Function:
     import torch._dynamo  # late: it takes a second
 
     # Each pass is a closure of its own over the same code: as many versions of that code as there are keys.
+    assume_unchanged()
     config = torch._dynamo.config
     config.recompile_limit = config.accumulated_recompile_limit = VERSIONS
     mode = "max-autotune-no-cudagraphs" if backend == "inductor" else None

@@ -45,7 +45,9 @@ LogitSteps = list[tuple["Callable[[torch.Tensor, float], torch.Tensor]", float]]
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-REACH = 256  # the entries that a pass of a fixed shape attends to are a multiple of this, those too many masked
+REACH = (
+    256  # the entries that a pass of a fixed shape attends to are a multiple of this, those too many masked
+)
 ROPE_STEP = 4096  # and the angles of so many positions are made at once: a graph reads them where they are
 # What such a pass gives: the states behind its last layer, the same behind the final norm, or logits.
 STATES, NORMED_STATES, LOGITS = "states", "normed states", "logits"
@@ -253,7 +255,9 @@ class StagedModel:
 
     def _masks(self, where: Pass, n: int, like: torch.Tensor) -> list[torch.Tensor | None]:
         """The attention mask of each kind of layers."""
-        masks = [attention_mask(where, n, like, window, self._implied_masks) for window, _ in self._kinds_there]
+        masks = [
+            attention_mask(where, n, like, window, self._implied_masks) for window, _ in self._kinds_there
+        ]
         return [fold_mask(mask, self._groups) for mask in masks] if self._groups > 1 else masks
 
     def _arguments(
@@ -476,7 +480,9 @@ class StagedModel:
             # Several parts, to check positions and masks behind a filled cache too.
             parts = [self.head(self.run_layers(self.embed(ids[:, : cuts[0]]), cache, 0))]
             for start, end in zip(cuts, [*cuts[1:], length]):
-                parts.append(self.verify(ids[:, start : start + 1], Draft(ids[:, start + 1 : end]), cache, start))
+                parts.append(
+                    self.verify(ids[:, start : start + 1], Draft(ids[:, start + 1 : end]), cache, start)
+                )
             staged = torch.cat([part[0] for part in parts]).float()
         scale = own.abs().max().clamp(min=torch.finfo(own.dtype).tiny)
         error = ((own - staged).abs().max() / scale).item()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -80,11 +78,18 @@ class PretendedGraphs(Graphs):
         return Captured(inputs, outputs, replay)
 
 
-@contextmanager
-def pretended(
-    monkeypatch, reach: int = 16, make: Callable[[], Graphs] = PretendedGraphs
-) -> Iterator[list[Graphs]]:
-    """Models that are made within capture their passes; gives what each of them does it with.
+class Unguarded(PretendedGraphs):
+    """A fault: what is returned is overwritten by the next replay."""
+
+    def run(self, memory: object, key: Hashable, function: Callable, *inputs: torch.Tensor) -> Sequence:
+        """As `Graphs.run`, without the copies."""
+        super().run(memory, key, function, *inputs)
+        known = self._captured[memory]
+        return known[key, *((given.shape, given.dtype) for given in inputs)].outputs
+
+
+def pretend(monkeypatch, reach: int = 16, make: Callable[[], Graphs] = PretendedGraphs) -> list[Graphs]:
+    """Lets models that are made from now on capture their passes; the list gets what each of them does it with.
 
     reach: so short that most answers grow beyond it.
     """
@@ -96,16 +101,4 @@ def pretended(
 
     monkeypatch.setattr(targets, "passes_of", passes_of)
     monkeypatch.setattr(targets, "REACH", reach)
-    yield made
-
-
-Pretend = Callable[..., list[Graphs]]
-
-
-def pretending(monkeypatch) -> Pretend:
-    """`pretended` until the test ends."""
-    return partial(_enter, monkeypatch)
-
-
-def _enter(monkeypatch, **given: Any) -> list[Graphs]:
-    return pretended(monkeypatch, **given).__enter__()
+    return made

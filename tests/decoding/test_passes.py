@@ -1,0 +1,272 @@
+"""Passes that are replayed: what a graph may hold, when there is a new one, and when it is gone."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._dynamo
+
+from specbench.decoding import engine as engines
+from specbench.decoding import linear, passes
+from specbench.decoding import target as targets
+from specbench.decoding.draft import NORMED, Draft, Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.passes import Graphs, Passes, compiled, uncollected
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import StagedModel, passes_of
+from tests.support.decoding import random_pair
+from tests.support.graphs import PretendedGraphs, pretend
+from tests.support.models import ARCHITECTURES, random_model
+
+# Architectures, and families with other windows, caps, angles, heads and routed experts.
+WHOLE = [*ARCHITECTURES, "gemma2", "gemma3", "cohere", "granite", "phi3", "qwen3_moe", "gpt_oss"]
+PROMPT = [3, 9, 27, 11, 33, 29, 17]
+
+
+class Memory:
+    """What a function works on."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.zeros(4)
+
+
+def test_a_pass_is_captured_once_and_what_it_gives_is_the_callers():
+    graphs, memory, calls = PretendedGraphs(), Memory(), []
+
+    def double(given: torch.Tensor) -> list[torch.Tensor]:
+        calls.append(given)
+        memory.numbers.copy_(given)
+        return [2 * given]
+
+    with torch.inference_mode():
+        ones, threes = (
+            graphs.run(memory, "double", double, torch.full((4,), number))[0] for number in (1.0, 3.0)
+        )
+        assert graphs.captures == 1 and ones.tolist() == [2] * 4 and threes.tolist() == [6] * 4
+        assert len({id(given) for given in calls}) == 1, "it is given the same tensors each time"
+        assert memory.numbers.tolist() == [3] * 4
+        graphs.run(memory, "double", double, torch.ones(4, dtype=torch.float64))
+        graphs.run(memory, "again", double, torch.ones(4))
+        graphs.run(Memory(), "double", double, torch.ones(4))
+        assert graphs.captures == 4, "another dtype, key, or memory is another pass"
+        graphs.forget()
+        graphs.run(memory, "double", double, torch.ones(4))
+        assert graphs.captures == 5
+
+
+def test_what_was_captured_goes_with_its_memory():
+    graphs, memory = PretendedGraphs(), Memory()
+    with torch.inference_mode():
+        graphs.run(memory, "double", lambda given: [2 * given], torch.ones(4))
+    assert len(graphs._captured) == 1
+    del memory
+    gc.collect()
+    assert len(graphs._captured) == 0
+
+
+def test_memory_that_moves_is_found():
+    """The double would prove nothing if it let through what a graph cannot do."""
+    graphs, memory = PretendedGraphs(), Memory()
+
+    def add(given: torch.Tensor) -> list[torch.Tensor]:
+        return [given + memory.numbers]
+
+    with torch.inference_mode():
+        graphs.run(memory, "add", add, torch.ones(4))
+        memory.numbers = torch.ones(4)
+        with pytest.raises(AssertionError, match="a graph would"):
+            graphs.run(memory, "add", add, torch.ones(4))
+
+
+def test_an_answer_captures_a_pass_for_each_reach(monkeypatch):
+    pair = random_pair("llama")
+    expected = Engine(StagedModel(pair.target), Drafter(), frozenset()).answer(PROMPT, Decoding(40)).tokens
+    made = pretend(monkeypatch)
+    engine = Engine(StagedModel(pair.target), Drafter(), frozenset())
+    (graphs,) = made
+    assert engine.answer(PROMPT, Decoding(40)).tokens == expected
+    # The first token comes from the prompt's pass; the others attend to 8 to 46 entries, that is 16, 32 or 48.
+    assert (graphs.captures, graphs.replays) == (3, 39)
+    other = [token + 1 for token in PROMPT]
+    assert engine.answer(other, Decoding(40)).tokens != expected
+    assert (graphs.captures, graphs.replays) == (3, 78)
+
+
+def test_caches_and_tables_of_angles_that_grow_are_captured_anew(monkeypatch):
+    pair = random_pair("llama")
+    plain = Engine(StagedModel(pair.target), Drafter(), frozenset())
+    prompts = [(PROMPT * 4)[:n] for n in (3, 18, 9, 40, 3)]
+    made = pretend(monkeypatch)
+    monkeypatch.setattr(engines, "FIXED_STEP", 16)
+    monkeypatch.setattr(targets, "ROPE_STEP", 16)
+    engine = Engine(StagedModel(pair.target), Drafter(), frozenset())
+    (graphs,) = made
+    captures = []
+    for prompt in prompts:
+        expected = plain.answer(prompt, Decoding(10)).tokens
+        assert engine.answer(prompt, Decoding(10)).tokens == expected
+        captures.append(graphs.captures)
+    assert captures == [1, 2, 3, 5, 6]
+    assert len(graphs._captured) == 1, "those of the caches before are gone"
+
+
+def test_an_answer_that_fails_leaves_nothing_behind_that_is_not_finite(monkeypatch):
+    """Masked entries are multiplied by zero, and NaN stays NaN."""
+    pair = random_pair("llama")
+    pretend(monkeypatch)
+    engine = Engine(StagedModel(pair.target), Drafter(), frozenset())
+    expected = engine.answer(PROMPT[:2], Decoding(6)).tokens
+    inner = StagedModel.verify
+
+    def failing(self, pending, draft, cache, *given):
+        cache.segments[0].fill_(float("nan"))
+        raise RuntimeError("for some reason")
+
+    monkeypatch.setattr(StagedModel, "verify", failing)
+    with pytest.raises(RuntimeError, match="for some reason"):
+        engine.answer(PROMPT, Decoding(12))
+    monkeypatch.setattr(StagedModel, "verify", inner)
+    assert engine.answer(PROMPT[:2], Decoding(6)).tokens == expected
+
+
+@pytest.mark.parametrize("arch", ["llama", "opt"])
+def test_taps_are_told_on_the_way(monkeypatch, arch):
+    """As without graphs: each before the layers behind it have run, so that a drafter can begin beside them."""
+    pair = random_pair(arch)
+    depth = pair.target.config.num_hidden_layers
+    taps, ids = (depth, 0, 3, NORMED, 1), torch.tensor([PROMPT])
+
+    def told(target: StagedModel) -> tuple[list[tuple[int, torch.Tensor, set[int]]], torch.Tensor]:
+        found, ran, cache = [], set(), target.new_cache(32)
+        for i, layer in enumerate(target.layers):
+            target.layers[i] = partial(
+                lambda layer, i, *given, **named: ran.add(i) or layer(*given, **named), layer, i
+            )
+        with torch.inference_mode():
+            target.prefill(ids[:, :4], cache)
+            ran.clear()
+            logits = target.verify(
+                ids[:, 4:5],
+                Draft(ids[:, 5:]),
+                cache,
+                4,
+                taps,
+                lambda layer, states: found.append((layer, states, {*ran})),
+            )
+        return found, logits
+
+    plain, logits = told(StagedModel(pair.target))
+    pretend(monkeypatch)
+    found, own_logits = told(StagedModel(pair.target))
+    assert [layer for layer, *_ in found] == [0, 1, 3, depth, NORMED]
+    for (layer, states, ran), (same_layer, others, same_ran) in zip(found, plain, strict=True):
+        assert layer == same_layer and ran == same_ran == {*range(depth if layer == NORMED else layer)}
+        torch.testing.assert_close(states, others, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(own_logits, logits, rtol=1e-3, atol=1e-4)
+    assert len({states.data_ptr() for _, states, _ in found}) == 5
+
+
+def test_prompts_and_whatever_needs_gradients_are_not_captured(monkeypatch):
+    (graphs,), target = _graphs_of(monkeypatch, "llama")
+    cache, ids = target.new_cache(512), torch.zeros(1, 100, dtype=torch.int64)
+    with torch.inference_mode():
+        target.prefill(ids[:, :1], cache)
+        target.run_layers(target.embed(ids), cache, 100)
+    target.run_layers(target.embed(ids[:, :2]), cache, 100)
+    assert graphs.captures == 0
+
+
+def _graphs_of(monkeypatch, arch: str) -> tuple[list[Graphs], StagedModel]:
+    made = pretend(monkeypatch)
+    return made, StagedModel(random_pair(arch).target)
+
+
+def test_a_cpu_runs_passes_as_they_come():
+    """No work beyond a look at one attribute."""
+    target = StagedModel(random_pair("llama").target)
+    assert target.passes is None and passes_of(target.model) is None and target.padding == 0
+    assert Passes().run(target, "key", lambda given: [given], torch.ones(2))[0].tolist() == [1, 1]
+
+
+def test_graphs_are_for_a_whole_plain_model_on_one_gpu(monkeypatch):
+    """A model whose tensors say that they are on CUDA stands for one there."""
+    pair = random_pair("llama")
+
+    def found(**changes) -> bool:
+        model = _Stand(pair.target.config, **changes)
+        return isinstance(passes_of(model), Graphs)
+
+    assert found()
+    assert not found(devices=("cuda:0", "cuda:1"))
+    assert not found(quantised=True)
+    assert not found(hooked=True)
+    assert not found(devices=("cpu",))
+    monkeypatch.setattr(passes.OPTIONS, "graphs", False)
+    assert not found()
+
+
+class _Stand:
+    def __init__(self, config, devices=("cuda:0",), quantised=False, hooked=False):
+        self.weights = [SimpleNamespace(device=torch.device(device)) for device in devices]
+        self.device = self.weights[0].device
+        self.config = SimpleNamespace(
+            get_text_config=lambda: config, quantization_config={} if quantised else None
+        )
+        self.module = SimpleNamespace(_hf_hook=None) if hooked else SimpleNamespace()
+
+    def parameters(self):
+        return self.weights
+
+    def buffers(self):
+        return []
+
+    def modules(self):
+        return [self.module]
+
+
+def test_garbage_waits_for_the_end_of_a_capture():
+    assert gc.isenabled()
+    with uncollected():
+        assert not gc.isenabled()
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "arch", [p if place == 0 else pytest.param(p, marks=pytest.mark.slow) for place, p in enumerate(WHOLE)]
+)
+def test_a_pass_can_be_compiled_as_a_whole(monkeypatch, arch):
+    """Whatever breaks a graph of torch.compile raises here; with it, what is computed is the same."""
+    monkeypatch.setattr(linear, "LEAST_JOINED", 0)  # the joint products of real models, too
+    target = StagedModel(random_model(arch, 0), width=4)
+    cache, ids = target.new_cache(64), torch.arange(14).unsqueeze(0)
+    compared = []
+
+    class Both(Passes):
+        def run(self, memory, key, function, *inputs):
+            torch._dynamo.reset()
+            own = function(*inputs)
+            for one, other in zip(own, compiled(function, "eager")(*inputs), strict=True):
+                torch.testing.assert_close(other, one)
+                compared.append(other.shape[:2])
+            return own
+
+    with torch.inference_mode():
+        target.prefill(ids[:, :10], cache)
+        target.passes = Both()
+        target.verify(ids[:, 10:11], Draft(ids[:, 11:13]), cache, 10)
+    assert compared == [(1, 4)]
+
+
+def test_what_cannot_be_compiled_is_found():
+    def looking(given: torch.Tensor) -> list[torch.Tensor]:
+        return [given] if given.sum() > 0 else [-given]
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(looking, "eager")(torch.ones(2))

@@ -1,0 +1,218 @@
+"""Every method and scheduler with passes that are replayed, as graphs are: what is decoded stays what it was."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from functools import cache
+
+import pytest
+from omegaconf import OmegaConf
+
+from methods.ar import Autoregressive
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.kangaroo import Kangaroo
+from methods.kangaroo.tree import KangarooTree
+from methods.lookahead import Lookahead
+from methods.mirror_sd import MirrorSD
+from methods.pld import PromptLookup
+from methods.ragged import RaggedBatch
+from methods.recycling import TokenRecycling
+from methods.s2d import SortedDraft
+from methods.sps import SpeculativeSampling
+from specbench.compose import CONF
+from specbench.decoding import target as targets
+from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import StagedModel
+from specbench.measure.runner import prepare
+from tests.support.conf import composed
+from tests.support.decoding import random_prompt
+from tests.support.graphs import Unguarded, pretend
+from tests.support.methods import sorted_pair
+
+NEW_TOKENS = 20
+DRAFTERS = {
+    "ar": lambda pair, adapter: Autoregressive(pair),
+    "pld": lambda pair, adapter: PromptLookup(pair, 4),
+    "lookahead": lambda pair, adapter: Lookahead(pair, 3, 3, 2),
+    "recycling": lambda pair, adapter: TokenRecycling(pair, 7),
+    "sps": lambda pair, adapter: SpeculativeSampling(pair, 4),
+    "sps with a stop": lambda pair, adapter: SpeculativeSampling(pair, 5, 0.1),
+    "kangaroo": lambda pair, adapter: Kangaroo(pair, adapter, 2, 4, 0.05),
+    "kangaroo tree": lambda pair, adapter: KangarooTree(pair, adapter, 2, 2, 3, 0.02),
+    "s2d": lambda pair, adapter: SortedDraft(pair, thresholds=[0.2, 0.2], max_draft_tokens=4),
+}
+ALONE = {
+    "mirror": lambda pair, adapter: MirrorSD(pair, 3, kappa=2, placement="inline"),
+    "mirror, without an exit": lambda pair, adapter: MirrorSD(
+        pair, 3, kappa=2, candidates="draft", placement="inline"
+    ),
+    "mirror in a thread": lambda pair, adapter: MirrorSD(pair, 3, kappa=2, placement="thread"),
+}
+SCHEDULERS = {
+    "ragged": lambda: RaggedBatch(3),
+    "eqspec": lambda: EqSpec(3),
+    "exspec": lambda: ExSpec(3, window=6, slack=0.1, max_skipped_rounds=2),
+}
+SLOW = ("sps with a stop", "mirror, without an exit")
+METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
+
+
+@cache
+def requests(arch: str, count: int, temperature: float = 0.0) -> list[Request]:
+    pair, rng = sorted_pair(arch), random.Random(arch)
+    prompts = [random_prompt(rng, pair.vocab_size, 12) for _ in range(count)]
+    return [Request(p, Decoding(NEW_TOKENS - i, temperature), i) for i, p in enumerate(prompts)]
+
+
+@cache
+def expected(arch: str, count: int, temperature: float = 0.0) -> list[list[int]]:
+    """What autoregressive decoding says without graphs."""
+    engine = Engine(StagedModel(sorted_pair(arch).target), Drafter(), frozenset())
+    return [answer.tokens for answer in engine.generate(requests(arch, count, temperature))]
+
+
+def answers(
+    arch: str, drafter: Drafter, count: int, scheduler=None, width: int | None = None
+) -> list[list[int]]:
+    """What a drafter's answers are; some of its drafts must be accepted, and some not."""
+    engine = Engine(StagedModel(sorted_pair(arch).target, width=width), drafter, frozenset(), scheduler)
+    with closing(drafter):
+        given = engine.generate(requests(arch, count))
+    steps = [step for answer in given for step in answer.steps]
+    drafted, accepted = (sum(getattr(step, name) for step in steps) for name in ("drafted", "accepted"))
+    assert 0 < accepted < drafted or drafter.max_draft_tokens == 0
+    return [answer.tokens for answer in given]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=pytest.mark.slow if m in SLOW else []) for m in (*DRAFTERS, *ALONE)],
+)
+def test_every_method(monkeypatch, adapter, method):
+    right = expected("llama", 3)
+    made = pretend(monkeypatch)
+    drafter = (DRAFTERS | ALONE)[method](sorted_pair("llama"), adapter("llama"))
+    assert answers("llama", drafter, 3) == right
+    captures, replays = (sum(getattr(graphs, name) for graphs in made) for name in ("captures", "replays"))
+    assert 0 < captures < replays
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("method", ["sps", "recycling", "kangaroo tree"])
+def test_batches(monkeypatch, adapter, method, scheduler):
+    right = expected("llama", 6)
+    pretend(monkeypatch)
+    drafter = DRAFTERS[method](sorted_pair("llama"), adapter("llama"))
+    assert answers("llama", drafter, 6, SCHEDULERS[scheduler]()) == right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("method", DRAFTERS)
+@pytest.mark.parametrize("arch", ["mistral", "opt", "gemma3"])
+def test_batches_of_other_families(monkeypatch, adapter, arch, method, scheduler):
+    if arch == "gemma3" and method.startswith("kangaroo"):
+        pytest.skip("the adapter has angles of one kind")
+    right = expected(arch, 6)
+    pretend(monkeypatch)
+    drafter = DRAFTERS[method](sorted_pair(arch), arch != "gemma3" and adapter(arch))
+    assert answers(arch, drafter, 6, SCHEDULERS[scheduler]()) == right
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "mistral", "opt", "gemma3"])
+def test_other_families(monkeypatch, arch):
+    right = expected(arch, 2)
+    pretend(monkeypatch)
+    assert answers(arch, DRAFTERS["sps"](sorted_pair(arch), None), 2) == right
+
+
+@pytest.mark.parametrize("method", ["sps", "recycling"])
+def test_the_same_again_captures_nothing(monkeypatch, method):
+    made = pretend(monkeypatch)
+    pair = sorted_pair("llama")
+    engine = Engine(StagedModel(pair.target), DRAFTERS[method](pair, None), frozenset())
+    captures = []
+    for _ in range(2):
+        engine.generate(requests("llama", 2))
+        captures.append(sum(graphs.captures for graphs in made))
+    assert captures[0] == captures[1]
+    # Passes of 1 to 8 tokens, of as many reaches as two or three answers of 40 entries come by.
+    assert captures[0] <= 3 * 8 * len(made)
+
+
+def test_samples_are_those_without_graphs(monkeypatch):
+    pair, asked = sorted_pair("llama"), requests("llama", 3, 0.9)
+    drafter = DRAFTERS["pld"](pair, None)
+    assert drafter.certain
+    right = expected("llama", 3, 0.9)
+    pretend(monkeypatch)
+    given = Engine(StagedModel(pair.target), drafter, frozenset()).generate(asked)
+    assert [answer.tokens for answer in given] == right
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_drafter_keeps_must_not_be_overwritten(monkeypatch, adapter):
+    """Kangaroo keeps the exit states of its passes until the draft is verified."""
+    right = expected("llama", 3)
+    pretend(monkeypatch, make=Unguarded)
+    drafter = DRAFTERS["kangaroo"](sorted_pair("llama"), adapter("llama"))
+    engine = Engine(StagedModel(sorted_pair("llama").target), drafter, frozenset())
+    assert [answer.tokens for answer in engine.generate(requests("llama", 3))] != right
+
+
+@pytest.mark.parametrize("method", ["ar", "sps"])
+def test_entries_behind_a_token_must_be_masked(monkeypatch, method):
+    right = expected("llama", 3)
+    pretend(monkeypatch)
+    inner = StagedModel._spelled_out
+
+    def one_more(self, *given):
+        where = inner(self, *given)
+        where.kv_positions = where.kv_positions - 1
+        return where
+
+    monkeypatch.setattr(StagedModel, "_spelled_out", one_more)
+    drafter = DRAFTERS[method](sorted_pair("llama"), None)
+    engine = Engine(StagedModel(sorted_pair("llama").target), drafter, frozenset())
+    assert [answer.tokens for answer in engine.generate(requests("llama", 3))] != right
+
+
+def test_entries_behind_the_last_one_must_be_masked_in_batches(monkeypatch):
+    right = expected("llama", 6)
+    pretend(monkeypatch)
+    monkeypatch.setattr(targets, "EMPTY", 0)
+    drafter = DRAFTERS["sps"](sorted_pair("llama"), None)
+    engine = Engine(StagedModel(sorted_pair("llama").target), drafter, frozenset(), RaggedBatch(3))
+    assert [answer.tokens for answer in engine.generate(requests("llama", 6))] != right
+
+
+# -- as commands run them --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_as_it_is_configured(monkeypatch, method):
+    """On the embedded pair: the baseline and the method through graphs say what the baseline says without."""
+    settings = [f"method={method}"] + ["method.placement=inline"] * (
+        method in ("mirror_sd", "mirror_ss", "ssd")
+    )
+    settings += ["drafter=sps"] * (method in ("eqspec", "exspec", "ragged"))
+    cfg = composed("bench", *settings, "pair.device=cpu", "generate=false")
+    OmegaConf.resolve(cfg)
+    asked = [Request([11, 23, 35, 47, 59] * 2, Decoding(8)), Request([5, 6, 7, 8, 5, 6], Decoding(6))]
+    plain = prepare(cfg)
+    plain._foretell(asked)
+    with closing(plain.drafter):
+        right = [answer.tokens for answer in plain.arms["baseline"](asked)]
+    pretend(monkeypatch)
+    bench = prepare(cfg)
+    bench._foretell(asked)
+    with closing(bench.drafter):
+        for arm in ("baseline", "method"):
+            assert [answer.tokens for answer in bench.arms[arm](asked)] == right
