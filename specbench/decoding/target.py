@@ -293,7 +293,12 @@ class StagedModel:
 
         Args:
             given: ids [b, n], or states [b, n, d] in front of layer `lo`.
-            cache: as in `run_layers`, as are where, lo, hi, taps and on_hidden.
+            cache: as in `run_layers`.
+            where: likewise.
+            lo: likewise.
+            hi: likewise.
+            taps: likewise.
+            on_hidden: likewise.
             wanted: of STATES, NORMED_STATES and LOGITS.
 
         Returns:
@@ -318,10 +323,7 @@ class StagedModel:
             key = (start, end, where.kv_len, *names)
             stage = self._stage(cache, where.kv_len, start, end, names)
             outputs = self.passes.run(cache, key, stage, given, *inputs)
-            if width > n:
-                own = [output[:, :n] for output in outputs]
-            else:
-                own = outputs
+            own = [output[:, :n] for output in outputs] if width > n else outputs
             if end < hi:
                 given = outputs[0]
                 on_hidden(end, own[0])
@@ -356,7 +358,8 @@ class StagedModel:
             positions = counting[None, where.start : where.start + n]
             kv_positions = counting[None, :kv_len]
         else:
-            assert where.positions is not None and where.kv_positions is not None
+            assert where.positions is not None
+            assert where.kv_positions is not None
             positions = where.positions
             kv_positions = torch.nn.functional.pad(where.kv_positions, more, value=EMPTY)
             if visible is not None:
@@ -567,7 +570,8 @@ def passes_of(model: PreTrainedModel) -> Graphs | None:
     """What captures the passes of a model on CUDA; None elsewhere, and for a model that no graph can hold.
 
     That is one whose layers are spread over devices; one with quantised weights, whose kernels may look at them on the
-    host; and one with routed experts, for which transformers asks the device which of them are used.
+    host; and one with routed experts, where it depends on the version of transformers whether the host is told which
+    of them are used.
     """
     devices = {weight.device for weight in chain(model.parameters(), model.buffers())}
     config = model.config.get_text_config()

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from specbench.decoding.draft import Request
 from specbench.decoding.layouts import choose_layouts
+from specbench.decoding.passes import Graphs
 from specbench.decoding.sampling import TARGET, Decoding, position_draws
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.decoding.turns import Turns
@@ -330,7 +331,10 @@ class Bench:
 
     def warm_up(self) -> None:
         """Runs every arm on the warm-up questions with the shortest and the longest prompt."""
-        by_length = sorted(self._warm_up_requests(WARM_UP_TOKENS), key=lambda request: len(request.prompt))
+        # Whole answers where passes are captured: each number of entries that they attend to has a graph of its own.
+        whole = isinstance(self.target.passes, Graphs)
+        requests = self._warm_up_requests(self.decoding.max_new_tokens if whole else WARM_UP_TOKENS)
+        by_length = sorted(requests, key=lambda request: len(request.prompt))
         ends = [by_length[0], by_length[-1]]
         self._foretell(ends)
         for name, arm in self.arms.items():

@@ -30,7 +30,7 @@ from specbench.decoding.target import StagedModel
 from specbench.decoding.trace import counted
 from specbench.errors import UserError, one_line_errors, reason
 from specbench.measure import provenance, store
-from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
+from specbench.measure.arms import Arm, Faster, generate_arm, one_by_one
 from specbench.measure.pairing import BASELINE, HF, METHOD, SINGLE, Bench, attempt
 from specbench.measure.passes import Passes, whole
 from specbench.measure.statistics import Speedup
@@ -70,7 +70,7 @@ def prepare(cfg: DictConfig) -> Bench:
     if batched and cfg.batch_size > 1:
         arms[SINGLE] = single
     if cfg.generate:
-        arms[HF] = hf_generate_arm(pair, size or 1, counted(target.pass_bytes()))
+        arms[HF] = generate_arm(pair, size or 1, counted(target.pass_bytes()))
     decoding = Decoding(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
     warmup = warmup_questions(cfg.data)
     return Bench(
@@ -254,7 +254,7 @@ def drop_torn_pool(journal: store.Journal, planned: list[list[Question]]) -> Non
 
 def facts(bench: Bench) -> dict:
     """What the summary needs of the run beside its records."""
-    pair = bench.pair
+    pair, generate = bench.pair, bench.arms.get(HF)
     return {
         "target_pass_bytes": counted(bench.target.pass_bytes()),
         "threads": torch.get_num_threads(),
@@ -267,7 +267,7 @@ def facts(bench: Bench) -> dict:
         "slice_seconds": bench.slice_seconds,
         "training": bench.training,
         "peak_memory_bytes": bench.peak_memory,
-    }
+    } | ({"generate_cache": generate.chosen} if isinstance(generate, Faster) else {})
 
 
 @one_line_errors()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import closing
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from methods.ar import Autoregressive
 from methods.eqspec import EqSpec
@@ -18,8 +20,11 @@ from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.decoding.draft import Request
+from specbench.decoding import passes
+from specbench.decoding.device import place_weights
+from specbench.decoding.draft import Draft, Drafter, Request
 from specbench.decoding.engine import Engine
+from specbench.decoding.passes import Passes
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from tests.support.decoding import STOP, generate_with_transformers, random_prompt
@@ -97,6 +102,53 @@ def test_every_row_of_a_batch_is_transformers_own(pair_on, adapter, arch, schedu
     answers = engine.generate([Request(prompt, Decoding(NEW_TOKENS)) for prompt in prompts(pair)])
     expected = [generate_with_transformers(pair.target, prompt, NEW_TOKENS) for prompt in prompts(pair)]
     assert [answer.tokens for answer in answers] == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_graphs_an_answer_is_the_same(pair_on, adapter, monkeypatch, method):
+    pair = pair_on("llama")
+    found = []
+    for graphs in (True, False):
+        monkeypatch.setattr(passes.OPTIONS, "graphs", graphs)
+        drafter = METHODS[method](pair, adapter("llama"))
+        engine = Engine(StagedModel(pair.target), drafter, frozenset([STOP]))
+        with closing(drafter):
+            found.append([engine.answer(prompt, Decoding(NEW_TOKENS)).tokens for prompt in prompts(pair)])
+        assert (engine.target.passes is None) != graphs
+        assert not graphs or engine.target.passes.captures > 0
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral", "opt"])
+def test_a_replay_gives_what_its_operations_give(pair_on, monkeypatch, arch, compiles):
+    """Bit by bit, but where it was compiled."""
+    monkeypatch.setattr(passes.OPTIONS, "compile", compiles)
+    target = StagedModel(pair_on(arch).target)
+    cache, ids = target.new_cache(512), torch.arange(3, 13, device=DEVICE).unsqueeze(0)
+    graphs, found = target.passes, []
+    with torch.inference_mode():
+        for runs in (graphs, graphs, Passes()):
+            target.passes = runs
+            target.prefill(ids[:, :6], cache)
+            found.append(target.verify(ids[:, 6:7], Draft(ids[:, 7:]), cache, 6))
+    assert graphs.captures == 1
+    assert torch.equal(found[0], found[1]) and found[0].data_ptr() != found[1].data_ptr()
+    torch.testing.assert_close(found[1], found[2], **({} if compiles else {"rtol": 0, "atol": 0}))
+
+
+def test_half_precision_is_exact_in_passes_of_one_width(pair_on):
+    pair = pair_on("llama")
+    models = {name: copy.deepcopy(getattr(pair, name)) for name in ("target", "draft")}
+    for model in models.values():
+        place_weights(model, model.device, torch.bfloat16)
+    half = SimpleNamespace(**(vars(pair) | models | {"dtype": torch.bfloat16}))
+    target = StagedModel(half.target, width=8)
+    found = [
+        [Engine(target, drafter, frozenset()).answer(prompt, Decoding(40)).tokens for prompt in prompts(pair)]
+        for drafter in (Drafter(), SpeculativeSampling(half, 5), PromptLookup(half, 6))
+    ]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("method", ["sps", "kangaroo"])

@@ -1,0 +1,73 @@
+"""Arms that answer: the faster one of several, and what warms them up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specbench.decoding.draft import Request
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.trace import Generation
+from specbench.measure import arms, pairing
+from specbench.measure.arms import Faster, generate_arm, hf_generate_arm
+from specbench.measure.pairing import BASELINE, Bench
+from tests.support.decoding import generate_with_transformers, random_pair
+from tests.support.graphs import PretendedGraphs
+
+PROMPT = [3, 9, 27, 11]
+
+
+def arm_of(seconds: float, asked: list[float]):
+    def answer(requests: list[Request]) -> list[Generation]:
+        asked.append(seconds)
+        return [Generation([1], 0.0, seconds, "length") for _ in requests]
+
+    return answer
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 2.0), (2.0, 1.0)])
+def test_the_faster_arm_answers(seconds):
+    asked: list[float] = []
+    arm = Faster({"first": arm_of(seconds[0], asked), "second": arm_of(seconds[1], asked)})
+    for _ in range(2):
+        assert [g.seconds for g in arm([Request(PROMPT, Decoding(1))] * 2)] == [1.0, 1.0]
+    assert arm.chosen == ("first", "second")[seconds.index(1.0)]
+    assert len(asked) == 2 * 2 + 2, "each is tried once, and timed once"
+
+
+def test_on_cuda_generate_has_two_ways(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        arms, "hf_generate_arm", lambda *given, **options: made.append(options) or arm_of(1.0, [])
+    )
+    for device in ("cpu", "cuda:0"):
+        made.clear()
+        arm = generate_arm(SimpleNamespace(device=torch.device(device)), 2, 10)
+        assert isinstance(arm, Faster) == (device == "cuda:0") == ({"cache_implementation": "static"} in made)
+
+
+def test_a_static_cache_gives_the_same_answer():
+    pair = random_pair("llama")
+    arm = hf_generate_arm(pair, cache_implementation="static")
+    (answer,) = arm([Request(PROMPT, Decoding(12))])
+    assert answer.tokens == generate_with_transformers(pair.target, PROMPT, 12)
+
+
+@pytest.mark.parametrize(("passes", "tokens"), [(None, pairing.WARM_UP_TOKENS), (PretendedGraphs(), 300)])
+def test_graphs_are_warmed_up_with_whole_answers(monkeypatch, passes, tokens):
+    """A capture takes many passes' time, which is nothing that an answer costs."""
+    asked: list[list[Request]] = []
+    bench = Bench(
+        pair=SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT),
+        target=SimpleNamespace(passes=passes),
+        drafter=SimpleNamespace(needs=SimpleNamespace(continuation=False)),
+        arms={BASELINE: asked.append},
+        decoding=Decoding(300),
+        protocol="paired",
+        seed=0,
+        warmup=[SimpleNamespace(turns=["a question"])],
+    )
+    bench.warm_up()
+    assert [[request.decoding.max_new_tokens for request in requests] for requests in asked] == [[tokens] * 2]

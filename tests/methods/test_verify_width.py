@@ -1,0 +1,125 @@
+"""Passes of one width for every arm: answers in half precision are equal bit by bit, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specbench.decoding import passes
+from specbench.decoding.device import place_weights
+from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.target import StagedModel
+from specbench.errors import UserError
+from specbench.measure.rounding import shape_noise
+from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
+from tests.support.decoding import random_prompt
+from tests.support.methods import sorted_pair
+
+WIDTH = 8
+
+
+@pytest.fixture(scope="module")
+def half() -> SimpleNamespace:
+    """A pair in bfloat16."""
+    pair = sorted_pair("qwen3")
+    models = {name: copy.deepcopy(getattr(pair, name)) for name in ("target", "draft")}
+    for model in models.values():
+        place_weights(model, torch.device("cpu"), torch.bfloat16)
+    return SimpleNamespace(**(vars(pair) | models | {"dtype": torch.bfloat16}))
+
+
+def half_requests(pair) -> list[Request]:
+    rng = random.Random(1)
+    return [Request(random_prompt(rng, pair.vocab_size), Decoding(40)) for _ in range(7)]
+
+
+def said(pair, drafter: Drafter, width: int | None) -> list[list[int]]:
+    engine = Engine(StagedModel(pair.target, width=width), drafter, frozenset())
+    return [answer.tokens for answer in engine.generate(half_requests(pair))]
+
+
+@pytest.mark.parametrize("method", ["pld", "sps", "recycling", "kangaroo"])
+def test_half_precision_is_exact(half, adapter, method):
+    drafter = DRAFTERS[method](half, adapter("qwen3"))
+    assert said(half, drafter, WIDTH) == said(half, Drafter(), WIDTH)
+
+
+def test_half_precision_is_not_exact_without(half):
+    """Else the test above would prove nothing."""
+    plain = said(half, Drafter(), None)
+    assert any(said(half, DRAFTERS[method](half, None), None) != plain for method in ("sps", "recycling"))
+
+
+def test_rounding_is_that_of_the_answers(half):
+    """Passes of up to eight tokens give the very same logits where all of them are eight wide."""
+    samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
+    assert shape_noise(StagedModel(half.target), samples) > 0
+    assert shape_noise(StagedModel(half.target, width=WIDTH), samples) == 0
+
+
+@pytest.mark.parametrize("scheduler", [None, *SCHEDULERS])
+@pytest.mark.parametrize("method", ["ar", "sps", "recycling", "kangaroo tree"])
+def test_answers_stay_what_they_are(monkeypatch, adapter, method, scheduler):
+    """Chains and trees, one after the other and in batches, in passes that are all equally wide."""
+    widths, inner = set(), passes.Passes.run
+
+    def run(self, memory, key, function, *inputs):
+        widths.add(inputs[0].shape[1])
+        return inner(self, memory, key, function, *inputs)
+
+    monkeypatch.setattr(passes.Passes, "run", run)
+    drafter = DRAFTERS[method](sorted_pair("llama"), adapter("llama"))
+    made = None if scheduler is None else SCHEDULERS[scheduler]()
+    assert answers("llama", drafter, 6, made, width=WIDTH) == expected("llama", 6)
+    assert widths == {WIDTH}
+
+
+@pytest.mark.parametrize("arch", ["opt", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_other_families(arch):
+    assert answers(arch, DRAFTERS["sps"](sorted_pair(arch), None), 3, width=WIDTH) == expected(arch, 3)
+
+
+def test_what_is_padded_is_not_counted():
+    pair = sorted_pair("llama")
+
+    def steps(width: int | None) -> list[tuple]:
+        engine = Engine(StagedModel(pair.target, width=width), DRAFTERS["sps"](pair, None), frozenset())
+        given = engine.generate(requests("llama", 3))
+        names = ("drafted", "accepted", "emitted", "depth", "draft_bytes", "target_bytes")
+        return [tuple(getattr(step, name) for name in names) for answer in given for step in answer.steps]
+
+    assert steps(WIDTH) == steps(None)
+
+
+def test_drafts_that_are_longer_are_refused():
+    pair = sorted_pair("llama")
+    target = StagedModel(pair.target, width=4)
+    with pytest.raises(
+        UserError, match=r"verify_width is 4, .* up to 5: set decoding.verify_width=5 or more"
+    ):
+        Engine(target, DRAFTERS["sps"](pair, None), frozenset())
+    Engine(target, DRAFTERS["sps"](pair, None), frozenset(), SCHEDULERS["ragged"]().__class__(3, 12))
+
+
+@pytest.mark.parametrize("method", ["sps", "recycling"])
+def test_a_pass_must_not_pad_over_its_own_tokens(monkeypatch, method):
+    right, inner = expected("llama", 3), StagedModel._spelled_out
+
+    def shifted(self, where, cache, b, n, width):
+        made = inner(self, where, cache, b, n, width)
+        made.write_index = torch.cat([made.write_index[:n], made.write_index[n:] - 2])
+        return made
+
+    monkeypatch.setattr(StagedModel, "_spelled_out", shifted)
+    engine = Engine(
+        StagedModel(sorted_pair("llama").target, width=WIDTH),
+        DRAFTERS[method](sorted_pair("llama"), None),
+        frozenset(),
+    )
+    assert [answer.tokens for answer in engine.generate(requests("llama", 3))] != right
