@@ -573,13 +573,14 @@ def passes_of(model: PreTrainedModel) -> Graphs | None:
     host; and one with routed experts, where it depends on the version of transformers whether the host is told which
     of them are used.
     """
+    if model.device.type != "cuda" or not OPTIONS.graphs:
+        return None
     devices = {weight.device for weight in chain(model.parameters(), model.buffers())}
-    config = model.config.get_text_config()
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-    held = model.device.type == "cuda" and len(devices) == 1 and not hooked
     quantised = getattr(model.config, "quantization_config", None) is not None
+    config = model.config.get_text_config()
     experts = any(getattr(config, name, 0) for name in EXPERTS)
-    return Graphs(model.device) if OPTIONS.graphs and held and not quantised and not experts else None
+    return None if len(devices) > 1 or hooked or quantised or experts else Graphs(model.device)
 
 
 def has_fixed_shape(where: Pass, n: int) -> bool:

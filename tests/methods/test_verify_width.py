@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from specbench.decoding import passes
 from specbench.decoding.device import place_weights
@@ -17,7 +19,9 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.measure.rounding import shape_noise
+from specbench.measure.runner import prepare
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
+from tests.support.conf import composed
 from tests.support.decoding import random_prompt
 from tests.support.methods import sorted_pair
 
@@ -44,10 +48,26 @@ def said(pair, drafter: Drafter, width: int | None) -> list[list[int]]:
     return [answer.tokens for answer in engine.generate(half_requests(pair))]
 
 
-@pytest.mark.parametrize("method", ["pld", "sps", "recycling", "kangaroo"])
+@pytest.mark.parametrize(
+    "method", ["recycling", *(pytest.param(m, marks=pytest.mark.slow) for m in ("pld", "sps", "kangaroo"))]
+)
 def test_half_precision_is_exact(half, adapter, method):
     drafter = DRAFTERS[method](half, adapter("qwen3"))
     assert said(half, drafter, WIDTH) == said(half, Drafter(), WIDTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sps", "kangaroo"])
+def test_a_run_gives_all_arms_the_width(method):
+    settings = (f"method={method}", "pair.device=cpu", "pair.dtype=bfloat16", "generate=false")
+    cfg = composed("bench", *settings, "decoding.verify_width=8")
+    OmegaConf.resolve(cfg)
+    bench = prepare(cfg)
+    assert bench.target.width == 8
+    asked = [Request([11, 23, 35, 47, 59] * 2, Decoding(12))]
+    with closing(bench.drafter):
+        one, other = (bench.arms[arm](asked)[0].tokens for arm in ("baseline", "method"))
+    assert one == other
 
 
 def test_half_precision_is_not_exact_without(half):
