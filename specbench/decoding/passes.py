@@ -11,7 +11,7 @@ import gc
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -89,7 +89,7 @@ class Graphs(Passes):
         self.device, self.captures = device, 0
         self._captured: WeakKeyDictionary[object, dict[Hashable, Captured]] = WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # what torch calls a handle
 
     def run(
         self, memory: object, key: Hashable, function: Function, *inputs: torch.Tensor

@@ -322,11 +322,11 @@ class StagedModel:
             names = wanted if end == hi else (STATES,)
             key = (start, end, where.kv_len, *names)
             stage = self._stage(cache, where.kv_len, start, end, names)
-            outputs = self.passes.run(cache, key, stage, given, *inputs)
+            outputs = self.passes.run(cache, key, stage, given, *inputs)  # type: ignore[arg-type] # all spelled out
             own = [output[:, :n] for output in outputs] if width > n else outputs
             if end < hi:
                 given = outputs[0]
-                on_hidden(end, own[0])
+                on_hidden(end, own[0])  # type: ignore[misc] # there are cuts only with it
         return dict(zip(names, own))
 
     def _stage(
