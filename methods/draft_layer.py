@@ -1,12 +1,12 @@
-"""One decoder layer and a norm on the target's states, with a cache of its own."""
+"""One attention layer on the target's states, with a cache of its own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specbench.decoding.kv_cache import KVCache
 
@@ -14,32 +14,48 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 
-class DraftLayer(nn.Module):
-    """A layer that attends, and the norm behind it: states in, states for the target's head out.
+class CachedLayer(nn.Module):
+    """Base of what drafts with one attention layer: its rotary positions, and a cache for its keys and values.
 
     Args:
-        config: one layer; hidden size, heads, eps and rotary settings are used.
-        layer: called with states, `position_embeddings`, `attention_mask` and `past_key_values`.
-        attention: of that layer.
+        config: of the layer; heads and rotary settings are used.
     """
 
-    def __init__(self, config: LlamaConfig, layer: nn.Module, attention: LlamaAttention):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
         config._attn_implementation = "sdpa"  # of the layer, too: it keeps the same config
-        self.config, self.head_dim = config, attention.head_dim
-        self.layers = nn.ModuleList([layer])
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.config = config
         self.rotary = LlamaRotaryEmbedding(config)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        config = self.config
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
         """An empty cache of the one layer for `slots` sequences."""
-        config, weight = self.config, self.norm.weight
+        config, weight = self.config, next(self.parameters())
         heads = config.num_key_value_heads or config.num_attention_heads
         return KVCache([weight.device], heads, self.head_dim, slots, capacity, weight.dtype)
 
     def rope(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [1, n, head_dim] for positions [1, n], in the dtype of `like`."""
-        return self.rotary(like, positions)
+        return cast("tuple[torch.Tensor, torch.Tensor]", self.rotary(like, positions))
+
+
+class DraftLayer(CachedLayer):
+    """A layer that attends, and the norm behind it: states in, states for the target's head out.
+
+    Args:
+        config: one layer; hidden size, heads, eps and rotary settings are used.
+        layer: called with states, `position_embeddings`, `attention_mask` and `past_key_values`.
+    """
+
+    def __init__(self, config: LlamaConfig, layer: nn.Module):
+        super().__init__(config)
+        self.layers = nn.ModuleList([layer])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self,

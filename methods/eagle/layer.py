@@ -5,21 +5,18 @@ It is made of transformers' own Llama parts, so that key names and arithmetic ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
-from specbench.decoding.kv_cache import KVCache
+from methods.draft_layer import CachedLayer
 
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaConfig
+
+    from specbench.decoding.kv_cache import KVCache
 
 
 class EagleLayer(nn.Module):
@@ -62,7 +59,7 @@ class EagleLayer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
-class DraftingModel(nn.Module):
+class DraftingModel(CachedLayer):
     """Base of the models that draft: one decoder layer with a cache, fed with pairs of a state and the next token.
 
     Pair j holds the target's state at position j, or an estimate of it, and token j + 1. Its position is j.
@@ -75,27 +72,6 @@ class DraftingModel(nn.Module):
     """
 
     taps: tuple[int, ...] = ()
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        config._attn_implementation = "sdpa"
-        self.config = config
-        self.rotary = LlamaRotaryEmbedding(config)
-
-    @property
-    def layer(self) -> EagleLayer:
-        """The decoder layer."""
-        raise NotImplementedError
-
-    def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
-        """An empty cache of the layer for `slots` sequences."""
-        config, attention = self.config, self.layer.self_attn
-        weight, heads = attention.o_proj.weight, config.num_key_value_heads or config.num_attention_heads
-        return KVCache([weight.device], heads, attention.head_dim, slots, capacity, weight.dtype)
-
-    def rope(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [1, n, head_dim] for positions [1, n], in the dtype of `like`."""
-        return cast("tuple[torch.Tensor, torch.Tensor]", self.rotary(like, positions))
 
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
         """The target's states [b, n, d] of each tap -> what stands for them in pairs, [b, n, h]."""

@@ -95,11 +95,6 @@ class Eagle3Model(DraftingModel):
         self.lm_head = nn.Linear(width, kept.shape[0], bias=False)
         self.register_buffer("kept", kept, persistent=False)
 
-    @property
-    def layer(self) -> EagleLayer:
-        """The one layer."""
-        return self.midlayer
-
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
         """The target's states [b, n, d] of each tap -> g [b, n, h]."""
         depths = [states[tap] for tap in self.taps]

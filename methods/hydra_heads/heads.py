@@ -34,8 +34,7 @@ class PrefixLayer(DraftLayer):
     """
 
     def __init__(self, config: LlamaConfig, width: int | None = None):
-        layer = LlamaDecoderLayer(config, layer_idx=0)
-        super().__init__(config, layer, layer.self_attn)
+        super().__init__(config, LlamaDecoderLayer(config, layer_idx=0))
         self.width = width
 
     def forward(

@@ -67,8 +67,7 @@ class Adapter(DraftLayer):
     """
 
     def __init__(self, config: LlamaConfig):
-        layer = AdapterLayer(config)
-        super().__init__(config, layer, layer.self_attn)
+        super().__init__(config, AdapterLayer(config))
 
 
 def adapter_config(target_config: PretrainedConfig) -> LlamaConfig:
