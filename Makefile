@@ -54,6 +54,7 @@ report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="
 
 claims: $(STAMP) ## Check what the papers claim on pairs of their cost and on small ones, in 45 minutes [LIMIT=2 questions per task, THREADS=1, ARGS="key=value ..."]
 	@$(SOME) experiment=kangaroo method=kangaroo pair=tiny_wide,tiny $(ARGS)
+	@$(SOME) experiment=spec_bench_board method=kangaroo,medusa,hydra_heads,eagle,eagle2,eagle3 pair=tiny_wide,tiny generate=false $(ARGS)
 	@$(SOME) experiment=vocab_trim pair=tiny_wide_draft,tiny generate=false $(ARGS)
 	@$(SOME) experiment=s2d_multi_target pair=tiny_wide,tiny_shallow_wide,tiny,tiny_shallow generate=false $(ARGS)
 	@$(SOME) experiment=mirror_sd method=sps,sps_ss,mirror_sd pair=tiny_wide,tiny generate=false $(ARGS)
