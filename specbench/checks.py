@@ -37,7 +37,7 @@ KEYS = {
     **{"protocol": Literal["paired", "spec_bench"], "run_dir": str | None, "runs_root": str},
     **{"decoding.max_new_tokens": Count, "decoding.temperature": Temperature},
     "decoding.verify_width": Count | None,
-    **{"pair.graphs": bool, "pair.compile": bool},
+    **{"pair.graphs": bool | None, "pair.compile": bool | None},
     **{
         "data.limit": Count | None,
         "data.path": str | None,

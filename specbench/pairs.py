@@ -127,7 +127,7 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool =
     cfg, dtype = embedded(pair_cfg), DTYPES[pair_cfg.dtype]
     device = choose_device(pair_cfg.device) if weights else torch.device("meta")
     prepare_device(device)
-    OPTIONS.graphs, OPTIONS.compile = pair_cfg.graphs, pair_cfg.compile
+    OPTIONS.graphs, OPTIONS.compile = pair_cfg.graphs is not False, bool(pair_cfg.compile)
     if with_draft and cfg.draft is None:
         raise UserError(f"pair '{cfg.name}' has no draft model: set pair.draft")
     target = _Source(cfg.target, cfg.target_revision, cfg, cfg.target_shape, cfg.width)

@@ -417,7 +417,10 @@ def test_a_fresh_model_passes_the_state_on(arch):
         torch.testing.assert_close(outputs(model, states, nothing), states)
 
 
-def test_rank_paths_and_choices_by_hand():
+def test_rank_paths_and_choices_by_hand(monkeypatch):
+    monkeypatch.setattr(
+        "methods.eagle.train.RANKS", 60
+    )  # of a vocabulary this small: some tokens are among them
     pair, model = random_pair("llama"), fitted_eagle("llama")
     module = Distillation(model, StagedModel(pair.target))
     batch = batch_of(IDS, [[0, 0, 1, 1, 1, 1, 1, 1, 1, 1]])
@@ -430,7 +433,7 @@ def test_rank_paths_and_choices_by_hand():
             logits = pair.target.lm_head(by_chain(model, pair, ids[: t + 2], ids[t + 2 : t + 2 + j]))
             ranks.append(int((logits > logits[ids[t + 2 + j]]).sum()))
         for n in range(1, 7):
-            if all(rank < 10 for rank in ranks[:n]):
+            if all(rank < 60 for rank in ranks[:n]):
                 expected[tuple(ranks[:n])] += 1
     assert found == expected and found
     for j in range(4):
