@@ -15,7 +15,10 @@ from tests.support.conf import composed
 
 BOARD = OmegaConf.load(CONF / "experiment" / "spec_bench_board.yaml").hydra.sweeper.params.method.split(",")
 # What pair=vicuna-7b does not come with, by the methods that cannot do without it.
-LACKING = {"rest": "rest", "kangaroo": "kangaroo", "kangaroo_tree": "kangaroo", "medusa": "medusa"}
+LACKING = {
+    **{"rest": "rest", "kangaroo": "kangaroo", "kangaroo_tree": "kangaroo"},
+    **{"eagle": "eagle", "eagle2": "eagle", "eagle3": "eagle3"},
+}
 
 
 def jobs(runs_root: Path, *overrides: str) -> list[Job]:

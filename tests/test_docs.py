@@ -303,7 +303,7 @@ def test_make_targets_exist(words):
         "specbench run method.max_draft=3",
         "specbench compare A B --fail-under 0.9",
         "specbench trian sps",
-        "specbench train eagle",
+        "specbench train falcon",
         "python -m specbench.benhc method=sps",
         "python -m methods.sps.train laers=3",
         "specbench run method=pld vocab=trim",

@@ -19,8 +19,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from methods.eagle.chain import chained
-from methods.eagle3.checkpoint import save_eagle3
-from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
 from methods.training import CHUNK, SETTINGS, batches, held_out_batches, training_pair
 from specbench import training
 from specbench.compose import with_hydra
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
+    from methods.eagle3.model import Eagle3Model
     from specbench.training import Batch
 
 DECAY = 0.8
@@ -134,6 +133,12 @@ def fresh_model(target: StagedModel, kept: torch.Tensor) -> Eagle3Model:
     g is the state at the deepest tap. Norm and head are the target's, the norm smaller: at first the model says the
     next token again, and unlearns it sooner where it is less sure. The authors begin with random weights everywhere.
     """
+    from methods.eagle3.model import (
+        Eagle3Config,
+        Eagle3Model,
+        default_taps,
+    )  # late: it takes seconds to import
+
     sizes = Sizes.of(target.config.to_dict())
     config = Eagle3Config(
         hidden_size=sizes.hidden,
@@ -164,6 +169,8 @@ def train(cfg: DictConfig) -> Path:
     vocab = min(cfg.draft_vocab, pair.vocab_size)
     kept = frequent_ids(islice(batches(cfg, pair), COUNTED_BATCHES), vocab, pair.vocab_size)
     model = fresh_model(target, kept)
+    from methods.eagle3.checkpoint import save_eagle3  # late, as above
+
     module, held_out = TrainingTimeTest(model, target, cfg.draft_steps), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
