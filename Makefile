@@ -30,10 +30,10 @@ bench: $(STAMP) ## Measure a method: METHOD=kangaroo [DRAFTER=sps PAIR=tiny DATA
 tune: $(STAMP) ## Find a method's draft length and thresholds for a pair, here: METHOD=kangaroo [PAIR=tiny ARGS="trials=20 ..."]
 	@$(PY) -m specbench.tune method=$(METHOD) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) $(if $(TASK),task=$(TASK)) $(ARGS)
 
-test: $(STAMP) ## Run all tests, in under ten minutes on two cores [ARGS="-k name"]
+test: $(STAMP) ## Run all tests, in some fifteen minutes on two cores [ARGS="-k name"]
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
-test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in under a minute [ARGS="-k name"]
+test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in three minutes [ARGS="-k name"]
 	@$(PY) -m pytest -n auto --dist worksteal -m "$(FAST)" $(ARGS)
 
 benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on an idle machine)

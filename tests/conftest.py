@@ -1,10 +1,10 @@
 """Set-up of every test: no network but a test's own, reproducible draws, few threads. The tiers:
 
-- fast (`make test-fast`): all that no marker below names; the heart of every part, in under a minute on two cores.
+- fast (`make test-fast`): all that no marker below names; the heart of every part, in three minutes on two cores.
 - `slow`: training, long statistics, further architectures, and whatever else takes about 3 s of CPU time or more.
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
 - `cuda`: needs a GPU and is skipped without one; `make test ARGS="-m cuda"` runs these alone.
-- everything (`make test`): all of them, in under ten minutes on two idle cores.
+- everything (`make test`): all of them, in some fifteen minutes on two cores.
 """
 
 from __future__ import annotations
