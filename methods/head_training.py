@@ -17,7 +17,7 @@ from methods.training import agreement, batches, held_out_batches, soft_cross_en
 from specbench import training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from omegaconf import DictConfig
@@ -29,7 +29,25 @@ if TYPE_CHECKING:
 RANKS, COUNTED_BATCHES = 10, 40  # of a tree: the lowest ranks, and batches that they are counted on
 
 
-class HeadDistillation(torch.nn.Module):
+class Guesses(torch.nn.Module):
+    """Base of the losses of what guesses several tokens ahead of a target, which stays as it is."""
+
+    target: StagedModel
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's head; what guesses is trained in float32, whatever the target's dtype."""
+        return self.target.unembed(states.to(self.target.dtype))
+
+    def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """First choices [k, n] of k guesses and of the target, behind the places that enough said tokens follow."""
+        raise NotImplementedError
+
+    def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:
+        """How often each path of ranks, and each beginning of one, was that of the tokens that the assistant said."""
+        raise NotImplementedError
+
+
+class HeadDistillation(Guesses):
     """batch -> cross-entropy of K heads against the target, which stays as it is.
 
     Args:
@@ -75,10 +93,6 @@ class HeadDistillation(torch.nn.Module):
         with torch.no_grad():
             return self.target.model.model(batch["input_ids"], use_cache=False).last_hidden_state
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's head; the heads are trained in float32, whatever the target's dtype."""
-        return self.target.unembed(states.to(self.target.dtype))
-
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [K, n] of the heads and of the target, behind the places that K more said tokens follow."""
         finals, k = self.finals(batch), self.count
@@ -92,42 +106,61 @@ class HeadDistillation(torch.nn.Module):
 
     @torch.no_grad()
     def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:
-        """How often each path of ranks, and each beginning of one, was that of the tokens that the assistant said."""
-        ids, finals = batch["input_ids"], self.finals(batch)
-        k, (b, t) = self.count, ids.shape
-        ranks = torch.full((b, t, k), RANKS, device=ids.device)
-        for i, states in enumerate(self.states(batch, finals)):
-            n = t - 2 - i
-            for row in range(b):
-                logits = self.logits(states[row, :n], i)
-                own = logits.gather(1, ids[row, 2 + i :].unsqueeze(1))
-                ranks[row, :n, i] = (logits > own).sum(1).clamp(max=RANKS)
-        # The pending token and all behind it are the assistant's.
-        said = batch["loss_weight"] == 1.0
-        for i in range(k):
-            ranks[:, : t - 2 - i, i].masked_fill_(~said[:, 2 + i :], RANKS)
-        places = said[:, 1 : t - k].nonzero().unbind(1)
-        return counted_paths(ranks[places].tolist(), RANKS)
+        """As in `Guesses`."""
+        states = self.states(batch, self.finals(batch))
+        return count_ranks(states, self.logits, batch, self.count)
 
 
-def train_heads(module: HeadDistillation, cfg: DictConfig, pair: Pair, save: Callable[..., None]) -> Path:
+def count_ranks(
+    states: Iterable[torch.Tensor],
+    logits: Callable[[torch.Tensor, int], torch.Tensor],
+    batch: Batch,
+    count: int,
+) -> Counter[tuple[int, ...]]:
+    """Counts the paths of the ranks that guesses gave to the tokens that the assistant said.
+
+    Args:
+        states: of each of `count` guesses [B, at least T - 2 - i, d]; guess i at place t is of token t + 2 + i.
+        logits: states [n, d] and i -> logits [n, vocab].
+        batch: of B rows of T tokens.
+        count: levels of the paths.
+    """
+    ids, said = batch["input_ids"], batch["loss_weight"] == 1.0
+    b, t = ids.shape
+    ranks = torch.full((b, t, count), RANKS, device=ids.device)
+    for i, guess in enumerate(states):
+        n = t - 2 - i
+        for row in range(b):
+            scores = logits(guess[row, :n], i)
+            own = scores.gather(1, ids[row, 2 + i :].unsqueeze(1))
+            ranks[row, :n, i] = (scores > own).sum(1).clamp(max=RANKS)
+        ranks[:, :n, i].masked_fill_(~said[:, 2 + i :], RANKS)
+    # The pending token and all behind it are the assistant's.
+    places = said[:, 1 : t - count].nonzero().unbind(1)
+    return counted_paths(ranks[places].tolist(), RANKS)
+
+
+def train_heads(
+    module: Guesses, cfg: DictConfig, pair: Pair, save: Callable[..., None], name: str = "head"
+) -> Path:
     """Trains as configured; at the end the `cfg.nodes` most frequent paths of ranks become a tree.
 
     Args:
-        module: with the heads.
+        module: with what is trained.
         cfg: settings of the trainer.
         pair: with the target.
         save: called with a folder, a dtype and, by name, what config.json shall say: tree, its counts, figures.
+        name: of a guess, in the names of figures.
 
     Returns:
-        The folder of the finished heads.
+        The folder of what was trained.
     """
     held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
         agreements = agreement(module.choices, held_out)
         return {"held_out_agreement": agreements[0]} | {
-            f"head_{i + 1}_agreement": value for i, value in enumerate(agreements)
+            f"{name}_{i + 1}_agreement": value for i, value in enumerate(agreements)
         }
 
     def finish(out: Path, figures: dict[str, float]) -> None:

@@ -150,6 +150,10 @@ class Level:
     most_siblings: int
     leaves: bool
 
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [b, m, rows] behind the nodes above that have children -> the row [b, n] of each node's rank."""
+        return likeliest_ids(logits, self.most_ranks)[:, self.parents, self.ranks]
+
 
 @lru_cache(maxsize=64)
 def rank_tree(

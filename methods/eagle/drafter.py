@@ -19,7 +19,7 @@ import torch
 
 from methods.dynamic_trees import Growth, most_nodes
 from methods.heads import draft_head
-from methods.rank_trees import grown, likeliest_ids, rank_tree
+from methods.rank_trees import grown, rank_tree
 from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
 from specbench.decoding.kv_cache import KVCache, Pass
@@ -195,8 +195,7 @@ class Eagle(EagleDrafter):
             if depth:
                 above = levels[depth - 1]
                 out = self._level(batch, out[:, above.parents[: above.inner]], inner[-1], above.start, tree)
-            likely = likeliest_ids(self.head.logits(out), level.most_ranks)
-            tokens = self.head.ids(likely[:, level.parents, level.ranks])
+            tokens = self.head.ids(level.likeliest(self.head.logits(out)))
             inner.append(tokens[:, : level.inner])
             leaves.append(tokens[:, level.inner :])
         return Draft(torch.cat([*inner, *leaves], dim=1), tree=tree, bytes_read=len(levels) * self._bytes)

@@ -11,25 +11,20 @@ most frequent paths. EAGLE-2 uses the same model.
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from itertools import islice
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.functional import smooth_l1_loss
 
-from methods.rank_trees import best_tree, counted_paths
+from methods.head_training import Guesses, count_ranks, train_heads
 from methods.training import (
     CHUNK,
     SETTINGS,
-    agreement,
-    batches,
-    held_out_batches,
     predicting,
     soft_cross_entropy,
     training_pair,
 )
-from specbench import training
 from specbench.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
@@ -38,6 +33,7 @@ from specbench.pairs import load_pair
 from specbench.values import Count, check_all
 
 if TYPE_CHECKING:
+    from collections import Counter
     from pathlib import Path
 
     from omegaconf import DictConfig
@@ -48,7 +44,6 @@ if TYPE_CHECKING:
 CLASSIFICATION = 0.1  # weight of the cross-entropy
 NOISE, NOISE_LENGTH = 0.1, 512  # of a text of that length; longer ones get less
 AGREEMENTS, DEPTH = 4, 6  # depths whose agreement is measured; levels of the tree
-RANKS, COUNTED_BATCHES = 10, 40  # of the tree: the lowest ranks, and batches that they are counted on
 
 
 @torch.no_grad()
@@ -75,7 +70,7 @@ def fresh_model(target: StagedModel) -> EagleModel:
     return model
 
 
-class Distillation(torch.nn.Module):
+class Distillation(Guesses):
     """batch -> loss of a drafting model against the target, which stays as it is."""
 
     def __init__(self, model: EagleModel, target: StagedModel):
@@ -112,10 +107,6 @@ class Distillation(torch.nn.Module):
             embeds = self.target.embed(ids[:, 1:]).to(states.dtype)
         return self.model.features({NORMED: states[:, :-1]}), embeds, states[:, 1:]
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's head; the model is trained in float32, whatever the target's dtype."""
-        return self.target.unembed(states.to(self.target.dtype))
-
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [AGREEMENTS, n] of chained steps and of the target, where as many said tokens follow."""
         from methods.eagle.chain import chained
@@ -134,22 +125,12 @@ class Distillation(torch.nn.Module):
 
     @torch.no_grad()
     def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:
-        """How often each path of ranks, and each beginning of one, was that of the tokens that the assistant said."""
+        """As in `Guesses`."""
         from methods.eagle.chain import chained
 
-        ids, (features, embeds, _) = batch["input_ids"], self.pairs(batch)
-        said, (b, n) = batch["loss_weight"] == 1.0, features.shape[:2]
-        ranks = torch.full((b, n, DEPTH), RANKS, device=ids.device)
-        for j, out in enumerate(chained(self.model, features, embeds, DEPTH)):
-            m = n - 1 - j  # rows behind which there is a token to compare with
-            for row in range(b):
-                logits = self.head(out[row, :m])
-                own = logits.gather(1, ids[row, 2 + j :].unsqueeze(1))
-                ranks[row, :m, j] = (logits > own).sum(1).clamp(max=RANKS)
-            ranks[:, :m, j].masked_fill_(~said[:, 2 + j :], RANKS)
-        # The pending token and all behind it are the assistant's.
-        places = said[:, 1 : 1 + n - DEPTH].nonzero().unbind(1)
-        return counted_paths(ranks[places].tolist(), RANKS)
+        features, embeds, _ = self.pairs(batch)
+        states = chained(self.model, features, embeds, DEPTH)
+        return count_ranks(states, lambda out, _: self.head(out), batch, DEPTH)
 
 
 def shifted(batch: Batch, n: int) -> Batch:
@@ -166,24 +147,7 @@ def train(cfg: DictConfig) -> Path:
     target = StagedModel(pair.target)
     torch.manual_seed(cfg.seed)
     model = fresh_model(target)
-    module, held_out = Distillation(model, target), held_out_batches(cfg, pair)
-
-    def evaluate() -> dict[str, float]:
-        agreements = agreement(module.choices, held_out)
-        return {"held_out_agreement": agreements[0]} | {
-            f"depth_{j + 1}_agreement": value for j, value in enumerate(agreements)
-        }
-
-    def save(out: Path, figures: dict[str, float]) -> None:
-        found: Counter[tuple[int, ...]] = Counter()
-        for batch in islice(batches(cfg, pair), COUNTED_BATCHES):
-            found += module.rank_paths({name: tensor.to(pair.device) for name, tensor in batch.items()})
-        tree = best_tree(found, cfg.nodes)
-        counts = [found[path] for path in tree]
-        dtype = getattr(torch, cfg.save_dtype)
-        save_eagle(model, out, dtype, tree=tree, tree_counts=counts, **figures)
-
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
+    return train_heads(Distillation(model, target), cfg, pair, partial(save_eagle, model), "depth")
 
 
 @one_line_errors()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from methods.heads import draft_head
-from methods.rank_trees import chosen_paths, likeliest_ids, rank_tree
+from methods.rank_trees import chosen_paths, rank_tree
 from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
 from specbench.decoding.kv_cache import KVCache, Pass
@@ -107,7 +107,7 @@ class HydraHeads(Drafter):
                 path = read[:, before.parents[: before.inner]]
                 read = torch.cat([path, self._target.embed(inner[-1])], dim=-1)
             logits = self._logits(self.heads(depth, read), depth)
-            tokens = self.head.ids(likeliest_ids(logits, level.most_ranks)[:, level.parents, level.ranks])
+            tokens = self.head.ids(level.likeliest(logits))
             inner.append(tokens[:, : level.inner])
             leaves.append(tokens[:, level.inner :])
         return Draft(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from methods.heads import drawable
-from methods.rank_trees import Level, Path, checked_paths, likeliest_ids, rank_tree, shaped
+from methods.rank_trees import Level, Path, checked_paths, rank_tree, shaped
 from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Batch, Draft, Verified
 from specbench.decoding.sampling import Decoding, invert
@@ -134,7 +134,7 @@ class DraftModelTree(SpeculativeSampling):
         """
         parents, order = level.parents, level.order
         if uniforms is None or self.certain:
-            return self.head.ids(likeliest_ids(logits, level.most_ranks)[:, parents, level.ranks]), None
+            return self.head.ids(level.likeliest(logits)), None
         probs = decoding.probs(logits)
         if self.sampling == "distinct":
             tokens, drawn_from = draws_without_replacement(probs, uniforms)

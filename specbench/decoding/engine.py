@@ -373,9 +373,8 @@ class Engine:
                 # What has grown once does not shrink, or two kinds of calls would take turns.
                 capacity, slots = max(capacity, self._cache.capacity), max(slots, self._cache.slots)
                 self._cache = None
-            self.__dict__.pop(
-                "_layout", None
-            )  # it holds the cache: given back before what is larger is asked for
+            # It holds the cache, which is given back before what is larger is asked for.
+            self.__dict__.pop("_layout", None)
             step = CACHE_STEP if self.target.passes is None else FIXED_STEP
             capacity = -(-capacity // step) * step
             cache = self.target.new_cache(capacity, slots)

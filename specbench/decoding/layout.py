@@ -66,7 +66,7 @@ class RaggedLayout:
         # Of a tree the entries are consecutive, the positions are not.
         there, b = offset + n, len(lengths)
         positions = batch.known.unsqueeze(1) - 1 + tree.offsets()[:, :there]
-        visible = tree.visible()[:, offset:there, :there]
+        visible = tree.visible[:, offset:there, :there]
         if start == longest:
             own = positions[: tree.depths.shape[0]]
             held = torch.cat([held[:, : start - offset].expand(own.shape[0], -1), own], dim=1)
@@ -172,7 +172,7 @@ class AlignedLayout(RaggedLayout):
         else:
             there = offset + n
             positions = batch.known.unsqueeze(1) - 1 + tree.offsets()[:, offset:there]
-            visible = tree.visible()[:, offset:there, :there]
+            visible = tree.visible[:, offset:there, :there]
         self._held[:b, entry:kv_len] = positions
         return Pass(kv_len, entry, None, positions, self._held[:b, :kv_len], visible)
 

@@ -45,9 +45,8 @@ LogitSteps = list[tuple["Callable[[torch.Tensor, float], torch.Tensor]", float]]
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-REACH = (
-    256  # the entries that a pass of a fixed shape attends to are a multiple of this, those too many masked
-)
+# The entries that a pass of a fixed shape attends to are a multiple of this, those too many masked.
+REACH = 256
 ROPE_STEP = 4096  # and the angles of so many positions are made at once: a graph reads them where they are
 # What such a pass gives: the states behind its last layer, the same behind the final norm, or logits.
 STATES, NORMED_STATES, LOGITS = "states", "normed states", "logits"

@@ -23,14 +23,14 @@ class Tree:
             their children.
         on_path: [b or 1, k, k] which nodes lie on the path to each node, itself included.
         depths: [b or 1, k] nodes on that path.
-        seen: [b or 1, 1 + k, 1 + k] which of the pending token and the nodes each of them attends to.
+        visible: [b or 1, 1 + k, 1 + k] which of the pending token and the nodes each of them attends to.
         widest: a bound on the children of one node, for trees of drawn tokens; None: k.
     """
 
     parents: torch.Tensor
     on_path: torch.Tensor
     depths: torch.Tensor
-    seen: torch.Tensor
+    visible: torch.Tensor
     widest: int | None = None
 
     @classmethod
@@ -61,10 +61,6 @@ class Tree:
     def _seeing(cls, parents: torch.Tensor, seen: torch.Tensor, widest: int | None = None) -> Tree:
         on_path = seen[:, 1:, 1:]
         return cls(parents, on_path, on_path.sum(-1), seen, widest)
-
-    def visible(self) -> torch.Tensor:
-        """[b or 1, 1 + k, 1 + k] which of the pending token and the nodes each of them attends to."""
-        return self.seen
 
     def offsets(self) -> torch.Tensor:
         """[b or 1, 1 + k] positions of the pending token and the nodes behind the pending token's."""

@@ -134,9 +134,9 @@ def test_trees_of_lists_are_those_of_tensors(several):
     made, expected = Tree.of_lists(parents, torch.device("cpu")), Tree.of(torch.tensor(parents))
     for name in ("parents", "on_path", "depths"):
         assert torch.equal(getattr(made, name), getattr(expected, name)), name
-    assert torch.equal(made.visible(), expected.visible()) and torch.equal(made.offsets(), expected.offsets())
+    assert torch.equal(made.visible, expected.visible) and torch.equal(made.offsets(), expected.offsets())
     first = torch.cat([torch.ones(len(parents), 1, dtype=torch.bool), torch.zeros(len(parents), k).bool()], 1)
-    assert torch.equal(made.visible()[:, 0], first) and bool(made.visible()[..., 0].all())
+    assert torch.equal(made.visible[:, 0], first) and bool(made.visible[..., 0].all())
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------

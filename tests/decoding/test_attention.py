@@ -84,7 +84,7 @@ def test_nothing_is_copied_in_short_passes(monkeypatch):
     target.prefill(ids, cache)
     assert not seen, "a prefill is transformers' own"
     tree = Tree.of(torch.tensor([-1, -1, 0]))
-    for where, n in ((20, 1), (20, 4), (Pass.nodes(20, tree.offsets()[0], tree.visible()[0]), 4)):
+    for where, n in ((20, 1), (20, 4), (Pass.nodes(20, tree.offsets()[0], tree.visible[0]), 4)):
         target.run_layers(target.embed(ids[:, :n]), cache, where)
         (segment,) = cache.segments
         there = [(layer[0].data_ptr(), layer[1].data_ptr(), 2 * n) for layer in segment]

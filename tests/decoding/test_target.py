@@ -268,7 +268,7 @@ def test_each_path_of_a_tree_gets_the_logits_of_its_own_sequence(arch):
     target.prefill(torch.tensor([prompt]), cache)
     tokens, parents = [5, 6, 7, 8, 9], [-1, 0, -1, 2, 2]
     tree, n = Tree.of(torch.tensor(parents)), len(prompt)
-    where = Pass.nodes(n, tree.offsets()[0], tree.visible()[0])
+    where = Pass.nodes(n, tree.offsets()[0], tree.visible[0])
     logits = target.verify(torch.tensor([[pending]]), Draft(torch.tensor([tokens]), tree=tree), cache, where)[
         0
     ]

@@ -88,7 +88,7 @@ def finals(pair, tokens: list[int]) -> torch.Tensor:
 
 
 def test_fresh_heads_say_what_the_target_says():
-    """Without the lengths of states, which a norm takes from them: the prefix layer's are of one length."""
+    """Directions of states alone: a norm takes their lengths, and those of the prefix layer are alike."""
     target = StagedModel(random_pair("llama").target)
     states, tokens = torch.randn(2, 5, 64), torch.randn(2, 5, 64 * 2)
     for prefix in (False, True):

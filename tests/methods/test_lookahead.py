@@ -107,7 +107,7 @@ def test_the_mask_is_the_published_one(w, n, g):
     fed = [7, *draft.tokens[0].tolist()]
     assert sorted(fed) == sorted(order) and len(set(fed)) == size == 1 + drafter.max_nodes
     index = [fed.index(token) for token in order]
-    assert torch.equal(draft.tree.visible()[0][index][:, index], expected)
+    assert torch.equal(draft.tree.visible[0][index][:, index], expected)
     assert draft.tree.offsets()[0][index].tolist() == positions
     assert draft.candidates.tolist() == [g * (n - 1)]
     assert set(fed[1 : 1 + g * (n - 1)]) == set(sum(guesses, ()))
