@@ -151,7 +151,8 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
     generations = generations_frame(records)
     turns = turn_means(generations)
     shared = turns["seconds"][list(ARMS.values())].notna().all(axis=1)
-    sums = (turns[shared] if shared.any() else turns).sum()
+    compared = turns[shared] if shared.any() else turns
+    sums = compared.sum()
     rates = {name: ratio(sums["tokens", arm], sums["seconds", arm]) for name, arm in ARMS.items()}
     quoted = max(ARMS, key=lambda name: rates[name] or 0.0)
     return {
@@ -160,7 +161,7 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
         "quoted_against": quoted,
         "single_tokens_per_second": single_rate(generations)
         or (rates["engine"] if facts["batched"] else None),
-        "bandwidth_fraction": bandwidth_fraction(rates[quoted], facts),
+        "bandwidth_fraction": bandwidth_fraction(compared.xs(ARMS[quoted], axis=1, level=1), facts),
         "equivalence": equivalence(records, "baseline_equivalence"),
     }
 

@@ -150,16 +150,27 @@ def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:
     return ratio(rates["method"].sum(), rates[reference].sum())
 
 
-def bandwidth_fraction(tokens_per_second: float | None, facts: dict) -> float | None:
-    """A speed as a fraction of that of autoregressive decoding if it did nothing but read the target's weights.
+def bandwidth_fraction(answers: pd.DataFrame, facts: dict) -> float | None:
+    """The speed of decoding as a fraction of that of reading the target's weights once per token.
 
-    Above 1: faster than any autoregressive decoding from memory on this machine. Weights that fit into the caches can
-    be read faster than memory; keys and values are not counted.
+    Prefills are left out, as a prefill reads the weights once for many tokens: the fraction of autoregressive decoding
+    is what others call model bandwidth utilisation. Above 1: faster than any autoregressive decoding from memory on
+    this machine. Weights that fit into the caches can be read faster than memory; keys and values are not counted.
+
+    Args:
+        answers: of one arm: columns `tokens`, `seconds`, `prefill_seconds`. Where no prefill was timed, as with
+            transformers' generate, they count whole, and the fraction is a lower bound.
+        facts: of the run.
     """
     bandwidth, read = facts["bandwidth_bytes_per_second"], facts["target_pass_bytes"]
-    if tokens_per_second is None or bandwidth is None or read is None:
+    if bandwidth is None or read is None:
         return None
-    return tokens_per_second * read / bandwidth
+    tokens, seconds = answers["tokens"], answers["seconds"]
+    if answers["prefill_seconds"].notna().any():
+        tokens, seconds = tokens - 1, seconds - answers["prefill_seconds"]  # a prefill gives the first token
+    timed = seconds.notna()
+    rate = ratio(tokens[timed].sum(), seconds[timed].sum())
+    return None if rate is None else rate * read / bandwidth
 
 
 def equivalence(records: list[dict], key: str = "equivalence") -> dict:
@@ -206,7 +217,7 @@ METRICS: dict[str, Callable[[Measured], Any]] = {
     "acceptance_by_position": lambda m: acceptance_at_positions(m.rounds),
     "acceptance_by_position_conditional": lambda m: acceptance_at_positions(m.rounds, conditional=True),
     "mbsu": lambda m: mbsu(m.rounds, m.facts["target_pass_bytes"]),
-    "bandwidth_fraction": lambda m: bandwidth_fraction(m.rate, m.facts),
+    "bandwidth_fraction": lambda m: bandwidth_fraction(m.method, m.facts) if m.has_times else None,
     "prefill_seconds": lambda m: total(m.method["prefill_seconds"]),
     "draft_seconds": lambda m: total(m.rounds["draft_seconds"]),
     "verify_seconds": lambda m: total(m.rounds["verify_seconds"]),

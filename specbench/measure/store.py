@@ -112,22 +112,21 @@ def source_sha256() -> str:
     ):
         if any(path.is_relative_to(ROOT / folder) for folder in NOT_MEASURING):
             continue
-        code = _code(path.read_bytes())
-        digest.update(f"{path.relative_to(ROOT)}\0{len(code)}\0{code}".encode())
+        digest.update(f"{path.relative_to(ROOT)}\0{_code_sha256(path.read_bytes())}\0".encode())
     return digest.hexdigest()
 
 
 @lru_cache(maxsize=1024)
-def _code(source: bytes) -> str:
-    """The syntax tree of a file, without docstrings, as text."""
+def _code_sha256(source: bytes) -> str:
+    """Hex digest of the syntax tree of a file, without docstrings."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # in a file that this run need not import
-        return source.decode(errors="replace")
+        return hashlib.sha256(source).hexdigest()
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]
-    return ast.dump(tree)
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
 def read_config(run_dir: Path) -> dict:
