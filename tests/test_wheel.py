@@ -59,7 +59,7 @@ def specbench(installed: Path, cwd: Path, *arguments: str) -> subprocess.Complet
     )
 
 
-SHORT = ("data.limit=1", "task=qa", "decoding.max_new_tokens=8", "generate=false")
+SHORT = ("data.limit=1", "task=qa", "decoding.max_new_tokens=8", "generate=false", "remeasure=0")
 
 
 def test_a_run_writes_to_the_working_directory(installed, tmp_path):

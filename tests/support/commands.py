@@ -80,5 +80,5 @@ def small_pair_and_questions(folder: Path) -> list[str]:
     return [
         f"pair.target={pair.target}", f"pair.draft={pair.draft}", "pair.tokenizer=null", "pair.device=cpu",
         "pair.parts.kangaroo=null", "data.path=q.jsonl", "data.warmup=q.jsonl", "decoding.max_new_tokens=12",
-        "generate=false",
+        "generate=false", "remeasure=0",
     ]  # fmt: skip
