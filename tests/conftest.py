@@ -1,6 +1,7 @@
 """Set-up of every test: no network but a test's own, reproducible draws, few threads. The tiers:
 
-- fast (`make test-fast`): all that no marker below names; the heart of every part, in three minutes on two cores.
+- fast (`make test-fast`): all that no marker below names; the heart of every part, in a minute on two cores.
+- `first_fast`: of its cases, the first is fast and the others are slow.
 - `slow`: training, long statistics, further architectures, and whatever else takes about 3 s of CPU time or more.
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
 - `cuda`: needs a GPU and is skipped without one; `make test ARGS="-m cuda"` runs these alone.
@@ -25,8 +26,16 @@ hypothesis.settings.register_profile("specbench", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("specbench")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none."""
+    """Marks the further cases of `first_fast`, and skips what needs a GPU where there is none."""
+    begun = set()
+    for item in items:
+        if item.get_closest_marker("first_fast"):
+            function = item.nodeid.partition("[")[0]
+            if function in begun:
+                item.add_marker("slow")
+            begun.add(function)
     if torch.cuda.is_available():
         return
     for item in items:

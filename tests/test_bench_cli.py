@@ -33,6 +33,7 @@ composed = partial(conf.composed, "bench")
 # -- names
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,6 +62,7 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
 # -- values and combinations
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

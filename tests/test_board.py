@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 
 from specbench import ROOT, bench
@@ -39,6 +40,7 @@ def measured(run_dirs: Iterable[Path], _logs: Path) -> Iterator[tuple[Path, int,
     yield from ((run_dir, 0, None) for run_dir in run_dirs)
 
 
+@pytest.mark.slow
 def test_what_a_pair_lacks_is_one_line_for_each_method_and_the_others_go_on(tmp_path, capfd):
     asked = jobs(tmp_path)
     bench.run(asked, measured, tmp_path)
@@ -54,6 +56,7 @@ def test_what_a_pair_lacks_is_one_line_for_each_method_and_the_others_go_on(tmp_
     assert folders == set(BOARD) - LACKING.keys()
 
 
+@pytest.mark.slow
 def test_with_every_part_the_whole_board_goes(tmp_path):
     parts = [f"++pair.parts.{part}={tmp_path}" for part in set(LACKING.values())]
     asked = jobs(tmp_path, *parts)

@@ -36,6 +36,7 @@ def resolved(*overrides: str):
     return cfg
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_composes(group, choice):
     cfg = resolved(f"{group}={choice}")
@@ -72,6 +73,7 @@ def test_method(method):
     check_method(cfg)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("drafter", NAMES["drafter"])
 def test_any_drafter_serves_any_batch_method(drafter):
     for method in ("ragged", "eqspec", "exspec"):
@@ -95,6 +97,7 @@ def test_tasks_are_those_of_spec_bench():
         assert resolved(f"task={name}").task.tasks == {name: TASKS[name]}
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("drafter", [name for name in NAMES["drafter"] if name != "oracle"])
 def test_a_value_names_the_configuration_of_a_wrapped_drafter(drafter):
     """`${choice:...}` gives what the group's file gives, its interpolations resolved where it stands."""

@@ -221,6 +221,7 @@ def _embedded_target() -> LlamaForCausalLM:
     return load_pair(composed("bench", "pair=tiny", "pair.device=cpu").pair, 0, with_draft=False).target
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("name", [name for name in REAL if name != "glm-4-9b"])
 def test_every_real_shape_can_be_built(name):
     """Without memory for it: on the device that holds nothing."""
@@ -254,6 +255,7 @@ def test_tiny_wide():
     assert pair.stop_ids == {3} and pair.context_length == 4096
 
 
+@pytest.mark.slow
 def test_a_wide_draft_model_drafts_the_same():
     """Plain and sorted draft models alike, whole and cut to some layers."""
     ids = torch.arange(5, 25).unsqueeze(0)

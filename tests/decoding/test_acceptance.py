@@ -276,6 +276,7 @@ def test_residual_never_vanishes():
     assert residual(nan, p).isnan().any() and residual(p, nan).isnan().any(), "a draw from it must fail"
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("certain", [True, False])
 def test_sampled_trees_leave_the_distribution_unchanged(certain):
     """Two children of the root and one grandchild: what comes first is still a draw from p."""

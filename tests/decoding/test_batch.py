@@ -44,6 +44,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_row_is_transformers_own_answer(arch, scheduler):
@@ -59,6 +60,7 @@ def test_every_row_is_transformers_own_answer(arch, scheduler):
         )
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(
     "kind", [pytest.param("chain with a stop", marks=pytest.mark.slow), "early exit", "tree"]
 )

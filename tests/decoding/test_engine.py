@@ -20,6 +20,7 @@ from tests.support.decoding import STOP, random_pair, random_prompt
 from tests.support.drafters import Oracle
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**20),
     cap=st.integers(1, 30),

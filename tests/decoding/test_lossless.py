@@ -97,6 +97,7 @@ def test_a_draw_with_the_number_of_another_position_is_found(monkeypatch):
         test_certain_drafts_leave_a_sampled_answer_as_it_is("llama", False)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(
     "kind", [pytest.param("chain", marks=pytest.mark.slow), "early exit", "oracle", "oracle tree"]
 )

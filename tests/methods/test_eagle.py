@@ -99,6 +99,7 @@ def test_one_pair_by_hand():
     torch.testing.assert_close(outputs(model, f.view(1, 1, 64), e.view(1, 1, 64))[0, 0], expected)
 
 
+@pytest.mark.first_fast
 @METHOD
 def test_a_node_is_drafted_as_the_end_of_a_chain(make, folder):
     """Whatever stands beside it in the tree; and each level is a pass of its nodes with children alone."""
@@ -146,6 +147,7 @@ def test_a_node_is_drafted_as_the_end_of_a_chain(make, folder):
     assert steps[0].draft_bytes == levels * (weights + StagedModel(pair.target).pass_bytes(0, 0))
 
 
+@pytest.mark.first_fast
 @METHOD
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=5)])
 def test_the_cache_holds_what_the_true_pairs_leave_there(make, scheduler, folder):
@@ -221,6 +223,7 @@ def test_a_tree_ends_where_the_answer_must(folder):
     assert most[0] == (4, 4) and all(depth <= limit for limit, depth in most)
 
 
+@pytest.mark.slow
 def test_room_for_nodes_that_are_not_kept(folder):
     """More nodes go through the layer than the tree has, up to the end of what the buffers hold."""
     pair = random_pair("llama")
@@ -469,6 +472,7 @@ def test_lossless_in_batches(scheduler, arch, make, tmp_path):
     assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
 
 
+@pytest.mark.first_fast
 @METHOD
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])
 def test_sampled_text_is_that_of_autoregressive_decoding(make, scheduler, folder):

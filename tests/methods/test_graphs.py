@@ -88,6 +88,7 @@ def answers(
     return [answer.tokens for answer in given]
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(
     "method",
     [pytest.param(m, marks=pytest.mark.slow if m in SLOW else []) for m in (*DRAFTERS, *ALONE)],
@@ -101,6 +102,7 @@ def test_every_method(monkeypatch, adapter, method):
     assert 0 < captures < replays
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("method", ["sps", "recycling", "kangaroo tree"])
 def test_batches(monkeypatch, adapter, method, scheduler):
@@ -129,6 +131,7 @@ def test_batches_of_other_families(monkeypatch, adapter, arch, method, scheduler
     assert answers(arch, drafter, 6, SCHEDULERS[scheduler]()) == right
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["qwen3", "mistral", "opt", "gemma3"])
 def test_other_families(monkeypatch, arch):
     right = expected(arch, 2)
@@ -136,6 +139,7 @@ def test_other_families(monkeypatch, arch):
     assert answers(arch, DRAFTERS["sps"](sorted_pair(arch), None), 2) == right
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("method", ["sps", "recycling"])
 def test_the_same_again_captures_nothing(monkeypatch, method):
     made = pretend(monkeypatch)
@@ -172,6 +176,7 @@ def test_what_a_drafter_keeps_must_not_be_overwritten(monkeypatch, adapter):
     assert [answer.tokens for answer in engine.generate(requests("llama", 3))] != right
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("method", ["ar", "sps"])
 def test_entries_behind_a_token_must_be_masked(monkeypatch, method):
     right = expected("llama", 3)

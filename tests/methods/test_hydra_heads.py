@@ -175,6 +175,7 @@ def test_what_is_drafted(folder):
         assert steps[0].draft_bytes > weight_bytes(prefix.layers)
 
 
+@pytest.mark.first_fast
 @torch.inference_mode()
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 @pytest.mark.parametrize("arch", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
@@ -543,6 +544,7 @@ def test_matrices_of_their_own_are_trimmed_as_the_targets_is(tmp_path, monkeypat
     assert assert_lossless("llama", drafter, third=0)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 def test_lossless_in_batches(scheduler, prefix, tmp_path):
@@ -555,6 +557,7 @@ def test_lossless_in_batches(scheduler, prefix, tmp_path):
     batches.assert_drafts_as_alone(engine, requests, ["accepted"])
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])
 def test_sampled_text_is_that_of_autoregressive_decoding(folder, scheduler):
     pair = random_pair("llama")

@@ -53,6 +53,7 @@ def likeliest_paths(
     return found
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["llama", "mistral"])
 def test_what_is_drafted_and_what_the_caches_hold(arch, adapter):
     """The likeliest paths, level by level. After a round the adapter holds what one pass over the known tokens gives,
@@ -153,6 +154,7 @@ def test_lossless(arch, adapter):
     assert {0, 1, 2, 3} <= {s.accepted for s in steps}
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 @pytest.mark.parametrize("eta", [0.0, 0.1])
 def test_lossless_in_batches(scheduler, eta, adapter):
@@ -166,6 +168,7 @@ def test_lossless_in_batches(scheduler, eta, adapter):
     assert {0, 1, 2} <= {s.accepted for s in steps}
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec])
 def test_a_sequence_of_a_batch_is_drafted_for_as_if_alone(scheduler, adapter):
     """Also where others of the batch draft more levels than it does."""

@@ -203,6 +203,7 @@ def against_the_simulation(w, n, g, text=False) -> int:
     return sum(accepted for accepted, _ in rounds)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_round_is_that_of_the_algorithm(size):
     accepted = against_the_simulation(*size)
@@ -235,6 +236,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(scheduler):
     arch = "mistral" if scheduler in ("eqspec", "chaos") else "llama"
@@ -259,6 +261,7 @@ def test_a_budget_of_tokens_cuts_the_window(tokens):
     assert max(looked_at) <= tokens - 1 and any(looked_at) == (tokens > 2)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
     pair = random_pair("llama")

@@ -274,6 +274,7 @@ def mapped(state: dict, cut: bool) -> None:
         state[name] = state[name][IDS].contiguous()
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("cut", [True, False], ids=["rows of the map", "all rows"])
 @pytest.mark.parametrize("own", [False, True])
 def test_a_token_map(own, cut, tmp_path):
@@ -435,6 +436,7 @@ def test_lossless_in_batches(scheduler, tmp_path):
     assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
 
 
+@pytest.mark.first_fast
 def test_sampled_text_is_that_of_autoregressive_decoding(folder):
     pair = random_pair("llama")
     requests = [Request(PROMPT, Decoding(30, 0.7), seed) for seed in range(4)]

@@ -75,6 +75,7 @@ def plain_drafts(arch: str) -> list[list[int]]:
     return tokens_of(drafts(SpeculativeSampling(pair, 4), pair, 0.0))
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_branches_are_the_drafts_of_speculative_sampling(arch, variant):

@@ -102,6 +102,7 @@ def test_draws_belong_to_the_prompt_the_seed_and_the_place():
 # -- one sequence
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("cost", SOME_COSTS)
 def test_what_is_accepted_is_what_was_drawn(cost, tmp_path):
     pair = random_pair("llama")
@@ -192,6 +193,7 @@ def test_an_answer_that_goes_on_behind_the_known_one(tmp_path):
         assert [s.accepted for s in said.steps[:2]] == [4, 4]
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("cost", ["none", "sps", "kangaroo"])
 def test_it_stops_anywhere(cost, tmp_path):
     def drafter(prompt: list[int], free: list[int]) -> Drafter:
@@ -205,6 +207,7 @@ def test_it_stops_anywhere(cost, tmp_path):
 # -- batches
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, ExSpec])
 def test_a_batch_accepts_what_each_sequence_does_alone(cost, scheduler, tmp_path):

@@ -135,6 +135,7 @@ def test_lossless(arch):
 SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("memory", ["answer", "run"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(scheduler, memory):
@@ -149,6 +150,7 @@ def test_lossless_in_batches(scheduler, memory):
         batches.assert_drafts_as_alone(engine, requests, ["accepted"])
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
     pair = random_pair("llama")

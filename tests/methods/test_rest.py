@@ -100,6 +100,7 @@ def test_what_is_no_datastore_is_refused(tmp_path):
         load_datastore(tmp_path, pair)
 
 
+@pytest.mark.slow
 def test_settings_that_cannot_be(datastore):
     pair = with_tokenizer("llama")
     with pytest.raises(UserError, match="max_match must be at least 9"):
@@ -252,6 +253,7 @@ def test_lossless(arch, datastore):
 SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(scheduler, datastore):
     requests, expected = batches.cases("llama")
@@ -263,6 +265,7 @@ def test_lossless_in_batches(scheduler, datastore):
     batches.assert_drafts_as_alone(engine, requests)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size, datastore):
     pair = with_tokenizer("llama")

@@ -131,6 +131,7 @@ def test_what_is_drawn_from(sampling):
     assert 3 + 6 + 6 in rounds and any(s.accepted for s in steps)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("sampling", DRAWN)
 def test_a_chain_is_sps(sampling, temperature):
@@ -246,6 +247,7 @@ def test_lossless(arch, folder):
     assert {0, 1, 2} <= {s.accepted for s in steps}
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(scheduler, folder):
     steps = []

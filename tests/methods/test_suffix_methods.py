@@ -209,6 +209,7 @@ def test_suffix_leaves_out_what_seldom_follows():
 # -- answers
 
 
+@pytest.mark.first_fast
 @EVERY_DRAFTER
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, name, corpus):
@@ -223,6 +224,7 @@ def test_lossless(arch, name, corpus):
 SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
 
 
+@pytest.mark.first_fast
 @EVERY_DRAFTER
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(name, scheduler, corpus):
@@ -237,6 +239,7 @@ def test_lossless_in_batches(name, scheduler, corpus):
         batches.assert_drafts_as_alone(engine, requests, ["accepted"] if longest else ["drafted", "accepted"])
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if not name.endswith("sps")])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(name, batch_size, corpus):
@@ -245,6 +248,7 @@ def test_sampled_text_is_that_of_autoregressive_decoding(name, batch_size, corpu
     assert assert_samples_like_plain_decoding(pair, drafter, requests, RaggedBatch(batch_size)) > 5
 
 
+@pytest.mark.first_fast
 @EVERY_DRAFTER
 def test_it_stops_anywhere(name, corpus):
     """Also inside a draft: the drafter has seen the answer before."""
@@ -271,6 +275,7 @@ def long_requests() -> tuple[list[Request], list[list[int]]]:
     return requests, [generate_with_transformers(pair.target, prompt, LONG, ()) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_the_auxiliary_drafter_drafts_where_the_match_is_short():
     """Alone and in batches; and its state goes on as if it had drafted in every round."""
     pair, (requests, _) = random_pair("llama"), long_requests()
@@ -306,6 +311,7 @@ def test_token_recycling_learns_from_copied_tokens():
     assert copied.count(True) > 5 < copied.count(False)
 
 
+@pytest.mark.slow
 def test_what_is_copied_does_not_leave_the_draft_models_cache_wrong():
     """Where it is the target itself, all that it drafts is accepted, also behind copied tokens."""
     pair = random_pair("llama")

@@ -48,6 +48,7 @@ def said(pair, drafter: Drafter, width: int | None) -> list[list[int]]:
     return [answer.tokens for answer in engine.generate(half_requests(pair))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["recycling", *(pytest.param(m, marks=pytest.mark.slow) for m in ("pld", "sps", "kangaroo"))]
 )
@@ -70,6 +71,7 @@ def test_a_run_gives_all_arms_the_width(method):
     assert one == other
 
 
+@pytest.mark.slow
 def test_half_precision_is_not_exact_without(half):
     """Else the test above would prove nothing."""
     plain = said(half, Drafter(), None)
@@ -83,6 +85,7 @@ def test_rounding_is_that_of_the_answers(half):
     assert shape_noise(StagedModel(half.target, width=WIDTH), samples) == 0
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", [None, *SCHEDULERS])
 @pytest.mark.parametrize("method", ["ar", "sps", "recycling", "kangaroo tree"])
 def test_answers_stay_what_they_are(monkeypatch, adapter, method, scheduler):
