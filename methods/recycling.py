@@ -121,7 +121,7 @@ class TokenRecycling(Drafter):
         nodes = torch.arange(k, device=self.device).expand(b, -1)
         steps = nodes < verified.count.unsqueeze(1)
         path = nodes if verified.path is None else verified.path
-        accepted.scatter_(1, torch.where(steps, path + 1, 1 + k), True)
+        accepted.scatter_(1, (path + 1).masked_fill(~steps, 1 + k), True)
         priority = torch.where(accepted[:, : 1 + k], deepest + depths, deepest - depths)
         tokens, live = draft.tokens, draft.acceptable()
         if live is not None:  # the rest is padding, and stands for the pending token, which counts more

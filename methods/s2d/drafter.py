@@ -129,7 +129,7 @@ class SortedDraft(SpeculativeSampling):
                 chosen, layers = logits, torch.full((b,), end, device=ids.device)
             else:
                 chosen = torch.where(deciding.unsqueeze(1), logits, chosen)
-                layers = torch.where(deciding, end, layers)
+                layers = layers.masked_fill(deciding, end)
             if i == len(self._deeper):
                 break
             self._keep(i, where, hidden)

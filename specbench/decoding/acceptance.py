@@ -206,8 +206,8 @@ def longest_path(fits: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Te
     nodes = torch.arange(fits.shape[1], device=fits.device)
     on_path = tree.on_path.expand(fits.shape[0], -1, -1)
     own = on_path.gather(1, best[:, None, None].expand(-1, 1, fits.shape[1])).squeeze(1)
-    path = torch.where(own, nodes, fits.shape[1]).sort(-1).values
-    return count, path, torch.where(count > 0, best + 1, 0)
+    path = nodes.expand_as(own).masked_fill(~own, fits.shape[1]).sort(-1).values
+    return count, path, (best + 1) * (count > 0)
 
 
 def sampled_tree(
@@ -249,7 +249,7 @@ def sampled_tree(
         # The child of each node that it is the turn of; k where there is none.
         child = torch.full((b, k + 2), k, device=tokens.device)
         child.scatter_(
-            1, torch.where(now, parents, k + 1), torch.arange(k, device=tokens.device).expand(b, -1)
+            1, parents.masked_fill(~now, k + 1), torch.arange(k, device=tokens.device).expand(b, -1)
         )
         child = child[:, : k + 1]
         has, child = (child < k) & open_, child.clamp(max=k - 1)

@@ -187,7 +187,7 @@ class AlignedLayout(RaggedLayout):
             # Node i is entry 1 + i; behind the path there are indices that are no nodes, or not kept.
             kept = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
             gone = (steps > 0).repeat(b, 1)
-            gone.scatter_(1, torch.where(kept, path + 1, 0), False)
+            gone.scatter_(1, (path + 1) * kept, False)
             self._ends[:b] = [end + width] * b  # not looked at on the host: the last node may lie anywhere
         self._held[:b, end : end + width].masked_fill_(gone, EMPTY)
 

@@ -104,7 +104,8 @@ def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     sums = weights.double().cumsum(-1)
     total = sums[..., -1:]
     drawn = torch.searchsorted(sums, uniforms.double().unsqueeze(-1) * total, right=True)
-    return drawn.clamp(max=weights.shape[-1] - 1).where(total.isfinite(), NOT_DRAWN).squeeze(-1)
+    drawn = drawn.clamp(max=weights.shape[-1] - 1)
+    return drawn.masked_fill_(~total.isfinite(), NOT_DRAWN).squeeze(-1)
 
 
 def all_drawn(tokens: list[int]) -> list[int]:

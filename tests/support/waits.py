@@ -91,6 +91,8 @@ class _Functions(TorchFunctionMode):
         waits = name in READS | SIZES | COPIES
         if name in ("__getitem__", "__setitem__"):
             waits = any(_is_from_host(part) for part in _parts(args[1]))
+        if name == "where":  # a number becomes a tensor of the host, which is copied
+            waits = not all(isinstance(given, torch.Tensor) for given in args)
         if name == "repeat_interleave" and "output_size" not in kwargs:
             waits = any(isinstance(given, torch.Tensor) for given in args[1:])
         if not waits:
