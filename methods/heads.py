@@ -17,6 +17,7 @@ from specbench.decoding.linear import laid_linear
 from specbench.errors import UserError
 
 if TYPE_CHECKING:
+    from specbench.decoding.draft import Batch
     from specbench.decoding.sampling import Decoding
     from specbench.decoding.target import StagedModel
     from specbench.pairs import Pair
@@ -57,6 +58,9 @@ class DraftHead:
         if self.kept is None:
             return self.model.unembed(normed)
         return self.model.finish_logits(self.trimmed(normed))
+
+    def begin(self, batch: Batch) -> None:
+        """Told of a draft before the first of its tokens is chosen; in what is captured, too."""
 
     def choose(
         self,

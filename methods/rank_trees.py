@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -155,7 +155,7 @@ class Level:
         return likeliest_ids(logits, self.most_ranks)[:, self.parents, self.ranks]
 
 
-@lru_cache(maxsize=64)
+@cache  # without a bound: what is captured reads these tensors for as long as it is replayed
 def rank_tree(
     paths: tuple[Path, ...], depth: int, device: torch.device, leaves_last: bool = False
 ) -> tuple[Tree, list[Level]]:

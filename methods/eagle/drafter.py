@@ -26,13 +26,16 @@ from specbench.decoding.kv_cache import KVCache, Pass
 from specbench.decoding.layers import quick, weight_bytes
 from specbench.decoding.layout import RaggedLayout, span
 from specbench.decoding.target import Prefill, StagedModel, attention_mask, rope_of
+from specbench.decoding.tree import Tree
 from specbench.pairs import Pair
 from specbench.questions import packaged
 from specbench.values import Count
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+    from collections.abc import Sequence as Several
+
     from methods.eagle.layer import DraftingModel
-    from specbench.decoding.tree import Tree
 
 # The tree of the authors' EAGLE-1, 25 nodes: children by path of ranks.
 PUBLISHED = grown(
@@ -102,17 +105,38 @@ class EagleDrafter(Drafter):
         """Feeds the tokens that stay with the target's own states, over the entries of the draft."""
         if all(sequence.done for sequence in batch.sequences):
             return
-        b, n = batch.size, 1 + max(verified.counts)
-        states = {tap: verified.kept(hidden)[:, :n] for tap, hidden in verified.hidden_states.items()}
-        # A sequence that keeps fewer tokens than another is fed others behind its end: the next round writes there.
-        where = self._layout.place(_pairs(batch), n, 1)
-        out = self._feed(self.model.features(states), _behind(batch, n), self._layout.cache, where)
-        self._outputs[:b] = out[torch.arange(b, device=out.device), verified.count]
+        n = 1 + max(verified.counts)
+
+        def feed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
+            # A sequence that keeps fewer tokens than another is fed others behind its end: the next round writes there.
+            where = self._layout.place(_pairs(batch), n, 1)
+            features = self.model.features(dict(zip(self.taps, states, strict=True)))
+            out = self._feed(features, _behind(batch, n), self._layout.cache, where)
+            return [out[torch.arange(batch.size, device=out.device), count]]
+
+        states = [verified.kept(verified.hidden_states[tap])[:, :n] for tap in self.taps]
+        cache, key = self._layout.cache, ("commit", n)
+        (out,) = self.target.run_batch(batch, cache, key, feed, verified.count, *states, entries=n)
+        self._outputs[: batch.size] = out
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies slots of the layer's cache."""
         self._layout.move(sources, destinations, kv_len)
         move_slots(self._outputs, sources, destinations)
+
+    def _as_one(
+        self, batch: Batch, key: Hashable, function: Callable[..., list[torch.Tensor]], nodes: int
+    ) -> Several[torch.Tensor]:
+        """A function of the batch and the outputs [b, h] of its last true pairs, which takes nodes through the layer.
+
+        Args:
+            batch: the running sequences.
+            key: says which function it is.
+            function: a whole draft.
+            nodes: a bound on those of a sequence that go through the layer.
+        """
+        cache, outputs = self._layout.cache, self._outputs[: batch.size]
+        return self.target.run_batch(batch, cache, ("draft", key), function, outputs, entries=nodes)
 
     def _level(
         self, batch: Batch, features: torch.Tensor, tokens: torch.Tensor, first: int, tree: Tree
@@ -188,17 +212,24 @@ class Eagle(EagleDrafter):
         """Fills the tree from the likeliest followers of each node."""
         paths = tuple(self.paths[: batch.max_nodes])
         tree, levels = rank_tree(paths, batch.max_draft, batch.tokens.device, leaves_last=True)
-        out = self._outputs[: batch.size].unsqueeze(1)
-        inner: list[torch.Tensor] = []
-        leaves: list[torch.Tensor] = []
-        for depth, level in enumerate(levels):
-            if depth:
-                above = levels[depth - 1]
-                out = self._level(batch, out[:, above.parents[: above.inner]], inner[-1], above.start, tree)
-            tokens = self.head.ids(level.likeliest(self.head.logits(out)))
-            inner.append(tokens[:, : level.inner])
-            leaves.append(tokens[:, level.inner :])
-        return Draft(torch.cat([*inner, *leaves], dim=1), tree=tree, bytes_read=len(levels) * self._bytes)
+
+        def filled(batch: Batch, outputs: torch.Tensor) -> list[torch.Tensor]:
+            out = outputs.unsqueeze(1)
+            inner: list[torch.Tensor] = []
+            leaves: list[torch.Tensor] = []
+            for depth, level in enumerate(levels):
+                if depth:
+                    above = levels[depth - 1]
+                    out = self._level(
+                        batch, out[:, above.parents[: above.inner]], inner[-1], above.start, tree
+                    )
+                tokens = self.head.ids(level.likeliest(self.head.logits(out)))
+                inner.append(tokens[:, : level.inner])
+                leaves.append(tokens[:, level.inner :])
+            return [torch.cat([*inner, *leaves], dim=1)]
+
+        (tokens,) = self._as_one(batch, (paths, len(levels)), filled, len(paths))
+        return Draft(tokens, tree=tree, bytes_read=len(levels) * self._bytes)
 
 
 class DynamicEagle(EagleDrafter):
@@ -222,17 +253,23 @@ class DynamicEagle(EagleDrafter):
         """Lets the tree grow level by level, and keeps its likeliest nodes."""
         width = min(self.width, self.head.rows)
         levels = min(self.max_draft_tokens, batch.max_draft, batch.max_nodes)
-        growth = Growth(width)
-        out = self._outputs[: batch.size].unsqueeze(1)
-        growth.add(self.head.logits(out))
-        for depth in range(levels - 1):
-            rows, above = growth.expand()
-            assert growth.expanded is not None  # `expand` has just made it
-            features = out.gather(1, above.unsqueeze(-1).expand(-1, -1, out.shape[-1]))
-            out = self._level(batch, features, self.head.ids(rows), depth * width, growth.expanded)
+        nodes = min(self.max_nodes, batch.max_nodes, most_nodes(width, levels))
+
+        def grown(batch: Batch, outputs: torch.Tensor) -> list[torch.Tensor]:
+            growth = Growth(width)
+            out = outputs.unsqueeze(1)
             growth.add(self.head.logits(out))
-        rows, tree = growth.best(min(self.max_nodes, batch.max_nodes, most_nodes(width, levels)))
-        return Draft(self.head.ids(rows), tree=tree, bytes_read=levels * self._bytes)
+            for depth in range(levels - 1):
+                rows, above = growth.expand()
+                assert growth.expanded is not None  # `expand` has just made it
+                features = out.gather(1, above.unsqueeze(-1).expand(-1, -1, out.shape[-1]))
+                out = self._level(batch, features, self.head.ids(rows), depth * width, growth.expanded)
+                growth.add(self.head.logits(out))
+            rows, tree = growth.best(nodes)
+            return [self.head.ids(rows), *tree.tensors]
+
+        tokens, *tree = self._as_one(batch, (levels, nodes), grown, width * (levels - 1))
+        return Draft(tokens, tree=Tree.of_tensors(tree), bytes_read=levels * self._bytes)
 
 
 class Eagle2(DynamicEagle):
@@ -277,7 +314,7 @@ def _loaded(pair: Pair, part: str) -> tuple[DraftingModel, dict[str, Any]]:
 def _behind(batch: Batch, n: int) -> torch.Tensor:
     """[b, n] the tokens that have come behind the pending ones."""
     first = batch.lengths[0]
-    if len({*batch.lengths}) == 1:
+    if len({*batch.lengths}) == 1 and batch.reach is None:
         return batch.tokens[: batch.size, first : first + n]
     return batch.tokens[: batch.size].gather(1, span(batch.known, n))
 

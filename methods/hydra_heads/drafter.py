@@ -95,23 +95,27 @@ class HydraHeads(Drafter):
         """Fills the tree level by level, each level in one product."""
         paths = tuple(self.paths[: batch.max_nodes])
         tree, levels = rank_tree(paths, batch.max_draft, batch.tokens.device, leaves_last=True)
-        # Of each node with children: the state, and the embeddings of the tokens from the pending one to its own.
-        read = torch.cat(
-            [self._states[: batch.size].unsqueeze(1), self._target.embed(batch.newest(1))], dim=-1
-        )
-        inner: list[torch.Tensor] = []
-        leaves: list[torch.Tensor] = []
-        for depth, level in enumerate(levels):
-            if depth:
-                before = levels[depth - 1]
-                path = read[:, before.parents[: before.inner]]
-                read = torch.cat([path, self._target.embed(inner[-1])], dim=-1)
-            logits = self._logits(self.heads(depth, read), depth)
-            tokens = self.head.ids(level.likeliest(logits))
-            inner.append(tokens[:, : level.inner])
-            leaves.append(tokens[:, level.inner :])
+
+        def filled(batch: Batch, states: torch.Tensor) -> list[torch.Tensor]:
+            # Of each node with children: the state, and the embeddings of the tokens from the pending one to its own.
+            read = torch.cat([states.unsqueeze(1), self._target.embed(batch.newest(1))], dim=-1)
+            inner: list[torch.Tensor] = []
+            leaves: list[torch.Tensor] = []
+            for depth, level in enumerate(levels):
+                if depth:
+                    before = levels[depth - 1]
+                    path = read[:, before.parents[: before.inner]]
+                    read = torch.cat([path, self._target.embed(inner[-1])], dim=-1)
+                logits = self._logits(self.heads(depth, read), depth)
+                tokens = self.head.ids(level.likeliest(logits))
+                inner.append(tokens[:, : level.inner])
+                leaves.append(tokens[:, level.inner :])
+            return [torch.cat([*inner, *leaves], dim=1)]
+
+        key = ("draft", paths, len(levels))
+        (tokens,) = self._target.run_batch(batch, self.heads, key, filled, self._states[: batch.size])
         return Draft(
-            torch.cat([*inner, *leaves], dim=1),
+            tokens,
             tree=tree,
             bytes_read=self._prefix_bytes + sum(self._level_bytes[: len(levels)]),
         )
@@ -124,9 +128,14 @@ class HydraHeads(Drafter):
             return
         # Where fewer tokens were kept than elsewhere, what lies behind is written over in the next round.
         n = 1 + max(verified.counts)
-        where = self._layout.place(batch, n)
-        seen = self._prefix(verified.kept(states)[:, :n], self._layout.cache, where)
-        self._states[: batch.size] = seen[torch.arange(batch.size, device=seen.device), verified.count]
+
+        def feed(batch: Batch, count: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
+            seen = self._prefix(states, self._layout.cache, self._layout.place(batch, n))
+            return [seen[torch.arange(batch.size, device=seen.device), count]]
+
+        given, cache = (verified.count, verified.kept(states)[:, :n]), self._layout.cache
+        (seen,) = self._target.run_batch(batch, cache, ("commit", n), feed, *given, entries=n)
+        self._states[: batch.size] = seen
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies slots of the states and of the prefix layer's cache."""

@@ -96,9 +96,9 @@ class Kangaroo(Drafter):
         states = [feed[:, -1:]]
         tokens, probs = [], []
         stop = StopTracker(self.confidence_threshold)
+        self.head.begin(batch)
         for j in range(min(self.max_draft_tokens, batch.max_draft)):
-            where = self._layout.place(batch, feed.shape[1], offset)
-            logits = self.head.logits(self._adapt(feed, self._layout.cache, where)[:, -1])
+            logits = self._logits(batch, feed, offset)
             token, q = self.head.choose(logits, batch.decoding, batch.draws(j))
             tokens.append(token)
             probs.append(q)
@@ -156,6 +156,17 @@ class Kangaroo(Drafter):
         layout = batch.layout
         where = layout.place(batch, ids.shape[1], offset, tree)
         return self.target.run_layers(self.target.embed(ids), layout.cache, where, 0, self.exit_layer)
+
+    def _logits(self, batch: Batch, feed: torch.Tensor, offset: int) -> torch.Tensor:
+        """Exit states [b, n, d], the first `offset` behind the pending token's -> logits [b, rows] behind the last."""
+        n, cache = feed.shape[1], self._layout.cache
+
+        def adapted(batch: Batch, feed: torch.Tensor) -> list[torch.Tensor]:
+            states = self._adapt(feed, cache, self._layout.place(batch, n, offset))
+            return [self.head.logits(states[:, -1])]
+
+        key, entries = ("draft", n, offset), offset + n
+        return self.target.run_batch(batch, cache, key, adapted, feed, entries=entries)[0]
 
     def _adapt(self, states: torch.Tensor, cache: KVCache, where: Pass) -> torch.Tensor:
         """Exit states [b, n, d] -> states [b, n, d] for the head."""

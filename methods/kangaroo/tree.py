@@ -67,21 +67,13 @@ class KangarooTree(Kangaroo):
         width = min(self.width, self.head.rows, batch.max_nodes)
         levels = min(self.max_draft_tokens, batch.max_draft, batch.max_nodes // width)
         feed, offset = self._begun(batch)
-        states, tokens, parents = [feed[:, -1:]], [], []
+        states, tokens = [feed[:, -1:]], []
         scores = torch.zeros(batch.size, 1, device=feed.device)  # logarithms of the confidence of each path
         tree: Tree | None = None
         stop = StopTracker(self.confidence_threshold)
         for depth in range(levels):
-            where = self._layout.place(batch, feed.shape[1], offset, tree)
-            adapted = self._adapt(feed, self._layout.cache, where)
-            # What stands in front of the pending token only fills the cache.
-            logits = self.head.logits(adapted if depth else adapted[:, -1:])
-            followers = likeliest_ids(logits, width)
-            own = logits.gather(2, followers).float() - logits.float().logsumexp(-1, keepdim=True)
-            scores, best = (scores.unsqueeze(2) + own).flatten(1).topk(width)
-            tokens.append(self.head.ids(followers.flatten(1).gather(1, best)))
-            parents.append(best // width + width * (depth - 1) if depth else torch.full_like(best, -1))
-            tree = Tree.of(torch.cat(parents, dim=1), widest=width)
+            ids, scores, tree = self._level(batch, feed, offset, scores, tree, width)
+            tokens.append(ids)
             offset = 1 + width * depth
             feed = self._shallow(batch, tokens[-1], offset, tree)
             states.append(feed)
@@ -96,3 +88,50 @@ class KangarooTree(Kangaroo):
             bytes_read=len(tokens) * self._draft_bytes
             + sum(self._shallow_bytes(of_level.shape[0] * of_level.shape[1]) for of_level in states),
         )
+
+    def _level(
+        self,
+        batch: Batch,
+        feed: torch.Tensor,
+        offset: int,
+        scores: torch.Tensor,
+        tree: Tree | None,
+        width: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, Tree]:
+        """The next level.
+
+        Args:
+            batch: the running sequences.
+            feed: [b, n, d] exit states of the level above; of the pending token for the first level.
+            offset: of the first of them behind the pending token.
+            scores: [b, n] of the level above, [b, 1] for the first.
+            tree: of the levels above; None for the first.
+            width: nodes of a level.
+
+        Returns:
+            Token ids [b, width], scores [b, width], and the tree with this level.
+        """
+        n, cache = feed.shape[1], self._layout.cache
+
+        def grown(
+            batch: Batch, feed: torch.Tensor, scores: torch.Tensor, *above: torch.Tensor
+        ) -> list[torch.Tensor]:
+            tree = Tree.of_tensors(above) if above else None
+            adapted = self._adapt(feed, cache, self._layout.place(batch, n, offset, tree))
+            # What stands in front of the pending token only fills the cache.
+            logits = self.head.logits(adapted[:, -1:] if tree is None else adapted)
+            followers = likeliest_ids(logits, width)
+            own = logits.gather(2, followers).float() - logits.float().logsumexp(-1, keepdim=True)
+            scores, best = (scores.unsqueeze(2) + own).flatten(1).topk(width)
+            if tree is None:
+                parents = torch.full_like(best, -1)
+            else:
+                before = tree.parents
+                parents = torch.cat([before, best // width + before.shape[1] - width], dim=1)
+            ids = self.head.ids(followers.flatten(1).gather(1, best))
+            return [ids, scores, *Tree.of(parents).tensors]
+
+        given = (feed, scores) if tree is None else (feed, scores, *tree.tensors)
+        key, entries = ("draft", n, offset, width), offset + n
+        ids, scores, *found = self.target.run_batch(batch, cache, key, grown, *given, entries=entries)
+        return ids, scores, Tree.of_tensors(found, width)

@@ -82,6 +82,7 @@ class Medusa(Drafter):
 
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
         """Makes room for the state that each sequence drafts from."""
+        self._target = target
         self._states = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
 
     def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
@@ -92,14 +93,20 @@ class Medusa(Drafter):
         """Fills the tree from the likeliest tokens of each head."""
         paths = tuple(self.paths[: batch.max_nodes])
         tree, levels = rank_tree(paths, batch.max_draft, self.device)
-        states = self.heads(self._states[: batch.size])[:, : len(levels)]
-        if self._output is None:
-            logits = self.head.logits(states)
-        else:
-            logits = torch.einsum("bkd,kvd->bkv", states, self._output[: len(levels)])
-        likely = self.head.ids(likeliest_ids(logits, self.ranks))
-        tokens = [likely[:, depth, level.ranks] for depth, level in enumerate(levels)]
-        return Draft(torch.cat(tokens, dim=1), tree=tree, bytes_read=self._bytes)
+
+        def filled(batch: Batch, states: torch.Tensor) -> list[torch.Tensor]:
+            states = self.heads(states)[:, : len(levels)]
+            if self._output is None:
+                logits = self.head.logits(states)
+            else:
+                logits = torch.einsum("bkd,kvd->bkv", states, self._output[: len(levels)])
+            likely = self.head.ids(likeliest_ids(logits, self.ranks))
+            tokens = [likely[:, depth, level.ranks] for depth, level in enumerate(levels)]
+            return [torch.cat(tokens, dim=1)]
+
+        key = ("draft", paths, len(levels))
+        (tokens,) = self._target.run_batch(batch, self.heads, key, filled, self._states[: batch.size])
+        return Draft(tokens, tree=tree, bytes_read=self._bytes)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes the state of the last token that was accepted."""

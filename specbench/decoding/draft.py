@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specbench.decoding.target import Prefill, StagedModel
     from specbench.decoding.trace import Mark
 
+UNKNOWN = 2**62  # a length on the host, where it is known on the device alone: whatever reads it fails
 NORMED = -1  # among taps: the output of the final norm
 
 
@@ -231,6 +232,8 @@ class Batch:
         uniforms: [slots, capacity, 1 + 2 * siblings] the numbers of `position_draws` by sequence and position; None
             when greedy. A sequence's samples depend on its seed alone, not on batch composition or scheduling.
         siblings: as in `Drafter`.
+        reach: None, but where a function of a batch is captured: `lengths` are then known on the device alone
+            (`known`), and passes attend to so many entries, those too many masked.
     """
 
     sequences: list[Sequence]
@@ -243,6 +246,7 @@ class Batch:
     layout: RaggedLayout
     uniforms: torch.Tensor | None = None
     siblings: int = 1
+    reach: int | None = None
     _known: torch.Tensor | None = None
 
     @property
@@ -260,7 +264,7 @@ class Batch:
     def newest(self, n: int) -> torch.Tensor:
         """[b, n] the last n known tokens of each sequence, a shorter one padded with its first token in front."""
         first, last = min(self.lengths), max(self.lengths)
-        if first == last >= n:
+        if first == last >= n and self.reach is None:
             return self.tokens[: self.size, first - n : first]
         return self.tokens[: self.size].gather(1, span(self.known - n, n).clamp(min=0))
 
@@ -277,12 +281,37 @@ class Batch:
         if self.uniforms is None:
             return None
         first = DRAFT + self.siblings - 1
-        if self.size == 1:
+        if self.size == 1 and self.reach is None:
             numbers = self.uniforms[:1, self.lengths[0] + offset]
         else:
             slots = torch.arange(self.size, device=self.uniforms.device)
             numbers = self.uniforms[slots, self.known + offset]
         return numbers[:, first] if siblings is None else numbers[:, first : first + siblings]
+
+    def on_device_alone(
+        self, reach: int, known: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor | None
+    ) -> Batch:
+        """This batch with nothing of its sequences on the host but their number.
+
+        Args:
+            reach: as the attribute.
+            known: [b].
+            tokens: [b, capacity].
+            uniforms: [b, capacity, ...], or None.
+        """
+        return replace(
+            self,
+            sequences=[],
+            lengths=[UNKNOWN] * self.size,
+            limits=[],
+            max_draft=UNKNOWN,
+            max_nodes=UNKNOWN,
+            tokens=tokens,
+            layout=None,  # type: ignore[arg-type] # that of the target may know more on the host than lengths
+            uniforms=uniforms,
+            reach=reach,
+            _known=known,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,9 @@ class RaggedLayout:
         """
         lengths = batch.lengths
         start = longest = lengths[0] - 1 + offset
-        if len(lengths) > 1:
+        if batch.reach is not None:
+            start, longest = -1, batch.reach - n  # the positions are known on the device alone
+        elif len(lengths) > 1:
             start, longest = min(lengths) - 1 + offset, max(lengths) - 1 + offset
         if tree is None and start == longest:
             return Pass.consecutive(start, n)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 WARM_UPS = 2  # runs in front of a capture, in which libraries choose their kernels and reserve what they need
 VERSIONS = 1024  # of one code, that are compiled at most
 CAPTURING = threading.Lock()  # of all captures of a process only one may be under way
+WITHIN = threading.local()  # whether this thread calls a function that is being captured
 
 
 @dataclass(slots=True)
@@ -94,13 +95,19 @@ class Graphs(Passes):
     def run(
         self, memory: object, key: Hashable, function: Function, *inputs: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """As `Passes.run`; the tensors that are returned belong to the caller."""
+        """As `Passes.run`; the tensors that are returned belong to the caller.
+
+        What a function that is being captured runs, with these or other graphs, is a part of it.
+        """
+        if is_within():
+            return function(*inputs)
         known = self._captured.setdefault(memory, {})
         key = key, *((given.shape, given.dtype) for given in inputs)
         captured = known.get(key)
         if captured is None:
             own = [given.clone(memory_format=torch.contiguous_format) for given in inputs]
-            captured = known[key] = self.capture(function, own)
+            with within():
+                captured = known[key] = self.capture(function, own)
             self.captures += 1
         else:
             for own_input, given in zip(captured.inputs, inputs):
@@ -153,6 +160,21 @@ def compiled(function: Function, backend: str = "inductor") -> Function:
     config.recompile_limit = config.accumulated_recompile_limit = VERSIONS
     mode = "max-autotune-no-cudagraphs" if backend == "inductor" else None
     return torch.compile(function, fullgraph=True, dynamic=False, mode=mode, backend=backend)
+
+
+def is_within() -> bool:
+    """Whether this thread calls a function that is being captured."""
+    return getattr(WITHIN, "depth", 0) > 0
+
+
+@contextmanager
+def within() -> Iterator[None]:
+    """What is run within becomes a part of what is being captured."""
+    WITHIN.depth = getattr(WITHIN, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        WITHIN.depth -= 1
 
 
 @contextmanager

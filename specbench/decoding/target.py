@@ -27,9 +27,11 @@ from specbench.decoding.passes import OPTIONS, Graphs, Passes
 from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from specbench.decoding.draft import Batch
 
 NORMS = ("norm", "final_layer_norm", "final_layernorm")  # what families call the norm in front of the head
 CACHES = ("past_key_values", "layer_past")  # what layers call the cache
@@ -328,6 +330,50 @@ class StagedModel:
                 on_hidden(end, own[0])  # type: ignore[misc] # there are cuts only with it
         return dict(zip(names, own))
 
+    def run_batch(
+        self,
+        batch: Batch,
+        memory: Any,
+        key: Hashable,
+        function: Callable[..., Sequence[torch.Tensor]],
+        *given: torch.Tensor,
+        entries: int | None = None,
+    ) -> Sequence[torch.Tensor]:
+        """Runs a function of a batch; where passes are captured, as one graph with all passes in it.
+
+        In a graph the function learns of the batch on the host only its size and how tokens are chosen. All else is on
+        the device, and `RaggedLayout.place` and the batch's methods look for it there.
+
+        Args:
+            batch: the running sequences.
+            memory: as in `Passes.run`: what `open` made for this function, a cache as a rule.
+            key: likewise.
+            function: of a batch and of what is given; it returns tensors, and changes nothing but `memory`. What it
+                reads beside its arguments stays the same and where it is for as long as `memory` is there.
+            *given: tensors that differ from round to round.
+            entries: of the cache `memory`, behind the known tokens, that its passes may attend to; None: it attends to
+                nothing.
+
+        Returns:
+            What the function returns.
+        """
+        if not isinstance(self.passes, Graphs) or not torch.is_inference_mode_enabled():
+            return function(batch, *given)
+        reach = 0 if entries is None else self._reach(max(batch.lengths) + entries, memory)
+        drawn = [] if batch.uniforms is None else [batch.uniforms[: batch.size]]
+
+        def whole(known: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor) -> Sequence[torch.Tensor]:
+            uniforms = rest[0] if drawn else None
+            return function(batch.on_device_alone(reach, known, tokens, uniforms), *rest[len(drawn) :])
+
+        key = key, reach, batch.decoding.temperature, len(drawn)
+        return self.passes.run(memory, key, whole, batch.known, batch.tokens[: batch.size], *drawn, *given)
+
+    @staticmethod
+    def _reach(kv_len: int, cache: KVCache) -> int:
+        """The number of entries that a pass of a fixed shape attends to in place of `kv_len`."""
+        return min(-(-kv_len // REACH) * REACH, cache.capacity)
+
     def _stage(
         self, cache: KVCache, kv_len: int, lo: int, hi: int, wanted: Sequence[str]
     ) -> Callable[..., list[torch.Tensor]]:
@@ -351,7 +397,7 @@ class StagedModel:
         capacity = cache.capacity
         if self._counting.shape[0] < capacity:
             self._counting = torch.arange(capacity, device=self.device)
-        counting, kv_len = self._counting, min(-(-where.kv_len // REACH) * REACH, capacity)
+        counting, kv_len = self._counting, self._reach(where.kv_len, cache)
         visible, more = where.visible, (0, kv_len - where.kv_len)
         if where.start is not None:
             positions = counting[None, where.start : where.start + n]

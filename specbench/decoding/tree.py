@@ -38,7 +38,7 @@ class Tree:
         """The tree of `parents`, [b, k], or [k] for one that all sequences share."""
         parents = parents if parents.dim() == 2 else parents.unsqueeze(0)
         seen = torch.nn.functional.pad(ancestors(parents), (1, 0, 1, 0))
-        seen[..., 0] = True
+        seen[..., 0].fill_(True)
         return cls._seeing(parents, seen, widest)
 
     @classmethod
@@ -61,6 +61,17 @@ class Tree:
     def _seeing(cls, parents: torch.Tensor, seen: torch.Tensor, widest: int | None = None) -> Tree:
         on_path = seen[:, 1:, 1:]
         return cls(parents, on_path, on_path.sum(-1), seen, widest)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What `of_tensors` makes it of again, with `widest`."""
+        return self.parents, self.on_path, self.depths, self.visible
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[torch.Tensor], widest: int | None = None) -> Tree:
+        """The tree of these `tensors`."""
+        parents, on_path, depths, visible = tensors
+        return cls(parents, on_path, depths, visible, widest)
 
     def offsets(self) -> torch.Tensor:
         """[b or 1, 1 + k] positions of the pending token and the nodes behind the pending token's."""

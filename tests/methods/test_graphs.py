@@ -61,6 +61,11 @@ SLOW = ("sps with a stop", "mirror, without an exit")
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 
 
+def what_was_drafted(answers) -> list[list[tuple[int, int]]]:
+    """Of each round the tokens that were drafted and accepted."""
+    return [[(step.drafted, step.accepted) for step in answer.steps] for answer in answers]
+
+
 @cache
 def requests(arch: str, count: int, temperature: float = 0.0) -> list[Request]:
     pair, rng = sorted_pair(arch), random.Random(arch)
@@ -229,10 +234,18 @@ def test_every_method_as_it_is_configured(monkeypatch, method):
         method in ("mirror_sd", "mirror_ss", "ssd")
     )
     settings += ["drafter=sps"] * (method in ("eqspec", "exspec", "ragged"))
+    plain = prepare(configured(*settings))
+    plain._foretell(ASKED)
+    with closing(plain.drafter):
+        drafted = what_was_drafted(plain.arms["method"](ASKED))
     right = plainly()
     pretend(monkeypatch)
     bench = prepare(configured(*settings))
     bench._foretell(ASKED)
     with closing(bench.drafter):
-        for arm in ("baseline", "method"):
-            assert [answer.tokens for answer in bench.arms[arm](ASKED)] == right
+        assert [answer.tokens for answer in bench.arms["baseline"](ASKED)] == right
+        for _ in range(2):
+            answers = bench.arms["method"](ASKED)
+            assert [answer.tokens for answer in answers] == right
+            # A draft that is wrong where it should not be costs time alone, and would not be seen in an answer.
+            assert what_was_drafted(answers) == drafted
