@@ -69,11 +69,14 @@ class OracleHead:
 
     Args:
         head: the head.
+        begin: called in front of each draft.
         instead: the tokens [n] to propose in place of the chosen ones [n].
     """
 
-    def __init__(self, head: Any, instead: Callable[[torch.Tensor], torch.Tensor]):
-        self._head, self._instead = head, instead
+    def __init__(
+        self, head: Any, begin: Callable[[Batch], None], instead: Callable[[torch.Tensor], torch.Tensor]
+    ):
+        self._head, self.begin, self._instead = head, begin, instead
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
@@ -124,7 +127,7 @@ class Oracle(Drafter):
         self.device = pair.device
         self.feeds = hasattr(self.inner, "head")  # whether the wrapped drafter goes on from what is proposed
         if self.feeds:
-            self.inner.head = OracleHead(self.inner.head, self._next)  # type: ignore[attr-defined]
+            self.inner.head = OracleHead(self.inner.head, self._propose, self._next)  # type: ignore[attr-defined]
         self._foretold: dict[tuple[int, ...], Foretold] = {}
 
     def foretell(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
@@ -154,24 +157,21 @@ class Oracle(Drafter):
 
     def draft(self, batch: Batch) -> Draft:
         """The wrapped drafter's draft with the oracle's tokens."""
-        b, k = batch.size, min(self.max_draft_tokens, batch.max_draft)
-        if b == 1:
-            proposed = self._table[:1, batch.lengths[0] : batch.lengths[0] + k]
-        else:
-            proposed = self._table[:b].gather(1, span(batch.known, k))
-        unknown = proposed == UNKNOWN if None in self._known[:b] else None
-        self._propose(proposed, unknown)
-        draft = self.inner.draft(batch)
+        k = min(self.max_draft_tokens, batch.max_draft)
         if self.feeds:
-            return draft
-        if unknown is None:
+            return self.inner.draft(batch)
+        self._propose(batch)
+        proposed = self._proposed[:, :k]
+        draft = self.inner.draft(batch)
+        if self._unknown is None:
             return replace(draft, tokens=proposed, candidates=None)
+        unknown = self._unknown[:, :k]
         own, missing = draft.tokens, k - draft.tokens.shape[1]
         counts = own.shape[1] if draft.candidates is None else draft.candidates
         return replace(
             draft,
             tokens=torch.where(unknown, pad(own, (0, missing)), proposed),
-            candidates=torch.where(unknown[:, 0], counts, k),
+            candidates=k + unknown[:, 0] * (counts - k),
         )
 
     def commit(self, batch: Batch, verified: Verified) -> None:
@@ -203,9 +203,16 @@ class Oracle(Drafter):
 
     # -- the tokens of a draft
 
-    def _propose(self, tokens: torch.Tensor, unknown: torch.Tensor | None) -> None:
-        """Sets the tokens [b, k] of the next draft; where `unknown` [b, k], the wrapped drafter's own are proposed."""
-        self._proposed, self._unknown, self._step = tokens, unknown, 0
+    def _propose(self, batch: Batch) -> None:
+        """Looks up the tokens [b, k] of a draft; where `_unknown` [b, k], the wrapped drafter's own are proposed."""
+        b, k = batch.size, self.max_draft_tokens
+        if b == 1 and batch.reach is None:
+            proposed = self._table[:1, batch.lengths[0] : batch.lengths[0] + k]
+        else:
+            proposed = self._table[:b].gather(1, span(batch.known, k))
+        # In what is captured, answers are to be left later on.
+        surely = batch.reach is None and None not in self._known[:b]
+        self._proposed, self._unknown, self._step = proposed, None if surely else proposed == UNKNOWN, 0
 
     def _next(self, own: torch.Tensor) -> torch.Tensor:
         """The tokens [b] to propose in place of the wrapped drafter's own [b], each time at the next place."""

@@ -115,6 +115,8 @@ class SortedDraft(SpeculativeSampling):
         for deeper in self._deeper:
             move_entries(deeper, sources, destinations)
 
+    looks = True  # at each exit, whether a token goes deeper
+
     def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, float]:
         """One pass; each sequence takes its first exit that is sure enough, and the batch goes to the deepest one."""
         model, cache, (b, n) = self.model, self._layout.cache, ids.shape

@@ -58,29 +58,20 @@ class SpeculativeSampling(Drafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts token by token, up to `max_draft_tokens`, equally many for every sequence of the batch."""
-        # After a full acceptance the last draft token has not been through the draft model either. Where another
-        # sequence lacks it, the same keys and values are written again.
-        n = max(length - fed for length, fed in zip(batch.lengths, self._fed))
-        feed, offset = batch.newest(n), 1 - n
-        tokens, probs, passes = [], [], []
-        stop = StopTracker(self.confidence_threshold)
-        for j in range(min(self.max_draft_tokens, batch.max_draft)):
-            logits, layers, read = self._next(batch, feed, offset)
-            token, q = self.head.choose(logits, batch.decoding, batch.draws(j))
-            tokens.append(token)
-            probs.append(q)
-            passes.append((layers, read))
-            if not stop.goes_on(logits):
-                break
-            feed, offset = token.unsqueeze(1), 1 + j
-        self._drafted = len(tokens)
-        return Draft(
-            tokens=torch.stack(tokens, dim=1),
-            probs=self.head.spread(probs),
-            candidates=stop.counts,
-            bytes_read=sum(read for _, read in passes),
-            stats=self._stats([layers for layers, _ in passes]),
-        )
+        n, k = self._lacking(batch), min(self.max_draft_tokens, batch.max_draft)
+        if self.looks:
+            draft = self._steps(batch, n, k)
+            self._drafted = draft.tokens.shape[1]
+            return draft
+
+        def steps(batch: Batch) -> list[torch.Tensor]:
+            draft = self._steps(batch, n, k)
+            return [draft.tokens] if draft.probs is None else [draft.tokens, draft.probs]
+
+        tokens, *probs = self.model.run_batch(batch, self._layout.cache, ("draft", n, k), steps, entries=k)
+        self._drafted = k
+        read = self._pass_bytes(batch.size * n) + (k - 1) * self._pass_bytes(batch.size)
+        return Draft(tokens, probs[0] if probs else None, bytes_read=read)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes how many of the known tokens the draft model has seen: no more than before where it did not draft."""
@@ -94,6 +85,42 @@ class SpeculativeSampling(Drafter):
         """Copies slots of the draft model's cache."""
         self._layout.move(sources, destinations, kv_len)
         move_entries(self._fed, sources, destinations)
+
+    @property
+    def looks(self) -> bool:
+        """Whether the host has a look at each step of a draft, so that it cannot be captured as a whole."""
+        return self.confidence_threshold > 0
+
+    def _lacking(self, batch: Batch) -> int:
+        """The number of newest tokens that the first draft pass feeds.
+
+        After a full acceptance the last draft token has not been through the draft model either. Where another sequence
+        lacks it, the same keys and values are written again.
+        """
+        return max(length - fed for length, fed in zip(batch.lengths, self._fed))
+
+    def _steps(self, batch: Batch, n: int, k: int) -> Draft:
+        """Drafts up to k tokens; the first pass feeds the n newest ones."""
+        feed, offset = batch.newest(n), 1 - n
+        tokens, probs, passes = [], [], []
+        stop = StopTracker(self.confidence_threshold)
+        self.head.begin(batch)
+        for j in range(k):
+            logits, layers, read = self._next(batch, feed, offset)
+            token, q = self.head.choose(logits, batch.decoding, batch.draws(j))
+            tokens.append(token)
+            probs.append(q)
+            passes.append((layers, read))
+            if not stop.goes_on(logits):
+                break
+            feed, offset = token.unsqueeze(1), 1 + j
+        return Draft(
+            tokens=torch.stack(tokens, dim=1),
+            probs=self.head.spread(probs),
+            candidates=stop.counts,
+            bytes_read=sum(read for _, read in passes),
+            stats=self._stats([layers for layers, _ in passes]),
+        )
 
     def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, float]:
         """One pass over token ids [b, n], of which the first stands `offset` behind the pending token.

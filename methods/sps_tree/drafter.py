@@ -76,9 +76,21 @@ class DraftModelTree(SpeculativeSampling):
         """Drafts the tree level by level, as deep as the sequence with most room can use it."""
         paths, device = tuple(self.paths[: batch.max_nodes]), batch.tokens.device
         tree, levels = rank_tree(paths, batch.max_draft, device, leaves_last=True)
-        # The last token that was accepted may have been a leaf; see `SpeculativeSampling.draft`.
-        n = max(length - fed for length, fed in zip(batch.lengths, self._fed))
-        first, _, read = self._next(batch, batch.newest(n), 1 - n)
+        n = self._lacking(batch)  # the last token that was accepted may have been a leaf
+        self._leaves = [level.leaves for level in levels]
+
+        def filled(batch: Batch) -> list[torch.Tensor]:
+            return self._filled(batch, n, tree, levels)
+
+        entries, key = len(paths), ("draft", n, paths, len(levels))
+        tokens, *probs = self.model.run_batch(batch, self._layout.cache, key, filled, entries=entries)
+        fed = [n, *(level.inner for level in levels[:-1])]
+        read = sum(self._pass_bytes(batch.size * tokens) for tokens in fed)
+        return Draft(tokens, probs[0] if probs else None, tree, bytes_read=read)
+
+    def _filled(self, batch: Batch, n: int, tree: Tree, levels: list[Level]) -> list[torch.Tensor]:
+        """Tokens [b, k] and, where they were drawn, the distributions [b, k, vocab]; n tokens are fed first."""
+        first, _, _ = self._next(batch, batch.newest(n), 1 - n)
         logits = first.unsqueeze(1)
         inner: list[torch.Tensor] = []
         leaves: list[torch.Tensor] = []
@@ -87,7 +99,6 @@ class DraftModelTree(SpeculativeSampling):
         for depth, level in enumerate(levels):
             if depth:
                 logits = self._level(batch, inner[-1], 1 + levels[depth - 1].start, tree)
-                read += self._pass_bytes(inner[-1].numel())
             tokens, probs = self._children(
                 logits, level, batch.decoding, batch.draws(depth, level.most_siblings)
             )
@@ -96,14 +107,9 @@ class DraftModelTree(SpeculativeSampling):
             if probs is not None:
                 inner_probs.append(probs[:, : level.inner])
                 leaf_probs.append(probs[:, level.inner :])
-        self._leaves = [level.leaves for level in levels]
         drawn = [*inner_probs, *leaf_probs]
-        return Draft(
-            tokens=torch.cat([*inner, *leaves], dim=1),
-            probs=self.head.widen(torch.cat(drawn, dim=1)) if drawn else None,
-            tree=tree,
-            bytes_read=read,
-        )
+        tokens = torch.cat([*inner, *leaves], dim=1)
+        return [tokens, self.head.widen(torch.cat(drawn, dim=1))] if drawn else [tokens]
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Moves what the draft model knows of the accepted path behind the known tokens."""

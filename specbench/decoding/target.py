@@ -23,7 +23,7 @@ from specbench.decoding.draft import NORMED, Draft
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
 from specbench.decoding.layers import experts_of, quick, weight_bytes
 from specbench.decoding.linear import lay_out
-from specbench.decoding.passes import OPTIONS, Graphs, Passes
+from specbench.decoding.passes import OPTIONS, Graphs, Passes, is_within
 from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
@@ -630,7 +630,7 @@ def passes_of(model: PreTrainedModel) -> Graphs | None:
 
 def has_fixed_shape(where: Pass, n: int) -> bool:
     """Whether others of the same shape will follow a pass of n tokens: not that of a prompt."""
-    return where.start != 0 and n <= SHORT and torch.is_inference_mode_enabled()
+    return where.start != 0 and n <= SHORT and (is_within() or torch.is_inference_mode_enabled())
 
 
 def check_rope(config: PretrainedConfig) -> None:

@@ -58,6 +58,49 @@ def test_a_pass_is_captured_once_and_what_it_gives_is_the_callers():
         assert graphs.captures == 5
 
 
+def test_what_a_captured_function_runs_is_a_part_of_it():
+    """With the same graphs and with others; each alone would be captured in the middle of a capture."""
+    graphs, others, memory = PretendedGraphs(), PretendedGraphs(), Memory()
+
+    def both(given: torch.Tensor) -> list[torch.Tensor]:
+        (twice,) = graphs.run(memory, "inner", lambda own: [2 * own], given)
+        return others.run(memory, "inner", lambda own: [own + 1], twice)
+
+    with torch.inference_mode():
+        for number in (1.0, 3.0):
+            assert (
+                graphs.run(memory, "both", both, torch.full((4,), number))[0].tolist() == [2 * number + 1] * 4
+            )
+        assert (graphs.captures, graphs.replays) == (1, 2) and (others.captures, others.replays) == (0, 0)
+        graphs.run(memory, "inner", lambda own: [2 * own], torch.ones(4))
+    assert graphs.captures == 2, "alone it is a pass of its own"
+
+
+def test_a_capture_that_fails_is_over():
+    graphs, memory = PretendedGraphs(), Memory()
+
+    def failing(given: torch.Tensor) -> list[torch.Tensor]:
+        raise RuntimeError("for some reason")
+
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match="for some reason"):
+            graphs.run(memory, "failing", failing, torch.ones(4))
+        graphs.run(memory, "double", lambda given: [2 * given], torch.ones(4))
+    assert graphs.captures == 1
+
+
+def test_without_graphs_a_function_of_a_batch_is_called_as_it_is():
+    """The same batch and tensors, also where all passes have one width."""
+    pair, batch, given = random_pair("llama"), object(), torch.ones(2)
+    for width in (None, 4):
+        target, calls = StagedModel(pair.target, width=width), []
+        with torch.inference_mode():
+            target.run_batch(
+                batch, target, "key", lambda *own, calls=calls: calls.append(own) or [], given, entries=3
+            )
+        assert len(calls) == 1 and calls[0][0] is batch and calls[0][1] is given
+
+
 def test_what_was_captured_goes_with_its_memory():
     graphs, memory = PretendedGraphs(), Memory()
     with torch.inference_mode():

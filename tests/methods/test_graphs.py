@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from contextlib import closing
 from functools import cache
 
 import pytest
+import torch
+import torch._dynamo
 from omegaconf import DictConfig, OmegaConf
 
 from methods.ar import Autoregressive
+from methods.eagle import Eagle, Eagle2
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.kangaroo import Kangaroo
 from methods.kangaroo.tree import KangarooTree
 from methods.lookahead import Lookahead
 from methods.mirror_sd import MirrorSD
+from methods.oracle import Oracle
 from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.recycling import TokenRecycling
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
+from methods.sps_tree import DraftModelTree
 from specbench.compose import CONF
 from specbench.decoding import target as targets
-from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.draft import Batch, Drafter, Request
 from specbench.decoding.engine import Engine
+from specbench.decoding.passes import compiled, is_within, within
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.measure.runner import prepare
 from tests.support.conf import composed
-from tests.support.decoding import random_prompt
-from tests.support.graphs import Unguarded, pretend
-from tests.support.methods import sorted_pair
+from tests.support.decoding import random_pair, random_prompt
+from tests.support.graphs import PretendedGraphs, Unguarded, pretend
+from tests.support.methods import drafts, saved_eagle, sorted_pair, trimmed
 
 NEW_TOKENS = 20
 DRAFTERS = {
@@ -157,6 +164,144 @@ def test_the_same_again_captures_nothing(monkeypatch, method):
     assert captures[0] == captures[1]
     # Passes of 1 to 8 tokens, of as many reaches as two or three answers of 40 entries come by.
     assert captures[0] <= 3 * 8 * len(made)
+
+
+# -- whole drafts
+
+
+@pytest.fixture(scope="session")
+def eagle(tmp_path_factory) -> str:
+    """The folder of EAGLE-1's drafting model for the random pair."""
+    tree = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]
+    return saved_eagle("llama", tmp_path_factory.mktemp("eagle"), tree=tree)
+
+
+# What drafts without a look at the device, and the replays of a round, verification included.
+WHOLE = {
+    "sps": (DRAFTERS["sps"], 2),
+    "sps, trimmed": (lambda pair, part: trimmed(SpeculativeSampling(pair, 4), [*range(0, 60, 2)]), 2),
+    "sps tree": (lambda pair, part: DraftModelTree(pair, shape=[2, 2, 1]), 2),
+    "eagle": (lambda pair, part: Eagle(pair, part("eagle")), 3),  # and the pairs of the tokens that stay
+    "eagle2": (lambda pair, part: Eagle2(pair, part("eagle"), nodes=9, width=3, max_draft_tokens=4), 3),
+    # A step is the adapter with the head, and the first layers. These take the pending token, too.
+    "kangaroo": (lambda pair, part: Kangaroo(pair, part("kangaroo"), 2, 4, 0.0), 2 * 4 + 2),
+    "kangaroo tree": (lambda pair, part: KangarooTree(pair, part("kangaroo"), 2, 2, 3, 0.0), 2 * 3 + 2),
+}
+
+
+def drafter_of(method: str, adapter, eagle, pair=None) -> Drafter:
+    parts = {"kangaroo": lambda: adapter("llama"), "eagle": lambda: eagle}
+    return WHOLE[method][0](pair or random_pair("llama"), lambda part: parts[part]())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", WHOLE)
+def test_drafts_are_those_without_graphs(monkeypatch, adapter, eagle, method, temperature):
+    pair = random_pair("llama")
+    right = drafts(drafter_of(method, adapter, eagle), pair, temperature)
+    pretend(monkeypatch)
+    found = drafts(drafter_of(method, adapter, eagle), pair, temperature)
+    assert len(found) == len(right) > 5
+    for (tokens, probs), (own_tokens, own_probs) in zip(found, right, strict=True):
+        assert tokens.tolist() == own_tokens.tolist()
+        assert (probs is None) == (own_probs is None)
+        if probs is not None:
+            torch.testing.assert_close(probs, own_probs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", WHOLE)
+def test_replays_of_a_round(monkeypatch, adapter, eagle, method):
+    made, counts = pretend(monkeypatch), []
+    inner = Engine._round
+
+    def counted(self, *given):
+        before = sum(graphs.replays for graphs in made)
+        done = inner(self, *given)
+        counts.append(sum(graphs.replays for graphs in made) - before)
+        return done
+
+    monkeypatch.setattr(Engine, "_round", counted)
+    drafter = drafter_of(method, adapter, eagle)
+    Engine(StagedModel(random_pair("llama").target), drafter, frozenset()).answer([3, 9, 27], Decoding(30))
+    # Near the end of an answer drafts are shorter.
+    assert len(counts) > 6 and {*counts[:4]} == {WHOLE[method][1]}
+
+
+class Both(PretendedGraphs):
+    """Runs each function as it is, and compiled as a whole: whatever breaks a graph of torch.compile raises."""
+
+    def run(self, memory, key, function, *inputs):
+        if is_within():
+            return function(*inputs)
+        torch._dynamo.reset()
+        with within():
+            own = [output.clone() for output in function(*inputs)]
+            for one, other in zip(own, compiled(function, "eager")(*inputs), strict=True):
+                torch.testing.assert_close(other, one)
+        self.replays += 1
+        return own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", WHOLE)
+def test_whole_drafts_can_be_compiled(monkeypatch, adapter, eagle, method, temperature):
+    made, pair = pretend(monkeypatch, make=Both), copy.deepcopy(random_pair("llama"))
+    for module in (*pair.target.modules(), *pair.draft.modules()):
+        module._forward_hooks.clear()  # transformers' own, where a test has asked for all hidden states
+    drafter = drafter_of(method, adapter, eagle, pair)
+    engine = Engine(StagedModel(pair.target), drafter, frozenset())
+    engine.answer([3, 9, 27], Decoding(7, temperature))
+    assert sum(graphs.replays for graphs in made) > 3
+
+
+@pytest.mark.parametrize("method", ["sps", "sps tree", "eagle", "eagle2", "kangaroo tree"])
+def test_batches_of_whole_drafts(monkeypatch, adapter, eagle, method):
+    """Sequences of different lengths: drafts as without graphs."""
+
+    def run() -> list:
+        drafter = drafter_of(method, adapter, eagle)
+        return Engine(
+            StagedModel(random_pair("llama").target), drafter, frozenset(), RaggedBatch(3)
+        ).generate(requests("llama", 5))
+
+    right = run()
+    pretend(monkeypatch)
+    found = run()
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in right]
+    assert what_was_drafted(found) == what_was_drafted(right)
+
+
+def test_a_whole_draft_of_an_oracle(monkeypatch):
+    """It proposes from what was foretold, which a replay looks up again."""
+    pair, asked = random_pair("llama"), requests("llama", 3)
+    right = expected("llama", 3)
+
+    def run() -> list:
+        oracle = Oracle(pair, {"_target_": "methods.sps.SpeculativeSampling"}, 0.7, max_draft_tokens=3)
+        oracle.foretell([one.prompt for one in asked], [*right[:2], [1, 2, 3]])
+        return Engine(StagedModel(pair.target), oracle, frozenset()).generate(asked)
+
+    plain = run()
+    pretend(monkeypatch)
+    found = run()
+    assert [answer.tokens for answer in found] == right
+    assert what_was_drafted(found) == what_was_drafted(plain)
+
+
+@pytest.mark.parametrize("method", ["sps", "eagle2"])
+def test_lengths_must_come_from_the_device(monkeypatch, adapter, eagle, method):
+    """A fault: what is captured goes on with the lengths of the first round."""
+    pair, inner, first = random_pair("llama"), Batch.on_device_alone, {}
+    right = drafts(drafter_of(method, adapter, eagle), pair, 0.0)
+    pretend(monkeypatch)
+
+    def stale(self, reach, known, *given):
+        return inner(self, reach, first.setdefault(reach, known.clone()), *given)
+
+    monkeypatch.setattr(Batch, "on_device_alone", stale)
+    found = drafts(drafter_of(method, adapter, eagle), pair, 0.0)
+    assert [tokens.tolist() for tokens, _ in found] != [tokens.tolist() for tokens, _ in right]
 
 
 def test_samples_are_those_without_graphs(monkeypatch):
