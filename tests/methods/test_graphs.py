@@ -65,6 +65,11 @@ SCHEDULERS = {
     "exspec": lambda: ExSpec(3, window=6, slack=0.1, max_skipped_rounds=2),
 }
 SLOW = ("sps with a stop", "mirror, without an exit")
+# Of a round, as methods are configured.
+REPLAYS = {
+    **{"ar": 1, "pld": 1, "sps": 2, "vocabtrim": 2, "sps_tree": 2, "oracle": 2, "medusa": 2},
+    **{"hydra_heads": 3, "eagle": 3, "eagle2": 3, "eagle3": 6},
+}
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 
 
@@ -209,9 +214,9 @@ def test_drafts_are_those_without_graphs(monkeypatch, adapter, eagle, method, te
             torch.testing.assert_close(probs, own_probs, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", WHOLE)
-def test_replays_of_a_round(monkeypatch, adapter, eagle, method):
-    made, counts = pretend(monkeypatch), []
+def replays_by_round(monkeypatch, made) -> list[int]:
+    """The replays of all rounds to come; the list grows."""
+    counts: list[int] = []
     inner = Engine._round
 
     def counted(self, *given):
@@ -221,6 +226,12 @@ def test_replays_of_a_round(monkeypatch, adapter, eagle, method):
         return done
 
     monkeypatch.setattr(Engine, "_round", counted)
+    return counts
+
+
+@pytest.mark.parametrize("method", WHOLE)
+def test_replays_of_a_round(monkeypatch, adapter, eagle, method):
+    counts = replays_by_round(monkeypatch, pretend(monkeypatch))
     drafter = drafter_of(method, adapter, eagle)
     Engine(StagedModel(random_pair("llama").target), drafter, frozenset()).answer([3, 9, 27], Decoding(30))
     # Near the end of an answer drafts are shorter.
@@ -384,13 +395,15 @@ def test_every_method_as_it_is_configured(monkeypatch, method):
     with closing(plain.drafter):
         drafted = what_was_drafted(plain.arms["method"](ASKED))
     right = plainly()
-    pretend(monkeypatch)
+    counts = replays_by_round(monkeypatch, pretend(monkeypatch))
     bench = prepare(configured(*settings))
     bench._foretell(ASKED)
     with closing(bench.drafter):
         assert [answer.tokens for answer in bench.arms["baseline"](ASKED)] == right
+        counts.clear()
         for _ in range(2):
             answers = bench.arms["method"](ASKED)
+            assert method not in REPLAYS or counts[0] == REPLAYS[method]
             assert [answer.tokens for answer in answers] == right
             # A draft that is wrong where it should not be costs time alone, and would not be seen in an answer.
             assert what_was_drafted(answers) == drafted
