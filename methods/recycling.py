@@ -15,12 +15,14 @@ import torch
 from methods.rank_trees import grown, likeliest_ids, rank_tree
 from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Sequence, Verified
+from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.pairs import Pair
 from specbench.values import Count
+from specbench.warming import warm_rows
 
 if TYPE_CHECKING:
-    from specbench.decoding.target import Prefill, StagedModel
+    from specbench.decoding.target import Prefill
 
 RANKS = 8  # followers that are kept of each token
 CHUNK = 256  # positions of a prompt whose logits exist at a time
@@ -52,6 +54,7 @@ class TokenRecycling(Drafter):
         prompt: whether the prompt fills the table, too: one use of the head for each of its tokens.
         memory: "answer": every answer begins with an empty table, so that no order of questions matters; "run": the
             table goes on through all answers, and all sequences of a batch share it, as published.
+        warm: a file of conversations: a table begins with what the target thinks at each of their tokens, not empty.
 
     Raises:
         UserError: more nodes than the tree has.
@@ -60,7 +63,12 @@ class TokenRecycling(Drafter):
     certain = True
 
     def __init__(
-        self, pair: Pair, nodes: Count = 80, prompt: bool = True, memory: Literal["answer", "run"] = "answer"
+        self,
+        pair: Pair,
+        nodes: Count = 80,
+        prompt: bool = True,
+        memory: Literal["answer", "run"] = "answer",
+        warm: str | None = None,
     ):
         paths = grown(ROOT_CHILDREN, CHILDREN)
         if nodes > len(paths):
@@ -72,28 +80,26 @@ class TokenRecycling(Drafter):
         self.taps = (NORMED,) if prompt else ()
         self.device = pair.device
         self._followers = torch.empty(0)
+        # What a table begins with, for every token. -1: nothing is known.
+        self._start = torch.full((RANKS,), -1, dtype=torch.int32, device=self.device)
+        if warm is not None:
+            self._start = self._warmed(warm, pair)
 
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
         """Makes a table for each sequence, or one for all."""
         self.target = target
         tables = 1 if self.shared else slots
-        # -1: nothing is known.
         shape = (tables, target.vocab_size, RANKS)
         if not self.shared or self._followers.shape != shape:
-            self._followers = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            self._followers = self._start.expand(shape).clone()
         self._newest = torch.full((tables, target.vocab_size), -1, device=self.device)
 
     def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
-        """Empties the sequence's table, and fills it from the prompt."""
+        """Sets the sequence's table back, and fills it from the prompt."""
         if not self.shared:
-            self._followers[slot] = -1
+            self._followers[slot] = self._start
         if self.prompt:
-            states, ids = prefill.hidden_states[NORMED][0], prefill.ids[0]
-            for some, tokens in zip(states.split(CHUNK), ids.split(CHUNK)):
-                logits = self.target.unembed(some).unsqueeze(0)
-                self._learn(
-                    slice(slot, slot + 1), tokens.unsqueeze(0), logits, torch.zeros_like(tokens)[None]
-                )
+            self._read(slot, prefill.ids[0], prefill.hidden_states[NORMED][0])
 
     def draft(self, batch: Batch) -> Draft:
         """Fills the tree, level by level."""
@@ -136,8 +142,9 @@ class TokenRecycling(Drafter):
 
     @torch.inference_mode()  # as the tables were made
     def forget(self) -> None:
-        """Empties the tables."""
-        self._followers.fill_(-1)
+        """Sets the tables back to what they begin with."""
+        for table in self._followers:
+            table.copy_(self._start)
 
     @torch.inference_mode()
     def snapshot(self) -> torch.Tensor | None:
@@ -149,6 +156,29 @@ class TokenRecycling(Drafter):
         """Takes the table of a snapshot."""
         if state is not None:
             self._followers.copy_(state)
+
+    @torch.inference_mode()
+    def _warmed(self, file: str, pair: Pair) -> torch.Tensor:
+        """The table [vocab, RANKS] that a file of conversations leaves behind."""
+        target = StagedModel(pair.target)
+        self.open(1, 0, target)
+        for row, _ in warm_rows(file, pair):
+            ids = torch.tensor(row[: pair.context_length], device=self.device)
+            prefill = target.prefill(ids.unsqueeze(0), target.new_cache(len(ids)), (NORMED,))
+            self._read(0, ids, prefill.hidden_states[NORMED][0])
+        return self._followers[0].clone()
+
+    def _read(self, slot: int, ids: torch.Tensor, states: torch.Tensor) -> None:
+        """Notes the followers of every token of a text.
+
+        Args:
+            slot: whose table.
+            ids: [n].
+            states: [n, d] behind the final norm.
+        """
+        for some, tokens in zip(states.split(CHUNK), ids.split(CHUNK)):
+            logits = self.target.unembed(some).unsqueeze(0)
+            self._learn(slice(slot, slot + 1), tokens.unsqueeze(0), logits, torch.zeros_like(tokens)[None])
 
     def _learn(
         self, slots: slice, tokens: torch.Tensor, logits: torch.Tensor, priority: torch.Tensor

@@ -25,6 +25,7 @@ from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.decoding.tree import Tree
 from specbench.pairs import Pair
 from specbench.values import Count, parameters
+from specbench.warming import WARM
 
 if TYPE_CHECKING:
     from specbench.decoding.target import Prefill, StagedModel
@@ -47,6 +48,8 @@ class SAMDecoding(Drafter):
             `max_draft_tokens`.
         corpus: folder of a datastore (`specbench train rest`); None: the text alone.
         max_match: longest match in the corpus that is looked for; with `max_draft_tokens` at most 32.
+        memory: of the auxiliary drafter, which must have one where this is "run".
+        warm: file of conversations that its memory begins with.
 
     Raises:
         UserError: the corpus is missing, or of another tokenizer, or is asked for more than it is sorted by.
@@ -62,11 +65,15 @@ class SAMDecoding(Drafter):
         growth: Count = 4,
         corpus: str | None = None,
         max_match: Count = 16,
+        memory: Literal["answer", "run"] = "answer",
+        warm: str | None = None,
     ):
         self.inner: Drafter = Autoregressive(pair)
         if drafter is not None:
             cls = hydra.utils.get_class(drafter["_target_"])
-            self.inner = cls(pair=pair, **parameters(drafter))
+            kept: dict[str, Any] = {} if memory == "answer" else {"memory": memory}
+            kept |= {} if warm is None else {WARM: warm}
+            self.inner = cls(pair=pair, **parameters(drafter) | kept)
         self.alone = auxiliary == "none"
         self.threshold, self.bias = (1, 0) if self.alone else (threshold, threshold)
         self.longest, self.growth, self.max_match = max_draft_tokens, growth, max_match

@@ -16,6 +16,7 @@ from methods.suffix_automaton import Match, SuffixAutomaton
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.pairs import Pair
 from specbench.values import Count, Probability, Range
+from specbench.warming import warm_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ class SuffixDecoding(Drafter):
     """Drafts the tree of the end of the text that promises most; see the module.
 
     Args:
-        pair: not used.
+        pair: with the tokenizer of a file that is given; else not used.
         shape: "tree"; "chain": the most frequent follower alone at every token.
         max_draft_tokens: most tokens of a draft.
         factor: a match of n tokens drafts factor * n.
@@ -35,6 +36,7 @@ class SuffixDecoding(Drafter):
         min_probability: the product of shares that every draft token must have.
         memory: "answer": nothing is known of earlier answers, so that no order of questions matters; "run": of all of
             them since the beginning of the run, as published.
+        warm: a file of conversations whose answers are known from the beginning.
     """
 
     certain = True
@@ -48,10 +50,15 @@ class SuffixDecoding(Drafter):
         max_match: Count = 32,
         min_probability: Probability = 0.1,
         memory: Literal["answer", "run"] = "answer",
+        warm: str | None = None,
     ):
         self.max_draft_tokens, self.factor, self.max_match = max_draft_tokens, factor, max_match
         self.min_probability, self.chain, self.shared = min_probability, shape == "chain", memory == "run"
         self.max_nodes = 0 if self.chain else max_draft_tokens
+        self.looks_up = self.shared or warm is not None
+        self._start = self._automaton()
+        for answer in () if warm is None else warm_answers(warm, pair):
+            self._start.add(answer)
         self.forget()
 
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
@@ -66,7 +73,7 @@ class SuffixDecoding(Drafter):
         self._texts[slot] = self._automaton()
         self._texts[slot].extend(sequence.tokens)
         self._matches[slot] = Match(self._answers, self.max_match)
-        if self.shared:
+        if self.looks_up:
             self._matches[slot].extend(sequence.tokens[-self.max_match :])
 
     def draft(self, batch: Batch) -> Draft:
@@ -82,7 +89,7 @@ class SuffixDecoding(Drafter):
         """Counts the new tokens."""
         for slot, new in enumerate(verified.tokens):
             self._texts[slot].extend(new)
-            if self.shared:
+            if self.looks_up:
                 self._matches[slot].extend(new)
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
@@ -98,24 +105,24 @@ class SuffixDecoding(Drafter):
         self._sequences[slot] = None
 
     def forget(self) -> None:
-        """Drops the earlier answers."""
+        """Drops the earlier answers, but for those of the file."""
         self.restore([])
 
     def snapshot(self) -> list[list[int]]:
-        """The earlier answers."""
+        """The earlier answers, without those of the file."""
         return [*self._learnt]
 
     def restore(self, state: list[list[int]]) -> None:
-        """Knows the answers of a snapshot, and no others."""
+        """Knows the answers of the file and of a snapshot, and no others."""
         self._learnt: list[list[int]] = []
-        self._answers = self._automaton()
+        # A copy, as building it anew would take long after a large file.
+        self._answers = self._start.copy() if self.shared else self._start
         for answer in state:
             self._learn(answer)
 
     def _learn(self, answer: list[int]) -> None:
         self._learnt.append(answer)
-        self._answers.extend(answer)
-        self._answers.separate()
+        self._answers.add(answer)
 
     def _automaton(self) -> SuffixAutomaton:
         return SuffixAutomaton(self.max_match + self.max_draft_tokens)

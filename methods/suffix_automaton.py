@@ -7,6 +7,7 @@ between them that occurs nowhere else.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,6 +48,19 @@ class SuffixAutomaton:
         """Adds tokens at the end."""
         for token in tokens:
             self.append(token)
+
+    def add(self, text: Iterable[int]) -> None:
+        """Adds a whole text."""
+        self.extend(text)
+        self.separate()
+
+    def copy(self) -> SuffixAutomaton:
+        """Another one that knows the same and grows apart from this one."""
+        other = copy(self)
+        other.tokens, other.following = [*self.tokens], [behind.copy() for behind in self.following]
+        other.link, other.length = [*self.link], [*self.length]
+        other.first_end, other.occurrences = [*self.first_end], [*self.occurrences]
+        return other
 
     def separate(self) -> None:
         """Ends a text: no stretch of what is added from now on reaches into it."""

@@ -14,7 +14,8 @@ from specbench import expand, values
 from specbench.errors import UserError, file_errors, near, reason
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
-from specbench.values import WRAPPED, Count, Natural, Positive, Seed, Temperature
+from specbench.values import LEARNS, WRAPPED, Count, Natural, Positive, Seed, Temperature
+from specbench.warming import WARM, check_warm
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Needs
@@ -79,6 +80,8 @@ def check(cfg: DictConfig) -> None:
         expand.check(cfg.pair, needs.draft_of(cfg.pair))
     load_questions(cfg.data, cfg.task)
     warmup_questions(cfg.data)
+    for drafting in (cfg.method, cfg.drafter):
+        check_warm(drafting, cfg.data, cfg.task)
 
 
 def check_values(cfg: DictConfig) -> None:
@@ -115,6 +118,7 @@ def check_method(cfg: DictConfig) -> Needs:
         )
 
     needs, (inner, takes) = needs_of(group), innermost(group, what, takes)
+    check_memory(what, group, inner, takes)
     if needs.draft_model and needs.part is None and cfg.pair.draft is None:
         raise UserError(
             f"{what} {name} needs a draft model and pair {cfg.pair.name} has none: set pair.draft"
@@ -174,6 +178,23 @@ def innermost(
     if WRAPPED in inner:
         raise UserError(f"{what} {group.name} cannot wrap {inner.name}, which wraps a drafter itself")
     return inner, parameters(located(inner, name, Drafter), name, inner)
+
+
+def check_memory(what: str, group: DictConfig, inner: DictConfig, takes: dict) -> None:
+    """Raises UserError where a drafter is to learn, or to be warmed, whose wrapped drafter has no memory.
+
+    Args:
+        what: "method" or "drafter".
+        group: Its configuration.
+        inner: That of the drafter that it wraps, or its own.
+        takes: The parameters of that one's class.
+    """
+    memory, kept = LEARNS
+    for key, asked in ((memory, group.get(memory) == kept), (WARM, group.get(WARM) is not None)):
+        if asked and key not in takes:
+            raise UserError(
+                f"{what}.{key}={group[key]}: what {group.name} wraps ({inner.name}) keeps nothing between answers"
+            )
 
 
 def check_vocab(cfg: DictConfig, what: str, group: DictConfig, takes: dict) -> None:

@@ -56,6 +56,7 @@ NAMES: dict[Any, str] = {
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
 NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats")
 WRAPPED = "drafter"  # of a drafter around another one: that one's configuration
+LEARNS = ("memory", "run")  # the setting, and its value, of a drafter that goes on with what it has learnt
 
 
 def parameters(group: Mapping) -> dict:

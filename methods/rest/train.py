@@ -7,7 +7,6 @@ it, are left out: a datastore that knows the answers measures nothing.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -15,6 +14,7 @@ from tqdm import tqdm
 from methods.rest.datastore import save_datastore
 from specbench.compose import with_hydra
 from specbench.conversations import conversations, read, tokenizer_of
+from specbench.disjoint import MeasuredTexts
 from specbench.errors import UserError, one_line_errors
 from specbench.measure.files import file_sha256
 from specbench.pairs import load_pair
@@ -23,46 +23,14 @@ from specbench.training import data_of
 from specbench.values import Count, Seed, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from omegaconf import DictConfig
 
     from specbench.conversations import Messages
-    from specbench.questions import Question
 
 SETTINGS = {"tokens": Count | None, "seed": Seed}
-WORDS = (
-    8  # a text of fewer words says little: it is found as a whole message alone, and as an answer not at all
-)
-
-
-class Measured:
-    """Texts that a datastore must not know.
-
-    Args:
-        questions: whose turns and reference answers they are.
-    """
-
-    def __init__(self, questions: Iterable[Question]):
-        self._whole: set[tuple[str, ...]] = set()
-        self._by_start: defaultdict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
-        for question in questions:
-            for turn in question.turns:
-                self._whole.add(tuple(turn.split()))
-            for text in (*question.turns, *(question.reference or ())):
-                words = tuple(text.split()) if isinstance(text, str) else ()
-                if len(words) >= WORDS:
-                    self._by_start[words[:WORDS]].append(words)
-
-    def in_text(self, text: str) -> bool:
-        """Whether a message is one of them, or holds one; line breaks and spaces do not count."""
-        words = tuple(text.split())
-        return words in self._whole or any(
-            words[i : i + len(known)] == known
-            for i in range(len(words) - WORDS + 1)
-            for known in self._by_start.get(words[i : i + WORDS], ())
-        )
 
 
 def train(cfg: DictConfig) -> Path:
@@ -71,7 +39,7 @@ def train(cfg: DictConfig) -> Path:
     if cfg.conversations is None and cfg.tokens is None:
         raise UserError("the pair's own text has no end: say how many tokens=, or give conversations=FILE")
     questions = find_questions_file(cfg.data)
-    measured = Measured(read_questions(questions, cfg.task.tasks))
+    measured = MeasuredTexts(read_questions(questions, cfg.task.tasks))
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False, weights=False)
     tokenize, left_out = tokenizer_of(pair), 0
 
@@ -80,7 +48,7 @@ def train(cfg: DictConfig) -> Path:
         held = 0
         with tqdm(total=cfg.tokens, unit="token", unit_scale=True) as bar:
             for messages in told(cfg):
-                if any(measured.in_text(message["content"]) for message in messages):
+                if measured.in_messages(messages):
                     left_out += 1
                     continue
                 for ids, _ in tokenize(messages):

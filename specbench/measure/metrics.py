@@ -22,6 +22,7 @@ from specbench.measure.rounds import acceptance_length, acceptance_rate, ratio
 from specbench.measure.seconds import ARMS, paired_seconds, passes_seconds, pool_seconds, turn_means
 from specbench.measure.statistics import Speedup, over_passes, ratio_of_means
 from specbench.measure.thirds import learns, thirds, thirds_lines
+from specbench.warming import warm_lines
 
 SCHEMA = 4
 QUESTION_COLUMNS = {
@@ -90,7 +91,11 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
             for task, of_task in tasks.items()
         },
         "thirds": apart,
-        "notes": [*describe(owners, overall["stats"]), *thirds_lines(apart)],
+        "notes": [
+            *describe(owners, overall["stats"]),
+            *warm_lines(facts.get("training", {})),
+            *thirds_lines(apart),
+        ],
         "equivalence": overall["equivalence"],
         "baseline": baseline,
     }

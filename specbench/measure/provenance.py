@@ -97,7 +97,7 @@ def collect(config: Any, questions_file: Path, command: Sequence[str] | None = N
         "source_sha256": store.source_sha256(),
         "git": git_state(ROOT),
         "questions": {"path": str(questions_file), "sha256": file_sha256(questions_file)},
-        "weights": without_secrets(weights(config["pair"], config["method"])),
+        "weights": without_secrets(weights(config["pair"], {**config["drafter"], **config["method"]})),
     }
 
 
@@ -204,7 +204,7 @@ def weights(pair: Mapping, method: Mapping = MappingProxyType({})) -> dict[str, 
 
     Args:
         pair: its configuration.
-        method: its settings; other folders that they name are read, too.
+        method: its settings and those of its drafter; other folders and files that they name are read, too.
 
     Returns:
         Facts by "target", "draft", "parts.<name>", "method.<name>".
@@ -214,7 +214,7 @@ def weights(pair: Mapping, method: Mapping = MappingProxyType({})) -> dict[str, 
     folders = {
         key: value
         for key, value in method.items()
-        if isinstance(value, str) and value not in sources.values() and packaged(value).is_dir()
+        if isinstance(value, str) and value not in sources.values() and packaged(value).exists()
     }
     sources |= {f"method.{key}": path for key, path in folders.items()}
     return {

@@ -37,6 +37,7 @@ from specbench.measure.statistics import Speedup
 from specbench.pairs import load_pair, with_part
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.values import parameters, plain
+from specbench.warming import warm_record
 
 
 def prepare(cfg: DictConfig) -> Bench:
@@ -85,7 +86,8 @@ def prepare(cfg: DictConfig) -> Bench:
         warmup=warmup,
         slice_seconds=None if drafter.uninterrupted else cfg.slice_seconds,
         remeasure=cfg.remeasure,
-        training=provenance.trained(pair_cfg, plain(drafting), needs.draft_model),
+        training=provenance.trained(pair_cfg, plain(drafting), needs.draft_model)
+        | warm_record(plain(drafting), pair),
     )
 
 

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.measure.numbers import Measured
 from specbench.measure.rounds import acceptance_length
-from specbench.values import WRAPPED
+from specbench.values import LEARNS, WRAPPED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-LEARNS = ("memory", "run")  # the setting, and its value, of a drafter that goes on with what it has learnt
 
 
 def learns(config: Mapping, batched: bool) -> bool:

@@ -24,6 +24,7 @@ from specbench.report.runs import (
     named,
     task_names,
 )
+from specbench.warming import WARM, warmed_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -326,6 +327,7 @@ def cautions(runs: Iterable[Run]) -> list[str]:
     for weights, said in made.items():
         if names := [run.name for run in runs if run.summary["weights"] == weights]:
             lines.append(f"{said}: {named(names)}")
+    lines += memories(runs)
     lines += disturbances(runs)
     if 0 < len(slower) < len(runs):
         lines.append(
@@ -333,6 +335,17 @@ def cautions(runs: Iterable[Run]) -> list[str]:
             f"{QUOTED['engine']}: {named(slower)}"
         )
     return lines
+
+
+def memories(runs: Iterable[Run]) -> list[str]:
+    """A line for each kind of state that was not empty when an answer began, with the runs that had it."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        if run.summary.get("thirds"):
+            found.setdefault("goes on from answer to answer", []).append(run.name)
+        if (record := run.summary.get("training", {}).get(WARM)) is not None:
+            found.setdefault(warmed_with(record), []).append(run.name)
+    return [f"memory {said}: {named(names)}" for said, names in found.items()]
 
 
 def _baseline_fault(baseline: dict) -> str:

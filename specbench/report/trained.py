@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from specbench.report.runs import labels, named
 from specbench.report.tables import UNKNOWN, PlainTable
+from specbench.warming import WARM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,7 +46,10 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
 
 
 def differing_training(summaries: Iterable[dict]) -> list[str]:
-    """A line where parts of these runs saw different data, or different numbers of tokens of it."""
+    """A line where parts of these runs saw different data, or different numbers of tokens of it.
+
+    And one where the memory of some drafters was warmed, and that of others, which could have been, was not.
+    """
     summaries = list(summaries)
     seen: dict[tuple[str, int], list[str]] = {}
     for label, summary in zip(labels(summaries), summaries):
@@ -53,10 +57,20 @@ def differing_training(summaries: Iterable[dict]) -> list[str]:
             names = seen.setdefault((record["data"], record["tokens"]), [])
             if label not in names:
                 names.append(label)
-    if len(seen) < 2:
-        return []
     kinds = [f"{tokens:,} tokens of {_data(data)}: {named(names)}" for (data, tokens), names in seen.items()]
-    return [f"drafters were not trained alike ({'; '.join(kinds)})"]
+    lines = [f"drafters were not trained alike ({'; '.join(kinds)})"] if len(kinds) > 1 else []
+    return lines + _differing_memory(summaries)
+
+
+def _differing_memory(summaries: list[dict]) -> list[str]:
+    began: dict[str, list[str]] = {"warmed": [], "empty": []}
+    for label, summary in zip(labels(summaries), summaries):
+        if {WARM, f"drafter.{WARM}"} & summary["settings"].keys():
+            began["warmed" if WARM in summary.get("training", {}) else "empty"].append(label)
+    if not all(began.values()):
+        return []
+    kinds = "; ".join(f"{how}: {named(names)}" for how, names in began.items())
+    return [f"memories did not begin alike ({kinds})"]
 
 
 def _data(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -26,7 +27,7 @@ from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.layout import RaggedLayout
 from specbench.decoding.turns import Turns
-from specbench.errors import JobError
+from specbench.errors import JobError, UserError
 from specbench.measure import pairing, runner, store
 from specbench.measure.watch import Watch
 from tests.support import commands
@@ -305,6 +306,32 @@ def test_the_memory_of_a_run_is_emptied_before_every_pass(workplace, tmp_path):
     kept, forgotten = accepted("run"), accepted("answer")
     assert kept[0] == kept[1] and forgotten[0] == forgotten[1]
     assert sum(map(sum, kept[0])) > sum(map(sum, forgotten[0])), "one table for all learns from all"
+
+
+@pytest.mark.parametrize("group", [("recycling",), ("ragged", "drafter=recycling", "drafter.nodes=9")])
+def test_a_run_tells_which_file_its_memory_was_warmed_with(workplace, tmp_path, group):
+    file = tmp_path / "talk.jsonl"
+    told = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The old man."}]
+    file.write_text(json.dumps({"messages": told}) + "\n")
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    what = "drafter" if len(group) > 1 else "method"
+    run_dir = start(workplace, group[0], tmp_path, *group[1:], f"{what}.warm={file}")
+    assert to_the_end(run_dir)[-1] == 0
+    summary = store.read_json(run_dir / store.SUMMARY)
+    assert summary["equivalence"]["violation"] == 0
+    record = summary["training"]["warm"]
+    assert (record["source"], record["data"]) == (str(file), f"sha256:{sha256}") and record["tokens"] > 10
+    assert summary["notes"] == [f"memory warmed with talk.jsonl ({record['tokens']} tokens)"]
+    assert store.read_json(run_dir / store.PROVENANCE)["weights"]["method.warm"]["files"] == {
+        "talk.jsonl": sha256
+    }
+    # A run that goes on does so with the same file.
+    (run_dir / store.SUMMARY).unlink()
+    lines = (run_dir / store.RECORDS).read_text().splitlines(keepends=True)
+    (run_dir / store.RECORDS).write_text("".join(lines[:-1]))
+    file.write_text(file.read_text() * 2)
+    with pytest.raises(UserError, match=r"other conditions \(weights.method.warm.files.talk.jsonl"):
+        runner.run(run_dir)
 
 
 def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, monkeypatch):

@@ -16,12 +16,13 @@ from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.rest import REST
 from methods.rest.datastore import PLACES, RECORD, TOKENS, load_datastore, save_datastore, tree_behind
-from methods.rest.train import WORDS, Measured, train
+from methods.rest.train import train
 from methods.suffix_array import suffix_array
 from specbench import ROOT
 from specbench.conversations import tokenizer_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.target import StagedModel
+from specbench.disjoint import WORDS, MeasuredTexts
 from specbench.errors import UserError
 from specbench.pairs import load_pair
 from specbench.questions import TASKS, Question, read_questions
@@ -119,7 +120,7 @@ def test_measured_texts_are_found_in_messages():
         Question(1, "qa", ("Who wrote Hamlet?", long), [answer, "Yes."], "qa"),
         Question(2, "qa", ("One more?",), None, "qa"),
     ]
-    measured = Measured(questions)
+    measured = MeasuredTexts(questions)
     assert len(long.split()) > WORDS and len(answer.split()) > WORDS
     for text in (long, f"Please: {long} Now.", long.replace(" ", "\n "), answer, f"Well. {answer}"):
         assert measured.in_text(text)

@@ -64,6 +64,30 @@ def test_a_text_that_is_looked_up_counts_like_one_that_was_trained_on(tmp_path):
     assert "rest" in text and SAME not in text
 
 
+def test_a_warmed_memory_is_told_of_and_not_set_beside_another_in_silence(tmp_path, capsys):
+    def began(method: str, data: str | None, **more: str) -> dict:
+        file = None if data is None else "there/talk.jsonl"
+        record = {"source": file, "data": f"sha256:{data}", "tokens": 1_024_000}
+        settings = {"warm": file} | more
+        return summary(method, **({} if data is None else {"warm": record})) | {"settings": settings}
+
+    cold, warm, other = began("recycling", None), began("recycling", "0123"), began("suffix", "4567")
+    assert differing_training([cold, summary("sps")]) == differing_training([warm, summary("sps")]) == []
+    assert differing_training([warm, warm]) == differing_training([cold, cold]) == []
+    (line,) = differing_training([cold, warm])
+    assert line == (
+        "memories did not begin alike (warmed: recycling, warm=there/talk.jsonl; empty: recycling, warm=None)"
+    )
+    assert "1,024,000 tokens of sha256:4567: suffix" in differing_training([warm, other])[0]
+    batched = cold | {"method": "ragged", "drafter": "suffix", "settings": {"drafter.warm": None}}
+    assert "empty: ragged + suffix" in differing_training([warm, batched])[0]
+    runs = [run_of(tmp_path, name, one) for name, one in (("a", warm), ("b", other), ("c", cold))]
+    page = report(runs, [], tmp_path / "report", []).read_text()
+    assert "memory warmed with talk.jsonl: a, b" in page and "memories did not begin alike" in page
+    compare.print_comparison(runs)
+    assert "memories did not begin alike" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_report_and_compare_warn(tmp_path, capsys):
     runs = [
         run_of(tmp_path, "a", summary("sps", draft=TRAINED)),

@@ -1,0 +1,114 @@
+"""A drafter's memory that is warmed elsewhere: it begins with what a file of conversations teaches it, not empty.
+
+The setting is `warm` of a drafter, or of one that it wraps. The file is read at set-up, before anything is timed.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbench.disjoint import MeasuredTexts
+from specbench.errors import UserError
+from specbench.measure.files import file_sha256
+from specbench.questions import find_questions_file, packaged, read_questions
+from specbench.values import WRAPPED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from specbench.conversations import Tokens
+    from specbench.pairs import Pair
+
+WARM = "warm"  # the setting, and the name of the file's record among those of what a drafter saw
+SILENT_SECONDS = 2  # a longer warming shows how far it is
+
+
+def warm_file(drafting: Mapping) -> str | None:
+    """The file that a drafter's configuration names for its memory, or for that of the drafter that it wraps."""
+    return drafting.get(WARM) or (drafting.get(WRAPPED) or {}).get(WARM)
+
+
+def check_warm(drafting: Mapping, data: Mapping, task: Mapping) -> None:
+    """Checks the file of a drafter's memory, if it has one.
+
+    Args:
+        drafting: configuration of the drafter.
+        data: the questions that are measured.
+        task: their tasks.
+
+    Raises:
+        UserError: it is missing, holds no conversations, or holds a question or a reference answer of the data.
+    """
+    from specbench.conversations import read  # late: a configuration is checked without torch
+
+    named = warm_file(drafting)
+    if named is None:
+        return
+    path = packaged(named)
+    if not path.is_file():
+        raise UserError(f"{WARM}: there is no file {path}")
+    measured = MeasuredTexts(read_questions(find_questions_file(data), task["tasks"]))
+    for number, messages in enumerate(read(str(path)), 1):
+        if measured.in_messages(messages):
+            raise UserError(
+                f"{WARM}: conversation {number} of {path} holds a measured question or answer: warm with other text"
+            )
+
+
+def warm_rows(file: str, pair: Pair) -> Iterator[Tokens]:
+    """The conversations of a file as the pair prompts them, row by row: ids, and weights that tell the answers.
+
+    Args:
+        file: as the setting names it.
+        pair: with tokenizer and template.
+
+    Raises:
+        UserError: it is no file of conversations.
+    """
+    from tqdm import tqdm
+
+    from specbench.conversations import read, tokenizer_of
+
+    tokenize = tokenizer_of(pair)
+    for messages in tqdm(
+        read(str(packaged(file))), desc=WARM, unit="conversation", delay=SILENT_SECONDS, leave=False
+    ):
+        yield from tokenize(messages)
+
+
+def warm_answers(file: str, pair: Pair) -> Iterator[list[int]]:
+    """What the assistant says in a file, each answer with its stop token; see `warm_rows`."""
+    for ids, weights in warm_rows(file, pair):
+        for said, part in groupby(zip(ids, weights), key=lambda one: one[1] > 0):
+            if said:
+                yield [token for token, _ in part]
+
+
+def warm_record(drafting: Mapping, pair: Pair) -> dict[str, dict[str, Any]]:
+    """What the file of a drafter's memory is, for the run's record; {} where there is none.
+
+    Returns:
+        By `WARM`: its source, its checksum as `data`, and its tokens.
+    """
+    file = warm_file(drafting)
+    if file is None:
+        return {}
+    tokens = sum(len(ids) for ids, _ in warm_rows(file, pair))
+    return {WARM: {"source": file, "data": f"sha256:{file_sha256(packaged(file))}", "tokens": tokens}}
+
+
+def warm_lines(training: Mapping[str, Mapping]) -> list[str]:
+    """A line about a warmed memory, for the foot of a run's table.
+
+    Args:
+        training: records of what the drafter saw.
+    """
+    record = training.get(WARM)
+    return [] if record is None else [f"memory {warmed_with(record)} ({record['tokens']:,} tokens)"]
+
+
+def warmed_with(record: Mapping) -> str:
+    """Which file, in words."""
+    return f"warmed with {Path(record['source']).name}"
