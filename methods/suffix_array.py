@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from specbench.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 SORTED = 32  # tokens that places are sorted by: a power of 2
 READ = 1024  # places that are read as a whole; of more of them
@@ -92,12 +91,8 @@ class Index:
 
     def find(self, tokens: Sequence[int]) -> Interval:
         """Where some tokens occur, at most `SORTED` and none of them a separator."""
-        n, key = len(tokens), self._key(tokens)
-        if key is None:
-            return Interval(0, 0, n)
-        at = partial(self._at, 0, n)
-        first = bisect_left(self._places, key, key=at)
-        return Interval(first, bisect_right(self._places, key, first, key=at), n)
+        first = self._first(tokens)
+        return Interval(0, 0, len(tokens)) if first is None else self._from(first, tokens)
 
     def longest(self, tokens: Sequence[int], most: int, least: int = 1) -> Interval | None:
         """Where the longest end of some tokens occurs, of `least` to `most` tokens; None where none does."""
@@ -105,11 +100,18 @@ class Index:
         found, low, high = None, least, len(known)
         while low <= high:  # where an end occurs, every shorter one does
             middle = (low + high + 1) // 2
-            if self._occurs(known[-middle:]):
-                found, low = middle, middle + 1
-            else:
+            first = self._first(known[-middle:])
+            if first is None:
                 high = middle - 1
-        return None if found is None else self.find(known[-found:])
+            else:
+                found, low = (first, middle), middle + 1
+        return None if found is None else self._from(found[0], known[-found[1] :])
+
+    def behind(self, where: Interval, n: int) -> np.ndarray:
+        """The n tokens [n, occurrences] behind those of an interval; some beyond a separator, which mean nothing."""
+        places = self.places[where.first : where.behind].astype(np.int64) + where.length
+        read = np.minimum(places + np.arange(n)[:, None], len(self.tokens) - 1)
+        return self.tokens[read].astype(np.int64)
 
     def followers(self, where: Interval, most: int) -> list[tuple[int, Interval]]:
         """The most frequent tokens behind those of an interval, and where they stand, equal ones by their ids.
@@ -144,17 +146,28 @@ class Index:
 
     def _exactly(self, token: int, length: int, low: int, high: int) -> Interval:
         """Where, between two places, a token stands behind `length` equal ones."""
-        key, at = self._bytes_of([token]), partial(self._at, length, 1)
+        key, at = self._bytes_of([token]), self._reading(length, 1)
         first = bisect_left(self._places, key, low, high, key=at)
         return Interval(first, bisect_right(self._places, key, first, high, key=at), length + 1)
 
-    def _occurs(self, tokens: Sequence[int]) -> bool:
+    def _first(self, tokens: Sequence[int]) -> int | None:
+        """The first place, in the array's order, at which some tokens stand; None where they do not occur."""
         key = self._key(tokens)
         if key is None:
-            return False
-        at = partial(self._at, 0, len(tokens))
+            return None
+        at = self._reading(0, len(tokens))
         first = bisect_left(self._places, key, key=at)
-        return first < len(self._places) and at(self._places[first]) == key
+        return first if first < len(self._places) and at(self._places[first]) == key else None
+
+    def _from(self, first: int, tokens: Sequence[int]) -> Interval:
+        """The interval of some tokens that begins at a place; the few steps of a short one do not cross the array."""
+        key, at, step = self._bytes_of(tokens), self._reading(0, len(tokens)), 1
+        while first + step < len(self._places) and at(self._places[first + step]) == key:
+            step *= 2
+        behind = bisect_right(
+            self._places, key, first + step // 2, min(first + step, len(self._places)), key=at
+        )
+        return Interval(first, behind, len(tokens))
 
     def _key(self, tokens: Sequence[int]) -> bytes | None:
         """Tokens as they stand in the text; None if one of them cannot."""
@@ -163,8 +176,17 @@ class Index:
     def _bytes_of(self, tokens: Sequence[int]) -> bytes:
         return np.array(tokens, dtype=self.type).tobytes()
 
-    def _at(self, offset: int, n: int, place: int) -> bytes:
-        """The bytes of n tokens, `offset` behind a place."""
-        size = self.type.itemsize
-        begin = (place + offset) * size
-        return bytes(self._bytes[begin : begin + n * size])
+    def _reading(self, offset: int, n: int) -> Callable[[int], bytes]:
+        """What reads the bytes of n tokens, `offset` behind a place."""
+        data, size, begin, width = (
+            self._bytes,
+            self.type.itemsize,
+            offset * self.type.itemsize,
+            n * self.type.itemsize,
+        )
+
+        def at(place: int) -> bytes:
+            start = place * size + begin
+            return bytes(data[start : start + width])
+
+        return at

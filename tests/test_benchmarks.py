@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from specbench.measure.statistics import speedup
+from tests.benchmarks import host
 from tests.benchmarks.common import print_ratios
 
 
@@ -17,3 +18,10 @@ def test_ratios_of_too_few_repeats_are_printed_without_an_interval(capsys):
     once, twice, none = capsys.readouterr().out.splitlines()
     assert once == "fast against ar: times as fast: 2.00 (too few for an interval)"
     assert twice.startswith("fast against ar: times as fast: 2.40 [") and none.endswith("no ratio")
+
+
+def test_what_counts_as_the_devices_time_is_there_and_put_back():
+    before = [getattr(owner, name) for owner, name in host.DEVICE]
+    with host.Watch().active():
+        assert all(getattr(owner, name) is not old for (owner, name), old in zip(host.DEVICE, before))
+    assert [getattr(owner, name) for owner, name in host.DEVICE] == before

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from methods.counted_trees import Counted, likeliest
-from methods.suffix_array import Index, Interval, suffix_array
+from methods.counted_trees import Counted, likeliest, most_frequent
+from methods.suffix_array import READ, Index, Interval, suffix_array
 from methods.vocab_trim.vocab_map import tokenizer_checksum
 from specbench.errors import UserError
 from specbench.measure.files import file_sha256, make_folder
@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 
 RECORD, TOKENS, PLACES = DATASTORE, "tokens.bin", "places.bin"
 FOLLOWERS = 8  # children of a node at most
+FEW = 4  # places whose tree is built as fast node by node as at once
 
 
 def tree_behind(index: Index, where: Interval, nodes: int, depth: int) -> Counted:
     """The most frequent nodes behind the tokens of an interval."""
+    if FEW < where.occurrences <= READ and depth and nodes:
+        return most_frequent(index.behind(where, depth), index.separator, nodes, FOLLOWERS)
 
     def followers(place: Interval, _: int) -> list[tuple[int, Interval, float]]:
         found = index.followers(place, FOLLOWERS)

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import methods.rank_trees
 import methods.recycling
-import methods.sps_tree.drafter
 from methods.lookahead import Lookahead
 from methods.recycling import TokenRecycling
 from methods.rest import REST
@@ -41,7 +41,7 @@ from tests.support.conf import composed
 DEVICE = (  # whose time is the device's
     (StagedModel, "unembed"),
     *((DraftModelTree, one) for one in ("_next", "_level")),  # passes of the draft model
-    *((module, "likeliest_ids") for module in (methods.recycling, methods.sps_tree.drafter)),
+    *((module, "likeliest_ids") for module in (methods.recycling, methods.rank_trees)),
 )
 FULL = 0.9  # share of the most nodes that a full round has
 
@@ -137,7 +137,7 @@ def drafters(pair: Pair, nodes: int) -> dict[str, Drafter]:
         ),
         "lookahead": Lookahead(pair, window=width // 2, ngram=5, guesses=width - width // 2),
         "lookahead, text": Lookahead(pair, window=width // 2, ngram=5, guesses=width - width // 2, text=True),
-        "sps_tree": DraftModelTree(pair, tree=parts.sps_tree, nodes=nodes),
+        "sps_tree": DraftModelTree(pair, tree=parts.sps_tree, max_draft_tokens=5, nodes=nodes),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from fractions import Fraction
 from itertools import count
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from methods.counted_trees import likeliest
+from methods.counted_trees import likeliest, most_frequent
 from methods.suffix_array import LOOKED_AT, READ, SORTED, Index, Interval, check_sorted, suffix_array
 from methods.suffix_automaton import ROOT, Match, SuffixAutomaton
 from specbench.errors import UserError
@@ -210,6 +211,47 @@ def test_every_frequent_follower_is_seen_and_its_count_is_exact():
     behind = {token: place.occurrences for token, place in found.followers(where, 300)}
     assert all(followed[token] == n for token, n in behind.items())
     assert {token for token, n in followed.items() if n >= where.occurrences / LOOKED_AT} <= set(behind)
+
+
+ROWS = st.integers(1, 6).flatmap(
+    lambda depth: st.lists(
+        st.lists(st.sampled_from([0, 1, 2, 3, SEPARATOR]), min_size=depth, max_size=depth),
+        min_size=1,
+        max_size=40,
+    )
+)
+
+
+@given(ROWS, st.integers(1, 40), st.integers(1, 4))
+def test_a_tree_that_is_built_at_once_is_that_of_one_node_after_the_other(rows, nodes, children):
+    """With fractions, which no rounding puts in another order."""
+    rows = sorted(rows)
+
+    def followers(place: tuple[int, ...], above: int):
+        own = [row for row in rows if tuple(row[:above]) == place]
+        found = Counter(row[above] for row in own)
+        total = len(own)
+        best = sorted(found.items(), key=lambda one: (-one[1], one[0]))
+        inside = [one for one in best if one[0] != SEPARATOR][:children]
+        return [(token, (*place, token), Exact(Fraction(count, total))) for token, count in inside]
+
+    expected = likeliest((), followers, nodes, len(rows[0]))
+    found = most_frequent(np.array(rows).T, SEPARATOR, nodes, children)
+    assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
+    assert found.score == pytest.approx(expected.score)
+
+
+class Exact(Fraction):
+    """A fraction whose product with a float is one, too."""
+
+    def __rmul__(self, other):
+        return Exact(Fraction(other) * Fraction(self))
+
+    def __mul__(self, other):
+        return self.__rmul__(other)
+
+    def __neg__(self):
+        return Exact(-Fraction(self))
 
 
 @pytest.mark.slow
