@@ -18,7 +18,7 @@ BOARD = OmegaConf.load(CONF / "experiment" / "spec_bench_board.yaml").hydra.swee
 # What pair=vicuna-7b does not come with, by the methods that cannot do without it.
 LACKING = {
     **{"rest": "rest", "kangaroo": "kangaroo", "kangaroo_tree": "kangaroo"},
-    **{"eagle": "eagle", "eagle2": "eagle", "eagle3": "eagle3"},
+    "eagle3": "eagle3",
 }
 
 

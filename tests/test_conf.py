@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import hydra
@@ -12,6 +13,7 @@ from specbench.checks import check_method, check_values
 from specbench.compose import CONF
 from specbench.decoding.draft import Drafter
 from specbench.decoding.scheduler import Scheduler
+from specbench.errors import UserError
 from specbench.questions import TASKS
 from specbench.values import parameters, settings
 from tests.support.conf import composed
@@ -111,3 +113,30 @@ def test_settings_of_a_summary_leave_out_the_wrapped_drafter():
     cfg = composed("bench", "method=oracle")
     assert set(parameters(cfg.method)) - set(settings(cfg.method)) == {"drafter"}
     assert settings(cfg.method)["cost_of"] == "sps"
+
+
+HEADS = {  # pairs that name their authors' published checkpoints, by method
+    "vicuna-7b": ("medusa", "hydra_heads", "eagle", "eagle2"),
+    "vicuna-13b": ("medusa", "hydra_heads", "eagle", "eagle2", "eagle3"),
+    "vicuna-33b": ("medusa", "hydra_heads", "eagle", "eagle2"),
+    "llama-2-70b-chat": ("eagle", "eagle2"),
+    "llama-3.1-8b": ("eagle", "eagle2", "eagle3"),
+}
+
+
+@pytest.mark.parametrize(("pair", "method"), [(p, m) for p, methods in HEADS.items() for m in methods])
+def test_a_pair_names_the_published_weights_of_its_target(pair, method):
+    cfg = resolved(f"pair={pair}", f"method={method}")
+    needs = check_method(cfg)  # it has the part that the method needs
+    name = cfg.pair.parts[needs.part]
+    owner, _, model = name.partition("/")
+    assert name.count("/") == 1 and owner in ("FasterDecoding", "ankner", "yuhuili")
+    (size,) = re.findall(r"\d+b", pair)
+    assert size in model.lower(), "the size of the target"
+    assert name in {cfg.method.get(key) for key in ("part", "heads")}
+
+
+def test_a_pair_without_published_weights_names_none():
+    for pair in ("vicuna-7b", "vicuna-33b"):
+        with pytest.raises(UserError, match="has no part 'eagle3'"):
+            check_method(resolved(f"pair={pair}", "method=eagle3"))
