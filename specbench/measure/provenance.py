@@ -124,10 +124,15 @@ def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) ->
         for provenance in (first, second)
     )
     return [
-        f"{key} {left.get(key)!s:.40} against {right.get(key)!s:.40}"
+        f"{key} {_shown(key, left.get(key))} against {_shown(key, right.get(key))}"
         for key in sorted(left.keys() | right.keys())
         if left.get(key) != right.get(key)
     ]
+
+
+def _shown(key: str, value: object) -> str:
+    """The beginning of a value, of a digest as much as tells two apart."""
+    return str(value)[: 8 if key.endswith("sha256") else 40]
 
 
 # -- the parts
