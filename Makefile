@@ -33,7 +33,7 @@ tune: $(STAMP) ## Find a method's draft length and thresholds for a pair, here: 
 test: $(STAMP) ## Run all tests, in some fifteen minutes on two cores [ARGS="-k name"]
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
-test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in three minutes [ARGS="-k name"]
+test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in a minute or two [ARGS="-k name"]
 	@$(PY) -m pytest -n auto --dist worksteal -m "$(FAST)" $(ARGS)
 
 benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on an idle machine)

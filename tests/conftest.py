@@ -1,6 +1,6 @@
 """Set-up of every test: no network but a test's own, reproducible draws, few threads. The tiers:
 
-- fast (`make test-fast`): all that no marker below names; the heart of every part, in a minute on two cores.
+- fast (`make test-fast`): all that no marker below names; the heart of every part, in a minute or two on two cores.
 - `first_fast`: of its cases, the first is fast and the others are slow.
 - `slow`: training, long statistics, further architectures, and whatever else takes about 3 s of CPU time or more.
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
