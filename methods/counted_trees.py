@@ -127,10 +127,8 @@ def _found_first(
     rows: np.ndarray, parents: np.ndarray, counts: np.ndarray, n: int, levels: int
 ) -> np.ndarray:
     """The order [m] in which `likeliest` takes nodes: by counts, then by the turns of their parents, then by tokens."""
-    parents, counts = (
-        np.append(parents, -1),
-        np.append(counts, n + 1),
-    )  # whatever is above the top had its turn first
+    # Whatever is above the top had its turn first.
+    parents, counts = np.append(parents, -1), np.append(counts, n + 1)
     above = parents[:-1]
     keys = [-counts[:-1]]
     for _ in range(levels):

@@ -8,7 +8,7 @@ repeats first, so that the jackknife of an interval drops questions.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
@@ -24,7 +24,13 @@ from specbench.measure.statistics import Speedup, over_passes, ratio_of_means
 from specbench.measure.thirds import learns, thirds, thirds_lines
 from specbench.warming import warm_lines
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specbench.measure.statistics import Run
+
 SCHEMA = 4
+COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed
 QUESTION_COLUMNS = {
     "question_id": "int64",
     "task": "str",
@@ -208,20 +214,58 @@ class Relative(NamedTuple):
     unit: str
 
 
-def relative(first: list[pd.DataFrame], second: list[pd.DataFrame], batched: bool = False) -> Relative:
+def relative(
+    first: list[pd.DataFrame],
+    second: list[pd.DataFrame],
+    batched: bool = False,
+    processes: Sequence[list[pd.DataFrame]] = (),
+) -> Relative:
     """Mean of a number over the runs `second` / its mean over the runs `first`.
 
-    Each run as `parts` gives it; only the questions (batched: runs of pools) that are in all of them count.
+    Only the questions (batched: runs of pools) that are in all runs count.
+
+    Args:
+        first: runs, each as `parts` gives it.
+        second: likewise.
+        batched: whether they are runs of batches.
+        processes: of each run of `first` and then of `second`, as `parts_by_process` gives it.
     """
     shared = set.intersection(*(set(run.index) for run in (*first, *second)))
     kept = [[run.loc[run.index.isin(shared)].sort_index() for run in runs] for runs in (first, second)]
     ours, theirs = ([(run["above"].to_numpy(), run["below"].to_numpy()) for run in runs] for runs in kept)
+    between = [_process_sums(run, shared, batched) for run in processes]
     if not batched:
-        return Relative(ratio_of_means(ours, theirs), len(shared), "question")
+        return Relative(ratio_of_means(ours, theirs, processes=between), len(shared), "question")
     pools = [pool for pool, _ in sorted(shared)]
     several = len(set(pools)) > 1
-    found = ratio_of_means(ours, theirs, pools)
+    found = ratio_of_means(ours, theirs, pools, between)
     return Relative(found, len(set(pools) if several else shared), "pool" if several else "repeat")
+
+
+def _process_sums(frames: list[pd.DataFrame], shared: set, batched: bool) -> Run:
+    """The sums [processes] above and below the line, over what was shared and is in every process.
+
+    Repeats of a pool are shared out among processes: what they have in common are pools.
+    """
+    if batched:
+        frames = [frame.groupby("pool").mean() for frame in frames]
+        shared = {pool for pool, _ in shared}
+    common = shared.intersection(*(set(frame.index) for frame in frames))
+    sums = [frame[frame.index.isin(common)].sum() for frame in frames]
+    return [one["above"] for one in sums], [one["below"] for one in sums]
+
+
+def parts_by_process(records: list[dict], what: str, batched: bool) -> list[pd.DataFrame]:
+    """The parts of a number of a run as each of its processes measured them; see `parts`.
+
+    Empty for what is counted, which is the same in every process.
+    """
+    if what in COUNTED:
+        return []
+    by_process: dict[int, list[dict]] = {}
+    for record in records:
+        by_process.setdefault(record.get("process", 0), []).append(record)
+    return [parts(own, what, batched) for own in by_process.values()]
 
 
 def parts(
@@ -241,7 +285,7 @@ def parts(
     Returns:
         Two columns, `above` and `below`, whose sums' ratio is the number; indexed by question_id or (pool, repeat).
     """
-    if what in ("mbsu", "acceptance_length"):
+    if what in COUNTED:
         steps = steps_frame(records)
         rounds = steps[steps["arm"] == "method"]
         if what == "mbsu":  # of those whose bytes are known

@@ -69,9 +69,7 @@ def speedup(
     Raises:
         ValueError: arrays that are not of one length.
     """
-    between = None
-    if len(processes) >= LEAST_PASSES:
-        between = np.array([[np.sum(part) for part in process] for process in processes]).T
+    between = [np.array([[np.sum(part) for part in process] for process in processes]).T]
     return _jackknife([reference_seconds, method_seconds], _quotient, pools, between)
 
 
@@ -97,7 +95,12 @@ def _quotient(reference: np.ndarray, method: np.ndarray) -> np.ndarray:
     return reference / method
 
 
-def ratio_of_means(first: Sequence[Run], second: Sequence[Run], pools: Sequence | None = None) -> Speedup:
+def ratio_of_means(
+    first: Sequence[Run],
+    second: Sequence[Run],
+    pools: Sequence | None = None,
+    processes: Sequence[Run] = (),
+) -> Speedup:
     """Mean of the ratios of the runs `second` / mean of those of the runs `first`, with an interval as in `speedup`.
 
     Each run is the seconds of its own baseline and of the method, over the same questions in the same order: so that a
@@ -107,6 +110,9 @@ def ratio_of_means(first: Sequence[Run], second: Sequence[Run], pools: Sequence 
         first: runs, each two arrays [questions], seconds.
         second: as `first`.
         pools: as in `speedup`.
+        processes: of each run of `first` and then of `second`, two arrays [processes], the sums of each process. Their
+            jackknife variances are joined with that over questions, as in `speedup`, since a run's processes have
+            nothing to do with another's. A run of one process adds nothing: how far processes differ is not known.
 
     Returns:
         As `speedup`.
@@ -119,7 +125,8 @@ def ratio_of_means(first: Sequence[Run], second: Sequence[Run], pools: Sequence 
         ratios = [above / below for above, below in zip(totals[::2], totals[1::2])]
         return np.mean(ratios[len(first) :], axis=0) / np.mean(ratios[: len(first)], axis=0)
 
-    return _jackknife([column for run in (*first, *second) for column in run], statistic, pools)
+    columns = [column for run in (*first, *second) for column in run]
+    return _jackknife(columns, statistic, pools, [np.array(run, float) for run in processes])
 
 
 def verdict(low: float | None, high: float | None) -> str | None:
@@ -135,12 +142,17 @@ def _jackknife(
     columns: Sequence[Sequence[float]],
     statistic: Callable[..., np.ndarray],
     pools: Sequence | None,
-    processes: np.ndarray | None = None,
+    between: Sequence[np.ndarray] = (),
     least: int = LEAST_QUESTIONS,
 ) -> Speedup:
     """A statistic of the columns' sums, with the interval that `speedup` describes.
 
-    processes: [columns, processes], sums of the questions of each; least: entries that an interval takes.
+    Args:
+        columns: [questions] each, two for a run.
+        statistic: sums [n] of every column -> [n].
+        pools: as in `speedup`.
+        between: of each run [2, processes], the sums of each process; those of fewer than two are passed over.
+        least: entries that an interval takes.
     """
     arrays = [np.asarray(column, float) for column in columns]
     if len({array.shape for array in arrays}) != 1 or arrays[0].ndim != 1:
@@ -152,7 +164,13 @@ def _jackknife(
     value = float(statistic(*sums)[0])
     if count < (least if pools is None else LEAST_POOLS):
         return Speedup(value, None, None)
-    variances = [_variance(level, statistic) for level in (seconds, processes) if level is not None]
+    variances = [_variance(sums - seconds, statistic)]
+    for run, parts in enumerate(between):
+        if parts.ndim == 2 and parts.shape[1] >= LEAST_PASSES:
+            # One run varies; the others, whose ratios do not, are as they are.
+            rest = np.repeat(sums, parts.shape[1], axis=1)
+            rest[2 * run : 2 * run + 2] = parts.sum(axis=1, keepdims=True) - parts
+            variances.append(_variance(rest, statistic))
     known = [found for found in variances if found is not None]
     if len(known) < len(variances):
         return Speedup(value, None, None)
@@ -163,13 +181,12 @@ def _jackknife(
     return Speedup(value, value / factor, value * factor)
 
 
-def _variance(seconds: np.ndarray, statistic: Callable[..., np.ndarray]) -> tuple[float, int] | None:
-    """The jackknife variance of the statistic's logarithm over the entries of `seconds` [columns, n], and n - 1.
+def _variance(rest: np.ndarray, statistic: Callable[..., np.ndarray]) -> tuple[float, int] | None:
+    """The jackknife variance of the statistic's logarithm, and n - 1.
 
-    None where one entry holds all the time.
+    rest: [columns, n], sums without one of n entries each. None where one entry holds all the time.
     """
-    count = seconds.shape[1]
-    rest = seconds.sum(axis=1, keepdims=True) - seconds  # [columns, n]: without one each
+    count = rest.shape[1]
     if not (rest > 0).all():
         return None
     logs = np.log(statistic(*rest))

@@ -173,7 +173,8 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     found = []
     for other in others:
         theirs = [run.parts(what, batched) for run in other]
-        found.append((*metrics.relative(theirs, frames, batched), other[0]))
+        processes = [run.parts_by_process(what, batched) for run in (*other, *ours)]
+        found.append((*metrics.relative(theirs, frames, batched, processes), other[0]))
     weakest = min(found, key=lambda item: item[0].value or 0)
     ratio, count, unit, against = weakest
     batch = f", batch {against.summary['batch_size']}" if batched else ""

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from specbench.errors import UserError
 from specbench.measure import metrics
+from specbench.measure.statistics import LEAST_PASSES
 from specbench.report import tables
 from specbench.report.runs import Run, labels, not_comparable, task_names
 from specbench.report.trained import differing_training
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SPEEDUP = "speedup"
-METRICS = (SPEEDUP, "acceptance_length", "mbsu")
+METRICS = (SPEEDUP, *metrics.COUNTED)
+ONE_PROCESS = "intervals over questions: how far processes of a run differ is not in them (processes=3)"
 
 
 def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
@@ -94,7 +96,8 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     first, *others = runs
     names = _names(runs)
     title = "times as fast as" if metric == SPEEDUP else f"{metric} / that of"
-    table = tables.PlainTable(f"{title} {names[0]}")
+    foot = ONE_PROCESS if metric == SPEEDUP and _alone(runs) else ""
+    table = tables.PlainTable(f"{title} {names[0]}", foot)
     table.add_column("task", no_wrap=True)
     found = []
     for name, run in zip(names[1:], others):
@@ -117,19 +120,28 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
         return {}
     what = "throughput" if batched[0] and metric == SPEEDUP else metric
     one, other = (run.parts(what, batched[0]) for run in (first, second))
+    processes = [run.parts_by_process(what, batched[0]) for run in (first, second)]
     if batched[0]:
-        return {"overall": metrics.relative([one], [other], batched=True)}
+        return {"overall": metrics.relative([one], [other], True, processes)}
     tasks: dict[str, list[int]] = {}
     for record in first.records:
         tasks.setdefault(record["task"], []).append(record["question_id"])
-    by_task = {task: metrics.relative([one[one.index.isin(ids)]], [other]) for task, ids in tasks.items()}
-    return by_task | {"overall": metrics.relative([one], [other])}
+    by_task = {
+        task: metrics.relative([one[one.index.isin(ids)]], [other], processes=processes)
+        for task, ids in tasks.items()
+    }
+    return by_task | {"overall": metrics.relative([one], [other], processes=processes)}
 
 
 def _names(runs: list[Run]) -> list[str]:
     """Labels; the folder's name where two runs share one."""
     names = labels(run.summary for run in runs)
     return [label if names.count(label) == 1 else run.name for label, run in zip(names, runs)]
+
+
+def _alone(runs: list[Run]) -> bool:
+    """Whether one process measured the whole of a run: the interval then holds nothing of how processes differ."""
+    return any(run.summary.get("processes", 1) < LEAST_PASSES for run in runs)
 
 
 def _pools(run: Run) -> dict[int, int]:

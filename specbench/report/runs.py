@@ -89,6 +89,10 @@ class Run:
         """The parts of a number, as `metrics.parts` gives them."""
         return metrics.parts(self.records, what, batched, self.summary.get("target_pass_bytes"))
 
+    def parts_by_process(self, what: str, batched: bool) -> list[pd.DataFrame]:
+        """Likewise by process, as `metrics.parts_by_process` gives them."""
+        return metrics.parts_by_process(self.records, what, batched)
+
 
 @dataclass(frozen=True)
 class LeftOut:

@@ -66,6 +66,22 @@ def test_processes(count, own):
     assert over_questions > 0.3 or own > 0.1
 
 
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("own", [0.02, 0.2])
+def test_a_ratio_of_two_runs_of_several_processes(count, own):
+    """Of one method on the same questions: what differs between processes is each run's own."""
+    draws = processes(36, 2 * count, COUNT, own).reshape(COUNT, 2, count, 2, 36)
+    found, over_questions = [], []
+    for run in draws:
+        whole = [tuple(one.mean(axis=0)) for one in run]
+        found.append(
+            ratio_of_means(whole[:1], whole[1:], processes=[tuple(one.sum(axis=2).T) for one in run])
+        )
+        over_questions.append(ratio_of_means(whole[:1], whole[1:]))
+    assert sum(misses(found, 1.0)) <= 0.07
+    assert sum(misses(over_questions, 1.0)) > 0.3 or own > 0.1
+
+
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_passes_on_the_same_questions(count):
     """The truth is the ratio of these very questions, to which passes add noise of their own."""

@@ -235,6 +235,31 @@ def test_an_interval_over_repeats_of_one_pool_says_so(run):
     assert shown.startswith("2.00 [") and shown.endswith("], 3 repeats of one pool: timing noise only")
 
 
+def test_what_processes_differ_by_widens_the_interval(run):
+    """Questions vary by nothing, processes by 5 %: their interval alone would call equal runs different."""
+    times = seconds(1.5, seed=1, noise=0)
+
+    def measured(name, *factors):
+        journal = []
+        for process, factor in enumerate(factors):
+            shifted = {question: (plain, factor * method) for question, (plain, method) in times.items()}
+            journal += [one | {"process": process} for one in records(shifted)]
+        return run(name, journal, SUMMARY | {"processes": len(factors)})
+
+    first, second = measured("a", 1.0, 1.05, 0.95), measured("b", 1.06, 1.06 * 0.95, 1.06 * 1.05)
+    alone = measured("c", 1.0)
+    single = compare.relative(alone, measured("d", 1.06))["overall"].ratio
+    assert (single.low, single.high) == pytest.approx((1 / 1.06, 1 / 1.06))
+    for ratio, _, _ in compare.relative(first, second).values():
+        assert ratio.value == pytest.approx(1 / 1.06, abs=1e-3)
+        # Of each run Student's t of two degrees of freedom, times the standard error of three processes.
+        assert np.log(ratio.high / ratio.value) == pytest.approx(2**0.5 * 4.303 * 0.05 / 3**0.5, rel=0.02)
+    counted = compare.relative(first, second, "acceptance_length")["overall"].ratio
+    assert counted.low == counted.high == pytest.approx(1)
+    assert not compare.difference_table([first, second]).caption.plain
+    assert "processes=3" in compare.difference_table([first, alone]).caption.plain
+
+
 def test_labels_are_no_markup(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     journal = records(seconds(1.5, seed=1))
