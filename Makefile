@@ -67,7 +67,7 @@ wandb-compare: $(STAMP) ## Tables over a group of runs on Weights & Biases: GROU
 
 docs: $(STAMP) ## Build the documentation into build/site; a broken link fails
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
-	@echo build/site/index.html
+	@echo "build/site/index.html; with its search: $(PY) -m http.server --directory build/site"
 
 readme-figures: $(STAMP) ## Measure the methods of the README's table and write table and plot [RUNS="FOLDER ..." takes finished runs]
 	@$(PY) docs/figures.py $(RUNS)
