@@ -180,7 +180,7 @@ def test_a_log_holds_the_tables(runs, offline, logged):
 def test_a_log_holds_the_plots(offline):
     _, folder = offline
     drawn = {path.name.rsplit("_", 2)[0] for path in folder.rglob("media/images/plots/*.png")}
-    assert {"speedup_by_task", "time", "acceptance_by_position", "mbsu_and_speedup"} <= drawn
+    assert {"speedup_by_task", "time", "mbsu_and_speedup"} <= drawn
 
 
 @pytest.mark.process

@@ -26,18 +26,24 @@ def acceptance_at_positions(rounds: pd.DataFrame, conditional: bool = False) -> 
 
     Args:
         rounds: of one arm.
-        conditional: of the rounds that judged a position, that is, in which all before it was accepted and no stop
-            token was; else of all rounds that drafted so far.
+        conditional: of the rounds that judged a position, see `judged_positions`; else of all that drafted so far.
     """
+    depth, accepted = rounds["depth"].to_numpy(), rounds["accepted"].to_numpy()
+    judged = judged_positions(rounds)
+    return [
+        ratio((accepted > position).sum(), judged[position] if conditional else (depth > position).sum())
+        for position in range(len(judged))
+    ]
+
+
+def judged_positions(rounds: pd.DataFrame) -> list[int]:
+    """How many rounds judged each draft position: all before it was accepted, and no stop token was."""
     depth, accepted, emitted = (rounds[name].to_numpy() for name in ("depth", "accepted", "emitted"))
     stopped = emitted == accepted  # the answer ended inside the draft: there was no token of the target's own
-    shares = []
-    for position in range(depth.max(initial=0)):
-        of = depth > position
-        if conditional:
-            of = of & (accepted >= position) & ~(stopped & (accepted == position))
-        shares.append(ratio(int((accepted > position).sum()), of.sum()))
-    return shares
+    return [
+        int(((depth > position) & (accepted >= position) & ~(stopped & (accepted == position))).sum())
+        for position in range(depth.max(initial=0))
+    ]
 
 
 def occupancy(rounds: pd.DataFrame, batch_size: int) -> float | None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MOST = 10  # runs in a plot: more cannot be told apart
 MOST_POINTS = 24  # where each of them is one point
+LEAST_JUDGED = 20  # rounds: the share of fewer says little
 HEAT_MAPS = 6
 PANELS = 3
 WIDEST = 44  # characters in a line of a label
@@ -219,15 +220,22 @@ def time_by_part(runs: list[Shown]) -> Figure | None:
 
 
 def acceptance_by_position(runs: list[Shown]) -> Figure | None:
-    """How often a draft token is accepted where all before it were, by its position in the draft."""
-    key = "acceptance_by_position_conditional"
-    runs = [run for run in runs if any(rate is not None for rate in run.overall[key])]
-    if not runs:
-        return None
-    axes = _axes(6.5, 4)
+    """How often a draft token is accepted where all before it were, by its position in the draft.
+
+    Positions that fewer than `LEAST_JUDGED` rounds judged are left out.
+    """
+    axes = None
     for run in runs:
-        rates = [math.nan if rate is None else rate for rate in run.overall[key]]
+        rates = run.overall["acceptance_by_position_conditional"]
+        rates = [
+            rate for rate, count in zip(rates, run.overall["judged_by_position"]) if count >= LEAST_JUDGED
+        ]
+        if not rates:
+            continue
+        axes = axes or _axes(6.5, 4)
         axes.plot(range(1, len(rates) + 1), rates, color=run.colour, marker=run.marker, label=run.label)
+    if axes is None:
+        return None
     axes.set(ylim=(0, 1.02), xlabel="position in the draft", ylabel="accepted, if all before it were")
     axes.xaxis.get_major_locator().set_params(integer=True)
     _legend(axes)

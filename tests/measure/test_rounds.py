@@ -61,6 +61,7 @@ def test_a_stop_token_in_the_draft_is_no_rejection_of_what_follows():
     found = overall([record(turns=[turn(method=generation() | {"steps": rounds})])])
     assert found["acceptance_by_position"] == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert found["acceptance_by_position_conditional"] == [1.0, 1.0, 0.0, None, None]
+    assert found["judged_by_position"] == [2, 2, 1, 0, 0]
 
 
 def test_a_tree_is_counted_along_its_longest_path():

@@ -202,11 +202,26 @@ NULLS = ("speedup", "speedup_low", "acceptance_length", "mbsu", "tokens", "secon
          "prefill_seconds", "tokens_per_second")  # fmt: skip
 
 
+def test_the_share_of_a_few_rounds_is_not_drawn():
+    shares = {"acceptance_by_position_conditional": [0.5, 0.4, 1.0], "judged_by_position": [50, 25, 3]}
+    few = shares | {"judged_by_position": [10, 5, 2]}
+    runs, _ = plots.chosen(
+        [
+            (name, Run(None, changed(SUMMARY, overall=NUMBERS | found)))
+            for name, found in (("a", shares), ("b", few))
+        ]
+    )
+    (line,) = plots.acceptance_by_position(runs).axes[0].lines
+    assert line.get_label() == "a" and list(line.get_ydata()) == [0.5, 0.4]
+    assert plots.acceptance_by_position([run for run in runs if run.label == "b"]) is None
+
+
 def test_a_number_that_is_null_crashes_no_plot():
     """A run for each number, which is null in every block of it, beside one that has them all."""
     named = [("whole", Run(None, SUMMARY))]
     for key in NULLS:
-        null = NUMBERS | {key: None, "acceptance_by_position_conditional": [0.5, None, None]}
+        shares = {"acceptance_by_position_conditional": [0.5, None, None], "judged_by_position": [90, 0, 0]}
+        null = NUMBERS | shares | {key: None}
         summary = SUMMARY | {"overall": null, "tasks": {"qa": null}}
         named.append((key, Run(None, changed(summary, baseline__tokens_per_second=None))))
     runs, _ = plots.chosen(named)

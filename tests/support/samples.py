@@ -28,6 +28,7 @@ NUMBERS = {
     "acceptance_rate": 0.61,
     "acceptance_by_position": [0.8, 0.6],
     "acceptance_by_position_conditional": [0.8, 0.75],
+    "judged_by_position": [1000, 800],
     "stats": {},
     "mbsu": 1.9,
     "bandwidth_fraction": 0.9,
@@ -124,7 +125,7 @@ def wrong() -> dict:
 def nothing(summary: dict = SUMMARY) -> dict:
     """The same summary with null for every number of its tasks."""
     judged = dict.fromkeys(NUMBERS["equivalence"]) | {"answers": 0}
-    positions = {key: [] for key in NUMBERS if key.startswith("acceptance_by")}
+    positions = {key: [] for key in NUMBERS if "_by_position" in key}
     empty = (
         dict.fromkeys(NUMBERS) | {"questions": 0, "speedup_questions": 0, "equivalence": judged} | positions
     )
