@@ -118,7 +118,7 @@ class Oracle(Drafter):
         seed: Seed = 0,
     ):
         self.inner = _wrapped(pair, drafter, max_draft_tokens)
-        if self.inner.max_nodes or type(self.inner).on_hidden is not Drafter.on_hidden:
+        if self.inner.max_nodes or self.inner.works_on_the_way:
             raise UserError(f"the oracle proposes chains in turn with the target, which {cost_of} does not")
         self.needs = self.needs.around(self.inner.needs)
         self.taps = self.inner.taps

@@ -418,6 +418,11 @@ class Drafter:
         """
         return Draft(batch.tokens[: batch.size, :0])
 
+    @property
+    def works_on_the_way(self) -> bool:
+        """Whether it has an `on_hidden` of its own: a captured verification is then cut at its taps."""
+        return type(self).on_hidden is not Drafter.on_hidden
+
     def on_hidden(self, layer: int, hidden_states: torch.Tensor) -> None:
         """Told on the way through a verification, for each of `taps` as it is reached. It must not wait for the device.
 

@@ -175,7 +175,13 @@ class Engine:
 
         taps = drafter.taps
         logits = self.target.verify(
-            batch.newest(1), draft, layout.cache, where, taps, on_hidden if taps else None
+            batch.newest(1),
+            draft,
+            layout.cache,
+            where,
+            taps,
+            on_hidden if taps else None,
+            drafter.works_on_the_way,
         )
         verified_at = clock.mark()
         verified = self._settle(batch, draft, logits, states, number)

@@ -284,13 +284,13 @@ class StagedModel:
         hi: int,
         taps: Sequence[int] = (),
         on_hidden: Callable[[int, torch.Tensor], None] | None = None,
-        wanted: Sequence[str] = (STATES,),
-    ) -> dict[str, torch.Tensor]:
+        cut: bool = True,
+        wanted: Sequence[str | int] = (STATES,),
+    ) -> dict[str | int, torch.Tensor]:
         """A pass whose shape recurs, so that it can be replayed, and whose numbers do not depend on its tokens' number.
 
         It is of `width` tokens: its last one repeated, written behind it, where the next pass writes anew. It attends
-        to a multiple of `REACH` entries, those behind its own masked. It is cut at the taps, so that each is told of on
-        the way, as without graphs.
+        to a multiple of `REACH` entries, those behind its own masked.
 
         Args:
             given: ids [b, n], or states [b, n, d] in front of layer `lo`.
@@ -300,6 +300,8 @@ class StagedModel:
             hi: likewise.
             taps: likewise.
             on_hidden: likewise.
+            cut: whether the pass ends at each tap and goes on in another one, so that `on_hidden` is called on the way,
+                as without graphs; otherwise it is called behind the whole pass.
             wanted: of STATES, NORMED_STATES and LOGITS.
 
         Returns:
@@ -307,11 +309,13 @@ class StagedModel:
         """
         assert self.passes is not None
         b, n = given.shape[:2]
-        cuts = []
+        inside: list[int] = []
         if on_hidden is not None:
             if lo in taps and lo < hi:
                 on_hidden(lo, self._entering(given, where) if lo == 0 else given)
-            cuts = [layer for layer in range(lo + 1, hi) if layer in taps]
+            inside = [layer for layer in range(lo + 1, hi) if layer in taps]
+        cuts = inside if cut else []
+        wanted = wanted if cut else (*inside, *wanted)
         if self.rotary is not None:
             self._angles(cache.capacity)  # made now: not in the middle of a capture
         width = max(n, self.width or 1)
@@ -320,7 +324,7 @@ class StagedModel:
             given = torch.cat([given, given[:, -1:].expand(-1, width - n, *given.shape[2:])], dim=1)
         inputs = where.positions, where.write_index, *self._masks(where, width, self.embed_tokens.weight)
         for start, end in zip([lo, *cuts], [*cuts, hi]):
-            names = wanted if end == hi else (STATES,)
+            names: Sequence[str | int] = wanted if end == hi else (STATES,)
             key = (start, end, where.kv_len, *names)
             stage = self._stage(cache, where.kv_len, start, end, names)
             outputs = self.passes.run(cache, key, stage, given, *inputs)  # type: ignore[arg-type] # all spelled out
@@ -328,7 +332,11 @@ class StagedModel:
             if end < hi:
                 given = outputs[0]
                 on_hidden(end, own[0])  # type: ignore[misc] # there are cuts only with it
-        return dict(zip(names, own))
+        found = dict(zip(names, own))
+        if not cut:
+            for tap in inside:
+                on_hidden(tap, found[tap])  # type: ignore[misc] # likewise
+        return found
 
     def run_batch(
         self,
@@ -375,19 +383,29 @@ class StagedModel:
         return min(-(-kv_len // REACH) * REACH, cache.capacity)
 
     def _stage(
-        self, cache: KVCache, kv_len: int, lo: int, hi: int, wanted: Sequence[str]
+        self, cache: KVCache, kv_len: int, lo: int, hi: int, wanted: Sequence[str | int]
     ) -> Callable[..., list[torch.Tensor]]:
-        """The function of such a pass: all that differs between two of them is among its arguments."""
+        """The function of such a pass: all that differs between two of them is among its arguments.
+
+        wanted: as in `_fixed`, and layers, for the states in front of them.
+        """
+        taps = [layer for layer in range(lo, hi) if layer in wanted]
 
         def stage(
             given: torch.Tensor, positions: torch.Tensor, write_index: torch.Tensor, *masks: torch.Tensor
         ) -> list[torch.Tensor]:
+            found: dict[str | int, torch.Tensor] = {}
+
+            def keep(layer: int, states: torch.Tensor) -> None:
+                found[layer] = states
+
+            where = Pass(kv_len, write_index, None, positions)
             hidden = self.embed(given) if given.dim() == 2 else given
-            hidden = self._layers(hidden, cache, Pass(kv_len, write_index, None, positions), lo, hi, masks)
+            hidden = self._layers(hidden, cache, where, lo, hi, masks, taps, keep)
             if wanted == (STATES,):
                 return [hidden]
             normed = self.norm(hidden)
-            found = {STATES: hidden, NORMED_STATES: normed, LOGITS: self.unembed(normed)}
+            found |= {STATES: hidden, NORMED_STATES: normed, LOGITS: self.unembed(normed)}
             return [found[name] for name in wanted]
 
         return stage
@@ -460,6 +478,7 @@ class StagedModel:
         where: Pass | int,
         taps: Sequence[int] = (),
         on_hidden: Callable[[int, torch.Tensor], None] | None = None,
+        cut: bool = True,
     ) -> torch.Tensor:
         """Verifies the drafts of b sequences in one pass.
 
@@ -470,6 +489,7 @@ class StagedModel:
             where: of the pending and the draft tokens.
             taps: as in `Drafter`; those below the layer that the draft resumes at are left out.
             on_hidden: called on the way with a tap and the states [b, 1 + k, d] there.
+            cut: whether a captured pass is cut at each tap for that; otherwise it calls `on_hidden` behind its end.
 
         Returns:
             Logits [b, 1 + k, vocab] that follow the pending token and each of the draft's tokens.
@@ -482,7 +502,7 @@ class StagedModel:
             n = given.shape[1]
             where = Pass.consecutive(where, n) if isinstance(where, int) else where
             if has_fixed_shape(where, n):
-                return self._verify_fixed(given, cache, where, lo, taps, on_hidden)
+                return self._verify_fixed(given, cache, where, lo, taps, on_hidden, cut)
         hidden = self.embed(given) if draft.resume is None else given
         if lo < len(self.layers):
             hidden = self.run_layers(hidden, cache, where, lo, taps=taps, on_hidden=on_hidden)
@@ -503,13 +523,14 @@ class StagedModel:
         lo: int,
         taps: Sequence[int],
         on_hidden: Callable[[int, torch.Tensor], None] | None,
+        cut: bool,
     ) -> torch.Tensor:
         """As `verify`, of ids or states in front of layer `lo`, in a pass of a fixed shape."""
         layers = len(self.layers)
         last = {layers: STATES, NORMED: NORMED_STATES}
         told = [tap for tap in last if tap in taps] if on_hidden is not None else []
         wanted = (*(last[tap] for tap in told), LOGITS)
-        found = self._fixed(given, cache, where, lo, layers, taps, on_hidden, wanted)
+        found = self._fixed(given, cache, where, lo, layers, taps, on_hidden, cut, wanted)
         for tap in told:
             on_hidden(tap, found[last[tap]])  # type: ignore[misc] # some are told only where there is one
         return found[LOGITS]

@@ -176,9 +176,12 @@ def test_an_answer_that_fails_leaves_nothing_behind_that_is_not_finite(monkeypat
     assert engine.answer(PROMPT[:2], Decoding(6)).tokens == expected
 
 
+@pytest.mark.parametrize("width", [None, 8])
+@pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("arch", ["llama", "opt"])
-def test_taps_are_told_on_the_way(monkeypatch, arch):
-    """As without graphs: each before the layers behind it have run, so that a drafter can begin beside them."""
+def test_taps_are_told(monkeypatch, arch, cut, width):
+    """Where the pass is cut, as without graphs: each before the layers behind it have run, so that a drafter can begin
+    beside them. Otherwise the states are outputs of a single graph."""
     pair = random_pair(arch)
     depth = pair.target.config.num_hidden_layers
     taps, ids = (depth, 0, 3, NORMED, 1), torch.tensor([PROMPT])
@@ -199,15 +202,18 @@ def test_taps_are_told_on_the_way(monkeypatch, arch):
                 4,
                 taps,
                 lambda layer, states: found.append((layer, states, {*ran})),
+                cut,
             )
         return found, logits
 
     plain, logits = told(StagedModel(pair.target))
-    pretend(monkeypatch)
-    found, own_logits = told(StagedModel(pair.target))
+    (graphs,), target = _graphs_of(monkeypatch, arch, width)
+    found, own_logits = told(target)
+    assert graphs.replays == (3 if cut else 1)
     assert [layer for layer, *_ in found] == [0, 1, 3, depth, NORMED]
     for (layer, states, ran), (same_layer, others, same_ran) in zip(found, plain, strict=True):
-        assert layer == same_layer and ran == same_ran == {*range(depth if layer == NORMED else layer)}
+        assert layer == same_layer and same_ran == {*range(depth if layer == NORMED else layer)}
+        assert ran == (same_ran if cut or layer == 0 else {*range(depth)})
         torch.testing.assert_close(states, others, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(own_logits, logits, rtol=1e-3, atol=1e-4)
     assert len({states.data_ptr() for _, states, _ in found}) == 5
@@ -223,9 +229,9 @@ def test_prompts_and_whatever_needs_gradients_are_not_captured(monkeypatch):
     assert graphs.captures == 0
 
 
-def _graphs_of(monkeypatch, arch: str) -> tuple[list[Graphs], StagedModel]:
+def _graphs_of(monkeypatch, arch: str, width: int | None = None) -> tuple[list[Graphs], StagedModel]:
     made = pretend(monkeypatch)
-    return made, StagedModel(random_pair(arch).target)
+    return made, StagedModel(random_pair(arch).target, width=width)
 
 
 def test_a_cpu_runs_passes_as_they_come():

@@ -14,6 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from methods.ar import Autoregressive
 from methods.eagle import Eagle, Eagle2
+from methods.eagle3 import Eagle3
+from methods.eagle3.checkpoint import save_eagle3
+from methods.eagle3.train import fresh_model
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.kangaroo import Kangaroo
@@ -68,7 +71,7 @@ SLOW = ("sps with a stop", "mirror, without an exit")
 # Of a round, as methods are configured.
 REPLAYS = {
     **{"ar": 1, "pld": 1, "sps": 2, "vocabtrim": 2, "sps_tree": 2, "oracle": 2, "medusa": 2},
-    **{"hydra_heads": 3, "eagle": 3, "eagle2": 3, "eagle3": 6},
+    **{"hydra_heads": 3, "eagle": 3, "eagle2": 3, "eagle3": 3},
 }
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 
@@ -181,6 +184,18 @@ def eagle(tmp_path_factory) -> str:
     return saved_eagle("llama", tmp_path_factory.mktemp("eagle"), tree=tree)
 
 
+@pytest.fixture(scope="session")
+def eagle3(tmp_path_factory) -> str:
+    """The folder of an untrained drafting model of EAGLE-3 for the random pair, which mixes all depths it reads."""
+    target, folder = StagedModel(random_pair("llama").target), tmp_path_factory.mktemp("eagle3")
+    model = fresh_model(target, torch.arange(0, target.vocab_size, 2))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        model.fc.weight.normal_(std=0.1)
+    save_eagle3(model, folder, torch.float32)
+    return str(folder)
+
+
 # What drafts without a look at the device, and the replays of a round, verification included.
 WHOLE = {
     "sps": (DRAFTERS["sps"], 2),
@@ -188,24 +203,30 @@ WHOLE = {
     "sps tree": (lambda pair, part: DraftModelTree(pair, shape=[2, 2, 1]), 2),
     "eagle": (lambda pair, part: Eagle(pair, part("eagle")), 3),  # and the pairs of the tokens that stay
     "eagle2": (lambda pair, part: Eagle2(pair, part("eagle"), nodes=9, width=3, max_draft_tokens=4), 3),
+    "eagle3": (lambda pair, part: Eagle3(pair, part("eagle3"), nodes=9, width=3, max_draft_tokens=4), 3),
     # A step is the adapter with the head, and the first layers. These take the pending token, too.
     "kangaroo": (lambda pair, part: Kangaroo(pair, part("kangaroo"), 2, 4, 0.0), 2 * 4 + 2),
     "kangaroo tree": (lambda pair, part: KangarooTree(pair, part("kangaroo"), 2, 2, 3, 0.0), 2 * 3 + 2),
 }
 
 
-def drafter_of(method: str, adapter, eagle, pair=None) -> Drafter:
-    parts = {"kangaroo": lambda: adapter("llama"), "eagle": lambda: eagle}
-    return WHOLE[method][0](pair or random_pair("llama"), lambda part: parts[part]())
+@pytest.fixture
+def parts(adapter, eagle, eagle3) -> dict[str, str]:
+    """The folders of trained parts for the random pair."""
+    return {"kangaroo": adapter("llama"), "eagle": eagle, "eagle3": eagle3}
+
+
+def drafter_of(method: str, parts: dict[str, str], pair=None) -> Drafter:
+    return WHOLE[method][0](pair or random_pair("llama"), parts.__getitem__)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("method", WHOLE)
-def test_drafts_are_those_without_graphs(monkeypatch, adapter, eagle, method, temperature):
+def test_drafts_are_those_without_graphs(monkeypatch, parts, method, temperature):
     pair = random_pair("llama")
-    right = drafts(drafter_of(method, adapter, eagle), pair, temperature)
+    right = drafts(drafter_of(method, parts), pair, temperature)
     pretend(monkeypatch)
-    found = drafts(drafter_of(method, adapter, eagle), pair, temperature)
+    found = drafts(drafter_of(method, parts), pair, temperature)
     assert len(found) == len(right) > 5
     for (tokens, probs), (own_tokens, own_probs) in zip(found, right, strict=True):
         assert tokens.tolist() == own_tokens.tolist()
@@ -230,12 +251,26 @@ def replays_by_round(monkeypatch, made) -> list[int]:
 
 
 @pytest.mark.parametrize("method", WHOLE)
-def test_replays_of_a_round(monkeypatch, adapter, eagle, method):
+def test_replays_of_a_round(monkeypatch, parts, method):
     counts = replays_by_round(monkeypatch, pretend(monkeypatch))
-    drafter = drafter_of(method, adapter, eagle)
+    drafter = drafter_of(method, parts)
     Engine(StagedModel(random_pair("llama").target), drafter, frozenset()).answer([3, 9, 27], Decoding(30))
     # Near the end of an answer drafts are shorter.
     assert len(counts) > 6 and {*counts[:4]} == {WHOLE[method][1]}
+
+
+@pytest.mark.parametrize(("listens", "replays"), [(False, 1), (True, 2)])
+def test_verification_is_cut_only_for_what_works_on_the_way(monkeypatch, listens, replays):
+    class Tapping(PromptLookup):
+        taps = (2,)
+        if listens:
+
+            def on_hidden(self, layer, hidden_states) -> None: ...
+
+    counts = replays_by_round(monkeypatch, pretend(monkeypatch))
+    pair = random_pair("llama")
+    Engine(StagedModel(pair.target), Tapping(pair, 4), frozenset()).answer([3, 9, 27], Decoding(10))
+    assert {*counts} == {replays}
 
 
 class Both(PretendedGraphs):
@@ -255,23 +290,23 @@ class Both(PretendedGraphs):
 
 # Each takes some ten seconds: of those that share code, one.
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "temperature"), [("sps", 0.9), ("eagle2", 0.0), ("kangaroo tree", 0.0)])
-def test_whole_drafts_can_be_compiled(monkeypatch, adapter, eagle, method, temperature):
+@pytest.mark.parametrize(("method", "temperature"), [("sps", 0.9), ("eagle3", 0.0), ("kangaroo tree", 0.0)])
+def test_whole_drafts_can_be_compiled(monkeypatch, parts, method, temperature):
     made, pair = pretend(monkeypatch, make=Both), copy.deepcopy(random_pair("llama"))
     for module in (*pair.target.modules(), *pair.draft.modules()):
         module._forward_hooks.clear()  # transformers' own, where a test has asked for all hidden states
-    drafter = drafter_of(method, adapter, eagle, pair)
+    drafter = drafter_of(method, parts, pair)
     engine = Engine(StagedModel(pair.target), drafter, frozenset())
     engine.answer([3, 9, 27], Decoding(7, temperature))
     assert sum(graphs.replays for graphs in made) > 3
 
 
-@pytest.mark.parametrize("method", ["sps", "sps tree", "eagle", "eagle2", "kangaroo tree"])
-def test_batches_of_whole_drafts(monkeypatch, adapter, eagle, method):
+@pytest.mark.parametrize("method", ["sps", "sps tree", "eagle", "eagle2", "eagle3", "kangaroo tree"])
+def test_batches_of_whole_drafts(monkeypatch, parts, method):
     """Sequences of different lengths: drafts as without graphs."""
 
     def run() -> list:
-        drafter = drafter_of(method, adapter, eagle)
+        drafter = drafter_of(method, parts)
         return Engine(
             StagedModel(random_pair("llama").target), drafter, frozenset(), RaggedBatch(3)
         ).generate(requests("llama", 5))
@@ -301,17 +336,17 @@ def test_a_whole_draft_of_an_oracle(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["sps", "eagle2"])
-def test_lengths_must_come_from_the_device(monkeypatch, adapter, eagle, method):
+def test_lengths_must_come_from_the_device(monkeypatch, parts, method):
     """A fault: what is captured goes on with the lengths of the first round."""
     pair, inner, first = random_pair("llama"), Batch.on_device_alone, {}
-    right = drafts(drafter_of(method, adapter, eagle), pair, 0.0)
+    right = drafts(drafter_of(method, parts), pair, 0.0)
     pretend(monkeypatch)
 
     def stale(self, reach, known, *given):
         return inner(self, reach, first.setdefault(reach, known.clone()), *given)
 
     monkeypatch.setattr(Batch, "on_device_alone", stale)
-    found = drafts(drafter_of(method, adapter, eagle), pair, 0.0)
+    found = drafts(drafter_of(method, parts), pair, 0.0)
     assert [tokens.tolist() for tokens, _ in found] != [tokens.tolist() for tokens, _ in right]
 
 

@@ -55,7 +55,7 @@ class FakeTarget:
         return Prefill(ids, self._logits(shares.sum(1)))
 
     def verify(
-        self, pending: torch.Tensor, draft: Draft, cache: KVCache, where: Pass, taps, on_hidden
+        self, pending: torch.Tensor, draft: Draft, cache: KVCache, where: Pass, taps, on_hidden, cut
     ) -> torch.Tensor:
         ids = torch.cat([pending, draft.tokens], dim=1)
         b, n = ids.shape
