@@ -12,6 +12,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from methods.ar import Autoregressive
+from methods.eagle import Eagle, Eagle2
+from methods.eagle import checkpoint as eagle
+from methods.eagle.model import EagleModel, eagle_config
+from methods.eagle3 import Eagle3
+from methods.eagle3 import checkpoint as eagle3
+from methods.eagle3.model import Eagle3Config, Eagle3Model
 from methods.hydra_heads import HydraHeads
 from methods.hydra_heads import checkpoint as hydra
 from methods.hydra_heads.heads import Heads, prefix_config
@@ -98,6 +104,18 @@ def hydra_heads(folder, target, pair) -> tuple[Heads, dict]:
         return heads.eval().requires_grad_(False), {"tree": tree}
 
 
+def eagle_model(folder, target, *others) -> tuple[EagleModel, dict]:
+    with in_bfloat16():
+        return EagleModel(eagle_config(target.config)).eval().requires_grad_(False), {}
+
+
+def eagle3_model(folder, target, *others) -> Eagle3Model:
+    config = Eagle3Config(**eagle_config(target.config).to_dict())
+    with in_bfloat16():
+        # A draft vocabulary of 32000 tokens, as published.
+        return Eagle3Model(config, (1, 2, 3), torch.arange(32000)).eval().requires_grad_(False)
+
+
 MAKE = {
     "ar": Autoregressive,
     "pld": lambda pair: PromptLookup(pair, 5),
@@ -105,6 +123,9 @@ MAKE = {
     "kangaroo": lambda pair: Kangaroo(pair, "none", 1, 5, 0.0),
     "medusa": lambda pair: Medusa(pair, "none", 16),
     "hydra_heads": lambda pair: HydraHeads(pair, "none"),
+    "eagle": lambda pair: Eagle(pair, "none", max_draft_tokens=3),
+    "eagle2": lambda pair: Eagle2(pair, "none", nodes=16, width=4, max_draft_tokens=3),
+    "eagle3": lambda pair: Eagle3(pair, "none", nodes=16, width=4, max_draft_tokens=3),
     "recycling": lambda pair: TokenRecycling(pair, 16),
     "mirror_sd": lambda pair: MirrorSD(
         pair, 4, kappa=12, branches=24, floor=0.01, candidates="both", placement="inline"
@@ -126,6 +147,12 @@ COUNTS = {
     ("medusa", 8): (223, 242),
     ("hydra_heads", 1): (372, 387),
     ("hydra_heads", 8): (406, 425),
+    ("eagle", 1): (373, 388),
+    ("eagle", 8): (423, 442),
+    ("eagle2", 1): (466, 481),
+    ("eagle2", 8): (516, 535),
+    ("eagle3", 1): (548, 563),
+    ("eagle3", 8): (598, 617),
     ("recycling", 1): (236, 251),
     ("recycling", 8): (260, 279),
     ("mirror_sd", 1): (639, 652),
@@ -140,6 +167,8 @@ def test_a_round(monkeypatch, method, b, temperature):
     monkeypatch.setattr(adapters, "load_adapter", adapter)
     monkeypatch.setattr(medusa, "load_heads", heads)
     monkeypatch.setattr(hydra, "load_heads", hydra_heads)
+    monkeypatch.setattr(eagle, "load_eagle", eagle_model)
+    monkeypatch.setattr(eagle3, "load_eagle3", eagle3_model)
     # Moving a module is more than fake tensors can.
     monkeypatch.setattr(mirror, "_exit_parts", lambda target, model: (target.norm, target.lm_head.weight))
     with without_data(monkeypatch):
