@@ -406,7 +406,8 @@ ASKED = [Request([11, 23, 35, 47, 59] * 2, Decoding(8)), Request([5, 6, 7, 8, 5,
 
 
 def configured(*settings: str) -> DictConfig:
-    cfg = composed("bench", *settings, "pair.device=cpu", "generate=false")
+    """On the shallow pair: of as many kinds of passes as the deep one, each of half the layers."""
+    cfg = composed("bench", "pair=tiny_shallow", *settings, "pair.device=cpu", "generate=false")
     OmegaConf.resolve(cfg)
     return cfg
 

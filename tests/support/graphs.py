@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from specbench.decoding import sampling
 from specbench.decoding import target as targets
@@ -27,22 +26,36 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.made = {address(tensor) for tensor in own}
         self.kept: list[torch.Tensor] = []  # what is made must not be freed: its address would come again
-        self.operations: list[tuple[str, list[tuple]]] = []
+        self.operations: list[tuple[object, list[tuple]]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        given = (*args, *kwargs.values()) if kwargs else args
         found = [
-            (address(leaf), leaf.storage_offset(), leaf.shape, leaf.stride())
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor) and address(leaf) not in self.made
+            (place, leaf.storage_offset(), leaf.shape, leaf.stride())
+            for leaf in tensors_in(given)
+            if (place := address(leaf)) not in self.made
         ]
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs) if kwargs else func(*args)
         taken = {place[0] for place in found}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and address(leaf) not in taken:
-                self.made.add(address(leaf))
+        for leaf in tensors_in((result,)):
+            place = address(leaf)
+            if place not in taken:
+                self.made.add(place)
                 self.kept.append(leaf)
-        self.operations.append((str(func), found))
+        self.operations.append((func, found))
         return result
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an operation is given or gives: of its lists, too, which hold no further ones.
+
+    torch's own walk through any tree takes most of the time of these tests.
+    """
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (part for part in value if isinstance(part, torch.Tensor))
 
 
 def address(tensor: torch.Tensor) -> int:

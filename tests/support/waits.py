@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ KERNELS_READ = {
     *("aten.unique_dim.default", "aten.unique_consecutive.default", "aten.bincount.default"),
     *("aten.repeat_interleave.Tensor",),
 }
+# Made of others, none of which reads a value: most of what a pass does, and slow to take apart.
+PRODUCTS = {"aten.linear.default", "aten.matmul.default"}
 # Where numbers of the host are handled: pinned copies; messages between threads, in tensors of the host.
 OF_THE_HOST = (("specbench/decoding/device.py", None), ("methods/mirror_sd/wires.py", {"put", "take"}))
 
@@ -110,18 +113,24 @@ class _Kernels(TorchDispatchMode):
         self.waits = waits
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        kwargs = kwargs or {}
-        with self:  # in inference mode composite operations come as they are
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        name = str(func)
+        kwargs, (name, composite) = kwargs or {}, _known(func)
+        if composite:
+            with self:  # in inference mode composite operations come as they are
+                return func.decompose(*args, **kwargs)
         masked = name.startswith(("aten.index.", "aten.index_put")) and any(
             part is not None and part.dtype == torch.bool for part in args[1]
         )
         if masked or name in KERNELS_READ:
             self.waits.note(name)
         return func(*args, **kwargs)
+
+
+@cache
+def _known(func: Any) -> tuple[str, bool]:
+    """The name of an operation, and whether it is made of others that could wait."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    made = key in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    return str(func), made and str(func) not in PRODUCTS
 
 
 @contextmanager
