@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from functools import cache
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client
 os.environ["WANDB_MODE"] = "offline"
@@ -22,6 +24,8 @@ import specbench  # noqa: F401, I001 - before torch, for how its threads wait
 import hypothesis
 import pytest
 import torch
+
+from specbench.measure import provenance
 
 hypothesis.settings.register_profile("specbench", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("specbench")
@@ -48,6 +52,15 @@ def pytest_collection_finish() -> None:
     """Takes what is imported out of the garbage collector's way: each full collection would walk through all of it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _known_machine() -> Iterator[None]:
+    """What every run finds out about this machine anew: here from a small buffer, and once for all runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provenance, "buffer_bytes", lambda kind: 2**20)
+        patch.setattr(provenance, "versions", cache(provenance.versions))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from methods.mirror_sd.streams import load_streams, save_streams
 from methods.s2d import SortedDraft
 from specbench import CONF, ROOT
 from specbench.checks import check
-from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
@@ -372,24 +371,22 @@ QUESTIONS, TOKENS = 2, 16
 
 
 def _answers(shape: str | None, method: str, *overrides: str):
-    """The pair, the baseline's answers and the method's, to some questions."""
+    """The pair, some prompts, and what a method answers to them."""
     inline = ["method.placement=inline"] if method in ("mirror_sd", "mirror_ss", "ssd") else []
     cfg = expanded_config(shape, f"method={method}", *inline, *overrides)
     bench = prepare(cfg)
     prompts = [bench.prompt(q, []) for q in load_questions(cfg.data, cfg.task)[:QUESTIONS]]
-    found = []
     with closing(bench.drafter):
-        for drafter in (Drafter(), bench.drafter):
-            engine = Engine(
-                bench.target, drafter, bench.pair.stop_ids, context_length=bench.pair.context_length
-            )
-            found.append([engine.answer(prompt, Decoding(TOKENS)) for prompt in prompts])
-    return bench.pair, prompts, *found
+        engine = Engine(
+            bench.target, bench.drafter, bench.pair.stop_ids, context_length=bench.pair.context_length
+        )
+        return bench.pair, prompts, [engine.answer(prompt, Decoding(TOKENS)) for prompt in prompts]
 
 
 @cache
-def _own(method: str):
-    return _answers(None, method)
+def _expected() -> list[list[int]]:
+    """What the embedded target says without a drafter."""
+    return [one.tokens for one in _answers(None, "ar")[2]]
 
 
 def _acceptance(answers) -> float:
@@ -401,10 +398,8 @@ def _acceptance(answers) -> float:
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_say_and_accept_what_they_do_on_the_embedded_pair(method):
     """At every shape: `python -m tests.benchmarks.expansion`."""
-    _, _, plain, drafted = _answers("all of it", method)
-    _, _, expected, own = _own(method)
-    assert [one.tokens for one in plain] == [one.tokens for one in expected]
-    assert [one.tokens for one in drafted] == [one.tokens for one in expected]
+    (_, _, drafted), (_, _, own) = (_answers(shape, method) for shape in ("all of it", None))
+    assert [one.tokens for one in drafted] == [one.tokens for one in own] == _expected()
     assert _acceptance(drafted) == pytest.approx(_acceptance(own), rel=0.01)
 
 
@@ -412,12 +407,10 @@ def test_methods_say_and_accept_what_they_do_on_the_embedded_pair(method):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_text_is_the_embedded_pairs(shape):
     """In our loop and in transformers' generate."""
-    pair, prompts, plain, _ = _answers(shape, "sps")
-    _, _, expected, _ = _own("sps")
-    assert [one.tokens for one in plain] == [one.tokens for one in expected]
-    for prompt, answer in zip(prompts, expected):
-        theirs = generate_with_transformers(pair.target, prompt, TOKENS, pair.stop_ids)
-        assert theirs == answer.tokens
+    pair, prompts, plain = _answers(shape, "ar")
+    assert [one.tokens for one in plain] == _expected()
+    for prompt, expected in zip(prompts, _expected()):
+        assert generate_with_transformers(pair.target, prompt, TOKENS, pair.stop_ids) == expected
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel, passes_of
 from tests.support.decoding import random_pair
 from tests.support.graphs import PretendedGraphs, pretend
-from tests.support.models import ARCHITECTURES, random_model
+from tests.support.models import ARCHITECTURES, FAMILIES, SLIDING, random_model
 
 # Architectures, and families with other windows, caps, angles, heads and routed experts.
 WHOLE = [*ARCHITECTURES, "gemma2", "gemma3", "cohere", "granite", "phi3", "qwen3_moe", "gpt_oss"]
@@ -294,7 +294,10 @@ def test_garbage_waits_for_the_end_of_a_capture():
 def test_a_pass_can_be_compiled_as_a_whole(monkeypatch, arch):
     """Whatever breaks a graph of torch.compile raises here; with it, what is computed is the same."""
     monkeypatch.setattr(linear, "LEAST_JOINED", 0)  # the joint products of real models, too
-    target = StagedModel(random_model(arch, 0), width=4)
+    layers = {"num_hidden_layers": 2}  # one of each kind
+    if "layer_types" in FAMILIES.get(arch, ("", {}))[1]:
+        layers["layer_types"] = SLIDING[:2]
+    target = StagedModel(random_model(arch, 0, **layers), width=4)
     cache, ids = target.new_cache(64), torch.arange(14).unsqueeze(0)
     compared = []
 

@@ -1,4 +1,4 @@
-"""Six thousand random schedules on a fake model, under the schedulers of the batch methods."""
+"""Three thousand random schedules on a fake model, under the schedulers of the batch methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specbench.decoding.layout import AlignedLayout, RaggedLayout
 from specbench.decoding.scheduler import Scheduler
 from tests.support.schedules import run_schedules
 
-SEEDS, SCHEDULES = 24, 250
+SEEDS, SCHEDULES = 24, 125
 
 
 def any_scheduler(rng: random.Random) -> Scheduler:

@@ -131,18 +131,24 @@ def test_with_memory_of_the_run_it_goes_on_and_comes_back(pair, warm, name):
     assert drafts(pair, drafter) == first == drafts(pair, DRAFTERS[name](pair, warm=warm))
 
 
+@pytest.fixture(scope="module")
+def plain(pair) -> tuple[list[Request], list[list[int]]]:
+    """Some requests, and what the target says to them."""
+    asked = requests(pair, ASKED, "Who?", TALKS[0][0], "The old man sails", ASKED)
+    answers = Engine(StagedModel(pair.target), Drafter(), pair.stop_ids).generate(asked)
+    return asked, [answer.tokens for answer in answers]
+
+
 @EVERY_DRAFTER
 @pytest.mark.parametrize("memory", ["answer", "run"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_lossless(pair, warm, name, memory, size):
-    asked = requests(pair, ASKED, "Who?", TALKS[0][0], "The old man sails", ASKED)
-    target = StagedModel(pair.target)
-    plain = [answer.tokens for answer in Engine(target, Drafter(), pair.stop_ids).generate(asked)]
+def test_lossless(pair, warm, plain, name, memory, size):
+    (asked, expected), target = plain, StagedModel(pair.target)
     drafter = DRAFTERS[name](pair, memory=memory, warm=warm)
     engine = Engine(target, drafter, pair.stop_ids, RaggedBatch(size))
     for _ in range(2):
         answers = engine.generate(asked)
-        assert [answer.tokens for answer in answers] == plain
+        assert [answer.tokens for answer in answers] == expected
     assert any(step.accepted for answer in answers for step in answer.steps)
 
 
