@@ -80,58 +80,31 @@ def most_frequent(columns: np.ndarray, end: int, nodes: int, children: int) -> C
         children: of a node at most, the most frequent ones, of equal ones those with the smaller token.
     """
     depth, n = columns.shape
-    begins = np.ones((depth, n), dtype=bool)
-    np.logical_or.accumulate(columns[:, 1:] != columns[:, :-1], axis=0, out=begins[:, 1:])
-    # The first text of each node, level by level.
-    first = np.flatnonzero(begins)
-    counts = np.diff(first, append=begins.size)
-    inside = np.logical_and.accumulate(columns != end, axis=0).ravel()[first]
-    first, counts = first[inside], counts[inside]
-    parents = _parents(first, n)
+    begins = np.ones(depth * n + 1, dtype=bool)
+    differ = columns[:, 1:] != columns[:, :-1]
+    np.logical_or.accumulate(differ, axis=0, out=begins[:-1].reshape(depth, n)[:, 1:])
+    # The first text of each node, level by level, and the end.
+    places = begins.nonzero()[0]
+    # Children stand side by side: the first one of each node.
+    below = places[:-1].searchsorted(places + n).tolist()
+    first, tokens = places.tolist(), columns.ravel()[places[:-1]].tolist()
 
-    beyond = _sibling_ranks(parents, counts) >= children
-    if beyond.any():
-        for level in range(1, depth):
-            below = np.searchsorted(first, level * n)
-            beyond[below:] |= beyond[parents[below:]]
-        first, counts = first[~beyond], counts[~beyond]
-    if len(first) > nodes:
-        enough = counts >= np.partition(counts, -nodes)[-nodes]
-        first, counts = first[enough], counts[enough]
-    parents = _parents(first, n)
+    tree, total = Counted(), 0
+    waiting: list[tuple[int, int, int]] = []
 
-    order = _found_first(first % n, parents, counts, n, int(first[-1]) // n if len(first) else 0)[:nodes]
-    places = np.full(len(first) + 1, -1)
-    places[order] = np.arange(len(order))
-    return Counted(
-        columns.ravel()[first[order]].tolist(),
-        places[parents[order]].tolist(),
-        counts[order].sum().item() / n,
-    )
+    def look(parent: int, begin: int, behind: int) -> None:
+        if begin < behind and tokens[behind - 1] == end:
+            behind -= 1
+        found = [(first[i] - first[i + 1], parent, i) for i in range(begin, behind)]
+        for one in found if len(found) <= children else sorted(found)[:children]:
+            heapq.heappush(waiting, one)
 
-
-def _parents(first: np.ndarray, n: int) -> np.ndarray:
-    """The index [m] of each node's parent, -1 at the top: the last node of the level above that begins no later."""
-    return np.searchsorted(first, first - n, side="right") - 1
-
-
-def _sibling_ranks(parents: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """How many siblings [m] of each node are more frequent, or as frequent and in front of it."""
-    order = np.lexsort((-counts, parents))
-    ranks = np.empty_like(order)
-    ranks[order] = np.arange(len(order)) - np.searchsorted(parents[order], parents[order])
-    return ranks
-
-
-def _found_first(
-    rows: np.ndarray, parents: np.ndarray, counts: np.ndarray, n: int, levels: int
-) -> np.ndarray:
-    """The order [m] in which `likeliest` takes nodes: by counts, then by the turns of their parents, then by tokens."""
-    # Whatever is above the top had its turn first.
-    parents, counts = np.append(parents, -1), np.append(counts, n + 1)
-    above = parents[:-1]
-    keys = [-counts[:-1]]
-    for _ in range(levels):
-        keys.append(-counts[above])
-        above = parents[above]
-    return np.lexsort((rows, *reversed(keys)))
+    look(-1, 0, below[0])
+    while waiting and len(tree.tokens) < nodes:
+        negative, parent, i = heapq.heappop(waiting)
+        tree.tokens.append(tokens[i])
+        tree.parents.append(parent)
+        total -= negative
+        look(len(tree.tokens) - 1, below[i], below[i + 1])
+    tree.score = total / n
+    return tree

@@ -39,28 +39,27 @@ class Tree:
         parents = parents if parents.dim() == 2 else parents.unsqueeze(0)
         seen = torch.nn.functional.pad(ancestors(parents), (1, 0, 1, 0))
         seen[..., 0].fill_(True)
-        return cls._seeing(parents, seen, widest)
+        on_path = seen[:, 1:, 1:]
+        return cls(parents, on_path, on_path.sum(-1), seen, widest)
 
     @classmethod
     def of_lists(cls, parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
         """The trees of `parents` on the host, equally many of each sequence, without doublings of a matrix."""
         n = 1 + len(parents[0])
         width = -(-n // 8)  # bytes of a set of nodes, a bit each
-        sets = bytearray()
+        sets, depths = bytearray(), []
         for own in parents:
-            paths = [1]  # of the pending token: itself
+            paths, deep = [1], [0]  # of the pending token: itself
             for i, parent in enumerate(own, 1):
                 paths.append(paths[1 + parent] | 1 << i)
+                deep.append(deep[1 + parent] + 1)
             for path in paths:
                 sets += path.to_bytes(width, "little")
+            depths.append(deep[1:])
         bits = np.frombuffer(sets, dtype=np.uint8).reshape(len(parents), n, width)
         seen = on_device(np.unpackbits(bits, axis=2, count=n, bitorder="little"), device, torch.bool)
-        return cls._seeing(on_device(parents, device), seen)
-
-    @classmethod
-    def _seeing(cls, parents: torch.Tensor, seen: torch.Tensor, widest: int | None = None) -> Tree:
-        on_path = seen[:, 1:, 1:]
-        return cls(parents, on_path, on_path.sum(-1), seen, widest)
+        numbers = on_device([parents, depths], device)
+        return cls(numbers[0], seen[:, 1:, 1:], numbers[1], seen)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Two thousand and four hundred random schedules on a fake model, under toy schedulers; and faulty layouts, which they must find."""
+"""Random schedules, 2,400 of them, on a fake model, under toy schedulers; and faulty layouts, which they must find."""
 
 from __future__ import annotations
 
