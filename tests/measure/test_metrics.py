@@ -514,6 +514,27 @@ def test_the_noise_of_autoregressive_decoding_is_in_the_interval():
     assert found.low < 0.9 and found.high > 1.1
 
 
+def test_processes_that_differ_widen_the_interval_of_batches_too():
+    """Each process ran every pool once, and the second was slower with the method; pools are alike."""
+    journals = [batched_run([[(2.0, seconds)], [(4.0, 2 * seconds)]]) for seconds in (1.0, 1.1)]
+    records = [
+        one | {"process": process, "repeat": process}
+        for process, journal in enumerate(journals)
+        for one in journal
+    ]
+    run, by_process = (found(records, "speedup", True) for found in (metrics.parts, metrics.parts_by_process))
+    assert [frame["below"].sum() for frame in by_process] == pytest.approx([3, 3.3])
+    alone = metrics.relative([run], [run], True).ratio
+    assert (alone.low, alone.high) == (1, 1)
+    found = metrics.relative([run], [run], True, [by_process, by_process]).ratio
+    # Each run's mean of two logarithms that are ln(1.1) apart, with one degree of freedom.
+    half = np.log(1.1) / 2 * 12.7062 * np.sqrt(2)
+    assert found.value == 1 and np.log(found.high) == pytest.approx(half, rel=0.02) and found.low < 1
+    once = metrics.relative([run], [run], True, [by_process[:1], by_process[:1]]).ratio
+    assert once == alone
+    assert metrics.parts_by_process(records, "acceptance_length", True) == []
+
+
 def test_relative_rests_on_pools_where_there_are_several():
     records = batched_run([[(2.0, 1.0), (8.0, 2.0)], [(3.0, 1.5), (4.0, 4.0)]])
     run = metrics.parts(records, "speedup", True)
