@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client
 os.environ["WANDB_MODE"] = "offline"
@@ -58,7 +58,8 @@ def pytest_collection_finish() -> None:
 def _known_machine() -> Iterator[None]:
     """What every run finds out about this machine anew: here from a small buffer, and once for all runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provenance, "buffer_bytes", lambda kind: 2**20)
+        of_gpu = partial(provenance.buffer_bytes, "cuda")
+        patch.setattr(provenance, "buffer_bytes", lambda kind: of_gpu() if kind == "cuda" else 2**20)
         patch.setattr(provenance, "versions", cache(provenance.versions))
         yield
 

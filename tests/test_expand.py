@@ -417,7 +417,8 @@ def test_text_is_the_embedded_pairs(shape):
 @pytest.mark.parametrize("method", ["sps", "kangaroo"])
 def test_methods_are_lossless_in_half_precision(method):
     """But for ties: where an answer leaves the baseline's, the two tokens are all but equally likely."""
-    pair, prompts, plain, drafted = _answers("all of it", method, "pair.dtype=bfloat16")
+    pair, prompts, drafted = _answers("all of it", method, "pair.dtype=bfloat16")
+    plain = _answers("all of it", "ar", "pair.dtype=bfloat16")[2]
     for prompt, one, other in zip(prompts, plain, drafted):
         same = next((i for i, (a, b) in enumerate(zip(one.tokens, other.tokens)) if a != b), None)
         if same is None:
