@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbench.decoding.draft import Draft
 from specbench.decoding.sampling import ACCEPT, TARGET, Decoding, invert
+from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:
-    from specbench.decoding.draft import Draft
-    from specbench.decoding.tree import Tree
+    from specbench.decoding.passes import Passes
 
 
 @dataclass(slots=True)
@@ -33,15 +34,53 @@ class Accepted:
     Attributes:
         count: [b] draft tokens kept.
         next: [b] the target's token that follows them.
+        tokens: [b, 1 + k] that begin with the kept ones and `next`; the rest is of no use.
         path: for a tree [b, k], of which the first `count` are the indices of the kept nodes from the root down; None
             for a chain.
-        tokens: [b, 1 + k] that begin with the kept ones and `next`, where such a tensor is at hand.
     """
 
     count: torch.Tensor
     next: torch.Tensor
+    tokens: torch.Tensor
     path: torch.Tensor | None = None
-    tokens: torch.Tensor | None = None
+
+
+def accept_at_once(
+    passes: Passes,
+    memory: object,
+    logits: torch.Tensor,
+    draft: Draft,
+    decoding: Decoding,
+    uniforms: torch.Tensor | None,
+    limits: torch.Tensor | None = None,
+) -> Accepted:
+    """`accept` as a pass: what is captured starts its operations, up to some two hundred, at once.
+
+    Args:
+        passes: runs it.
+        memory: that what is captured goes with, as in `Passes.run`.
+        logits: as in `accept`, like all that follow.
+        draft: its tokens, probabilities, candidates and tree may differ from round to round.
+        decoding: how tokens are chosen.
+        uniforms: the numbers of the positions; None when greedy.
+        limits: draft tokens that each may accept at most; None: all.
+    """
+    shape, widest = ((), None) if draft.tree is None else (draft.tree.tensors, draft.tree.widest)
+    number = None if isinstance(draft.candidates, torch.Tensor) else draft.candidates
+    counts = draft.candidates if number is None else None
+    optional = {"probs": draft.probs, "uniforms": uniforms, "limits": limits, "candidates": counts}
+    given = {name: value for name, value in optional.items() if isinstance(value, torch.Tensor)}
+
+    def whole(logits: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
+        found = dict(zip(given, rest))
+        tree = Tree.of_tensors(rest[len(given) :], widest) if shape else None
+        own = Draft(tokens, found.get("probs"), tree, found.get("candidates", number))
+        accepted = accept(logits, own, decoding, found.get("uniforms"), found.get("limits"))
+        path = [] if accepted.path is None else [accepted.path]
+        return [accepted.count, accepted.next, accepted.tokens, *path]
+
+    key = "accept", decoding.temperature, number, widest, *given, len(shape)
+    return Accepted(*passes.run(memory, key, whole, logits, draft.tokens, *given.values(), *shape))
 
 
 def accept(
@@ -64,7 +103,7 @@ def accept(
     b, k = draft.tokens.shape
     if k == 0:
         choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, :1, TARGET])
-        return Accepted(draft.tokens.new_zeros(b), choices[:, 0], tokens=choices)
+        return Accepted(draft.tokens.new_zeros(b), choices[:, 0], choices)
     live = _live(draft, limits)
     if draft.tree is not None:
         return _accept_tree(logits, draft, draft.tree, decoding, uniforms, live)
@@ -73,7 +112,17 @@ def accept(
         return greedy_chain(choices, draft.tokens, live)
     probs = decoding.probs(logits)
     count, rest = sampled_chain(probs, draft.tokens, draft.probs, uniforms[:, :k, ACCEPT], live)
-    return Accepted(count, invert(rest, _at(uniforms[..., TARGET], count)))
+    return _accepted(draft.tokens, count, invert(rest, _at(uniforms[..., TARGET], count)))
+
+
+def _accepted(
+    tokens: torch.Tensor, count: torch.Tensor, following: torch.Tensor, path: torch.Tensor | None = None
+) -> Accepted:
+    """The outcome where `count` of the draft's tokens [b, k] are kept, those on `path` if they are a tree."""
+    kept = tokens if path is None else tokens.gather(1, path.clamp(max=tokens.shape[1] - 1))
+    steps, next_ = torch.arange(1 + tokens.shape[1], device=tokens.device), following.unsqueeze(1)
+    new = torch.where(steps == count.unsqueeze(1), next_, torch.cat([kept, next_], dim=1))
+    return Accepted(count, following, new, path)
 
 
 def _accept_tree(
@@ -94,13 +143,14 @@ def _accept_tree(
         fits = choices.gather(1, parents + 1) == draft.tokens
         fits = fits if live is None else fits & live
         count, path, last = longest_path(fits, tree)
-        return Accepted(count, _at(choices, last), path)
+        return _accepted(draft.tokens, count, _at(choices, last), path)
     siblings = tree.siblings_before().expand(b, -1)
     column = (depths - 1) * uniforms.shape[2] + ACCEPT + siblings
     accepting = uniforms.flatten(1).gather(1, column)
     probs = decoding.probs(logits)
     count, path, rest = sampled_tree(probs, draft.tokens, draft.probs, tree, accepting, live)
-    return Accepted(count, invert(rest, _at(uniforms[..., TARGET], count)), path)
+    following = invert(rest, _at(uniforms[..., TARGET], count))
+    return _accepted(draft.tokens, count, following, path)
 
 
 def _live(draft: Draft, limits: torch.Tensor | None) -> torch.Tensor | None:
@@ -132,7 +182,7 @@ def greedy_chain(choices: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor
     fits = choices[..., :-1] == tokens
     count = (fits if live is None else fits & live).cumprod(-1).sum(-1)
     # What is kept are choices of the target, too.
-    return Accepted(count, choices.gather(-1, count.unsqueeze(-1)).squeeze(-1), tokens=choices)
+    return Accepted(count, choices.gather(-1, count.unsqueeze(-1)).squeeze(-1), choices)
 
 
 def sampled_chain(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.decoding.acceptance import Accepted, accept
+from specbench.decoding.acceptance import Accepted, accept, accept_at_once
 from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Request, Sequence, Verified
 from specbench.decoding.layout import RaggedLayout, span
@@ -239,17 +239,13 @@ class Engine:
     ) -> Verified:
         """Brings sequences, buffers and layout up to what is accepted."""
         b, k = draft.tokens.shape
-        limits = None
-        if k and min(batch.limits) < self._longest(draft):
-            limits = on_device(batch.limits, logits.device)
-        accepted = accept(logits, draft, batch.decoding, self._draws(batch, 1 + k), limits)
-        new = self._new_tokens(draft, accepted) if accepted.tokens is None else accepted.tokens
+        accepted = self._accept(batch, draft, logits)
         if b == 1:
             # What is written behind a sequence's new end is no token: the next round writes there again.
-            self._tokens[0, batch.lengths[0] : batch.lengths[0] + 1 + k] = new[0]
+            self._tokens[0, batch.lengths[0] : batch.lengths[0] + 1 + k] = accepted.tokens[0]
         else:
-            self._tokens[:b].scatter_(1, span(batch.known, 1 + k), new)
-        facts = self._on_host(draft, logits, accepted, new)
+            self._tokens[:b].scatter_(1, span(batch.known, 1 + k), accepted.tokens)
+        facts = self._on_host(draft, logits, accepted)
         counts = [fact[0] for fact in facts]
         self._layout.commit(batch, accepted.count, counts, accepted.path)
         tokens, report = [], []
@@ -279,13 +275,23 @@ class Engine:
             None if draft.report is None else report,
         )
 
-    def _on_host(
-        self, draft: Draft, logits: torch.Tensor, accepted: Accepted, new: torch.Tensor
-    ) -> list[list[int]]:
+    def _accept(self, batch: Batch, draft: Draft, logits: torch.Tensor) -> Accepted:
+        """What is accepted of a draft, found by a pass of its own where that takes more than a few operations."""
+        k, limits = draft.tokens.shape[1], None
+        if k and min(batch.limits) < self._longest(draft):
+            limits = on_device(batch.limits, logits.device)
+        uniforms, passes = self._draws(batch, 1 + k), self.target.passes
+        if passes is None or not k or (uniforms is None and draft.tree is None):
+            return accept(logits, draft, batch.decoding, uniforms, limits)
+        cache = self._layout.cache
+        return accept_at_once(passes, cache, logits, draft, batch.decoding, uniforms, limits)
+
+    def _on_host(self, draft: Draft, logits: torch.Tensor, accepted: Accepted) -> list[list[int]]:
         """What the host learns of each sequence: count, new tokens, a tree's depth, candidates, the drafter's report.
 
         It is the one time in a round that the host waits.
         """
+        new = accepted.tokens
         parts = [accepted.count.unsqueeze(1), new]
         if draft.tree is not None:
             depths, candidates = draft.tree.depths, draft.acceptable()
@@ -303,15 +309,6 @@ class Engine:
         """A bound on the longest path of a draft, without a look at the device."""
         k = draft.tokens.shape[1]
         return k if draft.tree is None else min(k, self.drafter.max_draft_tokens)
-
-    def _new_tokens(self, draft: Draft, accepted: Accepted) -> torch.Tensor:
-        """[b, 1 + k] the accepted tokens of each sequence and the target's behind them; the rest is of no use."""
-        k, tokens = draft.tokens.shape[1], draft.tokens
-        if accepted.path is not None:
-            tokens = tokens.gather(1, accepted.path.clamp(max=k - 1))
-        steps, following = torch.arange(1 + k, device=tokens.device), accepted.next.unsqueeze(1)
-        padded = torch.cat([tokens, following], dim=1)
-        return torch.where(steps == accepted.count.unsqueeze(1), following, padded)
 
     def _retire(self, held: list[Sequence]) -> None:
         """Takes out the sequences that are done and were not replaced; the last one takes the slot of each."""

@@ -70,8 +70,8 @@ SCHEDULERS = {
 SLOW = ("sps with a stop", "mirror, without an exit")
 # Of a round, as methods are configured.
 REPLAYS = {
-    **{"ar": 1, "pld": 1, "sps": 2, "vocabtrim": 2, "sps_tree": 2, "oracle": 2, "medusa": 2},
-    **{"hydra_heads": 3, "eagle": 3, "eagle2": 3, "eagle3": 3},
+    **{"ar": 1, "pld": 1, "sps": 2, "vocabtrim": 2, "sps_tree": 3, "oracle": 2, "medusa": 3},
+    **{"hydra_heads": 4, "eagle": 4, "eagle2": 4, "eagle3": 4},
 }
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 
@@ -196,17 +196,18 @@ def eagle3(tmp_path_factory) -> str:
     return str(folder)
 
 
-# What drafts without a look at the device, and the replays of a round, verification included.
+# What drafts without a look at the device, and the replays of a greedy round: the verification and, of a tree, its
+# acceptance included.
 WHOLE = {
     "sps": (DRAFTERS["sps"], 2),
     "sps, trimmed": (lambda pair, part: trimmed(SpeculativeSampling(pair, 4), [*range(0, 60, 2)]), 2),
-    "sps tree": (lambda pair, part: DraftModelTree(pair, shape=[2, 2, 1]), 2),
-    "eagle": (lambda pair, part: Eagle(pair, part("eagle")), 3),  # and the pairs of the tokens that stay
-    "eagle2": (lambda pair, part: Eagle2(pair, part("eagle"), nodes=9, width=3, max_draft_tokens=4), 3),
-    "eagle3": (lambda pair, part: Eagle3(pair, part("eagle3"), nodes=9, width=3, max_draft_tokens=4), 3),
+    "sps tree": (lambda pair, part: DraftModelTree(pair, shape=[2, 2, 1]), 3),
+    "eagle": (lambda pair, part: Eagle(pair, part("eagle")), 4),  # and the pairs of the tokens that stay
+    "eagle2": (lambda pair, part: Eagle2(pair, part("eagle"), nodes=9, width=3, max_draft_tokens=4), 4),
+    "eagle3": (lambda pair, part: Eagle3(pair, part("eagle3"), nodes=9, width=3, max_draft_tokens=4), 4),
     # A step is the adapter with the head, and the first layers. These take the pending token, too.
     "kangaroo": (lambda pair, part: Kangaroo(pair, part("kangaroo"), 2, 4, 0.0), 2 * 4 + 2),
-    "kangaroo tree": (lambda pair, part: KangarooTree(pair, part("kangaroo"), 2, 2, 3, 0.0), 2 * 3 + 2),
+    "kangaroo tree": (lambda pair, part: KangarooTree(pair, part("kangaroo"), 2, 2, 3, 0.0), 2 * 3 + 3),
 }
 
 
@@ -354,14 +355,35 @@ def test_lengths_must_come_from_the_device(monkeypatch, parts, method):
     assert [tokens.tolist() for tokens, _ in found] != [tokens.tolist() for tokens, _ in right]
 
 
-def test_samples_are_those_without_graphs(monkeypatch):
-    pair, asked = sorted_pair("llama"), requests("llama", 3, 0.9)
-    drafter = DRAFTERS["pld"](pair, None)
-    assert drafter.certain
-    right = expected("llama", 3, 0.9)
-    pretend(monkeypatch)
-    given = Engine(StagedModel(pair.target), drafter, frozenset()).generate(asked)
-    assert [answer.tokens for answer in given] == right
+SAMPLED = {
+    "pld": DRAFTERS["pld"],
+    "recycling": DRAFTERS["recycling"],
+    "sps": DRAFTERS["sps"],
+    "sps tree": lambda pair, adapter: DraftModelTree(pair, shape=[2, 2, 1]),
+    "s2d": DRAFTERS["s2d"],
+}
+
+
+@pytest.mark.parametrize("scheduler", [None, "ragged"])
+@pytest.mark.parametrize("method", SAMPLED)
+def test_samples_are_those_without_graphs(monkeypatch, method, scheduler):
+    """Also how many tokens of each draft are kept, which a graph of its own finds."""
+    pair, asked = sorted_pair("llama"), requests("llama", 4, 0.9)
+
+    def run() -> list:
+        drafter = SAMPLED[method](pair, None)
+        own = SCHEDULERS[scheduler]() if scheduler else None
+        return Engine(StagedModel(pair.target), drafter, frozenset(), own).generate(asked)
+
+    right = run()
+    assert sum(step.accepted for answer in right for step in answer.steps) > 0
+    if method in ("pld", "recycling"):
+        assert [answer.tokens for answer in right] == expected("llama", 4, 0.9)
+    made = pretend(monkeypatch)
+    found = run()
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in right]
+    assert what_was_drafted(found) == what_was_drafted(right)
+    assert any("accept" in str(key) for graphs in made for keys in graphs._captured.values() for key in keys)
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
