@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST = 10  # runs in a plot: more cannot be told apart
 MOST_POINTS = 24  # where each of them is one point
+LEGEND = 7  # points
+NARROWEST = 3.5  # inches of a plot beside its legend
 LEAST_JUDGED = 20  # rounds: the share of fewer says little
 HEAT_MAPS = 6
 PANELS = 3
@@ -443,9 +445,17 @@ def _rays(axes: Axes, right: float, top: float, slopes: dict[str, float]) -> Non
 
 
 def _legend(axes: Axes) -> None:
+    """A legend beside the plot, and a figure that is large enough for both."""
     handles, names = axes.get_legend_handles_labels()
-    if names:
-        axes.legend(handles, map(_wrapped, names), fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
+    if not names:
+        return
+    names = [_wrapped(name) for name in names]
+    axes.legend(handles, names, fontsize=LEGEND, loc="upper left", bbox_to_anchor=(1.01, 1))
+    lines = [line for name in names for line in name.split("\n")]
+    em = LEGEND / 72  # inches
+    beside, tall = 0.6 * em * max(map(len, lines)) + 4 * em, em * (1.25 * len(lines) + 0.5 * len(names))
+    width, height = axes.figure.get_size_inches()
+    axes.figure.set_size_inches(max(width, NARROWEST + beside), max(height, 1 + tall))
 
 
 def _wrapped(label: str) -> str:

@@ -273,6 +273,19 @@ def test_of_many_runs_the_fastest_are_drawn_and_every_title_says_so(monkeypatch)
     assert sorted(rates) == [102.0 + i for i in range(10)]
 
 
+@pytest.mark.filterwarnings("error")  # such as that a plot has no room left
+@pytest.mark.parametrize("count", [2, plots.MOST_POINTS])
+def test_long_names_of_many_runs_stand_within_the_figure(count):
+    names = [f"{i} and as many words as three lines hold " * 3 for i in range(count)]
+    shown = plots.figures(runs_of(**{f"run{n}": faster(1.5, settings={"a": n}) for n in names}))
+    assert len(shown["acceptance_and_speedup"].axes[0].get_legend().get_texts()) == count
+    for figure in shown.values():
+        axes, (width, height) = figure.axes[0], figure.bbox.size
+        legend, plot = axes.get_legend().get_window_extent(), axes.get_window_extent()
+        assert 0 <= legend.x0 < legend.x1 <= width and 0 <= legend.y0 < legend.y1 <= height
+        assert plot.width > 0.35 * width and plot.height > 0.6 * height
+
+
 def test_of_many_heat_maps_the_largest_are_drawn_and_their_titles_say_so(monkeypatch):
     monkeypatch.setattr(plots, "HEAT_MAPS", 1)
     small = [faster(1.1, settings={"a": a, "b": b}, pair="small") for a in (1, 2) for b in (1, 2)]
