@@ -112,10 +112,10 @@ def accept(
         return greedy_chain(choices, draft.tokens, live)
     probs = decoding.probs(logits)
     count, rest = sampled_chain(probs, draft.tokens, draft.probs, uniforms[:, :k, ACCEPT], live)
-    return _accepted(draft.tokens, count, invert(rest, _at(uniforms[..., TARGET], count)))
+    return outcome(draft.tokens, count, invert(rest, _at(uniforms[..., TARGET], count)))
 
 
-def _accepted(
+def outcome(
     tokens: torch.Tensor, count: torch.Tensor, following: torch.Tensor, path: torch.Tensor | None = None
 ) -> Accepted:
     """The outcome where `count` of the draft's tokens [b, k] are kept, those on `path` if they are a tree."""
@@ -143,14 +143,14 @@ def _accept_tree(
         fits = choices.gather(1, parents + 1) == draft.tokens
         fits = fits if live is None else fits & live
         count, path, last = longest_path(fits, tree)
-        return _accepted(draft.tokens, count, _at(choices, last), path)
+        return outcome(draft.tokens, count, _at(choices, last), path)
     siblings = tree.siblings_before().expand(b, -1)
     column = (depths - 1) * uniforms.shape[2] + ACCEPT + siblings
     accepting = uniforms.flatten(1).gather(1, column)
     probs = decoding.probs(logits)
     count, path, rest = sampled_tree(probs, draft.tokens, draft.probs, tree, accepting, live)
     following = invert(rest, _at(uniforms[..., TARGET], count))
-    return _accepted(draft.tokens, count, following, path)
+    return outcome(draft.tokens, count, following, path)
 
 
 def _live(draft: Draft, limits: torch.Tensor | None) -> torch.Tensor | None:

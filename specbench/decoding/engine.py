@@ -17,6 +17,7 @@ from specbench.decoding.acceptance import Accepted, accept, accept_at_once
 from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Request, Sequence, Verified
 from specbench.decoding.layout import RaggedLayout, span
+from specbench.decoding.passes import Graphs
 from specbench.decoding.sampling import TARGET, Decoding, all_drawn, position_draws
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.stop import truncate_at_stop
@@ -281,7 +282,8 @@ class Engine:
         if k and min(batch.limits) < self._longest(draft):
             limits = on_device(batch.limits, logits.device)
         uniforms, passes = self._draws(batch, 1 + k), self.target.passes
-        if passes is None or not k or (uniforms is None and draft.tree is None):
+        greedy_chain = uniforms is None and draft.tree is None
+        if not isinstance(passes, Graphs) or not k or greedy_chain:
             return accept(logits, draft, batch.decoding, uniforms, limits)
         cache = self._layout.cache
         return accept_at_once(passes, cache, logits, draft, batch.decoding, uniforms, limits)

@@ -23,6 +23,7 @@ from specbench import threads
 from specbench.compose import CONF
 from specbench.decoding import engine as engine_module
 from specbench.decoding import layouts
+from specbench.decoding.acceptance import outcome
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.layout import RaggedLayout
@@ -383,8 +384,8 @@ def accept_one_too_many(monkeypatch, bench):
 
     def generous(logits, draft, *more):
         verdict = real(logits, draft, *more)
-        k = draft.tokens.shape[1]
-        return type(verdict)((verdict.count + 1).clamp(max=k), verdict.next, verdict.path)
+        count = (verdict.count + 1).clamp(max=draft.tokens.shape[1])
+        return outcome(draft.tokens, count, verdict.next, verdict.path)
 
     monkeypatch.setattr(engine_module, "accept", generous)
 

@@ -447,7 +447,7 @@ def plainly() -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_as_it_is_configured(monkeypatch, method):
-    """On the embedded pair: the baseline and the method through graphs say what the baseline says without."""
+    """On the embedded pair: the baseline, and every method, through graphs say what the baseline says without."""
     settings = [f"method={method}"] + ["method.placement=inline"] * (
         method in ("mirror_sd", "mirror_ss", "ssd")
     )
@@ -461,7 +461,8 @@ def test_every_method_as_it_is_configured(monkeypatch, method):
     bench = prepare(configured(*settings))
     bench._foretell(ASKED)
     with closing(bench.drafter):
-        assert [answer.tokens for answer in bench.arms["baseline"](ASKED)] == right
+        if method == "ar":  # the baseline of all others is the same
+            assert [answer.tokens for answer in bench.arms["baseline"](ASKED)] == right
         counts.clear()
         for _ in range(2):
             answers = bench.arms["method"](ASKED)

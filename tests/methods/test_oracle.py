@@ -17,7 +17,7 @@ from methods.kangaroo.adapter import save_adapter
 from methods.oracle import Foretold, Oracle
 from methods.ragged import RaggedBatch
 from specbench.decoding import acceptance as acceptance_rules
-from specbench.decoding.acceptance import Accepted
+from specbench.decoding.acceptance import Accepted, outcome
 from specbench.decoding.draft import Drafter, Request, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
@@ -311,7 +311,7 @@ def test_a_wrong_token_that_is_taken_is_found(monkeypatch, capfd, place):
     """A verification that accepts every draft token lets the oracle's wrong ones into the answers."""
 
     def takes_all(choices: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor | None = None) -> Accepted:
-        return Accepted(torch.full((len(tokens),), tokens.shape[-1]), choices[..., -1])
+        return outcome(tokens, torch.full((len(tokens),), tokens.shape[-1]), choices[..., -1])
 
     monkeypatch.setattr(acceptance_rules, "greedy_chain", takes_all)
     settings = ["method=oracle", "method.acceptance=0.6", "runs_root=runs", "repeats=1"]
