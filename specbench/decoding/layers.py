@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -133,6 +133,31 @@ def experts_of(layer: torch.nn.Module) -> Experts | None:
         count=found[0][1],
         chosen=next((number for number in chosen if isinstance(number, int)), None),
     )
+
+
+def experts_wait(model: PreTrainedModel) -> bool:
+    """Whether the routed experts of a model on CUDA tell the host which of them are used, which no graph can hold.
+
+    It depends on the version of transformers, the data type and the GPU, so that a layer's experts are tried, with
+    their router; those that cannot be called alone count as waiting.
+    """
+    experts = [name for name, module in model.named_modules() if _experts_in(name, module)]
+    if not experts:
+        return True
+    mixture = model.get_submodule(experts[0].rpartition(".")[0])
+    weight = next(mixture.parameters())
+    states = weight.new_zeros(1, 2, model.config.get_text_config().hidden_size)
+    watched = torch.cuda.get_sync_debug_mode()
+    try:
+        with torch.inference_mode():
+            mixture(states)  # the first call sets things up, and may wait for that
+            torch.cuda.set_sync_debug_mode("error")
+            mixture(states)
+    except (RuntimeError, TypeError):
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(watched)
+    return False
 
 
 def _experts_in(name: str, module: torch.nn.Module) -> int:

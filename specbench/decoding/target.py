@@ -21,7 +21,7 @@ import torch
 from specbench.decoding.attention import SHORT, fold_mask, grouped_attention_config
 from specbench.decoding.draft import NORMED, Draft
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
-from specbench.decoding.layers import experts_of, quick, weight_bytes
+from specbench.decoding.layers import experts_of, experts_wait, quick, weight_bytes
 from specbench.decoding.linear import lay_out
 from specbench.decoding.passes import OPTIONS, Graphs, Passes, is_within
 from specbench.errors import UserError, reason
@@ -636,8 +636,7 @@ def passes_of(model: PreTrainedModel) -> Graphs | None:
     """What captures the passes of a model on CUDA; None elsewhere, and for a model that no graph can hold.
 
     That is one whose layers are spread over devices; one with quantised weights, whose kernels may look at them on the
-    host; and one with routed experts, where it depends on the version of transformers whether the host is told which
-    of them are used.
+    host; and one whose routed experts do, see `experts_wait`.
     """
     if model.device.type != "cuda" or not OPTIONS.graphs:
         return None
@@ -646,7 +645,9 @@ def passes_of(model: PreTrainedModel) -> Graphs | None:
     quantised = getattr(model.config, "quantization_config", None) is not None
     config = model.config.get_text_config()
     experts = any(getattr(config, name, 0) for name in EXPERTS)
-    return None if len(devices) > 1 or hooked or quantised or experts else Graphs(model.device)
+    if len(devices) > 1 or hooked or quantised or (experts and experts_wait(model)):
+        return None
+    return Graphs(model.device)
 
 
 def has_fixed_shape(where: Pass, n: int) -> bool:

@@ -15,6 +15,7 @@ from specbench.decoding import linear, passes
 from specbench.decoding import target as targets
 from specbench.decoding.draft import NORMED, Draft, Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.layers import experts_wait
 from specbench.decoding.passes import Graphs, Passes, compiled, uncollected
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel, passes_of
@@ -251,10 +252,29 @@ def test_graphs_are_for_a_whole_plain_model_on_one_gpu(monkeypatch):
     assert not found(devices=("cuda:0", "cuda:1"))
     assert not found(quantised=True)
     assert not found(hooked=True)
-    assert not found(experts=8)
+    assert not found(experts=8), "experts that are nowhere to be found cannot be tried"
     assert not found(devices=("cpu",))
     monkeypatch.setattr(passes.OPTIONS, "graphs", False)
     assert not found()
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_graphs_hold_experts_that_do_not_wait_for_the_host(monkeypatch, arch):
+    """What CUDA does when it is told to raise at a wait is done here by the experts themselves."""
+    model, modes = random_model(arch, 0), ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    assert not experts_wait(model)
+    assert modes == ["default", "error", "default"]
+
+    def wait(*_) -> None:
+        if modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    first = next(module for name, module in model.named_modules() if name.endswith("experts"))
+    with first.register_forward_pre_hook(wait):
+        assert experts_wait(model)
+    assert modes == ["default", "error", "default", "error", "default"]
 
 
 class _Stand:
@@ -275,6 +295,9 @@ class _Stand:
 
     def modules(self):
         return [self.module]
+
+    def named_modules(self):
+        return []
 
 
 def test_garbage_waits_for_the_end_of_a_capture():
