@@ -1,10 +1,10 @@
 """Makes the embedded family from nothing: `python -m methods.family [--out build/tiny] [--install]`.
 
 First the targets learn the text of the world (`specbench.tiny.train`). Then both answer the same prompts, and every
-drafter learns from these answers, for the same number of tokens: what a table compares is methods, not training sets.
-The targets' answers are looked at, too (`specbench.tiny.soundness`). Each step is a process of its own with a log
-(`OUT/logs`); steps that do not need each other run together, with one thread each. A step is left out where its result
-is there already, and goes on where it was stopped.
+drafter learns from these answers, for the same number of tokens over all its stages: what a table compares is methods,
+not training sets. The targets' answers are looked at, too (`specbench.tiny.soundness`). Each step is a process of its
+own with a log (`OUT/logs`); steps that do not need each other run together, with one thread each. A step is left out
+where its result is there already, and goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from tqdm import tqdm
 
 from methods.sps_tree.drafter import FILE as TREE
+from methods.states import RECORD as STATES
 from specbench.errors import one_line_errors
 from specbench.report.tables import console
 from specbench.tiny.soundness import RESULT, faults, table
@@ -47,13 +48,17 @@ class Size:
     Attributes:
         conversations: that each target answers.
         answer_tokens: of an answer at most.
-        steps: of each training.
+        steps: of each training on the answers.
+        first_steps: of the stage that the plain and the streaming draft model begin as; they learn from answers for so
+            many steps fewer.
         save_every: steps between two states.
-        layers: of the shallow target, for the sorted draft model.
+        loss_tokens: tokens of a batch whose prediction is judged.
+        layers: first ones of the shallow target, which the sorted draft model is cut from.
         exits: of the sorted draft model.
         exit_layer: of both Kangaroo adapters.
-        like: layer of the deep and of the shallow target whose attention an adapter begins with.
-        counted: tokens that the vocabulary map counts.
+        like: layer of the deep and of the shallow target as which Kangaroo's adapter and EAGLE-3's layer attend.
+        taps: depths of the deep and of the shallow target whose states are kept for the trainers.
+        held_out: tokens of answers on which the coverage of the vocabulary map is measured.
         stored: tokens of the answers that the datastore holds.
         ranked: tokens that each tree of the draft model is counted on.
         asked: of each task, to look at the targets' answers: of the benchmark's questions, and others.
@@ -62,26 +67,28 @@ class Size:
     conversations: int
     answer_tokens: int
     steps: int
+    first_steps: int
     save_every: int
-    layers: str
+    loss_tokens: int
+    layers: int
     exits: str
     exit_layer: int
     like: tuple[int, int]
-    counted: int
+    taps: tuple[str, str]
+    held_out: int
     stored: int
     ranked: int
     asked: tuple[int, int]
 
 
-WHOLE = Size(2500, 200, 500, 50, "[0,2,4,6,8,10]", "[2,4,6]", 2, (4, 2), 30_000, 140_000, 20_000, (40, 200))
-TOY = Size(60, 8, 2, 2, "[0,1]", "[1,2]", 1, (1, 1), 200, 400, 60, (1, 1))
-CURRICULUM = (
-    "prompt_weight=0.2",
-    "batch_size=4",
-    "length=512",
-    "precision=bf16",
-    "threads=1",
-)  # of every drafter
+WHOLE = Size(
+    2500, 200, 2000, 1500, 200, 400, 6, "[2,4,6]", 2, (4, 2), ("[2,12,21,-1]", "[2,6,9,-1]"), 10_000, 140_000, 20_000,
+    (40, 200),
+)  # fmt: skip
+TOY = Size(
+    60, 8, 4, 3, 2, 50, 2, "[1,2]", 1, (1, 1), ("[1,2,3,-1]", "[1,2,3,-1]"), 60, 400, 60, (1, 1)
+)  # fmt: skip
+TEXT = ("prompt_weight=0.2", "length=512", "precision=bf16")  # of every drafter
 
 
 @dataclass(frozen=True)
@@ -110,12 +117,13 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
         for name, pair, target in (("deep", "tiny", "target"), ("shallow", "tiny_shallow", "target_shallow"))
     }
     both = answers / "both.jsonl"
+    text = (*TEXT, f"conversations={both}", f"seed={SEED}")
+    states = {name: out / "states" / name for name in pairs}
     common = (
-        *CURRICULUM,
-        f"conversations={both}",
-        f"steps={size.steps}",
+        *text,
+        *("batch_size=4", "threads=1"),
+        f"loss_tokens={size.loss_tokens}",
         f"save_every={size.save_every}",
-        f"seed={SEED}",
     )
 
     def model(stage: Stage) -> Step:
@@ -131,15 +139,22 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
             f"answers, {name}", minutes, done, ("methods.answer", *pairs[name], *settings, f"out={path}")
         )
 
-    def part(name: str, minutes: float, method: str, pair: str, *own: str) -> Step:
+    def part(name: str, minutes: float, method: str, pair: str, *own: str, steps: int = size.steps) -> Step:
         folder = weights / name
-        command = (f"methods.{method}.train", *pairs[pair], *common, *own, f"out={folder}")
-        return Step(name, minutes, folder / RECORD, command)
+        own = (*own, f"steps={steps}", f"states={states[pair]}", f"out={folder}")
+        return Step(name, minutes, folder / RECORD, (f"methods.{method}.train", *pairs[pair], *common, *own))
+
+    def keep(name: str, taps: str) -> Step:
+        own = (f"taps={taps}", f"out={states[name]}")
+        return Step(
+            f"states, {name}", 5, states[name] / STATES, ("methods.states", *pairs[name], *text, *own)
+        )
 
     start, exit_layer = f"draft={out / 'checkpoints' / 'draft'}", f"exit_layer={size.exit_layer}"
+    second = size.steps - size.first_steps
     counted = (
-        f"tokens={size.counted}",
-        f"held_out_tokens={size.counted // 3}",
+        *("source=raw_text", "tokens=null", "temperature=0"),
+        f"held_out_tokens={size.held_out}",
         f"out={weights / 'vocab_map'}",
     )
 
@@ -159,20 +174,21 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
         [deep, shallow, draft],
         [answer("deep", 6), answer("shallow", 3)],
         [Step("answers of both", 0.1, both, ())],
+        [keep(name, taps) for name, taps in zip(pairs, size.taps)],
         [
-            part("medusa", 25, "medusa", "deep"),
-            part("medusa_shallow", 23, "medusa", "shallow"),
-            part("hydra_heads", 60, "hydra_heads", "deep"),
-            part("hydra_heads_shallow", 50, "hydra_heads", "shallow"),
-            part("eagle", 30, "eagle", "deep"),
-            part("eagle_shallow", 25, "eagle", "shallow"),
-            part("eagle3", 35, "eagle3", "deep"),
-            part("eagle3_shallow", 30, "eagle3", "shallow"),
-            part("streaming", 35, "mirror_sd", "deep", start),
-            part("draft", 25, "sps", "deep", start),
-            part("s2d", 25, "s2d", "shallow", f"layers={size.layers}", f"exits={size.exits}"),
-            part("kangaroo", 20, "kangaroo", "deep", exit_layer, f"like_layer={size.like[0]}"),
-            part("kangaroo_shallow", 15, "kangaroo", "shallow", exit_layer, f"like_layer={size.like[1]}"),
+            part("eagle3", 35, "eagle3", "deep", f"like_layer={size.like[0]}"),
+            part("eagle3_shallow", 35, "eagle3", "shallow", f"like_layer={size.like[1]}"),
+            part("eagle", 15, "eagle", "deep"),
+            part("eagle_shallow", 15, "eagle", "shallow"),
+            part("hydra_heads", 20, "hydra_heads", "deep"),
+            part("hydra_heads_shallow", 20, "hydra_heads", "shallow"),
+            part("medusa", 15, "medusa", "deep"),
+            part("medusa_shallow", 15, "medusa", "shallow"),
+            part("s2d", 20, "s2d", "shallow", f"layers={size.layers}", f"exits={size.exits}"),
+            part("kangaroo", 8, "kangaroo", "deep", exit_layer, f"like_layer={size.like[0]}"),
+            part("kangaroo_shallow", 8, "kangaroo", "shallow", exit_layer, f"like_layer={size.like[1]}"),
+            part("streaming", 8, "mirror_sd", "deep", start, steps=second),
+            part("draft", 4, "sps", "deep", start, steps=second),
             Step("datastore", 0.2, weights / "rest" / "datastore.json", datastore),
             Step("soundness", 20, weights / RESULT, look),
             Step("vocabulary map", 2, weights / "vocab_map" / "vocab_map.json", calibrate),
@@ -251,9 +267,10 @@ def run_all(groups: list[list[Step]], logs: Path, cores: int) -> None:
 
 
 def same_text(weights: Path) -> bool:
-    """Whether all that was trained on answers was trained on the same ones."""
+    """Whether all that was trained on answers was trained on the same ones, for as many tokens over all stages."""
     records = [json.loads(path.read_text()) for path in weights.glob(f"*/{RECORD}")]
-    return len({record["data"] for record in records if record["data"].startswith("sha256:")}) <= 1
+    learnt = [record for record in records if record["data"].startswith("sha256:")]
+    return len({(record["data"], record["tokens_in_all"]) for record in learnt}) <= 1
 
 
 @one_line_errors()
@@ -277,7 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_all(groups, options.out / "logs", options.cores)
     if not same_text(build.weights):
         print(
-            "the drafters were trained on different answers: remove them to train them again", file=sys.stderr
+            "the drafters were not trained alike (training.json): remove those that differ to train them again",
+            file=sys.stderr,
         )
         return 1
     sound = json.loads((build.weights / RESULT).read_text())

@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from methods.rank_trees import best_tree, counted_paths
-from methods.training import agreement, batches, held_out_batches, soft_cross_entropy
+from methods.training import (
+    CHUNK,
+    Goals,
+    agreement,
+    batches,
+    held_out_batches,
+    soft_cross_entropy,
+    target_states,
+)
 from specbench import training
+from specbench.decoding.draft import NORMED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -54,11 +63,12 @@ class HeadDistillation(Guesses):
         count: K.
         target: stays as it is.
         decay: head i weighs decay^i in the loss.
+        loss_tokens: of a batch whose guesses are judged; None: all.
     """
 
-    def __init__(self, count: int, target: StagedModel, decay: float = 1.0):
+    def __init__(self, count: int, target: StagedModel, decay: float = 1.0, loss_tokens: int | None = None):
         super().__init__()
-        self.count, self.target, self.decay = count, target, decay
+        self.count, self.target, self.decay, self.loss_tokens = count, target, decay, loss_tokens
 
     def states(self, batch: Batch, finals: torch.Tensor) -> list[torch.Tensor]:
         """Each head's states for its output matrix, at the places that it can guess from.
@@ -79,19 +89,16 @@ class HeadDistillation(Guesses):
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         finals = self.finals(batch)
-        total = torch.zeros((), device=finals.device)
-        for i, student in enumerate(self.states(batch, finals)):
-            own = {"loss_weight": batch["loss_weight"][:, 1 + i :]}
-            loss = soft_cross_entropy(
-                student, lambda s, i=i: self.logits(s, i), finals[:, 1 + i :], self.head, own
-            )
-            total = total + self.decay**i * loss
-        return total
+        guesses = [
+            (self.decay**i, lambda goals, own=own, i=i: self.logits(goals.before(own, 2 + i), i))
+            for i, own in enumerate(self.states(batch, finals))
+        ]
+        goals = Goals.of(batch, self.loss_tokens, ahead=1 + self.count)
+        return soft_cross_entropy(goals, guesses, lambda some: self.head(some.before(finals)))
 
     def finals(self, batch: Batch) -> torch.Tensor:
         """The target's states [B, T, d] behind its final norm."""
-        with torch.no_grad():
-            return self.target.model.model(batch["input_ids"], use_cache=False).last_hidden_state
+        return target_states(self.target, batch, (NORMED,))[NORMED]
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [K, n] of the heads and of the target, behind the places that K more said tokens follow."""
@@ -129,19 +136,23 @@ def count_ranks(
     b, t = ids.shape
     ranks = torch.full((b, t, count), RANKS, device=ids.device)
     for i, guess in enumerate(states):
-        n = t - 2 - i
-        for row in range(b):
-            scores = logits(guess[row, :n], i)
-            own = scores.gather(1, ids[row, 2 + i :].unsqueeze(1))
-            ranks[row, :n, i] = (scores > own).sum(1).clamp(max=RANKS)
-        ranks[:, :n, i].masked_fill_(~said[:, 2 + i :], RANKS)
+        rows, places = said[:, 2 + i :].nonzero().unbind(1)
+        for row, place in zip(rows.split(CHUNK), places.split(CHUNK)):
+            scores = logits(guess[row, place], i)
+            own = scores.gather(1, ids[row, place + 2 + i].unsqueeze(1))
+            ranks[row, place, i] = (scores > own).sum(1).clamp(max=RANKS)
     # The pending token and all behind it are the assistant's.
     places = said[:, 1 : t - count].nonzero().unbind(1)
     return counted_paths(ranks[places].tolist(), RANKS)
 
 
 def train_heads(
-    module: Guesses, cfg: DictConfig, pair: Pair, save: Callable[..., None], name: str = "head"
+    module: Guesses,
+    cfg: DictConfig,
+    pair: Pair,
+    save: Callable[..., None],
+    begins: str,
+    name: str = "head",
 ) -> Path:
     """Trains as configured; at the end the `cfg.nodes` most frequent paths of ranks become a tree.
 
@@ -150,6 +161,7 @@ def train_heads(
         cfg: settings of the trainer.
         pair: with the target.
         save: called with a folder, a dtype and, by name, what config.json shall say: tree, its counts, figures.
+        begins: what is trained before the first step, for the record.
         name: of a guess, in the names of figures.
 
     Returns:
@@ -171,4 +183,4 @@ def train_heads(
         notes: dict[str, Any] = {"tree": tree, "tree_counts": [found[path] for path in tree]}
         save(out, getattr(torch, cfg.save_dtype), **notes, **figures)
 
-    return training.train(module, batches(cfg, pair), evaluate, finish, cfg)
+    return training.train(module, batches(cfg, pair), evaluate, finish, cfg, begins)

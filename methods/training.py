@@ -1,7 +1,8 @@
-"""What the training of trained parts shares beside the loop of `specbench.training`: batches, a teacher's loss."""
+"""What trainers share beside the loop of `specbench.training`: batches, the target's states, a teacher's loss."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -9,17 +10,17 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.functional import cross_entropy
 
-from specbench.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
-from specbench.decoding.draft import Drafter
+from methods.states import batches_of_states, key_of, rows_of
+from specbench.conversations import batched, conversations
+from specbench.decoding.draft import NORMED, Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import finished, logit_steps
-from specbench.errors import UserError
 from specbench.pairs import Pair, draft_of, load_pair
 from specbench.values import Count, NotNegative, Positive, Range, Seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from transformers import PreTrainedModel
@@ -31,7 +32,6 @@ Answered = tuple[list[int], list[int]]  # token ids of a prompt and of its answe
 
 CHUNK = 512  # positions whose logits exist at a time
 HELD_OUT_BATCHES = 8
-TOO_MANY = 10_000  # conversations in a row without anything to learn from
 
 # What the settings of every trainer take.
 SETTINGS = {
@@ -44,32 +44,19 @@ SETTINGS = {
         "threads": Count | None,
     },
     **{"length": Annotated[int, Range(2)], "learning_rate": Positive, "prompt_weight": NotNegative},
+    **{"loss_tokens": Count | None, "states": str | None},
     **{"precision": Literal["no", "bf16"], "save_dtype": Literal["float32", "bfloat16", "float16"]},
 }
 
 
 def batches(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
-    """Endless batches of packed conversations; see `specbench.conversations`."""
-    tokenize = tokenizer_of(pair, cfg.prompt_weight)
-    stream = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
-    whole = (row for messages in stream for row in tokenize(messages))
-    cut = ((ids[: cfg.length], weights[: cfg.length]) for ids, weights in whole)
-    rows = _answered(cut, cfg.length)
-    pad_id = pair.tokenizer.pad_token_id
-    return batched(
-        packed_rows(rows, cfg.length, min(pair.stop_ids) if pad_id is None else pad_id), cfg.batch_size
-    )
+    """Endless batches of packed conversations; see `specbench.conversations`.
 
-
-def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
-    """The rows in which the assistant says something. Raises UserError where none comes for long."""
-    skipped = 0
-    for row in rows:
-        skipped = 0 if 1.0 in row[1] else skipped + 1
-        if not skipped:
-            yield row
-        elif skipped > TOO_MANY:
-            raise UserError(f"the conversations hold nothing that the assistant says within {length} tokens")
+    With `cfg.states`, those to train on come from that folder, with the target's states; see `methods.states`.
+    """
+    if cfg.states is not None and not held_out:
+        return batches_of_states(cfg, pair)
+    return batched(rows_of(cfg, pair, held_out), cfg.batch_size)
 
 
 def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = False) -> Iterator[Answered]:
@@ -138,32 +125,95 @@ def head_of(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda states: finished(head(states), steps)
 
 
+def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dict[int, torch.Tensor]:
+    """The target's states [B, T, d] of each tap, as in `Drafter`: those of the batch, if it has them, or computed."""
+    taps = list(taps)
+    if all(key_of(tap) in batch for tap in taps):
+        return {tap: batch[key_of(tap)] for tap in taps}
+    with torch.no_grad():
+        inner = any(tap != NORMED for tap in taps)
+        found = target.model.model(batch["input_ids"], use_cache=False, output_hidden_states=inner)
+    return {tap: found.last_hidden_state if tap == NORMED else found.hidden_states[tap] for tap in taps}
+
+
+@dataclass(frozen=True)
+class Goals:
+    """Tokens of a batch whose prediction is judged.
+
+    Attributes:
+        rows, places: [n] where they are.
+        weights: [n] of each in the loss.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, count: int | None, ahead: int = 1) -> Goals:
+        """The tokens of any weight that are at least `ahead` tokens behind the beginning of their row.
+
+        Args:
+            batch: tokens and their weights in the loss.
+            count: so many of them, drawn in proportion to their weights and with the same sum of weights, so that the
+                expected loss is the same; None, and where there are no more: all.
+            ahead: the most tokens that a guess looks ahead.
+        """
+        weights = batch["loss_weight"][:, ahead:]
+        rows, places = weights.nonzero().unbind(1)
+        weights = weights[rows, places]
+        if count is not None and count < len(weights):
+            drawn = torch.multinomial(weights, count, replacement=True)
+            rows, places = rows[drawn], places[drawn]
+            weights = (weights.sum() / count).expand(count)
+        return cls(rows, places + ahead, weights)
+
+    def before(self, states: torch.Tensor, ahead: int = 1) -> torch.Tensor:
+        """States [B, at least T - ahead, d] -> [n, d], `ahead` tokens in front of each."""
+        return states[self.rows, self.places - ahead]
+
+    def split(self) -> Iterator[Goals]:
+        """Parts of at most `CHUNK` tokens."""
+        parts = (self.rows, self.places, self.weights)
+        yield from (Goals(*some) for some in zip(*(part.split(CHUNK) for part in parts)))
+
+
 def soft_cross_entropy(
-    student: torch.Tensor, student_head: Callable, teacher: torch.Tensor, teacher_head: Callable, batch: Batch
+    goals: Goals,
+    guesses: Iterable[tuple[float, Callable[[Goals], torch.Tensor]]],
+    teacher: Callable[[Goals], torch.Tensor],
 ) -> torch.Tensor:
-    """Weighted sum of the student's cross-entropies against the teacher's own next-token distribution.
+    """Weighted sum of the cross-entropies of guesses against the teacher's own distribution of each goal.
 
     Args:
-        student: states [B, T, d].
-        student_head: states [n, d] -> logits [n, vocab]; called with a chunk of positions at a time.
-        teacher: states [B, T, D].
-        teacher_head: as `student_head`.
-        batch: tokens and their weights in the loss.
+        goals: tokens whose prediction is judged.
+        guesses: the weight of each, and its logits [n, vocab] of some goals.
+        teacher: its logits [n, vocab] of some goals; either side may be padded further than the other.
 
     Returns:
         A scalar [].
     """
-    weights = batch["loss_weight"][:, 1:]
-    weights = weights[weights > 0]
-    total = torch.zeros((), device=weights.device)
-    parts = (predicting(student, batch), predicting(teacher, batch), weights)
-    for states, goals, weight in zip(*(part.split(CHUNK) for part in parts)):
-        logits = student_head(states).float()
+    total = torch.zeros((), device=goals.weights.device)
+    guesses = list(guesses)
+    for some in goals.split():
         with torch.no_grad():
-            goal = teacher_head(goals).float()
-            width = min(logits.shape[-1], goal.shape[-1])  # one of the heads may be padded further
-            goal = torch.softmax(goal[:, :width], dim=-1)
-        total = total + weight @ cross_entropy(logits[:, :width], goal, reduction="none")
+            told = teacher(some).float()
+        for share, guess in guesses:
+            logits = guess(some).float()
+            width = min(logits.shape[-1], told.shape[-1])
+            probs = torch.softmax(told[:, :width], dim=-1)
+            total = total + share * (some.weights @ cross_entropy(logits[:, :width], probs, reduction="none"))
+    return total
+
+
+def text_cross_entropy(
+    goals: Goals, ids: torch.Tensor, logits: Callable[[Goals], torch.Tensor]
+) -> torch.Tensor:
+    """Weighted sum [] of the cross-entropies of logits [n, vocab] against the goals themselves, of token ids [B, T]."""
+    total = torch.zeros((), device=ids.device)
+    for some in goals.split():
+        losses = cross_entropy(logits(some).float(), ids[some.rows, some.places], reduction="none")
+        total = total + some.weights @ losses
     return total
 
 

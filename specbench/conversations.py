@@ -33,9 +33,16 @@ Tokens = tuple[list[int], list[float]]  # ids, and the weight of each in the los
 
 
 def conversations(
-    source: str | None, pair_cfg: DictConfig, seed: int, held_out: bool = False, split: str = "train"
+    source: str | None,
+    pair_cfg: DictConfig,
+    seed: int,
+    held_out: bool = False,
+    split: str = "train",
+    epochs: int | None = None,
 ) -> Iterator[Messages]:
-    """Endless conversations in an order that `seed` draws; the held-out ones are disjoint from the others.
+    """Conversations in an order that `seed` draws; the held-out ones are disjoint from the others.
+
+    They are endless, unless `epochs` says how often a file or data set is read; a pair's own have no end.
 
     source: a JSON Lines file or the name of a data set on the hub, whose rows have `messages` ({role, content}) or
     ShareGPT's `conversations` ({from, value}); None for the pair's own (`pair.training`). Raises UserError when there
@@ -48,7 +55,7 @@ def conversations(
             )
         yield from hydra.utils.instantiate(pair_cfg.training, seed=2 * seed + held_out)
         return
-    for epoch in count():
+    for epoch in count() if epochs is None else range(epochs):
         rows = read(source, split)
         chosen = (row for i, row in enumerate(rows) if (i % HELD_OUT_EVERY == 0) == held_out)
         answered = 0

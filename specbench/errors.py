@@ -30,6 +30,11 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {said.splitlines()[0] if said else 'no message'}"
 
 
+def warn(text: str) -> None:
+    """Prints one line about what works, but perhaps not as its user thinks."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
 def tell(error: UserError) -> None:
     """Prints it as one line on stderr."""
     print("error:", " ".join(str(error).split()), file=sys.stderr)

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from specbench.errors import UserError
+from specbench.questions import packaged
 from specbench.threads import Threads, use_threads
 from specbench.values import plain
 
@@ -31,7 +32,12 @@ Batch = dict[str, torch.Tensor]
 
 LOG, CONDITIONS, RECORD = "train_log.jsonl", "conditions.json", "training.json"
 DATASTORE = "datastore.json"  # the record of a part that is no weights, but a text to look things up in
-FREE = ("out", "save_every", "save_dtype")  # settings that a training may go on with when they have changed
+FREE = (
+    "out",
+    "save_every",
+    "save_dtype",
+    "states",
+)  # settings that a training may go on with when they have changed
 PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names
 WARMUP = 20  # the learning rate rises in one of so many steps
 
@@ -54,6 +60,8 @@ def train(
     evaluate: Callable[[], dict[str, float]],
     save: Callable[[Path, dict[str, float]], None],
     cfg: DictConfig,
+    begins: str,
+    earlier: str | Path | None = None,
     optimizers: Callable[[torch.nn.Module, DictConfig], Sequence[torch.optim.Optimizer]] = adamw,
     rate: Callable[[int, int], float] = rise_and_fall,
 ) -> Path:
@@ -69,6 +77,8 @@ def train(
         evaluate: returns figures on held-out text; called and logged whenever a state is saved, and at the end.
         save: writes what was trained with its figures to a folder; of several processes one alone calls it.
         cfg: settings of the trainer.
+        begins: what `module` is before the first step, for the record.
+        earlier: folder of what it begins as, if that was trained here: its stages become part of the record.
         optimizers: makes the optimizers of a module.
         rate: (step, steps) -> share of each optimizer's learning rate.
 
@@ -129,7 +139,8 @@ def train(
     bar.close()
     if main:
         save(out, figures)
-        (out / RECORD).write_text(json.dumps(_record(cfg, world, figures), indent=2) + "\n")
+        record = _record(cfg, world, figures, begins, stages_of(earlier))
+        (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         shutil.rmtree(checkpoints, ignore_errors=True)  # of no use once the part itself is there
         print(", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()))
         print(out)
@@ -156,16 +167,32 @@ def _save_state(accelerator: Accelerator, checkpoints: Path, cfg: DictConfig, st
     accelerator.wait_for_everyone()
 
 
-def _record(cfg: DictConfig, processes: int, figures: dict[str, float]) -> dict:
-    """What a training saw and what came out: two that are to be compared must have seen the same."""
+def _record(
+    cfg: DictConfig, processes: int, figures: dict[str, float], begins: str, earlier: list[dict]
+) -> dict:
+    """What a training saw and what came out: two that are to be compared must have seen the same, over all stages."""
+    tokens = cfg.steps * cfg.accumulate * processes * cfg.batch_size * cfg.length
     return {
+        "begins": begins,
         "data": data_of(cfg),
         "steps": cfg.steps,
-        "tokens": cfg.steps * cfg.accumulate * processes * cfg.batch_size * cfg.length,
+        "tokens": tokens,
+        "tokens_in_all": tokens + sum(stage["tokens"] for stage in earlier),
+        "loss_tokens": cfg.get("loss_tokens"),
         "prompt_weight": cfg.prompt_weight,
         "seed": cfg.seed,
         **figures,
+        "earlier": earlier,
     }
+
+
+def stages_of(folder: str | Path | None) -> list[dict]:
+    """The records of all stages of what lies in a folder, the first one first; [] where none tells."""
+    path = None if folder is None else packaged(folder) / RECORD
+    if path is None or not path.is_file():
+        return []
+    record = json.loads(path.read_text())
+    return [*record.pop("earlier", []), record]
 
 
 def data_of(cfg: DictConfig) -> str:

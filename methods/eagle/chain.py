@@ -6,14 +6,62 @@ j - 1 and the text's token t + 1 + j. So a row sees the true pairs up to t, and 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import AttentionInterface
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from transformers import PretrainedConfig
+
     from methods.eagle.layer import DraftingModel
+
+
+ATTENTION = "chained_steps"  # what transformers calls `_attention`
+
+
+def _attention(
+    module: torch.nn.Module,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of row t to the true pairs up to t, and of every later step to that of row t alone.
+
+    Scores of a later step are a product of rows, not of matrices: with all of them, s steps would cost s^2.
+
+    Args:
+        module: not used.
+        queries: [b, heads, n, head_dim] of the newest step.
+        keys: [b, kv_heads, steps * n, head_dim] of all steps, one behind the other.
+        values: of the same shape.
+        attention_mask: [1, 1, 1, n, n] true where a true pair is visible.
+        scaling: of the scores.
+        kwargs: not used.
+
+    Returns:
+        [b, n, heads, head_dim], and no weights.
+    """
+    b, heads, n, width = queries.shape
+    kv_heads = keys.shape[1]
+    q = queries.view(b, kv_heads, heads // kv_heads, n, width) * scaling
+    (k, *ks), (v, *vs) = (part.unsqueeze(2).split(n, dim=3) for part in (keys, values))
+    among = (q @ k.transpose(-1, -2)).masked_fill(~attention_mask, float("-inf"))
+    scores = torch.cat([among, *((q * own).sum(-1, keepdim=True) for own in ks)], dim=-1)
+    weights = torch.softmax(scores.float(), dim=-1).to(q.dtype)
+    out = weights[..., :n] @ v
+    for j, own in enumerate(vs):
+        out = out + weights[..., n + j : n + j + 1] * own
+    return out.flatten(1, 2).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
 
 
 class Steps:
@@ -48,11 +96,21 @@ def chained(
         it hold is of no use.
     """
     n, device = features.shape[1], features.device
-    cache, diagonal = Steps(), torch.eye(n, dtype=torch.bool, device=device)
-    visible = torch.ones(n, n, dtype=torch.bool, device=device).tril()
+    cache = Steps()
+    visible = torch.ones(1, 1, 1, n, n, dtype=torch.bool, device=device).tril()
     for j in range(steps):
         rope = model.rope(torch.arange(j, n + j, device=device).unsqueeze(0), features)
         own = torch.nn.functional.pad(embeds[:, j:], (0, 0, 0, j))
-        features = model(features, own, rope, visible.view(1, 1, n, -1), cache)
+        with _attending(model.config):
+            features = model(features, own, rope, visible, cache)
         yield features
-        visible = torch.cat([visible, diagonal], dim=1)
+
+
+@contextmanager
+def _attending(config: PretrainedConfig) -> Iterator[None]:
+    """Lets the layers of a config attend as `_attention` does."""
+    before, config._attn_implementation = config._attn_implementation, ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

@@ -21,8 +21,10 @@ from methods.head_training import Guesses, count_ranks, train_heads
 from methods.training import (
     CHUNK,
     SETTINGS,
+    Goals,
     predicting,
     soft_cross_entropy,
+    target_states,
     training_pair,
 )
 from specbench.compose import with_hydra
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 CLASSIFICATION = 0.1  # weight of the cross-entropy
 NOISE, NOISE_LENGTH = 0.1, 512  # of a text of that length; longer ones get less
+BEGINS = "the target's last layer, and a linear layer that passes the state on"
 AGREEMENTS, DEPTH = 4, 6  # depths whose agreement is measured; levels of the tree
 
 
@@ -73,9 +76,9 @@ def fresh_model(target: StagedModel) -> EagleModel:
 class Distillation(Guesses):
     """batch -> loss of a drafting model against the target, which stays as it is."""
 
-    def __init__(self, model: EagleModel, target: StagedModel):
+    def __init__(self, model: EagleModel, target: StagedModel, loss_tokens: int | None = None):
         super().__init__()
-        self.model, self.target = model, target
+        self.model, self.target, self.loss_tokens = model, target, loss_tokens
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the losses of a batch."""
@@ -96,15 +99,17 @@ class Distillation(Guesses):
         ).mean(-1)
         weights = predicted["loss_weight"][:, 1:]
         regression = weights[weights > 0] @ distances
-        return regression + CLASSIFICATION * soft_cross_entropy(out, self.head, goals, self.head, predicted)
+        return regression + CLASSIFICATION * soft_cross_entropy(
+            Goals.of(batch, self.loss_tokens, ahead=2),
+            [(1.0, lambda some: self.head(some.before(out, 2)))],
+            lambda some: self.head(some.before(goals, 2)),  # whose first state is the second token's
+        )
 
     def pairs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Features and embedded tokens of the pairs [B, T - 1, h], and the states that they are to lead to."""
-        ids = batch["input_ids"]
+        states = target_states(self.target, batch, (NORMED,))[NORMED].to(self.model.fc.weight.dtype)
         with torch.no_grad():
-            states = self.target.model.model(ids, use_cache=False).last_hidden_state
-            states = states.to(self.model.fc.weight.dtype)
-            embeds = self.target.embed(ids[:, 1:]).to(states.dtype)
+            embeds = self.target.embed(batch["input_ids"][:, 1:]).to(states.dtype)
         return self.model.features({NORMED: states[:, :-1]}), embeds, states[:, 1:]
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +152,9 @@ def train(cfg: DictConfig) -> Path:
     target = StagedModel(pair.target)
     torch.manual_seed(cfg.seed)
     model = fresh_model(target)
-    return train_heads(Distillation(model, target), cfg, pair, partial(save_eagle, model), "depth")
+    return train_heads(
+        Distillation(model, target, cfg.loss_tokens), cfg, pair, partial(save_eagle, model), BEGINS, "depth"
+    )
 
 
 @one_line_errors()

@@ -12,21 +12,30 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from methods.eagle.chain import chained
-from methods.training import CHUNK, SETTINGS, batches, held_out_batches, training_pair
+from methods.training import (
+    CHUNK,
+    SETTINGS,
+    Goals,
+    batches,
+    held_out_batches,
+    target_states,
+    training_pair,
+)
 from specbench import training
 from specbench.compose import with_hydra
+from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError, one_line_errors
 from specbench.expand import Sizes
 from specbench.pairs import load_pair
-from specbench.values import Count, check_all
+from specbench.values import Count, Range, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -47,9 +56,9 @@ class TrainingTimeTest(torch.nn.Module):
 
     inside: torch.Tensor
 
-    def __init__(self, model: Eagle3Model, target: StagedModel, steps: int):
+    def __init__(self, model: Eagle3Model, target: StagedModel, steps: int, loss_tokens: int | None = None):
         super().__init__()
-        self.model, self.target, self.steps = model, target, steps
+        self.model, self.target, self.steps, self.loss_tokens = model, target, steps, loss_tokens
         inside = torch.zeros(target.vocab_size, dtype=torch.bool)
         inside[model.kept.cpu()] = True
         self.register_buffer("inside", inside.to(target.device), persistent=False)
@@ -57,47 +66,38 @@ class TrainingTimeTest(torch.nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         outputs, finals = self.outputs(batch)
-        goals, choices = self.goals(finals)
-        total, counts = torch.zeros((), device=finals.device), self.inside[choices]
+        goals = Goals.of(batch, self.loss_tokens, ahead=1 + self.steps)
+        told = [self.told(some.before(finals)) for some in goals.split()]
+        total = torch.zeros((), device=finals.device)
         for j, output in enumerate(outputs):
-            # Place t guesses token t + 2 + j; the target's state at t + 1 + j says it.
-            weights = batch["loss_weight"][:, 2 + j :] * counts[:, 1 + j : -1]
-            rows, places = weights.nonzero().unbind(1)
-            said = rows * finals.shape[1] + places + 1 + j
-            parts = (output[rows, places], said, weights[rows, places])
-            for part in zip(*(some.split(CHUNK) for some in parts)):
+            for some, (probs, choices) in zip(goals.split(), told):
+                weights = some.weights * self.inside[choices]
                 # Logits are made again for the gradient: those of all steps would fill the memory.
-                loss: Any = checkpoint(self.cross_entropy, goals, *part, use_reentrant=False)
+                loss: Any = checkpoint(
+                    self.cross_entropy, probs, some.before(output, 2 + j), weights, use_reentrant=False
+                )
                 total = total + DECAY**j * loss
         return total
 
     def outputs(self, batch: Batch) -> tuple[Iterator[torch.Tensor], torch.Tensor]:
         """The draft's outputs [B, T - 1, d] of each step, and the target's states [B, T, D] behind its final norm."""
-        ids = batch["input_ids"]
+        dtype = self.model.fc.weight.dtype
+        found = target_states(self.target, batch, (*self.model.taps, NORMED))
         with torch.no_grad():
-            found = self.target.model.model(ids, use_cache=False, output_hidden_states=True)
-            dtype = self.model.fc.weight.dtype
-            states = {tap: found.hidden_states[tap][:, :-1].to(dtype) for tap in self.model.taps}
-            embeds = self.target.embed(ids[:, 1:]).to(dtype)
+            states = {tap: found[tap][:, :-1].to(dtype) for tap in self.model.taps}
+            embeds = self.target.embed(batch["input_ids"][:, 1:]).to(dtype)
         outputs = chained(self.model, self.model.features(states), embeds, self.steps)
-        return outputs, found.last_hidden_state
+        return outputs, found[NORMED]
 
     @torch.no_grad()
-    def goals(self, finals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's probabilities [B * T, draft vocabulary], made to sum to 1, and its first choices [B, T]."""
-        probs, choices = [], []
-        for states in finals.flatten(0, 1).split(CHUNK):
-            logits = self.target.unembed(states.to(self.target.dtype)).float()
-            probs.append(torch.softmax(logits[:, self.model.kept], dim=-1))
-            choices.append(logits.argmax(-1))
-        return torch.cat(probs), torch.cat(choices).view(finals.shape[:2])
+    def told(self, finals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's probabilities [n, draft vocabulary], made to sum to 1, and its first choices [n]."""
+        logits = self.target.unembed(finals.to(self.target.dtype)).float()
+        return torch.softmax(logits[:, self.model.kept], dim=-1), logits.argmax(-1)
 
-    def cross_entropy(
-        self, goals: torch.Tensor, states: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """The weighted sum [] for outputs [n, d] whose goals are in the rows `places`."""
-        logits = self.model.logits(states).float()
-        return weights @ cross_entropy(logits, goals[places], reduction="none")
+    def cross_entropy(self, probs: torch.Tensor, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum [] for outputs [n, d] against probabilities [n, draft vocabulary]."""
+        return weights @ cross_entropy(self.model.logits(states).float(), probs, reduction="none")
 
     @torch.no_grad()
     def hits(self, batch: Batch) -> torch.Tensor:
@@ -106,7 +106,8 @@ class TrainingTimeTest(torch.nn.Module):
         At the n places behind which, beyond the next token, as many tokens as there are steps are the assistant's.
         """
         outputs, finals = self.outputs(batch)
-        _, choices = self.goals(finals)
+        parts = finals.flatten(0, 1).split(CHUNK)
+        choices = torch.cat([self.told(states)[1] for states in parts]).view(finals.shape[:2])
         said = batch["loss_weight"] == 1.0
         n = said.shape[1] - 1 - self.steps
         among = torch.stack([said[:, 2 + j : 2 + j + n] for j in range(self.steps)]).all(0)
@@ -127,11 +128,16 @@ def frequent_ids(some: Iterable[Batch], size: int, vocab: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fresh_model(target: StagedModel, kept: torch.Tensor) -> Eagle3Model:
+def fresh_model(target: StagedModel, kept: torch.Tensor, like_layer: int | None = None) -> Eagle3Model:
     """A drafting model to train, of the target's width and heads.
 
     g is the state at the deepest tap. Norm and head are the target's, the norm smaller: at first the model says the
     next token again, and unlearns it sooner where it is less sure. The authors begin with random weights everywhere.
+
+    Args:
+        target: that it is for.
+        kept: [draft vocabulary] ids that its head scores.
+        like_layer: layer of the target that its attention begins as, see `_begin_like`; None: at random.
     """
     from methods.eagle3.model import (
         Eagle3Config,
@@ -153,14 +159,36 @@ def fresh_model(target: StagedModel, kept: torch.Tensor) -> Eagle3Model:
     )
     model = Eagle3Model(config, default_taps(len(target.layers)), kept).to(target.device)
     model.fc.weight.zero_()[:, -sizes.hidden :].fill_diagonal_(1)
+    if like_layer is not None:
+        _begin_like(cast("Any", model.midlayer), cast("Any", target.layers[like_layer]))
     model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))
     model.lm_head.weight.copy_(target.lm_head.weight[kept.to(target.device)])
     return model
 
 
+def _begin_like(own: Any, layer: Any) -> None:
+    """Lets the layer attend as one of the target's does, one token further on.
+
+    Pair j holds the state of token j and the embedding of token j + 1. What the target's attention asks and takes of a
+    token, this one asks and takes of the embedding; what it finds a token by is taken from the state in front of it,
+    through the same matrix as what asks. So an attention that looks for a token and takes what followed looks for the
+    newest token among the states, and takes the token behind it, which the pair holds, too. The rest adds nothing yet.
+    """
+    asks, takes = layer.self_attn.q_proj.weight, layer.self_attn.v_proj.weight
+    nothing_of = {name: torch.zeros_like(weight) for name, weight in (("asks", asks), ("takes", takes))}
+    own.self_attn.q_proj.weight.copy_(torch.cat([asks, nothing_of["asks"]], dim=1))
+    own.self_attn.k_proj.weight.copy_(torch.cat([nothing_of["asks"], asks], dim=1))
+    own.self_attn.v_proj.weight.copy_(torch.cat([takes, nothing_of["takes"]], dim=1))
+    own.self_attn.o_proj.weight.copy_(layer.self_attn.o_proj.weight)
+    for norm in (own.input_layernorm, own.hidden_norm):
+        norm.weight.copy_(layer.input_layernorm.weight)
+    own.mlp.down_proj.weight.zero_()
+
+
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_eagle3.yaml) and returns the folder of the finished drafting model."""
-    check_all(cfg, SETTINGS | {"draft_steps": Count, "draft_vocab": Count})
+    own = {"draft_steps": Count, "draft_vocab": Count, "like_layer": Annotated[int, Range(0)] | None}
+    check_all(cfg, SETTINGS | own)
     if cfg.length < cfg.draft_steps + 2:
         raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
@@ -168,10 +196,15 @@ def train(cfg: DictConfig) -> Path:
     torch.manual_seed(cfg.seed)
     vocab = min(cfg.draft_vocab, pair.vocab_size)
     kept = frequent_ids(islice(batches(cfg, pair), COUNTED_BATCHES), vocab, pair.vocab_size)
-    model = fresh_model(target, kept)
+    model = fresh_model(target, kept, cfg.like_layer)
     from methods.eagle3.checkpoint import save_eagle3  # late, as above
 
-    module, held_out = TrainingTimeTest(model, target, cfg.draft_steps), held_out_batches(cfg, pair)
+    attention = (
+        "random weights" if cfg.like_layer is None else f"attention of the target's layer {cfg.like_layer}"
+    )
+    begins = f"{attention}, the target's norm and head"
+    module = TrainingTimeTest(model, target, cfg.draft_steps, cfg.loss_tokens)
+    held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
         hits = torch.cat([module.hits(batch) for batch in held_out], dim=1).float()
@@ -182,7 +215,7 @@ def train(cfg: DictConfig) -> Path:
     def save(out: Path, figures: dict[str, float]) -> None:
         save_eagle3(model, out, getattr(torch, cfg.save_dtype), **figures)
 
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg, begins)
 
 
 @one_line_errors()

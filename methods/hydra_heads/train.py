@@ -34,7 +34,13 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def fresh_heads(target: StagedModel, heads: int, layers: int, prefix: bool, own_output: bool) -> Heads:
+def fresh_heads(
+    target: StagedModel,
+    heads: int,
+    layers: int,
+    prefix: bool,
+    own_output: bool,
+) -> Heads:
     """Heads to train, each of which says what the target's own head says of the state in front.
 
     Args:
@@ -80,8 +86,8 @@ def _begin(prefix: PrefixLayer, target: StagedModel) -> None:
 class Distillation(HeadDistillation):
     """batch -> cross-entropy of the heads against the target, which stays as it is."""
 
-    def __init__(self, heads: Heads, target: StagedModel):
-        super().__init__(heads.heads, target)
+    def __init__(self, heads: Heads, target: StagedModel, loss_tokens: int | None = None):
+        super().__init__(heads.heads, target, loss_tokens=loss_tokens)
         self.heads = heads
 
     def states(self, batch: Batch, finals: torch.Tensor) -> list[torch.Tensor]:
@@ -106,16 +112,19 @@ class Distillation(HeadDistillation):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_hydra_heads.yaml) and returns the folder of the finished heads."""
-    check_all(
-        cfg, SETTINGS | {"heads": Count, "layers": Count, "nodes": Count, "prefix": bool, "own_output": bool}
-    )
+    own = {"heads": Count, "layers": Count, "nodes": Count, "prefix": bool, "own_output": bool}
+    check_all(cfg, SETTINGS | own)
     from methods.hydra_heads.checkpoint import save_heads
 
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     target = StagedModel(pair.target)
     torch.manual_seed(cfg.seed)
     heads = fresh_heads(target, cfg.heads, cfg.layers, cfg.prefix, cfg.own_output)
-    return train_heads(Distillation(heads, target), cfg, pair, partial(save_heads, heads))
+    module = Distillation(heads, target, cfg.loss_tokens)
+    begins = (
+        "heads that say what the target's says" + cfg.prefix * ", a silent copy of the target's last layer"
+    )
+    return train_heads(module, cfg, pair, partial(save_heads, heads), begins)
 
 
 @one_line_errors()

@@ -1,7 +1,7 @@
 """Trains a Kangaroo adapter: `python -m methods.kangaroo.train pair=... [conversations=FILE] [out=FOLDER]`.
 
 Soft cross-entropy against the target's own next-token distribution, adapter parameters only (paper, section 4.1).
-The teacher is computed on the fly, so nothing is dumped to disk. Three things differ from the authors' script, which
+Three things differ from the authors' script, which
 the research sheet calls faults: the loss counts position t when token t + 1 is the assistant's (not token t), position
 0 stays in (the adapter's cache holds it at inference), and positions are the true ones.
 """
@@ -15,15 +15,18 @@ import torch
 
 from methods.training import (
     SETTINGS,
+    Goals,
     agreement,
     batches,
     held_out_batches,
     predicting,
     soft_cross_entropy,
+    target_states,
     training_pair,
 )
 from specbench import training
 from specbench.compose import with_hydra
+from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
 from specbench.errors import one_line_errors
 from specbench.pairs import load_pair
@@ -63,14 +66,21 @@ def fresh_adapter(target: StagedModel, like_layer: int) -> Adapter:
 class Distillation(torch.nn.Module):
     """batch -> cross-entropy of an adapter against the target, which stays as it is."""
 
-    def __init__(self, adapter: Adapter, target: StagedModel, exit_layer: int):
+    def __init__(
+        self, adapter: Adapter, target: StagedModel, exit_layer: int, loss_tokens: int | None = None
+    ):
         super().__init__()
         self.adapter, self.target, self.exit_layer = adapter, target, exit_layer
+        self.loss_tokens = loss_tokens
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         adapted, finals = self.states(batch)
-        return soft_cross_entropy(adapted, self.head, finals, self.head, batch)
+        return soft_cross_entropy(
+            Goals.of(batch, self.loss_tokens),
+            [(1.0, lambda goals: self.head(goals.before(adapted)))],
+            lambda goals: self.head(goals.before(finals)),
+        )
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """The target's head; the adapter is trained in float32, whatever the target's dtype."""
@@ -78,12 +88,12 @@ class Distillation(torch.nn.Module):
 
     def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """States [B, T, d] for the head: the adapter's, and the target's own after its final norm."""
+        found = target_states(self.target, batch, (self.exit_layer, NORMED))
+        exits = found[self.exit_layer].to(self.adapter.norm.weight.dtype)
+        positions = torch.arange(exits.shape[1], device=exits.device).unsqueeze(0)
         with torch.no_grad():
-            outputs = self.target.model.model(batch["input_ids"], use_cache=False, output_hidden_states=True)
-            exits = outputs.hidden_states[self.exit_layer].to(self.adapter.norm.weight.dtype)
-            positions = torch.arange(exits.shape[1], device=exits.device).unsqueeze(0)
             rope = self.adapter.rope(positions, exits)
-        return self.adapter(exits, rope), outputs.last_hidden_state
+        return self.adapter(exits, rope), found[NORMED]
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of adapter and target before each token that the assistant says."""
@@ -100,8 +110,10 @@ def train(cfg: DictConfig) -> Path:
     target = StagedModel(pair.target)
     exit_layer = check_exit_layer(cfg.exit_layer, len(target.layers))
     torch.manual_seed(cfg.seed)
-    adapter = fresh_adapter(target, exit_layer if cfg.like_layer is None else cfg.like_layer)
-    module, held_out = Distillation(adapter, target, exit_layer), held_out_batches(cfg, pair)
+    like_layer = exit_layer if cfg.like_layer is None else cfg.like_layer
+    adapter = fresh_adapter(target, like_layer)
+    module = Distillation(adapter, target, exit_layer, cfg.loss_tokens)
+    held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
         return {"held_out_agreement": agreement(module.choices, held_out)}
@@ -109,7 +121,8 @@ def train(cfg: DictConfig) -> Path:
     def save(out: Path, figures: dict[str, float]) -> None:
         save_adapter(adapter, out, getattr(torch, cfg.save_dtype), exit_layer=exit_layer, **figures)
 
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
+    begins = f"attention of the target's layer {like_layer}, its final norm"
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg, begins)
 
 
 @one_line_errors()

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from specbench.training import Batch
 
 DECAY = 0.8
+BEGINS = "blocks of zeros: every head says what the target's says"
 
 
 class Distillation(HeadDistillation):
     """batch -> cross-entropy of the heads against the target, which stays as it is."""
 
-    def __init__(self, heads: MedusaHeads, target: StagedModel):
-        super().__init__(heads.heads, target, DECAY)
+    def __init__(self, heads: MedusaHeads, target: StagedModel, loss_tokens: int | None = None):
+        super().__init__(heads.heads, target, DECAY, loss_tokens)
         self.heads = heads
 
     def states(self, batch: Batch, finals: torch.Tensor) -> list[torch.Tensor]:
@@ -70,7 +71,7 @@ def train(cfg: DictConfig) -> Path:
     save = partial(save_heads, heads)
     if cfg.form == "vllm":
         save = partial(save_for_vllm, heads, target.lm_head.weight)
-    return train_heads(Distillation(heads, target), cfg, pair, save)
+    return train_heads(Distillation(heads, target, cfg.loss_tokens), cfg, pair, save, BEGINS)
 
 
 @one_line_errors()

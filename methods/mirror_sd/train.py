@@ -1,38 +1,45 @@
 """Trains a draft model to stream: `python -m methods.mirror_sd.train pair=... [draft=MODEL streams=2]`.
 
 Speculative Streaming (Bhendawade et al. 2024, section 3): beside the next token each position also predicts the tokens
-further on, from stream states; loss = main + `stream_weight` * sum of the streams' (future n-grams). Here the streams
-begin at the embeddings and go through every layer, as draft models are shallow; the paper's begin some layers below the
-top. The result is a draft model like any other, with the streams' embeddings beside it in streams.safetensors.
+further on, from stream states; loss = main + `stream_weight` * sum of the streams' (future n-grams). The main loss is
+taken against the target's own distribution, as that of a plain draft model is (`methods.sps.train`), so that the two
+differ in the streams alone; the streams' losses are taken against the text. Here the streams begin at the embeddings
+and go through every layer, as draft models are shallow; the paper's begin some layers below the top. The result is a
+draft model like any other, with the streams' embeddings beside it in streams.safetensors.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from methods.mirror_sd.streams import save_streams
 from methods.training import (
-    CHUNK,
     SETTINGS,
+    Goals,
+    agreement,
     batches,
     head_of,
     held_out_batches,
     pair_to_train,
+    predicting,
     save_model,
+    soft_cross_entropy,
+    target_states,
+    text_cross_entropy,
 )
 from specbench import training
 from specbench.compose import with_hydra
+from specbench.decoding.draft import NORMED
+from specbench.decoding.target import StagedModel
 from specbench.errors import one_line_errors
 from specbench.pairs import draft_of
 from specbench.values import Count, NotNegative, check_all
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 
@@ -42,21 +49,50 @@ if TYPE_CHECKING:
 class Streaming(torch.nn.Module):
     """batch -> weighted sum of the cross-entropies of the next token and of the `streams` tokens behind it."""
 
-    def __init__(self, model: PreTrainedModel, streams: int, stream_weight: float):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        target: StagedModel,
+        streams: int,
+        stream_weight: float,
+        loss_tokens: int | None = None,
+    ):
         super().__init__()
-        self.model, self.stream_weight = model, stream_weight
-        self._head = head_of(model)
+        self.model, self.target = model, target
+        self.stream_weight, self.loss_tokens = stream_weight, loss_tokens
+        self._head, self._told = head_of(model), head_of(target.model)
         embeddings: Any = model.get_input_embeddings()
         width = embeddings.weight.shape[1]
         self.streams = torch.nn.Parameter(0.02 * torch.randn(streams, width, device=model.device))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
-        states = self.states(batch["input_ids"])
-        total = self._loss(states[:, :, 0], batch, 1)
+        states, teacher = self.states(batch["input_ids"]), self.teacher(batch)
+        goals = Goals.of(batch, self.loss_tokens, ahead=states.shape[2])
+        total = soft_cross_entropy(
+            goals,
+            [(1.0, lambda some: self._head(some.before(states[:, :, 0])))],
+            lambda some: self._told(some.before(teacher)),
+        )
         for j in range(1, states.shape[2]):
-            total = total + self.stream_weight * self._loss(states[:, :, j], batch, 1 + j)
+            total = total + self.stream_weight * text_cross_entropy(
+                goals,
+                batch["input_ids"],
+                lambda some, j=j: self._head(some.before(states[:, :, j], 1 + j)),
+            )
         return total
+
+    def teacher(self, batch: Batch) -> torch.Tensor:
+        """The target's states [B, T, D] behind its final norm."""
+        return target_states(self.target, batch, (NORMED,))[NORMED].to(self.target.dtype)
+
+    def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """First choices [n] of the main stream and of the target before each token that the assistant says."""
+        own, told = self.states(batch["input_ids"])[:, :, 0], self.teacher(batch)
+        return (
+            self._head(predicting(own, batch, 1.0)).argmax(-1),
+            self._told(predicting(told, batch, 1.0)).argmax(-1),
+        )
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [B, T] -> final states [B, T, 1 + s, d] of each position and its streams."""
@@ -80,20 +116,6 @@ class Streaming(torch.nn.Module):
         ).last_hidden_state
         return torch.cat([hidden[:, :t].unsqueeze(2), hidden[:, t:].unflatten(1, (t, s))], dim=2)
 
-    def _loss(self, states: torch.Tensor, batch: Batch, ahead: int) -> torch.Tensor:
-        states, goals, weights = self._predicting(states, batch, ahead)
-        total = torch.zeros((), device=states.device)
-        for rows, goal, weight in zip(*(part.split(CHUNK) for part in (states, goals, weights))):
-            logits = self._head(rows).float()
-            total = total + weight @ cross_entropy(logits, goal, reduction="none")
-        return total
-
-    def _predicting(self, states: torch.Tensor, batch: Batch, ahead: int) -> tuple[torch.Tensor, ...]:
-        """States [n, d] that predict the tokens of any weight `ahead` positions on, these tokens, their weights."""
-        goals, weights = batch["input_ids"][:, ahead:], batch["loss_weight"][:, ahead:]
-        counts = weights > 0
-        return states[:, :-ahead][counts], goals[counts], weights[counts]
-
     @torch.no_grad()
     def right(self, batch: Batch) -> torch.Tensor:
         """How often the first choice was right.
@@ -104,8 +126,10 @@ class Streaming(torch.nn.Module):
         """
         states, rows = self.states(batch["input_ids"]), []
         for j in range(states.shape[2]):
-            own, goals, _ = self._predicting(states[:, :, j], batch, 1 + j)
-            rows.append(torch.tensor([(self._head(own).argmax(-1) == goals).sum(), len(goals)]))
+            goals = Goals.of(batch, None, 1 + j)
+            chosen = self._head(goals.before(states[:, :, j], 1 + j)).argmax(-1)
+            told = batch["input_ids"][goals.rows, goals.places]
+            rows.append(torch.tensor([(chosen == told).sum(), len(told)]))
         return torch.stack(rows)
 
 
@@ -114,17 +138,25 @@ def train(cfg: DictConfig) -> Path:
     check_all(cfg, SETTINGS | {"streams": Count, "stream_weight": NotNegative})
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
-    module, held_out = Streaming(draft, cfg.streams, cfg.stream_weight), held_out_batches(cfg, pair)
+    target = StagedModel(pair.target)
+    module = Streaming(draft, target, cfg.streams, cfg.stream_weight, cfg.loss_tokens)
+    held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
         right, of = torch.stack([module.right(batch) for batch in held_out]).sum(0).unbind(1)
-        return {f"held_out_right_{1 + j}": share for j, share in enumerate((right / of).tolist())}
+        shares = (right / of).tolist()
+        return {"held_out_agreement": agreement(module.choices, held_out)} | {
+            f"held_out_right_{1 + j}": share for j, share in enumerate(shares)
+        }
 
     def save(out: Path, figures: dict[str, float]) -> None:
         save_model(draft, pair, cfg, out)
         save_streams(module.streams.detach().to(draft.dtype), out)
 
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
+    begins = cfg.draft or cfg.pair.draft
+    return training.train(
+        module, batches(cfg, pair), evaluate, save, cfg, begins=Path(begins).name, earlier=begins
+    )
 
 
 @one_line_errors()

@@ -14,17 +14,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from methods.training import (
-    CHUNK,
     SETTINGS,
+    Goals,
     agreement,
     batches,
     head_of,
     held_out_batches,
     predicting,
     save_model,
+    text_cross_entropy,
     training_pair,
 )
 from specbench import training
@@ -46,22 +46,20 @@ if TYPE_CHECKING:
 class Sorted(torch.nn.Module):
     """batch -> mean over the exits of the weighted sum of the text's cross-entropies, in one forward pass."""
 
-    def __init__(self, model: PreTrainedModel, exits: list[int]):
+    def __init__(self, model: PreTrainedModel, exits: list[int], loss_tokens: int | None = None):
         super().__init__()
-        self.model, self.exits = model, exits
+        self.model, self.exits, self.loss_tokens = model, exits, loss_tokens
         self._norm = (StagedModel(model).norm,)  # in a tuple: it is registered as a part of the model already
         self._head = head_of(model)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The mean [] over the exits of the weighted sums of the cross-entropies of a batch."""
-        weights, goals = batch["loss_weight"][:, 1:], batch["input_ids"][:, 1:]
-        weights, goals = weights[weights > 0], goals[weights > 0]
-        total = torch.zeros((), device=weights.device)
-        for states in self.states(batch):
-            parts = predicting(states, batch).split(CHUNK), goals.split(CHUNK), weights.split(CHUNK)
-            for rows, goal, weight in zip(*parts):
-                total = total + weight @ cross_entropy(self._head(rows).float(), goal, reduction="none")
-        return total / len(self.exits)
+        goals, ids = Goals.of(batch, self.loss_tokens), batch["input_ids"]
+        losses = [
+            text_cross_entropy(goals, ids, lambda some, states=states: self._head(some.before(states)))
+            for states in self.states(batch)
+        ]
+        return torch.stack(losses).mean()
 
     def states(self, batch: Batch) -> list[torch.Tensor]:
         """The normed states [B, T, d] of every exit. Only the exits are normed; the deepest already is."""
@@ -95,7 +93,7 @@ def train(cfg: DictConfig) -> Path:
     model = cut(pair.target, layers)
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    module, held_out = Sorted(model, exits), held_out_batches(cfg, pair)
+    module, held_out = Sorted(model, exits, cfg.loss_tokens), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
         shares = agreement(partial(module.choices, target=pair.target), held_out)
@@ -105,7 +103,8 @@ def train(cfg: DictConfig) -> Path:
         model.config.exits = exits
         save_model(model, pair, cfg, out)
 
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
+    begins = f"layers {', '.join(map(str, layers))} of the target, its embeddings, norm and head"
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg, begins)
 
 
 @one_line_errors()

@@ -1,18 +1,20 @@
 """Trains a plain draft model by distillation: `python -m methods.sps.train pair=... [draft=MODEL]`.
 
-The draft model learns the target's own next-token distribution (soft cross-entropy) on conversations; the teacher is
-computed on the fly. It starts from the pair's draft model or another one of the same vocabulary.
+The draft model learns the target's own next-token distribution (soft cross-entropy) on conversations. It starts from
+the pair's draft model or another one of the same vocabulary.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from methods.training import (
     SETTINGS,
+    Goals,
     agreement,
     batches,
     head_of,
@@ -21,16 +23,17 @@ from methods.training import (
     predicting,
     save_model,
     soft_cross_entropy,
+    target_states,
 )
 from specbench import training
 from specbench.compose import with_hydra
+from specbench.decoding.draft import NORMED
+from specbench.decoding.target import StagedModel
 from specbench.errors import one_line_errors
 from specbench.pairs import draft_of
 from specbench.values import check_all
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 
@@ -40,21 +43,24 @@ if TYPE_CHECKING:
 class Distillation(torch.nn.Module):
     """batch -> cross-entropy of a draft model against the target, which stays as it is."""
 
-    def __init__(self, draft: PreTrainedModel, target: PreTrainedModel):
+    def __init__(self, draft: PreTrainedModel, target: StagedModel, loss_tokens: int | None = None):
         super().__init__()
-        self.draft = draft
-        self._teacher = (target,)  # in a tuple: no part of this module, neither trained nor saved
-        self._heads = (head_of(draft), head_of(target))
+        self.draft, self.target, self.loss_tokens = draft, target, loss_tokens
+        self._heads = (head_of(draft), head_of(target.model))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         student, teacher = self.states(batch)
-        return soft_cross_entropy(student, self._heads[0], teacher, self._heads[1], batch)
+        own, told = self._heads
+        return soft_cross_entropy(
+            Goals.of(batch, self.loss_tokens),
+            [(1.0, lambda goals: own(goals.before(student)))],
+            lambda goals: told(goals.before(teacher)),
+        )
 
     def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Final states [B, T, d] of the draft model and [B, T, D] of the target."""
-        with torch.no_grad():
-            teacher = self._teacher[0].model(batch["input_ids"], use_cache=False).last_hidden_state
+        teacher = target_states(self.target, batch, (NORMED,))[NORMED].to(self.target.dtype)
         return self.draft.model(batch["input_ids"], use_cache=False).last_hidden_state, teacher
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +75,8 @@ def train(cfg: DictConfig) -> Path:
     check_all(cfg, SETTINGS)
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
-    module, held_out = Distillation(draft, pair.target), held_out_batches(cfg, pair)
+    module = Distillation(draft, StagedModel(pair.target), cfg.loss_tokens)
+    held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
         return {"held_out_agreement": agreement(module.choices, held_out)}
@@ -77,7 +84,10 @@ def train(cfg: DictConfig) -> Path:
     def save(out: Path, figures: dict[str, float]) -> None:
         save_model(draft, pair, cfg, out)
 
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg)
+    begins = cfg.draft or cfg.pair.draft
+    return training.train(
+        module, batches(cfg, pair), evaluate, save, cfg, begins=Path(begins).name, earlier=begins
+    )
 
 
 @one_line_errors()

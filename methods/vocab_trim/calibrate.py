@@ -22,7 +22,7 @@ from methods.vocab_trim.vocab_map import rank, save_vocab_map
 from specbench.compose import with_hydra
 from specbench.conversations import conversations
 from specbench.decoding.target import StagedModel
-from specbench.errors import one_line_errors
+from specbench.errors import UserError, one_line_errors
 from specbench.pairs import Pair, draft_of, load_pair
 from specbench.values import Count, Seed, Temperature, check_all
 
@@ -34,16 +34,20 @@ if TYPE_CHECKING:
 SOURCES = ("raw_text", "draft_generated", "target_generated")
 SETTINGS = {
     "source": Literal[SOURCES],
-    **{"size": Count | None, "tokens": Count, "held_out_tokens": Count, "max_new_tokens": Count},
+    **{"size": Count | None, "tokens": Count | None, "held_out_tokens": Count, "max_new_tokens": Count},
     **{"temperature": Temperature, "seed": Seed},
 }
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
 def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) -> Iterator[list[int]]:
-    """Endless answers as token ids: those of the conversations, or those of a model of the pair."""
+    """Answers as token ids: those of the conversations, or those of a model of the pair.
+
+    They are endless, but for the answers of conversations where `tokens` is null: these come once.
+    """
     if source == "raw_text":
-        texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
+        epochs = 1 if cfg.tokens is None else None
+        texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split, epochs)
         said = (m["content"] for c in texts for m in c if m["role"] == "assistant")
         yield from (pair.tokenizer.encode(text, add_special_tokens=False) for text in said)
         return
@@ -52,8 +56,8 @@ def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) ->
         yield answer
 
 
-def count(stream: Iterator[list[int]], tokens: int, label: str) -> tuple[Counter, str]:
-    """How often each id comes in the first `tokens` or a few more, and the checksum of what was counted."""
+def count(stream: Iterator[list[int]], tokens: int | None, label: str) -> tuple[Counter, str]:
+    """How often each id comes in the first `tokens` (None: in all) or a few more, and the checksum of these."""
     counts: Counter = Counter()
     digest = hashlib.sha256()
     with tqdm(total=tokens, desc=label, unit="token") as bar:
@@ -61,9 +65,9 @@ def count(stream: Iterator[list[int]], tokens: int, label: str) -> tuple[Counter
             counts.update(ids)
             digest.update(json.dumps(ids).encode())
             bar.update(len(ids))
-            if counts.total() >= tokens:
-                return counts, digest.hexdigest()
-    raise AssertionError("conversations do not end")
+            if tokens is not None and counts.total() >= tokens:
+                break
+    return counts, digest.hexdigest()
 
 
 def coverage(rows: list[list], seen: Counter, size: int) -> float:
@@ -75,13 +79,18 @@ def coverage(rows: list[list], seen: Counter, size: int) -> float:
 def calibrate(cfg: DictConfig) -> Path:
     """Counts as configured (conf/calibrate_vocab.yaml), writes the map and returns its folder."""
     check_all(cfg, SETTINGS)
+    if cfg.tokens is None and (cfg.source != "raw_text" or cfg.conversations is None):
+        raise UserError("what is generated does not end: say how much of it to count, such as tokens=100000")
     pair = load_pair(cfg.pair, cfg.seed, with_draft=cfg.source == "draft_generated")
     counts, data = count(answers(cfg, pair, cfg.source), cfg.tokens, cfg.source)
     rows = rank(counts, pair.tokenizer, pair.stop_ids)[: cfg.size]
     facts = {"source": cfg.source, "pair": pair.name, "tokens": counts.total(), "data": data}
     path = save_vocab_map(cfg.out, rows, pair.tokenizer, **facts)
     seen, _ = count(answers(cfg, pair, "target_generated", held_out=True), cfg.held_out_tokens, "held out")
-    print(f"{len(rows)} of {len(pair.tokenizer)} tokens came up; coverage of held-out answers of the target:")
+    print(
+        f"{len(rows)} of {len(pair.tokenizer)} tokens came up among {counts.total():,}; a larger vocab.size is "
+        "filled with arbitrary ones; coverage of held-out answers of the target:"
+    )
     for size in (*(s for s in SIZES if s < len(rows)), len(rows)):
         print(f"  {size:6} tokens: {coverage(rows, seen, size):.4f}")
     print(path)

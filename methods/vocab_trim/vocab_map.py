@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.errors import UserError
+from specbench.errors import UserError, warn
 from specbench.questions import packaged
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def kept_ids(source: str | Path, pair: Pair, size: int | None) -> list[int]:
         source: folder of the map.
         pair: whose tokenizer the map must be made for.
         size: so many of the map's rows; None for all. A size beyond the map keeps, after its rows, the lowest ids that
-            it does not list.
+            it does not list, and a warning says so.
 
     Raises:
         UserError: the map is missing or broken, was made for another tokenizer, or its special tokens alone do not fit
@@ -88,6 +88,7 @@ def kept_ids(source: str | Path, pair: Pair, size: int | None) -> list[int]:
         raise UserError(
             f"the vocabulary map '{path}' was made for another tokenizer: calibrate one for '{pair.name}'"
         )
+    counted = content.get("tokens")
     vocabulary = sorted(pair.tokenizer.get_vocab().values())
     forced = len(always_kept(pair.tokenizer, pair.stop_ids))
     if size is not None and not forced <= size <= len(vocabulary):
@@ -95,6 +96,10 @@ def kept_ids(source: str | Path, pair: Pair, size: int | None) -> list[int]:
             f"vocab.size must lie between {forced} (special tokens) and {len(vocabulary)}, not {size}"
         )
     if size is not None and size > len(ids):
-        listed = set(ids)
+        filler, listed = size - len(ids), set(ids)
+        warn(
+            f"{filler} of vocab.size={size} rows ({filler / size:.0%}) are filler: '{path}' lists {len(ids)} tokens, "
+            f"all that came up among the {counted} counted; count more text, or choose a smaller size"
+        )
         ids += [i for i in vocabulary if i not in listed]
     return sorted(ids[:size])

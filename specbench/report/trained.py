@@ -1,4 +1,4 @@
-"""What text the drafters of several runs saw: figures of methods that saw different data do not compare them."""
+"""What text the drafters of several runs saw, over all stages of their training: those that differ are named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN_OF_A_DIGEST = 8
-SAME = "all drafters that were trained here saw the same data, and as many tokens of it"
+SAME = "all drafters that were trained here saw as many tokens of the same data, over all stages"
 
 
 def training_table(summaries: Iterable[dict]) -> Table | None:
@@ -27,8 +27,9 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
             rows[label, name] = (
                 label,
                 name,
-                _data(record["data"]),
-                f"{record['tokens']:,}",
+                record.get("begins", UNKNOWN),
+                _text(record),
+                f"{_tokens(record):,}",
                 str(record.get("steps", UNKNOWN)),  # a text that is looked up has none
                 f"{record['loss']:.3f}" if "loss" in record else UNKNOWN,
                 ", ".join(f"{share:.3f}" for share in shares) or UNKNOWN,
@@ -36,9 +37,9 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
     if not rows:
         return None
     table = PlainTable("what drafters were trained on", "" if differing_training(summaries) else SAME)
-    for name in ("run", "part", "data"):
+    for name in ("run", "part", "begins as", "data"):
         table.add_column(name, overflow="fold")
-    for name in ("tokens", "steps", "loss", "held-out\nshares"):
+    for name in ("tokens,\nall stages", "steps", "loss", "held-out\nshares"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows.values():
         table.add_row(*row)
@@ -46,20 +47,53 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
 
 
 def differing_training(summaries: Iterable[dict]) -> list[str]:
-    """A line where parts of these runs saw different data, or different numbers of tokens of it.
+    """A line where drafters of these runs saw different text, or different numbers of tokens, over all stages.
 
-    And one where the memory of some drafters was warmed, and that of others, which could have been, was not.
+    One that names the text of datastores, where other runs have none or another, and one where the memory of some
+    drafters was warmed, and that of others, which could have been, was not.
     """
     summaries = list(summaries)
-    seen: dict[tuple[str, int], list[str]] = {}
+    trained: dict[tuple[int, str], list[str]] = {}
+    stored: dict[tuple[int, str], list[str]] = {}
     for label, summary in zip(labels(summaries), summaries):
         for record in summary.get("training", {}).values():
-            names = seen.setdefault((record["data"], record["tokens"]), [])
+            seen = trained if "steps" in record else stored
+            names = seen.setdefault((_tokens(record), _text(record)), [])
             if label not in names:
                 names.append(label)
-    kinds = [f"{tokens:,} tokens of {_data(data)}: {named(names)}" for (data, tokens), names in seen.items()]
-    lines = [f"drafters were not trained alike ({'; '.join(kinds)})"] if len(kinds) > 1 else []
+    lines = []
+    if len(trained) > 1:
+        alike = len({tokens for tokens, _ in trained}) == 1
+        what = (
+            "drafters saw as many tokens, but not of the same text"
+            if alike
+            else "drafters were not trained alike"
+        )
+        lines.append(f"{what} ({_kinds(trained)})")
+    if stored and len(trained) + len(stored) > 1:
+        lines.append(f"some look text up ({_kinds(stored)})")
     return lines + _differing_memory(summaries)
+
+
+def _kinds(seen: dict[tuple[int, str], list[str]]) -> str:
+    return "; ".join(f"{tokens:,} tokens, {text}: {named(names)}" for (tokens, text), names in seen.items())
+
+
+def _stages(record: dict) -> list[dict]:
+    """All stages of a record, the first one first; older records tell of the last one alone."""
+    return [*record.get("earlier", []), record]
+
+
+def _tokens(record: dict) -> int:
+    return sum(stage["tokens"] for stage in _stages(record))
+
+
+def _text(record: dict) -> str:
+    """The text of all stages: where there are several, with the tokens of each."""
+    stages = _stages(record)
+    if len(stages) == 1:
+        return _data(record["data"])
+    return ", then ".join(f"{stage['tokens']:,} of {_data(stage['data'])}" for stage in stages)
 
 
 def _differing_memory(summaries: list[dict]) -> list[str]:

@@ -168,8 +168,7 @@ class Build:
         """Run one training stage and save its model."""
         tokenizer = load_tokenizer(self.weights / "tokenizer")
         if stage.parent:
-            shipped = (self.weights / stage.parent).exists()
-            model = models.load((self.weights if shipped else self.checkpoints) / stage.parent)
+            model = models.load(self.found(stage.parent))
             model = models.grow(model) if stage.grow else model
         else:
             model = models.build(stage.shape, tokenizer, stage.seed)
@@ -189,8 +188,27 @@ class Build:
         torch.manual_seed(stage.seed)
         schedule, module = stage.schedule, Text(model, repeats=stage.repeats)
         training.train(
-            module, batches, evaluate, save, self.settings(stage), schedule.optimizers, schedule.factor
+            module,
+            batches,
+            evaluate,
+            save,
+            self.settings(stage),
+            self.begins(stage),
+            self.found(stage.parent) if stage.parent else None,
+            schedule.optimizers,
+            schedule.factor,
         )
+
+    def found(self, name: str) -> Path:
+        """Where the model of a finished stage lies."""
+        shipped = self.weights / name
+        return shipped if shipped.exists() else self.checkpoints / name
+
+    def begins(self, stage: Stage) -> str:
+        """What the model of a stage is before its first step."""
+        if not stage.parent:
+            return "random weights, with a lookup circuit set by hand"
+        return f"{stage.parent}, each layer followed by a silent copy" if stage.grow else stage.parent
 
     def settings(self, stage: Stage) -> DictConfig:
         """What the loop is told of a stage."""

@@ -166,7 +166,10 @@ BATCH = (
 
 
 def test_the_loss_by_hand():
-    """Step j at place t against the target at t + 1 + j, where token t + 2 + j counts and its likeliest one is kept."""
+    """Step j at place t against the target at t + 1 + j, where token t + 2 + j counts and its likeliest one is kept.
+
+    All steps are judged by the same tokens: those with enough tokens in front for the last step.
+    """
     pair = random_pair("qwen2")
     model, steps = drafting_model(pair), 3
     ids, said = BATCH
@@ -179,7 +182,7 @@ def test_the_loss_by_hand():
         embeds = pair.target.get_input_embeddings()(torch.tensor([ids[row]]))
         outputs = list(chained(model, model.features(states)[:, :-1], embeds[:, 1:], steps))
         for j in range(steps):
-            for t in range(8 - 2 - j):
+            for t in range(steps - 1 - j, 8 - 2 - j):
                 teacher = output.logits[0, t + 1 + j]
                 if teacher.argmax() % 3 == 0:  # not kept
                     left_out += said[row][t + 2 + j] > 0

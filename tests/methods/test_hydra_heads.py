@@ -431,7 +431,10 @@ def batch_of(ids: list[list[int]], said: list[list[float]]) -> dict[str, torch.T
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_by_hand(kind, tmp_path):
-    """Head i at place t, given tokens t + 1 to t + 1 + i, against the target at t + 1 + i; token t + 2 + i counts."""
+    """Head i at place t, given tokens t + 1 to t + 1 + i, against the target at t + 1 + i; token t + 2 + i counts.
+
+    All three heads are judged by the same tokens: those with enough tokens in front for the last head.
+    """
     pair = random_pair("llama")
     prefix, own = KINDS[kind]
     heads = heads_for(pair, prefix, own)
@@ -446,7 +449,7 @@ def test_the_loss_by_hand(kind, tmp_path):
     embedded = pair.target.model.embed_tokens(torch.tensor(ids))
     state, step, expected = load_file(tmp_path / "model.safetensors"), 2 if prefix else 1, 0.0
     for i in range(3):
-        for t in range(len(ids) - 2 - i):
+        for t in range(2 - i, len(ids) - 2 - i):
             z = by_hand(state, i, torch.cat([states[0, t], *embedded[t + 1 : t + 2 + i]]), step)
             logits = heads.output[i](z) if own else pair.target.lm_head(z)
             expected += said[t + 2 + i] * -(teacher[t + 1 + i] * logits.log_softmax(-1)).sum()

@@ -43,6 +43,35 @@ def test_a_size_takes_the_first_rows_and_fills_up_with_ids_that_never_came(folde
     assert kept_ids(folder, PAIR, len(TOKENIZER)) == list(range(len(TOKENIZER)))
 
 
+def test_a_size_beyond_what_was_counted_warns(folder, capsys):
+    """How many rows are filler, and of how many counted tokens the map knows."""
+    special = len(always_kept(TOKENIZER, PAIR.stop_ids))
+    kept_ids(folder, PAIR, special + 3)
+    kept_ids(folder, PAIR, None)
+    assert capsys.readouterr().err == ""
+    kept_ids(folder, PAIR, special + 5)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"warning: 2 of vocab.size={special + 5} rows ({2 / (special + 5):.0%}) are filler"
+    )
+
+
+def test_what_is_generated_needs_an_end(workplace, tmp_path):
+    for more in (["source=target_generated"], ["source=raw_text", "conversations=null"]):
+        cfg = composed("calibrate_vocab", *saved_pair(workplace), *more, "tokens=null", f"out={tmp_path}")
+        with pytest.raises(UserError, match="tokens="):
+            calibrate(cfg)
+
+
+@pytest.mark.slow
+def test_all_answers_are_counted_once(workplace, tmp_path):
+    more = ("source=raw_text", "tokens=null", "held_out_tokens=50", "max_new_tokens=16", f"out={tmp_path}")
+    content = json.loads(
+        (calibrate(composed("calibrate_vocab", *saved_pair(workplace), *more)) / FILE).read_text()
+    )
+    assert content["tokens"] == 58 * 6  # of 60 conversations two are held out; "aab" and "abc"
+
+
 @pytest.mark.parametrize("size", [1, 10_000])
 def test_a_size_that_cannot_be_is_refused(folder, size):
     with pytest.raises(UserError, match=r"vocab\.size .*\b5\b"):

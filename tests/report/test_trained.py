@@ -46,9 +46,11 @@ def test_other_data_and_other_amounts_are_named():
     assert differing_training([SUMMARY, SUMMARY]) == []
     more = summary("s2d", draft=TRAINED | {"tokens": 5})
     (line,) = differing_training([*alike, more])
-    assert "5 tokens of sha256:01234567: s2d" in line and "1,024,000 tokens of sha256:01234567: " in line
+    assert "5 tokens, sha256:01234567: s2d" in line and "1,024,000 tokens, sha256:01234567: " in line
     other = summary("s2d", draft=TRAINED | {"data": "specbench.tiny.data.conversations"})
-    assert "of specbench.tiny.data.conversations: s2d" in differing_training([*alike, other])[0]
+    (line,) = differing_training([*alike, other])
+    assert line.startswith("drafters saw as many tokens, but not of the same text")
+    assert "1,024,000 tokens, specbench.tiny.data.conversations: s2d" in line
     assert SAME not in formats.markdown(training_table([*alike, other]))
 
 
@@ -59,9 +61,23 @@ def test_a_text_that_is_looked_up_counts_like_one_that_was_trained_on(tmp_path):
     assert found == {"datastore": {"source": str(tmp_path)} | record}
     runs = [summary("sps", draft=TRAINED), summary("rest", **found)]
     (line,) = differing_training(runs)
-    assert "5 tokens of sha256:01234567: rest" in line
+    assert line == "some look text up (5 tokens, sha256:01234567: rest)"
     text = formats.markdown(training_table(runs))
     assert "rest" in text and SAME not in text
+
+
+def test_all_stages_count(tmp_path):
+    """A drafter that began as something trained has seen that text, too."""
+    first = {"data": "stream", "tokens": 3_072_000, "steps": 1500, "begins": "random weights"}
+    later = TRAINED | {"begins": "draft", "earlier": [first]}
+    long = TRAINED | {"tokens": 4_096_000}
+    (line,) = differing_training([summary("sps", draft=later), summary("eagle", part=TRAINED)])
+    assert line.startswith("drafters were not trained alike")
+    assert "4,096,000 tokens, 3,072,000 of stream, then 1,024,000 of sha256:01234567: sps" in line
+    (line,) = differing_training([summary("sps", draft=later), summary("eagle", part=long)])
+    assert line.startswith("drafters saw as many tokens, but not of the same text")
+    text = formats.markdown(training_table([summary("sps", draft=later)]))
+    assert "4,096,000" in text and "| draft |" in text and SAME in text
 
 
 def test_a_warmed_memory_is_told_of_and_not_set_beside_another_in_silence(tmp_path, capsys):
@@ -78,7 +94,7 @@ def test_a_warmed_memory_is_told_of_and_not_set_beside_another_in_silence(tmp_pa
     assert line == (
         "memories did not begin alike (warmed: recycling, warm=there/talk.jsonl; empty: recycling, warm=None)"
     )
-    assert "1,024,000 tokens of sha256:4567: suffix" in differing_training([warm, other])[0]
+    assert "1,024,000 tokens, sha256:4567: suffix" in differing_training([warm, other])[0]
     batched = cold | {"method": "ragged", "drafter": "suffix", "settings": {"drafter.warm": None}}
     assert "empty: ragged + suffix" in differing_training([warm, batched])[0]
     runs = [run_of(tmp_path, name, one) for name, one in (("a", warm), ("b", other), ("c", cold))]
@@ -91,7 +107,7 @@ def test_a_warmed_memory_is_told_of_and_not_set_beside_another_in_silence(tmp_pa
 def test_report_and_compare_warn(tmp_path, capsys):
     runs = [
         run_of(tmp_path, "a", summary("sps", draft=TRAINED)),
-        run_of(tmp_path, "b", summary("s2d", draft=TRAINED | {"data": "other"})),
+        run_of(tmp_path, "b", summary("s2d", draft=TRAINED | {"data": "other", "tokens": 5})),
     ]
     page = report(runs, [], tmp_path / "report", []).read_text()
     assert "drafters were not trained alike" in page and "what drafters were trained on" in page

@@ -1,0 +1,166 @@
+"""A target's states of conversations, computed once and kept on the disk: `python -m methods.states taps=[...]`.
+
+Trainers that are given the folder as `states=FOLDER` read rows, weights and states from it, so that an epoch costs what
+is trained, not a pass of the target. The folder holds flat files, to which rows are appended: a command that was
+stopped goes on with the row that follows.
+
+    ids.bin [rows, length] int32, weights.bin [rows, length] float32, hidden_<tap>.bin [rows, length, d] bfloat16
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from specbench.compose import with_hydra
+from specbench.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
+from specbench.decoding.draft import NORMED
+from specbench.errors import UserError, one_line_errors
+from specbench.pairs import Pair, load_pair
+from specbench.training import data_of
+from specbench.values import Count, Seed, check_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omegaconf import DictConfig
+
+    from specbench.training import Batch
+
+RECORD, IDS, WEIGHTS = "states.json", "ids.bin", "weights.bin"
+TOO_MANY = 10_000  # conversations in a row without anything to learn from
+# What rows depend on: a trainer must ask for the same.
+SAME = ("length", "prompt_weight", "seed")
+SETTINGS = {"length": Count, "batch_size": Count, "tokens": Count | None, "seed": Seed, "taps": list[int]} | {
+    "precision": Literal["no", "bf16"]
+}
+
+
+def key_of(tap: int) -> str:
+    """What a batch calls the target's states of a tap."""
+    return f"hidden_{'normed' if tap == NORMED else tap}"
+
+
+def rows_of(
+    cfg: DictConfig, pair: Pair, held_out: bool = False, epochs: int | None = None
+) -> Iterator[Tokens]:
+    """Packed rows of `cfg.length` tokens of conversations, endless unless `epochs` are given."""
+    tokenize = tokenizer_of(pair, cfg.prompt_weight)
+    stream = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split, epochs)
+    whole = (row for messages in stream for row in tokenize(messages))
+    cut = ((ids[: cfg.length], weights[: cfg.length]) for ids, weights in whole)
+    pad_id = pair.tokenizer.pad_token_id
+    return packed_rows(
+        _answered(cut, cfg.length), cfg.length, min(pair.stop_ids) if pad_id is None else pad_id
+    )
+
+
+def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
+    """The rows in which the assistant says something. Raises UserError where none comes for long."""
+    skipped = 0
+    for row in rows:
+        skipped = 0 if 1.0 in row[1] else skipped + 1
+        if not skipped:
+            yield row
+        elif skipped > TOO_MANY:
+            raise UserError(f"the conversations hold nothing that the assistant says within {length} tokens")
+
+
+def facts(cfg: DictConfig, pair: Pair) -> dict[str, Any]:
+    """What the rows and states of a folder depend on."""
+    width = pair.target.config.get_text_config().hidden_size
+    return {"data": data_of(cfg), "hidden_size": width} | {name: cfg[name] for name in SAME}
+
+
+@torch.inference_mode()
+def write(cfg: DictConfig) -> Path:
+    """Computes states as configured (conf/states.yaml) and returns their folder."""
+    check_all(cfg, SETTINGS)
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
+    if cfg.conversations is None and cfg.tokens is None:
+        raise UserError("a pair's own text does not end: say how much of it with tokens=1000000")
+    out = Path(cfg.out)
+    if (out / RECORD).exists():
+        print(f"already there: {out}")
+        return out
+    out.mkdir(parents=True, exist_ok=True)
+    taps, width = sorted(set(cfg.taps)), pair.target.config.get_text_config().hidden_size
+    bytes_of = {IDS: 4, WEIGHTS: 4} | {f"{key_of(tap)}.bin": 2 * width for tap in taps}
+    sizes = {out / name: cfg.length * size for name, size in bytes_of.items()}
+    done = min((path.stat().st_size // size if path.exists() else 0) for path, size in sizes.items())
+    done -= done % cfg.batch_size
+    most = None if cfg.tokens is None else -(-cfg.tokens // cfg.length)
+    rows = islice(rows_of(cfg, pair, epochs=1), done, most)
+    decoder: Any = pair.target.get_decoder()
+    files = {path.stem: path.open("ab") for path in sizes}
+    for path, size in sizes.items():
+        files[path.stem].truncate(done * size)
+    for batch in tqdm(
+        batched(rows, cfg.batch_size), desc=out.name, unit="batch", initial=done // cfg.batch_size
+    ):
+        ids = batch["input_ids"].to(pair.target.device)
+        with torch.autocast(ids.device.type, torch.bfloat16, cfg.precision == "bf16"):
+            found = decoder(ids, use_cache=False, output_hidden_states=True)
+        files["ids"].write(batch["input_ids"].to(torch.int32).numpy().tobytes())
+        files["weights"].write(batch["loss_weight"].numpy().tobytes())
+        for tap in taps:
+            states = found.last_hidden_state if tap == NORMED else found.hidden_states[tap]
+            files[key_of(tap)].write(states.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+    for file in files.values():
+        file.close()
+    (out / RECORD).write_text(json.dumps(facts(cfg, pair) | {"taps": taps}, indent=2) + "\n")
+    print(out)
+    return out
+
+
+def batches_of_states(cfg: DictConfig, pair: Pair) -> Iterator[Batch]:
+    """Endless batches of the rows in `cfg.states`, each epoch in an order of its own, with the states of all taps.
+
+    Raises:
+        UserError: the folder is not finished, or holds the states of other rows or of another target's width.
+    """
+    folder, length = Path(cfg.states), cfg.length
+    if not (folder / RECORD).is_file():
+        raise UserError(f"there are no states in '{folder}': `python -m methods.states` makes them")
+    record = json.loads((folder / RECORD).read_text())
+    for name, value in facts(cfg, pair).items():
+        if record[name] != value:
+            raise UserError(f"the states in '{folder}' have {name}={record[name]}, and the training {value}")
+    ids = np.memmap(folder / IDS, np.int32, "r").reshape(-1, length)
+    weights = np.memmap(folder / WEIGHTS, np.float32, "r").reshape(-1, length)
+    width = record["hidden_size"]
+    hidden = {
+        key: np.memmap(folder / f"{key}.bin", np.int16, "r").reshape(-1, length, width)
+        for key in map(key_of, record["taps"])
+    }
+    if len(ids) < cfg.batch_size:
+        raise UserError(f"'{folder}' holds {len(ids)} rows, fewer than batch_size={cfg.batch_size}")
+    generator = torch.Generator().manual_seed(cfg.seed)
+    while True:
+        order = torch.randperm(len(ids), generator=generator).numpy()
+        for start in range(0, len(order) - cfg.batch_size + 1, cfg.batch_size):
+            chosen = np.sort(order[start : start + cfg.batch_size])
+            batch = {
+                "input_ids": torch.from_numpy(ids[chosen].astype(np.int64)),
+                "loss_weight": torch.from_numpy(weights[chosen]),
+            }
+            for key, states in hidden.items():
+                batch[key] = torch.from_numpy(states[chosen]).view(torch.bfloat16)
+            yield batch
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("states", one_line_errors()(write))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

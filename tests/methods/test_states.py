@@ -1,0 +1,167 @@
+"""A target's states on the disk: what trainers read is what the target computes, and what is judged is unbiased."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import pytest
+import torch
+
+from methods import states
+from methods.kangaroo import train as kangaroo_train
+from methods.training import Goals, batches, soft_cross_entropy, target_states
+from specbench.conversations import batched
+from specbench.decoding.draft import NORMED
+from specbench.decoding.target import StagedModel
+from specbench.errors import UserError
+from specbench.pairs import load_pair
+from specbench.training import RECORD
+from tests.support.conf import composed
+from tests.support.training import training_settings, training_workplace
+
+TAPS = (1, 2, NORMED)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return training_workplace(tmp_path_factory.mktemp("train"))
+
+
+def settings(workplace, out, *more: str):
+    """As `training_settings`, for the command that computes states."""
+    trainer = training_settings("train_kangaroo", workplace, out, "exit_layer=2")
+    own = [f"pair.target={trainer.pair.target}", f"pair.tokenizer={trainer.pair.tokenizer}"]
+    same = [f"{name}={trainer[name]}" for name in ("conversations", "length", "seed", "prompt_weight")]
+    taps = f"taps={list(TAPS)}".replace(" ", "")
+    return composed("states", "pair.device=cpu", *own, *same, taps, "batch_size=2", f"out={out}", *more)
+
+
+@pytest.fixture(scope="module")
+def folder(workplace, tmp_path_factory):
+    return states.write(settings(workplace, tmp_path_factory.mktemp("states") / "all"))
+
+
+def test_states_are_those_that_the_target_computes(workplace, folder, tmp_path):
+    cfg = training_settings("train_kangaroo", workplace, tmp_path, f"states={folder}", "exit_layer=2")
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    target = StagedModel(pair.target)
+    seen = set()
+    for batch in islice(batches(cfg, pair), 6):
+        alone = {name: batch[name] for name in ("input_ids", "loss_weight")}
+        found, computed = target_states(target, batch, TAPS), target_states(target, alone, TAPS)
+        for tap in TAPS:
+            assert found[tap].dtype == torch.bfloat16
+            torch.testing.assert_close(found[tap].float(), computed[tap], rtol=0.01, atol=0.01)
+        seen |= {tuple(row) for row in batch["input_ids"].tolist()}
+    rows = [tuple(ids) for ids, _ in states.rows_of(cfg, pair, epochs=1)]
+    assert seen <= set(rows)
+    every = [
+        ids.tolist()
+        for batch in batched(states.rows_of(cfg, pair, epochs=1), 1)
+        for ids in batch["input_ids"]
+    ]
+    stored = torch.from_file(str(folder / states.IDS), size=len(rows) * cfg.length, dtype=torch.int32)
+    assert stored.view(-1, cfg.length).tolist() == every
+
+
+def test_every_epoch_has_every_row_in_an_order_of_its_own(workplace, folder, tmp_path):
+    cfg = training_settings(
+        "train_kangaroo", workplace, tmp_path, f"states={folder}", "exit_layer=2", "batch_size=1"
+    )
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    count = (folder / states.IDS).stat().st_size // (4 * cfg.length)
+    rows = [tuple(batch["input_ids"][0].tolist()) for batch in islice(batches(cfg, pair), 2 * count)]
+    assert sorted(rows[:count]) == sorted(rows[count:]) and rows[:count] != rows[count:]
+
+
+def test_a_command_that_was_stopped_goes_on(workplace, folder, tmp_path, monkeypatch):
+    """Stopped in the middle of writing a row: the files are whole again, and equal to those made in one go."""
+    cfg = settings(workplace, tmp_path / "again")
+    whole = batched
+
+    def stopped(rows, size):
+        yield from islice(whole(rows, size), 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(states, "batched", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        states.write(cfg)
+    monkeypatch.undo()
+    assert not (tmp_path / "again" / states.RECORD).exists()
+    with (tmp_path / "again" / "hidden_1.bin").open("ab") as file:
+        file.write(b"half a row")
+    trainer = training_settings(
+        "train_kangaroo", workplace, tmp_path, f"states={tmp_path / 'again'}", "exit_layer=2"
+    )
+    with pytest.raises(UserError, match="there are no states"):
+        next(batches(trainer, load_pair(trainer.pair, 0, with_draft=False)))
+    states.write(cfg)
+    for file in folder.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("changed", ["seed=1", "length=24", "prompt_weight=0.5"])
+def test_states_of_other_rows_are_refused(workplace, folder, tmp_path, changed):
+    cfg = training_settings(
+        "train_kangaroo", workplace, tmp_path, f"states={folder}", "exit_layer=2", changed
+    )
+    with pytest.raises(UserError, match=changed.partition("=")[0]):
+        next(batches(cfg, load_pair(cfg.pair, 0, with_draft=False)))
+
+
+def test_a_text_without_an_end_needs_a_number_of_tokens(workplace, tmp_path):
+    with pytest.raises(UserError, match="tokens="):
+        states.write(settings(workplace, tmp_path, "conversations=null"))
+
+
+@pytest.mark.slow
+def test_a_training_on_stored_states_learns_the_same(workplace, folder, tmp_path):
+    """The stored states are rounded to bfloat16 and their rows come in another order: it learns as much."""
+    agreements = []
+    for name, more in (("stored", (f"states={folder}", "loss_tokens=40")), ("computed", ())):
+        out = tmp_path / name
+        kangaroo_train.train(
+            training_settings("train_kangaroo", workplace, out, "exit_layer=2", "learning_rate=1e-2", *more)
+        )
+        record = json.loads((out / RECORD).read_text())
+        agreements.append(record["held_out_agreement"])
+        assert record["tokens_in_all"] == record["tokens"] and record["earlier"] == []
+        assert record["begins"].startswith("attention of the target's layer 2")
+    assert agreements[0] == pytest.approx(agreements[1], abs=0.1)
+
+
+def test_drawn_goals_cost_what_all_goals_cost_on_average():
+    """The mean loss of many draws is the loss of all; a weight of 0 is never drawn."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.tensor(
+        [[0.0, 0.2, 1.0, 0.0, 1.0, 0.2, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0, 0.2, 1.0, 0.0, 1.0]]
+    )
+    batch = {"loss_weight": weights}
+    logits, told = (torch.randn(2, 8, 11, generator=generator) for _ in range(2))
+    torch.manual_seed(0)
+
+    def loss(count: int | None) -> torch.Tensor:
+        goals = Goals.of(batch, count, ahead=2)
+        assert (goals.places >= 2).all() and (weights[goals.rows, goals.places] > 0).all()
+        torch.testing.assert_close(goals.weights.sum(), weights[:, 2:].sum())
+        guesses = [(1.0, lambda some: some.before(logits)), (0.5, lambda some: some.before(logits, 2))]
+        return soft_cross_entropy(goals, guesses, lambda some: some.before(told))
+
+    drawn = torch.stack([loss(4) for _ in range(4000)])
+    error = drawn.std() / len(drawn) ** 0.5
+    assert abs(drawn.mean() - loss(None)) < 4 * error and drawn.std() > 0
+    assert loss(8) is not None and torch.equal(loss(10_000), loss(None))
+
+
+def test_goals_are_judged_from_the_states_in_front_of_them():
+    """The loss by hand, over more goals than fit into one part."""
+    weights = torch.rand(3, 400)
+    logits, told = torch.randn(3, 400, 5), torch.randn(3, 400, 6)  # a teacher that is padded further
+    goals = Goals.of({"loss_weight": weights}, None, ahead=3)
+    found = soft_cross_entropy(
+        goals, [(0.7, lambda some: some.before(logits, 3))], lambda some: some.before(told)
+    )
+    probs = told[:, 2:-1, :5].softmax(-1)
+    losses = -(probs * logits[:, :-3].log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(found, 0.7 * (weights[:, 3:] * losses).sum())
