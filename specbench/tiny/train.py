@@ -117,7 +117,7 @@ SMOKE = Recipe(2048, 200, 8, (
     Stage("shallow", 4, Schedule(2, 1, 1), batch=1, parent="stem"),
     Stage("target_shallow", 6, Schedule(2, 1, 1), batch=1, parent="shallow", ship=True),
     Stage("target", 5, Schedule(2, 1, 1), batch=1, parent="shallow", grow=True, ship=True),
-    Stage("draft", 12, Schedule(3, 1, 1), batch=1, shape=TOY),
+    Stage("draft", 12, Schedule(3, 1, 1), batch=4, shape=TOY),
 ))  # fmt: skip
 
 
