@@ -18,7 +18,7 @@ from methods.ar import Autoregressive
 from methods.counted_trees import Counted
 from methods.heads import move_entries
 from methods.rest.datastore import load_datastore, tree_behind
-from methods.suffix_array import check_sorted
+from methods.suffix_array import SORTED, check_sorted
 from methods.suffix_automaton import SuffixAutomaton
 from specbench.decoding.device import on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
@@ -47,7 +47,8 @@ class SAMDecoding(Drafter):
         growth: without an auxiliary drafter a match of n tokens drafts 1 + growth * n; with one, always
             `max_draft_tokens`.
         corpus: folder of a datastore (`specbench train rest`); None: the text alone.
-        max_match: longest match in the corpus that is looked for; with `max_draft_tokens` at most 32.
+        max_match: longest match in the corpus that is looked for. A draft from there has at most 32 - `max_match`
+            levels, as a datastore is sorted by 32 tokens.
         memory: of the auxiliary drafter, which must have one where this is "run".
         warm: file of conversations that its memory begins with.
 
@@ -61,7 +62,7 @@ class SAMDecoding(Drafter):
         drafter: dict | None = None,
         auxiliary: Literal["none", "recycling", "sps"] = "none",
         threshold: Count = 5,
-        max_draft_tokens: Count = 16,
+        max_draft_tokens: Count = 40,
         growth: Count = 4,
         corpus: str | None = None,
         max_match: Count = 16,
@@ -78,8 +79,10 @@ class SAMDecoding(Drafter):
         self.threshold, self.bias = (1, 0) if self.alone else (threshold, threshold)
         self.longest, self.growth, self.max_match = max_draft_tokens, growth, max_match
         self.corpus = None if corpus is None else load_datastore(corpus, pair)
+        # A datastore is sorted by so many tokens, match and draft together.
+        self.levels = min(max_draft_tokens, SORTED - max_match)
         if corpus is not None:
-            check_sorted(max_match, max_draft_tokens)
+            check_sorted(max_match, max(self.levels, 1))
         inner = self.inner
         self.needs = self.needs.around(inner.needs)
         self.taps, self.siblings, self.certain = inner.taps, inner.siblings, inner.certain
@@ -153,7 +156,8 @@ class SAMDecoding(Drafter):
             least = max(length + 1, self.threshold) + self.bias
             where = self.corpus.longest(text.tokens, self.max_match, least)
             if where is not None:
-                return tree_behind(self.corpus, where, min(limit, self._size(where.length)), limit)
+                nodes = min(limit, self._size(where.length))
+                return tree_behind(self.corpus, where, nodes, min(limit, self.levels))
         if length < self.threshold:
             return Counted()
         tokens = repeated(text.tokens, end, min(limit, self._size(length)))

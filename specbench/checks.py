@@ -7,13 +7,14 @@ import pkgutil
 import re
 from typing import TYPE_CHECKING, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench import expand, values
 from specbench.errors import UserError, file_errors, near, reason
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
+from specbench.tuned import settings_source
 from specbench.values import LEARNS, WRAPPED, Count, Natural, Positive, Seed, Temperature
 from specbench.warming import WARM, check_warm
 
@@ -58,7 +59,10 @@ KEYS = {
 
 @file_errors()
 def check(cfg: DictConfig) -> None:
-    """Resolves the configuration; raises UserError for all that can be known to fail without weights."""
+    """Resolves the configuration; raises UserError for all that can be known to fail without weights.
+
+    It then holds `settings_source`, what the method's settings are: see `tuned`.
+    """
     chosen = OmegaConf.to_container(cfg)
     for group in GROUPS:
         if not isinstance(chosen.get(group), dict):
@@ -82,6 +86,8 @@ def check(cfg: DictConfig) -> None:
     warmup_questions(cfg.data)
     for drafting in (cfg.method, cfg.drafter):
         check_warm(drafting, cfg.data, cfg.task)
+    with open_dict(cfg):
+        cfg.settings_source = settings_source(cfg)
 
 
 def check_values(cfg: DictConfig) -> None:

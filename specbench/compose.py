@@ -5,15 +5,18 @@ Every command that takes `key=value` goes through `with_hydra`: `specbench run`,
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import sys
 import tempfile
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import hydra
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
@@ -37,6 +40,50 @@ def expanded_layers(count: int, old: int, *, _root_: DictConfig) -> int:
 
 
 OmegaConf.register_new_resolver("expanded_layers", expanded_layers, replace=True)
+
+
+# -- tuned settings: conf/tuned/PAIR/METHOD.yaml
+
+
+def tuned_on(pair: str, method: str) -> str | None:
+    """The pair whose tuned settings a method or drafter has on `pair`; None where there are none.
+
+    It is the pair itself, or the nearest one that its YAML builds on: `tiny_wide` has those of `tiny`.
+    """
+    names = [pair]
+    for name in names:  # which grows
+        if any((folder / "tuned" / name / f"{method}.yaml").is_file() for folder in _folders()):
+            return name
+        names += _bases(name)
+    return None
+
+
+def _bases(pair: str) -> list[str]:
+    """The pairs that the YAML of a pair builds on."""
+    for folder in _folders():
+        path = folder / "pair" / f"{pair}.yaml"
+        if path.is_file():
+            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            bases = content.get("defaults", [])
+            return [base for base in bases if isinstance(base, str) and base != "_self_"]
+    return []
+
+
+def tuned_choice(group: str, *, _root_: DictConfig) -> str:
+    """`- optional tuned@method: ${tuned:method}` in a defaults list: the file of tuned settings in conf/tuned/.
+
+    Where there is none, or `settings=published`, it names a file that does not exist, which `optional` skips.
+
+    Args:
+        group: "method" or "drafter".
+        _root_: the choices of all groups.
+    """
+    pair, chosen, settings = (_root_.get(key) for key in ("pair", group, "settings"))
+    found = tuned_on(pair, chosen) if settings == "tuned" else None
+    return f"{found}/{chosen}" if found else "none"
+
+
+OmegaConf.register_new_resolver("tuned", tuned_choice, replace=True)
 
 
 def own_conf() -> Path | None:
@@ -110,10 +157,10 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
     return f"key '{key}' is not there for every choice of this sweep"
 
 
-def choice(group: str, name: str, *, _parent_: DictConfig) -> DictConfig:
+def choice(group: str, name: str, *, _parent_: DictConfig, _root_: DictConfig) -> DictConfig:
     """The file `name` of a group: in a YAML, `${choice:drafter,${.cost_of}}` is what the value of `cost_of` names.
 
-    Interpolations in it are resolved where it then stands.
+    A drafter has its tuned settings where the run has. Interpolations in it are resolved where it then stands.
 
     Raises:
         UserError: the group has no such file.
@@ -121,14 +168,33 @@ def choice(group: str, name: str, *, _parent_: DictConfig) -> DictConfig:
     known = choices_of(group)
     if name not in known:
         raise UserError(f"unknown {group} '{name}': {near(str(name), known)}")
-    # Within a command its own folders are searched.
-    known_folders = GlobalHydra.instance().is_initialized()
-    with nullcontext() if known_folders else initialize_config_dir(str(CONF), version_base="1.3"):
-        found = OmegaConf.to_container(compose(f"{group}/{name}")[group])
-    return OmegaConf.create(cast("dict", found), parent=_parent_)
+    tuned = OmegaConf.select(_root_, "settings") == "tuned"
+    pair = tuned_on(_root_.pair.name, name) if tuned else None
+    return OmegaConf.create(as_it_stands(group, name, pair), parent=_parent_)
 
 
 OmegaConf.register_new_resolver("choice", choice, replace=True)
+
+
+def as_it_stands(group: str, name: str, pair: str | None) -> dict[str, Any]:
+    """What conf/ has for a method or drafter, interpolations as they stand.
+
+    Args:
+        group: "method" or "drafter".
+        name: of its file.
+        pair: whose tuned settings it has; None: as published.
+    """
+    return copy.deepcopy(_as_it_stands(group, name, pair, Path.cwd()))
+
+
+@lru_cache(maxsize=256)
+def _as_it_stands(group: str, name: str, pair: str | None, _own: Path) -> dict[str, Any]:
+    settings = ["settings=published"] if pair is None else ["settings=tuned", f"pair={pair}"]
+    # Within a command its own folders are searched.
+    searched = GlobalHydra.instance().is_initialized()
+    with nullcontext() if searched else initialize_config_dir(str(CONF), version_base="1.3"):
+        found = compose("bench", [f"{group}={name}", *settings])[group]
+    return cast("dict[str, Any]", OmegaConf.to_container(found))
 
 
 def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:

@@ -128,7 +128,10 @@ def distribution(optuna, key: str, bounds: list | dict):
 
 
 def own_settings(base: DictConfig, space: dict) -> dict:
-    """The values that a configuration has by itself, where the search may choose them."""
+    """The values that a configuration has by itself, where the search may choose them.
+
+    Of a number null, which is no limit ("all nodes"), stands for the upper bound.
+    """
     own = {}
     for key, among in space.items():
         value = OmegaConf.select(base, key)
@@ -136,6 +139,7 @@ def own_settings(base: DictConfig, space: dict) -> dict:
         if hasattr(among, "choices"):
             allowed = value in among.choices
         else:
+            value = among.high if value is None else value
             allowed = type(value) in (int, float) and among.low <= value <= among.high
         if allowed:
             own[key] = value

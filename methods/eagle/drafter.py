@@ -195,7 +195,7 @@ class Eagle(EagleDrafter):
         self,
         pair: Pair,
         part: str,
-        nodes: Count | None = None,
+        nodes: Count | None = 25,
         max_draft_tokens: Count | None = None,
         vocab_map: str | None = None,
         vocab_size: Count | None = None,

@@ -33,7 +33,7 @@ class KangarooTree(Kangaroo):
         adapter: as in `Kangaroo`.
         exit_layer: as in `Kangaroo`.
         width: nodes of a level (K).
-        max_draft_tokens: levels.
+        max_draft_tokens: levels; the paper bounds the size of a tree and does not state it.
         confidence_threshold: the level whose likeliest path has a confidence below it is the last one (eta); 0 gives a
             constant number of levels.
         vocab_map: as in `Kangaroo`.
@@ -50,8 +50,8 @@ class KangarooTree(Kangaroo):
         pair: Pair,
         adapter: str,
         exit_layer: Count | None = None,
-        width: Count = 3,
-        max_draft_tokens: Count = 5,
+        width: Count = 10,
+        max_draft_tokens: Count = 6,
         confidence_threshold: Probability = 0.4,
         vocab_map: str | None = None,
         vocab_size: Count | None = None,

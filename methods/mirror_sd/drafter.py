@@ -41,7 +41,7 @@ class MirrorSD(Drafter):
         pair: with a draft model.
         max_draft_tokens: gamma.
         kappa: decisions guessed for each number of accepted tokens.
-        exit_layer: layers of the target in front of the guesses; None: a fifth of them.
+        exit_layer: layers of the target in front of the guesses; None: half of them.
         branches: of all guesses only so many, the likeliest; None: all.
         floor: and only those that are as likely as this, by the draft model's probability of how far its draft is
             accepted.
@@ -89,7 +89,7 @@ class MirrorSD(Drafter):
     ):
         target = StagedModel(pair.target)
         layers = len(target.layers)
-        exit_layer = max(1, round(layers / 5)) if exit_layer is None else exit_layer
+        exit_layer = max(1, layers // 2) if exit_layer is None else exit_layer
         if not 0 <= exit_layer <= layers:
             raise UserError(f"method.exit_layer must lie between 0 and the target's {layers} layers")
         self.taps = (0,) if candidates == "draft" else (exit_layer,)

@@ -20,7 +20,7 @@ class REST(Drafter):
     Args:
         pair: with the tokenizer that the datastore must have been made with.
         datastore: its folder (`specbench train rest` makes one).
-        nodes: of the tree at most; the authors' 64.
+        nodes: of the tree at most.
         max_draft_tokens: longest path.
         max_match: longest end of the text that is looked for.
         min_match: shortest one.
@@ -36,7 +36,7 @@ class REST(Drafter):
         self,
         pair: Pair,
         datastore: str,
-        nodes: Count = 16,
+        nodes: Count = 64,
         max_draft_tokens: Count = 10,
         max_match: Count = 16,
         min_match: Count = 2,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specbench.decoding.tree import Tree
 
 FILE = "tree.json"
-SHAPE = (3, 2, 1, 1)  # where neither a shape nor a counted tree is given
+SHAPE = (1, 1, 3, 1, 1, 1, 1, 1)  # SpecInfer's, where neither a shape nor a counted tree is given
 
 
 class DraftModelTree(SpeculativeSampling):
@@ -36,8 +36,8 @@ class DraftModelTree(SpeculativeSampling):
         tree: folder of a counted tree, which `methods.sps_tree.train` makes.
         max_draft_tokens: levels of the counted tree at most, each of which costs a pass; None: all.
         nodes: of these levels at most, the most frequently right ones first; None: all.
-        shape: children of each node, level by level, in place of the counted tree; None where neither is given: 3, 2, 1
-            and 1. A shape is drafted whole.
+        shape: children of each node, level by level, in place of the counted tree; None where neither is given:
+            SpecInfer's 1, 1, 3, 1, 1, 1, 1, 1. A shape is drafted whole.
         sampling: how the children of a node are chosen with temperature. "distinct": drawn without replacement
             (Sequoia). "independent": drawn independently, so that a token may come twice (SpecInfer). "likeliest":
             without chance, as greedy decoding does.

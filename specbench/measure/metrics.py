@@ -64,6 +64,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     settings = values.settings(config["method"])
     if facts["batched"]:
         settings |= {f"drafter.{key}": value for key, value in values.settings(config["drafter"]).items()}
+    source = config.get("settings_source") or {}  # older folders have none
     return {
         "schema": SCHEMA,
         "status": "failed" if failed else "complete",
@@ -72,6 +73,9 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "method": config["method"]["name"],
         "drafter": config["drafter"]["name"] if batch_size else None,
         "settings": settings,
+        "settings_source": source.get("source"),
+        "settings_tuned_on": source.get("pair"),
+        "settings_published": source.get("published", {}),
         "pair": config["pair"]["name"],
         "data": config["data"]["name"],
         "task": config["task"]["name"],

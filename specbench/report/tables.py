@@ -102,7 +102,7 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     if not summaries:
         return None
     title = "speedups by task, in Spec-Bench's form; its def.: overall as Spec-Bench itself defines it"
-    table = PlainTable(title, padding=0)
+    table = PlainTable(title, "\n".join(settings_lines(summaries)), padding=0)
     table.add_column("run", overflow="fold", min_width=12)
     shown = list(dict.fromkeys((*TASKS, *task_names(summaries))))
     for task in shown:
@@ -128,7 +128,7 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
 def overview_table(summaries: Iterable[dict]) -> Table:
     """One row per run, over all its questions; of a method's parameters those that its runs differ in."""
     summaries = list(summaries)
-    table = PlainTable("all runs, over all their questions", _interval_caption(summaries))
+    table = PlainTable("all runs, over all their questions", _caption(summaries))
     _add_columns(table, "run")
     for label, summary in zip(labels(summaries), summaries):
         table.add_row(label, *_cells(summary["overall"]))
@@ -149,7 +149,7 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     pairs = sorted({pair for found in cells.values() for pair in found})
     if not pairs:
         return None
-    table = PlainTable("speedups by pair", _interval_caption(summaries))
+    table = PlainTable("speedups by pair", _caption(summaries))
     table.add_column("method", overflow="fold")
     for pair in pairs:
         table.add_column(pair, justify="right", no_wrap=True)
@@ -194,7 +194,7 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
     batched = [summary for summary in summaries if summary["drafter"]]
     if not batched:
         return None
-    table = PlainTable("batches", _interval_caption(batched))
+    table = PlainTable("batches", _caption(batched))
     table.add_column("run", overflow="fold")
     for name in (
         *("batch\nsize", "tokens\nper s", "times AR\nat batch 1", "times AR\nbatches"),
@@ -272,6 +272,35 @@ def paired_over(count: int, unit: str) -> str:
     if unit != "repeat":
         return text
     return f"{text} of one pool" if count == 1 else f"{text} of one pool: timing noise only"
+
+
+def settings_line(summary: dict) -> str:
+    """What the settings of a run are; nothing where it is not known, as of older runs, or there are none."""
+    source, published = summary.get("settings_source"), summary.get("settings_published") or {}
+    if source == "changed":
+        changes = [
+            f"{key}={_plain(summary['settings'].get(key))} (published {_plain(value)})"
+            for key, value in published.items()
+        ]
+        return f"settings changed: {', '.join(changes)}"
+    if source == "tuned":
+        return f"settings tuned on {summary['settings_tuned_on']}"
+    return "published settings" if source == "published" else ""
+
+
+def settings_lines(summaries: Iterable[dict]) -> list[str]:
+    """What the settings of several runs are, a line for each kind, with the methods that have it."""
+    methods: dict[str, list[str]] = {}
+    for summary in summaries:
+        line = settings_line(summary).partition(":")[0]
+        if line and method_label(summary) not in methods.setdefault(line, []):
+            methods[line].append(method_label(summary))
+    return [f"{line}: {', '.join(names)}" for line, names in sorted(methods.items())]
+
+
+def _plain(value: object) -> str:
+    """A setting as a command line takes it."""
+    return "null" if value is None else str(value)
 
 
 def turns(summary: dict) -> str:
@@ -403,12 +432,13 @@ def _of_one_pool(summary: dict) -> bool:
     return overall["pools"] == 1 and overall["speedup_low"] is not None
 
 
-def _interval_caption(summaries: list[dict]) -> str:
-    """What stands below a table of runs whose intervals are not all over questions or pools."""
+def _caption(summaries: list[dict]) -> str:
+    """What stands below a table of runs: their kinds of settings, and whose intervals are over repeats of one pool."""
     alone = [_of_one_pool(summary) for summary in summaries]
-    if not any(alone):
-        return ""
-    return ONE_POOL if all(alone) else f"batches: {ONE_POOL}"
+    lines = settings_lines(summaries)
+    if any(alone):
+        lines.append(ONE_POOL if all(alone) else f"batches: {ONE_POOL}")
+    return "\n".join(lines)
 
 
 def _add_columns(table: Table, first: str) -> None:
@@ -473,6 +503,8 @@ def _title(summary: dict) -> Text:
         f"batch {summary['batch_size']}, {summary['dtype']}, {summary['device']}{_threads(summary)}"
         f"{sliced}"
     )
+    if source := settings_line(summary):
+        text.append(f"; {source}")
     if summary["weights"] == "random":
         text.append(f"\n{RANDOM}", style="yellow")
     if summary["weights"] == "expanded":

@@ -1,0 +1,63 @@
+"""Whether a run has the published settings of its method, those tuned on its pair, or others.
+
+That follows from the values alone, whatever the command line asked for. Parameters that hold what the pair brings
+(weights, a vocabulary map) are no settings, and neither is the memory of a drafter: it belongs to the protocol.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from specbench.compose import as_it_stands, choices_of, tuned_on
+from specbench.values import LEARNS, settings
+from specbench.warming import WARM
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+PUBLISHED, TUNED, CHANGED = "published", "tuned", "changed"
+OF_THE_PROTOCOL = (LEARNS[0], WARM)
+
+
+def settings_source(cfg: DictConfig) -> dict[str, Any] | None:
+    """What the settings of a run's method, and of its drafter in a batch, are.
+
+    Args:
+        cfg: a resolved configuration.
+
+    Returns:
+        `source`: "published", "tuned" or "changed". `pair`: where they were tuned, else None. `published`: the
+        published value of each setting that differs, those of a drafter in a batch as "drafter.NAME". None for a
+        method without settings, or one that conf/ does not have.
+    """
+    judged = False
+    published: dict[str, Any] = {}
+    pairs: set[str | None] = set()  # those where what differs was tuned, None for what was not tuned at all
+    for group, prefix in (("method", ""), ("drafter", "drafter.")):
+        own = settings(OmegaConf.to_container(cfg[group]))  # type: ignore[arg-type] # a dictionary
+        if not own:
+            continue
+        name = cfg[group].name
+        if name not in choices_of(group):
+            return None
+        of_conf = settings(as_it_stands(group, name, None))
+        brought = {key for key, value in of_conf.items() if isinstance(value, str) and "${" in value}
+        own = {key: value for key, value in own.items() if key not in (*OF_THE_PROTOCOL, *brought)}
+        judged |= bool(own)
+        if differing := _differing(own, of_conf):
+            published |= {prefix + key: of_conf.get(key) for key in differing}
+            pair = tuned_on(cfg.pair.name, name)
+            is_tuned = pair is not None and not _differing(own, settings(as_it_stands(group, name, pair)))
+            pairs.add(pair if is_tuned else None)
+    if not judged:
+        return None
+    pair = next(iter(pairs)) if len(pairs) == 1 else None
+    source = PUBLISHED if not published else TUNED if pair else CHANGED
+    return {"source": source, "pair": pair, "published": published}
+
+
+def _differing(own: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The settings that have another value in `other`."""
+    return [key for key, value in own.items() if value != other.get(key)]
