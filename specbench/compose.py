@@ -79,7 +79,7 @@ def tuned_choice(group: str, *, _root_: DictConfig) -> str:
         _root_: the choices of all groups.
     """
     pair, chosen, settings = (_root_.get(key) for key in ("pair", group, "settings"))
-    found = tuned_on(pair, chosen) if settings == "tuned" else None
+    found = tuned_on(pair, chosen) if settings == "tuned" and pair and chosen else None
     return f"{found}/{chosen}" if found else "none"
 
 

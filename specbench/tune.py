@@ -69,7 +69,10 @@ class Tuner:
                 trial.set_user_attr(RUN, job.run_dir and job.run_dir.name)
                 trial.set_user_attr(REASON, reason)
                 study.tell(trial, speedup, optuna.trial.TrialState.FAIL if speedup is None else None)
-            self.failed = report(study, folder, [o for o in overrides if not is_own(o)])
+            measured = [o for o in overrides if not is_own(o)]
+            if not any(o.startswith("settings=") for o in measured):
+                measured.append(f"settings={cfg.settings}")  # a run alone would have the tuned ones
+            self.failed = report(study, folder, measured)
 
 
 # -- a trial

@@ -42,6 +42,7 @@ composed = partial(conf.composed, "bench")
         (["pair=tny"], "pair \'tny\' ... tiny"),
         (["task=rga"], "task \'rga\' ... rag"),
         (["experiment=smok"], "experiment \'smok\' ... smoke"),
+        (["settings=publish"], "settings \'publish\' ... published"),
         (["metod=ar"], "key \'metod\' ... method"),
         (["method=sps", "method.max_draft_token=3"], "max_draft_token ... max_draft_tokens"),
         (["-m", "method=sps,kangaroo", "method.exit_layer=3"], "'method.exit_layer' ... max_draft_tokens"),

@@ -18,9 +18,10 @@ from specbench.questions import TASKS
 from specbench.values import parameters, settings
 from tests.support.conf import composed
 
-# All but the search spaces, which belong to the tuner, and what configures Hydra itself.
+# All but the search spaces, which belong to the tuner, tuned settings, which belong to methods, and what configures
+# Hydra itself.
 GROUPS = sorted(
-    path.name for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "search")
+    path.name for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "search", "tuned")
 )
 CHOICES = [
     (group, path.stem)

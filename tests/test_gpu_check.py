@@ -25,7 +25,7 @@ MISSING = ("hydra", "omegaconf", "antlr4", "greenlet", "wandb", "datasets")
 
 @pytest.mark.parametrize("method", names("method"))
 def test_a_method_is_configured_as_by_hydra(method):
-    cfg = composed("bench", f"method={method}")
+    cfg = composed("bench", f"method={method}", "settings=published")
     OmegaConf.resolve(cfg)
     assert method_settings(method, pair_settings("tiny")) == OmegaConf.to_container(cfg.method)
 

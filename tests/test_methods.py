@@ -24,7 +24,7 @@ OF_SHALLOW = (
 # Without a draft: certified against transformers' generate, as the others need not be once more.
 PLAIN = ("ar", "ar_batch")
 # Those that draft beside the target as `mirror_sd` does, for which one process less is started.
-BESIDE = ("mirror_ss", "ssd")
+BESIDE = ("mirror_hybrid", "mirror_ss", "ssd")
 TASKS = ("mt_bench", "summarization")  # two turns, a long prompt
 # What no paper tried: every drafter in a batch method at least once, and a trimmed head.
 COMBINATIONS = [

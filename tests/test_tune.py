@@ -117,6 +117,7 @@ def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
     command = shlex.split(again.splitlines()[-1])
     assert command[:4] == ["python", "-m", "specbench.bench", "method=sps"] and "trials=3" not in command
     assert command[-2:] == [f"method.{k}={method[k]:g}" for k in ("max_draft_tokens", "confidence_threshold")]
+    assert "settings=published" in command, "the tuned settings of the pair would be part of it"
     assert composed("bench", *command[3:]).data.path == "q.jsonl"
 
 

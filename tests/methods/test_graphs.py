@@ -449,7 +449,7 @@ def plainly() -> list[list[int]]:
 def test_every_method_as_it_is_configured(monkeypatch, method):
     """On the embedded pair: the baseline, and every method, through graphs say what the baseline says without."""
     settings = [f"method={method}"] + ["method.placement=inline"] * (
-        method in ("mirror_sd", "mirror_ss", "ssd")
+        method in ("mirror_sd", "mirror_hybrid", "mirror_ss", "ssd")
     )
     settings += ["drafter=sps"] * (method in ("eqspec", "exspec", "ragged"))
     plain = prepare(configured(*settings))

@@ -42,11 +42,12 @@ LOOKS: dict[str, dict[str, int]] = {
     "kangaroo_tree": CONFIDENCE,
     "s2d": EXITS,
     "mirror_sd": BRANCHES,
+    "mirror_hybrid": BRANCHES,
     "ssd": BRANCHES,
     "sps_ss": STREAMS,
     "mirror_ss": STREAMS | BRANCHES | {"_pick": 1},
 }
-OVERLAPPED = ("mirror_sd", "mirror_ss", "ssd")
+OVERLAPPED = ("mirror_sd", "mirror_hybrid", "mirror_ss", "ssd")
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 BATCHES = ("ar_batch", "eqspec", "exspec", "ragged")
 DRAFTERS = sorted(path.stem for path in (CONF / "drafter").glob("[!_]*.yaml") if path.stem != "none")

@@ -380,3 +380,42 @@ def test_passes_are_told_with_their_interval():
     several = " ".join(shown(tables.run_table(measured | {"processes": 2})).split())
     assert "over 4 passes in 2 processes" in several
     assert "same questions" not in shown(tables.run_table(SUMMARY))
+
+
+def of_source(source: str | None, **more) -> dict:
+    return SUMMARY | {"settings_source": source, "settings_tuned_on": None, "settings_published": {}} | more
+
+
+@pytest.mark.parametrize(
+    ("summary", "line"),
+    [
+        (of_source("published"), "published settings"),
+        (
+            of_source("tuned", settings_tuned_on="tiny", settings_published={"nodes": 59}),
+            "settings tuned on tiny",
+        ),
+        (
+            of_source("changed", settings={"nodes": 16}, settings_published={"nodes": 80, "width": None}),
+            "settings changed: nodes=16 (published 80), width=null (published null)",
+        ),
+        (of_source(None), ""),
+        (SUMMARY, ""),  # an older run
+    ],
+)
+def test_a_title_says_whether_settings_are_the_published_ones(summary, line):
+    assert tables.settings_line(summary) == line
+    title = shown(tables.run_table(summary), width=400).splitlines()[0]
+    assert title.rstrip().endswith(f"; {line}") if line else "settings" not in title
+
+
+def test_captions_say_whose_settings_are_the_published_ones():
+    several = [
+        *(of_source("published", method=method) for method in ("pld", "sps", "sps")),
+        of_source("tuned", method="eagle2", settings_tuned_on="tiny"),
+        of_source("changed", method="medusa", settings={"nodes": 9}, settings_published={"nodes": None}),
+        SUMMARY | {"method": "old"},
+    ]
+    for table in (tables.overview_table(several), tables.spec_bench_table(several)):
+        text = " ".join(shown(table, width=200).split())
+        assert "published settings: pld, sps settings changed: medusa settings tuned on tiny: eagle2" in text
+    assert "settings" not in shown(tables.overview_table([SUMMARY]), width=200)

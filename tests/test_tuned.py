@@ -1,0 +1,233 @@
+"""Published and tuned settings: a method's YAML is its published setting, and a run says which of the two it had."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from specbench import CONF, checks
+from specbench.compose import tuned_on
+from specbench.measure import metrics
+from specbench.tuned import settings_source
+from specbench.values import parameters
+from tests.measure.test_metrics import CONFIG, FACTS, answered
+from tests.support import conf
+from tests.support.commands import run_main
+
+METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
+TUNED = sorted((CONF / "tuned").glob("*/*.yaml"))
+WEIGHTS = ("kangaroo", "eagle3", "s2d", "streaming", "rest", "sps_tree", "vocab_map")
+
+
+def composed(*overrides: str):
+    return conf.composed("bench", *overrides)
+
+
+def variant(method: str) -> set[str]:
+    """The settings that make a method of another one, on whose YAML its own builds; none of any other."""
+    own = yaml.safe_load((CONF / "method" / f"{method}.yaml").read_text(encoding="utf-8"))
+    builds_on = {base for base in own.get("defaults", []) if isinstance(base, str)} - {"_self_"}
+    return set(parameters(own)) - {"defaults"} if builds_on else set()
+
+
+def unlike_the_class(group, cls: type, own: set[str]) -> list[str]:
+    """The parameters of an unresolved configuration whose value is not the default of the class.
+
+    One without a default may only hold what the pair brings.
+    """
+    takes = inspect.signature(cls).parameters
+    return [
+        key
+        for key, value in parameters(group).items()
+        if key not in own
+        and not (
+            isinstance(value, str)
+            and value.startswith("${")
+            and takes[key].default in (None, takes[key].empty)
+        )
+        and value != takes[key].default
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_has_the_defaults_of_its_class(method):
+    group = OmegaConf.to_container(composed(f"method={method}", "settings=published").method)
+    cls = checks.located(OmegaConf.create(group), "method", object)
+    assert unlike_the_class(group, cls, variant(method)) == []
+    for key, value in parameters(group).items():  # each fault is found
+        if not (isinstance(value, str) and value.startswith("${")) and key not in variant(method):
+            assert unlike_the_class(group | {key: "another"}, cls, set()) != []
+
+
+def test_variants_are_what_their_names_say():
+    assert {method: variant(method) for method in METHODS if variant(method)} == {
+        "mirror_hybrid": {"candidates"},
+        "mirror_ss": {"streams"},
+        "s2d_exit1": {"only"},
+        "s2d_exit2": {"only"},
+        "s2d_exit3": {"only"},
+        "ssd": {"candidates", "kappa"},
+    }
+
+
+@pytest.mark.parametrize("path", TUNED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_tuned_file(path):
+    text = path.read_text(encoding="utf-8")
+    values, method, pair = yaml.safe_load(text), path.stem, path.parent.name
+    assert (CONF / "pair" / f"{pair}.yaml").is_file() and method in METHODS
+    assert text.startswith("# ") and (
+        f"make tune METHOD={method} PAIR={pair}" in text or "As for `tiny`" in text
+    )
+    published, tuned = (
+        composed(f"method={method}", f"pair={pair}", f"settings={s}").method for s in ("published", "tuned")
+    )
+    changed = {
+        key for key in tuned if OmegaConf.is_missing(tuned, key) or str(tuned[key]) != str(published[key])
+    }
+    assert changed == set(values), "each value differs from the published one"
+    assert set(tuned) == set(published)
+
+
+@pytest.mark.first_fast
+@pytest.mark.parametrize("method", METHODS)
+def test_both_settings_of_every_method_can_run(method):
+    for settings in ("published", "tuned"):
+        cfg = composed(f"method={method}", "pair=tiny", f"settings={settings}")
+        checks.check(cfg)
+        has_file = settings == "tuned" and tuned_on("tiny", method)
+        source = cfg.settings_source
+        assert source is None or source["source"] == ("tuned" if has_file else "published")
+        assert (source or {}).get("pair") == (has_file or None)
+
+
+@pytest.mark.first_fast
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pair_that_was_not_tuned_has_the_published_settings(method):
+    weights = [f"++pair.parts.{name}=someone/something" for name in WEIGHTS]
+    found = []
+    for settings in ("published", "tuned"):
+        cfg = composed(
+            f"method={method}", "pair=vicuna-7b", "pair.init=random", f"settings={settings}", *weights
+        )
+        OmegaConf.resolve(cfg)
+        checks.check_method(cfg)
+        assert (settings_source(cfg) or {"source": "published"})["source"] == "published"
+        found.append((cfg.method, cfg.drafter))
+    assert found[0] == found[1]
+
+
+def test_what_the_papers_have():
+    def of(method: str, *keys: str) -> tuple:
+        group = composed(f"method={method}", "pair=vicuna-7b").method
+        return tuple(group[key] for key in keys)
+
+    for method in ("eagle2", "eagle3"):
+        assert of(method, "nodes", "width", "max_draft_tokens") == (59, 10, 6)
+    assert (
+        of("eagle", "nodes") == (25,) and of("recycling", "nodes") == (80,) and of("rest", "nodes") == (64,)
+    )
+    assert of("lookahead", "window", "ngram", "guesses") == (15, 5, 15)
+    assert of("kangaroo", "max_draft_tokens", "confidence_threshold") == (6, 0.6)
+    assert of("kangaroo_tree", "width", "confidence_threshold") == (10, 0.4)
+    assert of("mirror_sd", "max_draft_tokens", "kappa", "candidates", "branches", "floor") == (
+        7,
+        8,
+        "exit",
+        None,
+        0.0,
+    )
+
+
+def test_an_override_wins_over_what_was_tuned():
+    assert composed("method=eagle2").method.nodes == 5
+    assert composed("method=eagle2", "++method.nodes=7").method.nodes == 7
+    assert composed("method=eagle2", "++method.nodes=7", "settings=published").method.width == 10
+    batch = composed("method=ragged", "drafter=eagle2", "++drafter.width=3").drafter
+    assert (batch.nodes, batch.width, batch.max_draft_tokens) == (5, 3, 2)
+    assert composed("method=ragged", "drafter=eagle2", "settings=published").drafter.nodes == 59
+    assert composed("experiment=mirror_exits").method.kappa == 8
+
+
+def test_pairs_share_what_was_tuned_on_the_one_that_they_build_on():
+    for pair in ("tiny_wide", "tiny_wide_draft", "tiny_shallow", "tiny_shallow_wide"):
+        assert tuned_on(pair, "eagle2") == "tiny"
+    assert tuned_on("tiny_shallow_wide", "mirror_hybrid") == "tiny_shallow"
+    assert tuned_on("tiny_wide", "mirror_hybrid") == "tiny"
+    assert tuned_on("vicuna-7b", "eagle2") is None and tuned_on("no_pair", "eagle2") is None
+
+
+def test_a_wrapped_drafter_has_its_tuned_settings():
+    for settings, nodes in (("tuned", 16), ("published", 80)):
+        cfg = composed("method=samd", "method.auxiliary=recycling", f"settings={settings}")
+        assert cfg.method.drafter.nodes == nodes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "source", "published"),
+    [
+        (["method=eagle2", "method.nodes=16"], "changed", {"nodes": 59, "width": 10, "max_draft_tokens": 6}),
+        (["method=recycling", "method.nodes=80"], "published", {}),
+        (["method=recycling", "settings=published", "method.nodes=16"], "tuned", {"nodes": 80}),
+        (["method=recycling", "settings=published", "method.memory=run"], "published", {}),
+        (["method=sps", "vocab=trim", "pair.parts.vocab_map=specbench/tiny/weights/vocab_map"], "published", {}),
+        (["method=ragged", "drafter=medusa"], "tuned", {"drafter.nodes": None}),
+        (["method=ragged", "drafter=sps"], "published", {}),
+        (["method=exspec", "drafter=medusa", "method.window=8"], "changed", {"window": 32, "drafter.nodes": None}),
+        (["method=exspec", "drafter=sps", "drafter.max_draft_tokens=3"], "changed", {"drafter.max_draft_tokens": 5}),
+    ],
+)  # fmt: skip
+def test_the_source_follows_from_the_values(overrides, source, published):
+    cfg = composed(*overrides)
+    checks.check(cfg)
+    assert (cfg.settings_source.source, cfg.settings_source.published) == (source, published)
+
+
+def test_the_summary_has_it():
+    source = {"source": "changed", "pair": None, "published": {"nodes": 80}}
+    found = metrics.summary([answered(1)], FACTS, CONFIG | {"settings_source": source})
+    assert (found["settings_source"], found["settings_published"]) == ("changed", {"nodes": 80})
+    for without in (CONFIG, CONFIG | {"settings_source": None}):
+        found = metrics.summary([answered(1)], FACTS, without)
+        assert (found["settings_source"], found["settings_tuned_on"], found["settings_published"]) == (
+            None,
+            None,
+            {},
+        )
+
+
+def test_tuned_files_of_ones_own(tmp_path, monkeypatch, capfd):
+    """A conf/ in the working directory; a key that the method lacks is one line."""
+    (tmp_path / "conf/tuned/tiny").mkdir(parents=True)
+    (tmp_path / "conf/pair").mkdir()
+    (tmp_path / "conf/pair/mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\n")
+    (tmp_path / "conf/tuned/mine").mkdir()
+    (tmp_path / "conf/tuned/mine/pld.yaml").write_text("max_draft_tokens: 4\n")
+    (tmp_path / "conf/tuned/tiny/pld.yaml").write_text("max_draft_token: 4\n")
+    monkeypatch.chdir(tmp_path)
+    sys.modules["specbench.compose"]._as_it_stands.cache_clear()
+    code, _, err = run_main(monkeypatch, capfd, "method=pld", "pair=tiny")
+    assert code == 2 and err.startswith("error: method pld has no parameter 'max_draft_token'")
+    assert "max_draft_tokens" in err and err.count("\n") == 1
+
+    measured = []
+    monkeypatch.setattr("specbench.bench.measure", lambda folder: measured.append(folder) or 1)
+    run_main(monkeypatch, capfd, "method=pld", "pair=mine", "data.limit=1")
+    config = yaml.safe_load((measured[0] / "config.yaml").read_text())
+    assert config["method"]["max_draft_tokens"] == 4
+    assert config["settings_source"] == {
+        "source": "tuned",
+        "pair": "mine",
+        "published": {"max_draft_tokens": 10},
+    }
+    run_main(
+        monkeypatch, capfd, "-m", "method=pld,sps", "pair=mine", "settings=tuned,published", "data.limit=1"
+    )
+    swept = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in measured[1:]]
+    assert sorted((c["method"]["name"], c["method"]["max_draft_tokens"], c["settings"]) for c in swept) == [
+        *(("pld", 4, "tuned"), ("pld", 10, "published")),
+        *(("sps", 5, "published"), ("sps", 5, "tuned")),
+    ]
