@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 
 class PromptLookup(Drafter):
-    """Finds the newest tokens, longest n-gram first, at the latest earlier place that has a token behind it.
+    """Looks up the newest tokens earlier in the text, the longest n-gram first.
 
     Args:
         pair: not used.
         max_draft_tokens: longest draft.
         max_ngram: longest n-gram that is looked for.
         min_ngram: shortest n-gram that is looked for.
+        match: "earliest": the n-gram's first occurrence; if fewer than `max_draft_tokens` tokens follow it, a shorter
+            n-gram is looked for, as in the author's code. "latest": its last occurrence that a token follows.
 
     Raises:
         UserError: `min_ngram` is above `max_ngram`.
@@ -30,9 +32,16 @@ class PromptLookup(Drafter):
 
     certain = True
 
-    def __init__(self, pair: Pair, max_draft_tokens: Count = 10, max_ngram: Count = 3, min_ngram: Count = 1):
+    def __init__(
+        self,
+        pair: Pair,
+        max_draft_tokens: Count = 10,
+        max_ngram: Count = 3,
+        min_ngram: Count = 1,
+        match: Literal["earliest", "latest"] = "earliest",
+    ):
         at_least(min_ngram, max_ngram=max_ngram)
-        self.max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens, self.earliest = max_draft_tokens, match == "earliest"
         self.ngrams = range(max_ngram, min_ngram - 1, -1)
 
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
@@ -73,7 +82,11 @@ class PromptLookup(Drafter):
                 break
             found[n] = ends
         for n in self.ngrams:
-            if n in found:
-                start = found[n][-1] + 1
+            if n not in found:
+                continue
+            start = found[n][0 if self.earliest else -1] + 1
+            # The author's code also wants the draft to start in front of the newest n-gram. Where the first occurrence
+            # fails, all later ones do.
+            if not self.earliest or start <= len(known) - max(self.max_draft_tokens, n + 1):
                 return known[start : start + self.max_draft_tokens]
         return known[:0]

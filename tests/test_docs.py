@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -26,15 +28,18 @@ import methods
 from specbench import ROOT, cli
 from specbench.checks import check_method
 from specbench.compose import CONF
-from specbench.decoding.draft import Drafter
+from specbench.decoding.draft import Drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from tests.support.samples import SUMMARY, faster, run_of, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from omegaconf import DictConfig
 
     from specbench.report.runs import Run
 
@@ -152,6 +157,201 @@ def test_every_page_is_in_the_navigation():
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = set(re.findall(r"^ +- ([\w/-]+\.md)$", config, flags=re.MULTILINE))
     assert named == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+# -- every method has its page
+
+METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
+INDEX = DOCS / "methods" / "index.md"
+DIFFERS = "## Where it differs from the paper"
+MAP = "vocab_map"  # the part that a trimmed head needs
+IN_BATCHES = r"^\*\*In batches:\*\* (.*?)\. "  # the list of drafters in the index
+
+
+def redirects(name: str) -> bool:
+    """Whether a method is another one with other settings, and so may stand on that one's page."""
+    defaults = OmegaConf.load(CONF / "method" / f"{name}.yaml").get("defaults", [])
+    return any(entry in METHODS for entry in defaults)
+
+
+@cache
+def required(name: str) -> tuple[bool, set[str]]:
+    """Whether a method needs a draft model, as its configuration is, and which parts of a pair."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("bench", overrides=[f"method={name}"])
+    OmegaConf.resolve(cfg)
+    batched = issubclass(pkgutil.resolve_name(cfg.method._target_), Scheduler)
+    needs = needs_of(cfg.drafter if batched else cfg.method)
+    parts = {needs.part, MAP if cfg.method.get("vocab_map") else None} - {None}
+    return needs.draft_model, parts
+
+
+def told(text: str) -> tuple[bool, set[str]]:
+    """As `required`, of what a page says up to the first semicolon."""
+    return "draft model" in text, set(re.findall(r"\bparts\.(\w+)", text))
+
+
+def wording(name: str) -> str:
+    """What a page may say of a method's needs."""
+    draft_model, parts = required(name)
+    said = ["a draft model"] * draft_model + [
+        f"trained weights (`pair.parts.{part}`)" for part in sorted(parts)
+    ]
+    return ", ".join(said) or "nothing"
+
+
+def needs_lines(page: Path) -> dict[str, str]:
+    """What a page says that methods need: of those that its line names, or of the method of the page's name."""
+    found = {}
+    for names, text in re.findall(
+        r"^\*\*Needs(?: \((.*?)\))?:\*\* (.*)$", page.read_text(), flags=re.MULTILINE
+    ):
+        found |= dict.fromkeys(re.findall(r"`(\w+)`", names) or [page.stem], text)
+    return found
+
+
+def index_rows(text: str) -> dict[str, str]:
+    """What the table of all methods says that each needs."""
+    rows = re.findall(r"^\| (\[?`.*?) \|.*\| (.*?) \|$", text, flags=re.MULTILINE)
+    return {name: needs for names, needs in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+def faults_of_page(name: str) -> list[str]:
+    """What is missing or wrong about a method in docs/, each fault with what to write."""
+    page = next((page for page in DOCS.rglob("*.md") if name in needs_lines(page)), None)
+    right, faults = wording(name), []
+    if page is None:
+        faults.append(
+            f"docs/methods/{name}.md: write this page, and name it in mkdocs.yml; "
+            f"below its title the line '**Needs:** {right}.'"
+        )
+    elif told(needs_lines(page)[name].partition(";")[0]) != required(name):
+        faults.append(
+            f"{ids(page)}: '**Needs:**' of {name} must say '{right}', not '{needs_lines(page)[name]}'"
+        )
+    if page is None or DIFFERS not in page.read_text(encoding="utf-8").splitlines():
+        faults.append(
+            f"{f'docs/methods/{name}.md' if page is None else ids(page)}: add a section '{DIFFERS}'"
+        )
+    row = index_rows(INDEX.read_text(encoding="utf-8")).get(name)
+    if row is None:
+        faults.append(f"docs/methods/index.md: add a row '| [`{name}`]({name}.md) | what drafts | {right} |'")
+    elif told(row.partition(";")[0]) != required(name):
+        faults.append(f"docs/methods/index.md: the row of {name} must say '{right}', not '{row}'")
+    if batches(name) and name not in drafters_in_batches():
+        faults.append(f"docs/methods/index.md: add `{name}` to the list behind '**In batches:**'")
+    return faults
+
+
+@cache
+def batches(name: str) -> bool:
+    """Whether there is a drafter of a name, and it serves batches."""
+    if not (CONF / "drafter" / f"{name}.yaml").is_file():
+        return False
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("bench", overrides=["method=ragged", f"drafter={name}"])
+    OmegaConf.resolve(cfg)
+    return needs_of(cfg.drafter).batching
+
+
+def drafters_in_batches() -> set[str]:
+    """The drafters that the index lists for batches."""
+    (listed,) = re.findall(IN_BATCHES, INDEX.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"`(\w+)`", listed))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not redirects(name)])
+def test_every_method_has_its_page(name):
+    faults = faults_of_page(name)
+    assert not faults, "\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if redirects(name)])
+def test_what_is_said_of_a_method_with_other_settings_is_right(name):
+    said = [lines[name] for page in DOCS.rglob("*.md") if name in (lines := needs_lines(page))]
+    said += [row for other, row in index_rows(INDEX.read_text(encoding="utf-8")).items() if other == name]
+    assert all(told(text.partition(";")[0]) == required(name) for text in said), (said, wording(name))
+
+
+def published(page: Path) -> list[tuple[str, str, str]]:
+    """Method, setting and value of what a page says is published, of the methods named in front or of its own name."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for line in re.findall(
+        r"^\*\*Published\*\* \(`settings=published`\): (.*?)\n\n", text, flags=re.M | re.S
+    ):
+        for part in line.split(";"):
+            names = re.match(r"\s*((?:`\w+`(?:, )?)+):", part)
+            pairs = re.findall(r"`(\w+)=([\w.]+)`", part)
+            for name in re.findall(r"\w+", names[1]) if names else [page.stem]:
+                found += [(name, *pair) for pair in pairs]
+    return found
+
+
+@cache
+def settings_of(name: str) -> DictConfig:
+    """A method's published settings."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("bench", overrides=[f"method={name}", "settings=published"])
+    return cfg.method
+
+
+def test_what_pages_call_published_is_the_configuration():
+    said = [(ids(page), *one) for page in DOCS.rglob("*.md") for one in published(page)]
+    wrong = [
+        f"{page}: {name}.{key} is {settings_of(name)[key]}, not {value}"
+        for page, name, key, value in said
+        if settings_of(name)[key] != OmegaConf.create(f"value: {value}").value
+    ]
+    assert len(said) > 50 and not wrong, "\n" + "\n".join(wrong)
+
+
+def test_pages_name_methods_that_there_are():
+    named = {name for page in DOCS.rglob("*.md") for name in needs_lines(page)}
+    assert named | set(index_rows(INDEX.read_text(encoding="utf-8"))) <= set(METHODS)
+    assert (
+        {"none", "sps"} < drafters_in_batches() == {name for name in drafters_in_batches() if batches(name)}
+    )
+
+
+def test_who_drafts_with_the_pair_s_draft_model():
+    found = [
+        (ids(page), name)
+        for page in PAGES
+        for names in re.findall(
+            r"((?:`\w+`(?:,| and|, and)?\s)+)draft with the pair's\s+draft model", page.read_text("utf-8")
+        )
+        for name in re.findall(r"`(\w+)`", names)
+    ]
+    assert len(found) > 3
+    assert [
+        (page, name) for page, name in found if required(name)[0] is False or required(name)[1] - {MAP}
+    ] == []
+
+
+def test_a_method_without_a_page_is_told_what_to_add(tmp_path, monkeypatch):
+    """A page that is not there, one of wrong needs and without a section, and an index that lacks the method."""
+    pages = tmp_path / "methods"
+    pages.mkdir()
+    (pages / "index.md").write_text(
+        "| [`sps`](sps.md) | ... | a draft model |\n\n**In batches:** `sps`. Any.\n"
+    )
+    (pages / "kangaroo.md").write_text("# `kangaroo`\n\n**Needs:** a draft model.\n\n## Cost\n")
+    for name, value in (("DOCS", tmp_path), ("INDEX", pages / "index.md"), ("ROOT", tmp_path)):
+        monkeypatch.setattr(sys.modules[__name__], name, value)
+    adapter = "trained weights (`pair.parts.kangaroo`)"
+    assert faults_of_page("kangaroo") == [
+        f"methods/kangaroo.md: '**Needs:**' of kangaroo must say '{adapter}', not 'a draft model.'",
+        f"methods/kangaroo.md: add a section '{DIFFERS}'",
+        f"docs/methods/index.md: add a row '| [`kangaroo`](kangaroo.md) | what drafts | {adapter} |'",
+        "docs/methods/index.md: add `kangaroo` to the list behind '**In batches:**'",
+    ]
+    missing = faults_of_page("sps")
+    assert (
+        missing[0].startswith("docs/methods/sps.md: write this page")
+        and "'**Needs:** a draft model.'" in missing[0]
+    )
+    assert missing[1:] == [f"docs/methods/sps.md: add a section '{DIFFERS}'"]
 
 
 # -- commands

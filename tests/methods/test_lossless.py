@@ -42,7 +42,8 @@ def test_prompt_lookup(arch):
     steps = [
         s
         for n in LENGTHS
-        for s in assert_lossless(arch, PromptLookup(random_pair(arch), n, max_ngram=2), third=n)
+        for match in ("earliest", "latest")
+        for s in assert_lossless(arch, PromptLookup(random_pair(arch), n, max_ngram=2, match=match), third=n)
     ]
     assert max(s.drafted for s in steps) >= 6
     assert any(s.accepted > 0 for s in steps)
@@ -165,7 +166,7 @@ def test_a_target_padded_beyond_the_draft_models_embedding(method, temperature):
 def test_stop_token_anywhere(method, adapter):
     pair = random_pair("llama")
     drafters = {
-        "pld": lambda *_: PromptLookup(pair, 6),
+        "pld": lambda *_: PromptLookup(pair, 6, match="latest"),
         "sps": lambda *_: SpeculativeSampling(pair, 6),
         "s2d": lambda *_: SortedDraft(sorted_pair("llama"), thresholds=[0.2, 0.2]),
         "kangaroo": lambda *_: Kangaroo(pair, adapter("llama"), 2, 6, 0.0),
