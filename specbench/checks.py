@@ -33,6 +33,7 @@ KEYS = {
         "remeasure": Natural,
         "seed": Seed,
         "generate": bool,
+        "rerun": bool,
         "slice_seconds": Positive | None,
         "threads": Count | None,
     },

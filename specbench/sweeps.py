@@ -88,14 +88,17 @@ class Sweep:
 def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
     """Holds the sweep of these jobs for this process: the last one if it can go on, or a new one.
 
-    It can go on while a job of it is not measured, and the code is what it was. Raises UserError when another process
-    holds it.
+    It can go on while the code is what it was and a job of it is not measured, or, with `rerun: false`, even if all
+    are: then nothing is left to do.
+
+    Raises:
+        UserError: another process holds the sweep.
     """
     asked, code = [job.overrides for job in jobs], store.source_sha256()
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:8]
     root = Path(jobs[0].cfg.runs_root) / SWEEPS
     last = max(root.glob(f"*_{digest}"), default=None)  # names begin with the date
-    goes_on = last is not None and _can_go_on(last, asked, code)
+    goes_on = last is not None and _can_go_on(last, asked, code, jobs[0].cfg.get("rerun", True))
     folder = last if goes_on else new_folder(root, digest)
     with held(folder, "run"):
         sweep = Sweep(folder, code, jobs)
@@ -128,12 +131,12 @@ def label(job: Job, jobs: list[Job]) -> str:
     return " ".join(own or job.overrides)
 
 
-def _can_go_on(folder: Path, asked: list[list[str]], code: str) -> bool:
+def _can_go_on(folder: Path, asked: list[list[str]], code: str, rerun: bool) -> bool:
     if not (folder / SWEEP).exists():  # killed before it was written
         return False
     known = store.read_json(folder / SWEEP)
     same = known["source_sha256"] == code and [job["overrides"] for job in known["jobs"]] == asked
-    return same and any(job["state"] != OK for job in known["jobs"])
+    return same and (not rerun or any(job["state"] != OK for job in known["jobs"]))
 
 
 def _relative(run_dir: Path | None, runs: Path) -> str | None:

@@ -95,6 +95,20 @@ def test_a_sweep_goes_on_until_all_is_measured(jobs):
     assert swept(jobs("ar", "pld")) != folder
 
 
+def test_a_finished_sweep_stays_where_that_is_asked_for(jobs, monkeypatch):
+    def kept(*names: str) -> list[Job]:
+        made = jobs(*names)
+        for job in made:
+            job.cfg.rerun = False
+        return made
+
+    folder = swept(kept("ar", "pld"), 0, 0)
+    again = kept("ar", "pld")
+    assert swept(again) == folder and [job.state for job in again] == [OK, OK]
+    monkeypatch.setattr(store, "source_sha256", lambda: "other")
+    assert swept(kept("ar", "pld")) != folder
+
+
 def test_other_jobs_or_other_code_are_another_sweep(jobs, monkeypatch):
     folders = {swept(jobs("ar", "pld")), swept(jobs("pld", "ar")), swept(jobs("ar"))}
     monkeypatch.setattr(store, "source_sha256", lambda: "other")

@@ -38,7 +38,12 @@ FAILURE = "failure.json"  # why the last attempt ended early
 ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
 NOT_MEASURING = ("specbench/report", "specbench/tiny")  # code that may change while a run is interrupted
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-NOT_MEASURED = ("run_dir", "runs_root", "tracker")  # configuration that does not change what is measured
+NOT_MEASURED = (
+    "run_dir",
+    "runs_root",
+    "tracker",
+    "rerun",
+)  # configuration that does not change what is measured
 
 
 # -- finding and making a folder
