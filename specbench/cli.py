@@ -95,10 +95,15 @@ COMMANDS = {
     ),
     "claims": Command(
         "specbench.report.__main__",
-        "[RUN_OR_FOLDER ...] [--out FOLDER]",
+        "[RUN_OR_FOLDER ...] [--out FOLDER] [--markdown] [--write PAGE]",
         "Check what the papers claim against finished runs.",
         (("claims runs/claims", "after `make claims` has made them"),),
         first=("claims",),
+        notes=(
+            "--markdown    print the table in Markdown and nothing else\n"
+            "--write PAGE  write it between <!-- claims:begin --> and <!-- claims:end --> of a page, and how many\n"
+            "              claims came to each verdict between <!-- claims-counts:begin --> and its end"
+        ),
     ),
     "log": Command(
         "specbench.tracking",

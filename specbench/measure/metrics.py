@@ -92,6 +92,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "weights": facts["weights"],
         "anatomy": facts.get("anatomy"),
         "training": facts.get("training", {}),
+        "trained_weights": facts.get("trained_weights", {}),
         "target_pass_bytes": facts["target_pass_bytes"],
         "peak_memory_bytes": facts["peak_memory_bytes"],
         "overall": overall,

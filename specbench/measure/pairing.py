@@ -70,6 +70,7 @@ class Bench:
         slice_seconds: after which an arm hands over to another one; None: arms alternate by whole answers.
         remeasure: how often a turn that others disturbed is measured again at most.
         training: of the parts of the drafter, see `provenance.trained`.
+        trained_weights: their sizes and forms, see `provenance.trained_weights`.
         process: number of this process among those that share the repeats of a run.
         peak_memory: bytes, while a batch method ran; None where it was not measured.
         watch: of the machine.
@@ -87,6 +88,7 @@ class Bench:
     slice_seconds: float | None = None
     remeasure: int = 0
     training: dict[str, dict] = field(default_factory=dict)
+    trained_weights: dict[str, dict] = field(default_factory=dict)
     process: int = 0
     peak_memory: int | None = None
     watch: Watch = field(default_factory=Watch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -22,12 +23,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
 
 from specbench import ROOT
 from specbench.errors import UserError
 from specbench.measure import store
 from specbench.measure.files import file_sha256
 from specbench.questions import packaged
+from specbench.values import parameters
 
 if TYPE_CHECKING:
     import torch
@@ -250,6 +253,40 @@ def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dic
     return {
         name: {"source": sources[name], **store.read_json(path)} for name, path in records if path.is_file()
     }
+
+
+def trained_weights(drafting: Mapping) -> dict[str, dict]:
+    """How large the trained weights of a drafter are, and in which form, as their files say.
+
+    Args:
+        drafting: settings of the drafter, those of a wrapped one included.
+
+    Returns:
+        By the name of the setting that names a folder with safetensors: `source`; `parameters`, how many
+        floating-point numbers are in them; `shared_head`, whether draft tokens are scored by the target's own head
+        (`original_lm_head` of config.json; None: it does not say).
+    """
+    found = {}
+    for name, value in _flat(parameters(drafting)):
+        folder = packaged(value) if isinstance(value, str) and value else None
+        files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+        if folder is None or not files:
+            continue
+        settings = folder / "config.json"
+        form = store.read_json(settings) if settings.is_file() else {}
+        found[name] = {
+            "source": value,
+            "parameters": sum(map(_floats, files)),
+            "shared_head": form.get("original_lm_head"),
+        }
+    return found
+
+
+def _floats(file: Path) -> int:
+    """How many floating-point numbers a safetensors file holds, by its header."""
+    with safe_open(file, "numpy") as tensors:
+        slices = [tensors.get_slice(name) for name in tensors.keys()]  # noqa: SIM118 - no dictionary
+        return sum(math.prod(one.get_shape()) for one in slices if "F" in one.get_dtype())
 
 
 def _weights(source: str, revision: str | None) -> dict:

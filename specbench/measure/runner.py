@@ -88,6 +88,7 @@ def prepare(cfg: DictConfig) -> Bench:
         remeasure=cfg.remeasure,
         training=provenance.trained(pair_cfg, plain(drafting), needs.draft_model)
         | warm_record(plain(drafting), pair),
+        trained_weights=provenance.trained_weights(plain(drafting)),
     )
 
 
@@ -268,6 +269,7 @@ def facts(bench: Bench) -> dict:
         "batched": bench.batch_size is not None,
         "slice_seconds": bench.slice_seconds,
         "training": bench.training,
+        "trained_weights": bench.trained_weights,
         "peak_memory_bytes": bench.peak_memory,
     } | ({"generate_cache": generate.chosen} if isinstance(generate, Faster) else {})
 

@@ -2,7 +2,8 @@
 
 `python -m specbench.report [RUNS ...]`: tables and plots of finished runs.
 `python -m specbench.report compare A B ...`: runs side by side, whether they may be compared, and a gate for CI.
-`python -m specbench.report claims [RUNS ...]`: the same as the first, and what the papers claim, checked.
+`python -m specbench.report claims [RUNS ...]`: the same as the first, and what the papers claim, checked; `--markdown`
+prints that table alone, `--write PAGE` writes it into a page.
 """
 
 from __future__ import annotations
@@ -138,17 +139,35 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
     parser.add_argument(
         "--out", type=Path, help="where the report goes, by default into report/ beside the runs"
     )
+    if with_claims:
+        parser.add_argument(
+            "--markdown", action="store_true", help="print the claims' table in Markdown and nothing else"
+        )
+        parser.add_argument(
+            "--write",
+            type=Path,
+            action="append",
+            default=[],
+            metavar="PAGE",
+            help="a Markdown file to write the table into, between <!-- claims:begin --> and <!-- claims:end -->, or "
+            "how many claims came to each verdict, between <!-- claims-counts:begin --> and its end",
+        )
     options = parser.parse_args(arguments)
     runs, left_out = finished_runs(options.runs, with_records=with_claims)
     first = options.runs[0]
     out = options.out or (first.parent if is_run(first) else first) / "report"
     checked = claims.check_claims(runs) if with_claims else []
     first_tables = [claims.claims_table(checked)] if checked else []
-    print_report(runs)
-    for table in first_tables:
-        tables.console().print(table)
-    tables.print_left_out(left_out)
-    print(report(runs, left_out, out, first_tables))
+    for path in options.write if with_claims else []:
+        claims.renew(path, checked, runs)
+    if with_claims and options.markdown:
+        print(claims.markdown(checked, runs))
+    else:
+        print_report(runs)
+        for table in first_tables:
+            tables.console().print(table)
+        tables.print_left_out(left_out)
+        print(report(runs, left_out, out, first_tables))
     return int(any(one.fitting.verdict == "not measured" for one in checked))
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 from rich.text import Text
-from safetensors import safe_open
 
+from specbench.errors import UserError
 from specbench.measure import metrics
 from specbench.measure.statistics import Speedup
-from specbench.questions import packaged
-from specbench.report import tables
-from specbench.report.runs import Run, method_label
+from specbench.report import formats, tables
+from specbench.report.runs import Run, method_label, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 FILE = Path(__file__).with_name("claims.yaml")
 # The embedded family as it is: the time of a pass is that of starting operations, where the papers' is that of memory.
 SMALL = {"pair": ["tiny", "tiny_shallow"]}
-MEDUSA_HEADS = 4  # of Medusa-1 as Liu et al. count it: each a square layer and a head of its own
 STYLES = {
     "supported": "green",
     "supported (point estimate)": "",
@@ -34,6 +31,13 @@ STYLES = {
     "not supported": "red",
     "not measured": "yellow",
 }
+BOUNDS = {"paper": "of the papers' {} claims", "ours": "of our own {} bounds"}
+# What a page holds between the lines <!-- NAME:begin --> and <!-- NAME:end -->.
+TABLE, COUNTS = "claims", "claims-counts"
+SHARED_HEAD, OWN_HEAD = (
+    "shared head",
+    "own head",
+)  # forms of heads that a paper trains: the second is the published one
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,17 @@ class Checked:
 
     Attributes:
         claim: as `claims.yaml` has it.
-        fitting: on pairs whose passes are bound by memory, as those of the papers are; of what is counted: on all.
-        small: on the embedded family as it is (`SMALL`); None for what is counted.
+        fitting: the verdict. What depends on the time or the bytes of a pass is judged on pairs whose passes are bound
+            by memory, as those of the papers are; an acceptance length on the same, or without runs of them on the
+            small ones; what is counted, on all.
+        small: on the embedded family as it is (`SMALL`); None for what does not depend on it.
+        beside: what gives no verdict, by name: "tuned" settings, or a method of our own with its best ones.
     """
 
     claim: Mapping
     fitting: Finding
     small: Finding | None
+    beside: Mapping[str, Finding]
 
 
 def check_claims(runs: list[Run], claims: list[dict] | None = None) -> list[Checked]:
@@ -73,11 +81,41 @@ def check_claims(runs: list[Run], claims: list[dict] | None = None) -> list[Chec
 
 def check(claim: Mapping, runs: list[Run]) -> Checked:
     """One claim against the runs."""
+    judged = runs
+    if "settings" in claim:
+        judged = [run for run in runs if run.summary.get("settings_source") == claim["settings"]]
+    fitting, small = _on_pairs(claim, judged)
+    others = {"tuned": claim} if "settings" in claim else {}
+    if "ours" in claim:
+        others[claim["ours"]["method"]] = claim | {"of": claim["of"] | claim["ours"]}
+    beside = {name: _on_pairs(other, _tuned(runs))[0] for name, other in others.items()}
+    shown = {name: one for name, one in beside.items() if one.found is not None and one != fitting}
+    return Checked(claim, fitting, small, shown)
+
+
+def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]:
+    """What runs say of a claim on the pairs that it is judged on, and on the small ones; see `Checked`."""
     if claim["measure"] in COUNTED:
-        return Checked(claim, find(claim, runs), None)
-    small = [run for run in runs if _matches(SMALL, run)]
-    fitting = [run for run in runs if not _matches(SMALL, run)]
-    return Checked(claim, find(claim, fitting), find(claim, small))
+        return find(claim, runs), None
+    fitting = find(claim, [run for run in runs if not _matches(SMALL, run)])
+    small = find(claim, [run for run in runs if _matches(SMALL, run)])
+    if claim.get("what") != "acceptance_length":
+        return fitting, small
+    return (small if fitting.found is None else fitting), None
+
+
+def _tuned(runs: list[Run]) -> list[Run]:
+    """The runs with tuned settings, and for what has none those with the published ones, which are then its best."""
+
+    def kind(run: Run) -> tuple:
+        return tuple(map(run.summary.get, ("experiment", "method", "drafter", "pair", "batch_size")))
+
+    published, tuned = (
+        [run for run in runs if run.summary.get("settings_source") == source]
+        for source in ("published", "tuned")
+    )
+    kinds = {kind(run) for run in tuned}
+    return [run for run in published if kind(run) not in kinds] + tuned
 
 
 def find(claim: Mapping, runs: list[Run]) -> Finding:
@@ -109,26 +147,88 @@ def verdict(found: Speedup, claim: Mapping, counted: bool = False) -> str:
     return "inconclusive" if best >= bound else "not supported"
 
 
+def counts(checked: list[Checked]) -> str:
+    """How many of the papers' claims, and apart from them of our own bounds, came to each verdict."""
+    lines = []
+    for bound, words in BOUNDS.items():
+        verdicts = Counter(one.fitting.verdict for one in checked if one.claim["bound"] == bound)
+        if verdicts:
+            each = ", ".join(f"{verdicts[name]} {name}" for name in STYLES if verdicts[name])
+            lines.append(f"{words.format(verdicts.total())}: {each}")
+    return "; ".join(lines)
+
+
 def claims_table(checked: list[Checked]) -> Table:
-    """A row for each claim: the verdict on a fitting pair, and beside it what the small embedded pairs say."""
-    table = tables.PlainTable("the papers' claims, checked")
-    for name in ("claim", "paper", "here", "verdict", "on", "small pairs (tiny)"):
+    """A row for each claim: the verdict, and beside it what other settings and the small embedded pairs say."""
+    table = tables.PlainTable("the papers' claims, checked", counts(checked))
+    heads = ("claim", "whose bound", "paper", "here", "verdict", "on", "other settings", "small pairs (tiny)")
+    for name in heads:
         table.add_column(name, overflow="fold")
     for one in checked:
-        bound = (
-            f"at least {one.claim['at_least']:g}"
-            if "at_least" in one.claim
-            else f"at most {one.claim['at_most']:g}"
-        )
+        claim = one.claim
+        bound = f"at least {claim['at_least']:g}" if "at_least" in claim else f"at most {claim['at_most']:g}"
+        settings = f"{claim['settings']} settings; " if "settings" in claim else ""
         table.add_row(
-            one.claim["name"],
-            f"{one.claim['paper']['figure']}\n{one.claim['paper']['source']}",
+            claim["name"],
+            claim["bound"],
+            f"{claim['paper']['figure']}\n{claim['paper']['source']}",
             f"{_shown(one.fitting.found)}\nasked: {bound}",
             Text(one.fitting.verdict, style=STYLES[one.fitting.verdict]),
-            one.fitting.remark,
+            f"{settings if one.fitting.found else ''}{one.fitting.remark}",
+            "\n".join(f"{name}: {_shown(other.found)}" for name, other in one.beside.items())
+            or tables.UNKNOWN,
             tables.UNKNOWN if one.small is None else f"{_shown(one.small.found)}\n{one.small.verdict}",
         )
     return table
+
+
+def markdown(checked: list[Checked], runs: list[Run]) -> str:
+    """The table in Markdown, with what it was measured on and how many claims came to each verdict."""
+    table = formats.markdown(claims_table(checked)).partition("\n\n")[2]
+    return f"{measured_on(runs)}\n\n{table}"
+
+
+def measured_on(runs: list[Run]) -> str:
+    """When, where and of which code the runs are, in a sentence."""
+    known = [run.provenance for run in runs if run.provenance is not None]
+    days = sorted({one["time"][:10] for one in known})
+    machines = sorted({f"{one['machine']['cpu']}, {one['machine']['usable_cores']} cores" for one in known})
+    commits = sorted({one["git"]["commit"][:8] for one in known if one["git"]})
+    facts = [
+        f"{len(runs)} runs",
+        " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
+        " and ".join(machines),
+        f"commit {named(commits)}" if commits else "",
+    ]
+    return "; ".join(filter(None, facts)) + "."
+
+
+def renew(page: Path, checked: list[Checked], runs: list[Run]) -> None:
+    """Writes the table, or the line of counts, between the markers of a page.
+
+    Args:
+        page: A Markdown file with the lines `<!-- claims:begin -->` and `<!-- claims:end -->` around the table, or
+            `claims-counts` in place of `claims` around the line.
+        checked: The claims.
+        runs: That they were checked on.
+
+    Raises:
+        UserError: The page has neither pair of markers.
+    """
+    text = before = page.read_text(encoding="utf-8")
+    line = counts(checked)
+    contents = {TABLE: markdown(checked, runs).strip(), COUNTS: f"{line[:1].upper()}{line[1:]}."}
+    marked = 0
+    for name, content in contents.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        head, opened, rest = text.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if opened and closed:
+            text, marked = f"{head}{begin}\n\n{content}\n\n{end}{tail}", marked + 1
+    if not marked:
+        raise UserError(f"{page} has no lines <!-- {TABLE}:begin --> and <!-- {TABLE}:end -->")
+    if text != before:
+        page.write_text(text, encoding="utf-8")
 
 
 # -- measures: (claim, runs) -> number with interval and a remark; None without a run
@@ -179,7 +279,10 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     ratio, count, unit, against = weakest
     batch = f", batch {against.summary['batch_size']}" if batched else ""
     means = f", means over {len(values)} values of {key}" if key else ""
-    return ratio, f"against {method_label(against.summary)}{batch}; {tables.paired_over(count, unit)}{means}"
+    form = f"{_form(ours[0])}, " if _form(ours[0]) else ""
+    others_form = f" ({_form(against)})" if _form(against) else ""
+    name = f"{method_label(against.summary)}{others_form}{batch}"
+    return ratio, f"{form}against {name}; {tables.paired_over(count, unit)}{means}"
 
 
 def exact(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -205,22 +308,25 @@ def _share_of_answers(
 
 
 def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """Parameters of a trained part / those of Medusa-1's heads on the same target, 4 (d^2 + d V); from file headers."""
-    run = _last(claim["of"], runs)
-    if run is None or run.provenance is None:
+    """Parameters of the trained weights of a run / those of another run on the same pair, as their files hold them.
+
+    Of several such pairs of runs, one counts whose second has weights with a head of their own, if there is one.
+    """
+    (against,) = claim["against"]
+    both = [
+        (ours, theirs)
+        for ours in runs
+        if _matches(claim["of"], ours)
+        and (theirs := _last(against | {"pair": ours.summary["pair"]}, runs)) is not None
+    ]
+    both = [pair for pair in both if all(map(_parameters, pair))]
+    if not both:
         return None
-    pair = run.provenance["config"]["pair"]
-    folder, target = packaged(pair["parts"][claim["part"]]), packaged(pair["target"])
-    if not folder.is_dir() or not target.is_dir():
-        return None
-    shape = json.loads((target / "config.json").read_text())
-    width, vocabulary = shape["hidden_size"], shape["vocab_size"]
-    count = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "numpy") as file:
-            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no dictionary
-    heads = MEDUSA_HEADS * (width**2 + width * vocabulary)
-    return Speedup(count / heads, None, None), f"{count:,} against {heads:,}"
+    own = [pair for pair in both if _form(pair[1]) == OWN_HEAD]
+    pair = (own or both)[-1]
+    ours, theirs = map(_parameters, pair)
+    forms = [f" ({_form(run)})" if _form(run) else "" for run in pair]
+    return Speedup(ours / theirs, None, None), f"{ours:,}{forms[0]} against {theirs:,}{forms[1]}"
 
 
 COUNTED = ("exact", "certified", "parameters")  # measures that have no interval because they need none
@@ -238,8 +344,20 @@ def _matches(choice: Mapping, run: Run) -> bool:
 
 
 def _last(choice: Mapping, runs: list[Run]) -> Run | None:
+    """The last run that matches; of one whose weights come in two forms, the last of those with their own head."""
     found = [run for run in runs if _matches(choice, run)]
-    return found[-1] if found else None
+    own = [run for run in found if _form(run) == OWN_HEAD]
+    return next(reversed(own or found), None)
+
+
+def _parameters(run: Run) -> int:
+    return sum(one["parameters"] for one in run.summary.get("trained_weights", {}).values())
+
+
+def _form(run: Run) -> str:
+    """Whether the trained weights of a run draft through the target's head; empty where they do not say."""
+    forms = {one["shared_head"] for one in run.summary.get("trained_weights", {}).values()}
+    return SHARED_HEAD if True in forms else OWN_HEAD if False in forms else ""
 
 
 def _speedup(numbers: Mapping) -> Speedup:

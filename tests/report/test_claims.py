@@ -1,16 +1,20 @@
 import json
+import re
+from itertools import product
 
 import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import save_file
 
+from specbench import ROOT
 from specbench.compose import CONF
+from specbench.errors import UserError
+from specbench.measure import provenance
 from specbench.measure.numbers import METRICS
 from specbench.measure.statistics import Speedup
 from specbench.report import claims, formats
 from tests.support.samples import (
-    PROVENANCE,
     SUMMARY,
     batched,
     changed,
@@ -23,6 +27,11 @@ from tests.support.samples import (
 from tests.support.synthetic import answered, columns, generation, record, turn
 
 KNOWN = yaml.safe_load(claims.FILE.read_text())
+
+
+def published(speedup: float, **changes) -> dict:
+    """A summary with the published settings of its method."""
+    return faster(speedup, **changes) | {"settings_source": "published"}
 
 
 def found(claim: dict, runs: list) -> claims.Finding:
@@ -78,7 +87,9 @@ def test_what_was_counted_needs_no_interval(value, at_least, at_most):
 def test_a_claim_is_judged_on_fitting_pairs_and_shown_on_small_ones():
     claim = KNOWN[0] | {"of": {"method": "kangaroo"}}
     runs = runs_of(
-        a=faster(1.8, pair="tiny_wide"), b=faster(1.2, pair="tiny"), c=faster(1.3, pair="tiny_shallow")
+        a=published(1.8, pair="tiny_wide"),
+        b=published(1.2, pair="tiny"),
+        c=published(1.3, pair="tiny_shallow"),
     )
     checked = claims.check(claim, runs)
     assert (checked.fitting.found.value, checked.fitting.verdict) == (1.8, "supported")
@@ -93,6 +104,106 @@ def test_what_is_counted_is_counted_on_all_pairs():
     (claim,) = (claim for claim in KNOWN if claim["measure"] == "certified")
     checked = claims.check(claim, runs_of(a=SUMMARY, b=wrong() | {"pair": "tiny_wide"}))
     assert checked.fitting.remark.startswith("2 runs") and checked.small is None
+
+
+def test_an_acceptance_length_needs_no_wide_pair(tmp_path):
+    """It is the same on pairs of any width; one of a real pair comes first."""
+    claim = AGAINST | {"what": "acceptance_length", "against": [{"method": "weak"}]}
+    tiny, real = (
+        [
+            run_of(
+                tmp_path, f"{name}_{pair}", SUMMARY | {"method": name, "pair": pair}, records=journal(1.5, n)
+            )
+            for name in ("ours", "weak")
+        ]
+        for n, pair in enumerate(("tiny", "vicuna-7b"))
+    )
+    checked = claims.check({"name": "a", "paper": {}, "bound": "paper"} | claim, tiny)
+    assert checked.fitting.found.value == 1.0 and checked.small is None
+    both = claims.check({"name": "a", "paper": {}, "bound": "paper"} | claim, [*real, *tiny])
+    assert both.fitting == found(claim, real)
+
+
+# -- with which settings
+
+
+def test_a_run_with_other_settings_is_not_taken_for_a_published_claim():
+    """The last run counts, but only among those with the published settings of the method."""
+    claim = KNOWN[0] | {"of": {"method": "kangaroo"}}
+    assert claim["settings"] == "published"
+    of_older_edition = faster(1.9, pair="tiny_wide")
+    later = [
+        published(3.0, pair="tiny_wide") | {"settings_source": source} for source in ("tuned", "changed")
+    ]
+    runs = runs_of(a=published(1.2, pair="tiny_wide"), b=later[0], c=later[1], d=of_older_edition)
+    checked = claims.check(claim, runs)
+    assert (checked.fitting.found.value, checked.fitting.verdict) == (1.2, "not supported")
+    assert claims.check(claim, runs[1:]).fitting.verdict == "not measured"
+
+
+def test_tuned_settings_stand_beside_the_verdict():
+    claim = KNOWN[0] | {"of": {"method": "kangaroo"}}
+    tuned = published(1.9, pair="tiny_wide") | {"settings_source": "tuned"}
+    checked = claims.check(claim, runs_of(a=tuned, b=published(1.2, pair="tiny_wide")))
+    assert checked.fitting.found.value == 1.2 and checked.beside["tuned"].found.value == 1.9
+    assert formats.cells(claims.claims_table([checked])).rows[0][6] == "tuned: 1.90 [1.80, 2.00]"
+    # What has no tuned settings is not shown twice.
+    assert claims.check(claim, runs_of(b=published(1.2, pair="tiny_wide"))).beside == {}
+
+
+def test_a_tuned_method_is_held_against_others_at_their_best(tmp_path):
+    """`strong` has tuned settings, `weak` has none: its published run is what it can do."""
+    claim = AGAINST | {"name": "a", "paper": {}, "bound": "paper", "settings": "published"}
+    given = {
+        ("ours", "published"): 1.2,
+        ("ours", "tuned"): 1.8,
+        ("weak", "published"): 1.0,
+        ("strong", "tuned"): 1.5,
+        ("strong", "published"): 1.1,
+    }
+    runs = [
+        run_of(
+            tmp_path,
+            f"{method}_{source}",
+            SUMMARY | {"method": method, "pair": "wide", "settings_source": source},
+            records=journal(speedup, seed),
+        )
+        for seed, ((method, source), speedup) in enumerate(given.items())
+    ]
+    checked = claims.check(claim, runs)
+    assert checked.fitting.found.value == pytest.approx(1.2 / 1.1, rel=0.02)
+    assert checked.beside["tuned"].found.value == pytest.approx(1.8 / 1.5, rel=0.02)
+
+
+def test_a_method_of_our_own_stands_beside_the_papers(tmp_path):
+    claim = {"measure": "speedup", "of": {"method": "theirs"}, "ours": {"method": "mine"}, "at_least": 1.5}
+    claim |= {"name": "a", "paper": {}, "bound": "paper", "settings": "published"}
+    mine = published(1.9, method="mine", pair="wide") | {"settings_source": "tuned"}
+    checked = claims.check(claim, runs_of(a=published(1.2, method="theirs", pair="wide"), b=mine))
+    assert (checked.fitting.found.value, checked.fitting.verdict) == (1.2, "not supported")
+    assert {name: one.found.value for name, one in checked.beside.items()} == {"mine": 1.9}
+    assert claims.check(claim, runs_of(b=mine)).fitting.verdict == "not measured"
+
+
+# -- whose bounds
+
+
+def test_our_own_bounds_are_counted_apart():
+    def judged(bound: str, verdict: str) -> claims.Checked:
+        claim = {"name": "a", "bound": bound, "at_least": 1, "paper": {"figure": "1", "source": "Table 1"}}
+        return claims.Checked(claim, claims.Finding(None, "", verdict), None, {})
+
+    checked = [judged("paper", "supported")] * 2 + [judged("ours", "supported")]
+    checked += [judged("paper", "not supported"), judged("ours", "inconclusive")]
+    line = claims.counts(checked)
+    assert line == (
+        "of the papers' 3 claims: 2 supported, 1 not supported; of our own 2 bounds: 1 supported, 1 inconclusive"
+    )
+    table = formats.cells(claims.claims_table(checked))
+    assert table.caption == line
+    assert table.heads[1] == "whose bound" and [row[1] for row in table.rows] == [
+        *("paper", "paper", "ours", "paper", "ours")
+    ]
 
 
 # -- measures
@@ -271,25 +382,96 @@ def test_throughput_of_batches(tmp_path):
     assert checked.remark == "against exspec + sps, batch 1; 3 repeats of one pool: timing noise only"
 
 
-def test_parameters_of_a_part(tmp_path):
-    target, part = tmp_path / "target", tmp_path / "part"
-    target.mkdir()
+def sized(method: str, parameters: int, shared_head: bool | None = None, **changes) -> dict:
+    """A run whose trained weights are so large."""
+    weights = {"part": {"source": "weights", "parameters": parameters, "shared_head": shared_head}}
+    return SUMMARY | {"method": method, "trained_weights": weights} | changes
+
+
+PARAMETERS = {
+    "measure": "parameters",
+    "of": {"method": "kangaroo"},
+    "against": [{"method": "medusa"}],
+    "at_most": 0.113,
+}
+
+
+def test_parameters_are_those_that_were_run():
+    runs = runs_of(a=sized("kangaroo", 100), b=sized("medusa", 1000))
+    checked = found(PARAMETERS, runs)
+    assert checked.found.value == 0.1 and checked.verdict == "supported"
+    assert checked.remark == "100 against 1,000"
+    assert found(PARAMETERS, runs[:1]).verdict == found(PARAMETERS, runs[1:]).verdict == "not measured"
+    elsewhere = runs_of(a=sized("kangaroo", 100), b=sized("medusa", 1000, pair="another"))
+    assert found(PARAMETERS, elsewhere).verdict == "not measured"
+    of_older_edition = runs_of(a=SUMMARY, b=SUMMARY | {"method": "medusa"})
+    assert found(PARAMETERS, of_older_edition).verdict == "not measured"
+
+
+def test_heads_with_an_output_of_their_own_are_taken_before_shared_ones():
+    kangaroo, shared = sized("kangaroo", 100), sized("medusa", 101, True)
+    checked = found(PARAMETERS, runs_of(a=kangaroo, b=shared))
+    assert checked.verdict == "not supported" and checked.remark == "100 against 101 (shared head)"
+    both = runs_of(a=kangaroo, b=sized("medusa", 1000, False), c=shared, d=kangaroo | {"pair": "wide"})
+    both += runs_of(e=shared | {"pair": "wide"})
+    checked = found(PARAMETERS, both)
+    assert checked.verdict == "supported" and checked.remark == "100 against 1,000 (own head)"
+
+
+def test_what_drafts_through_the_targets_head_says_so(tmp_path):
+    claim = AGAINST | {"against": [{"method": "weak"}]}
+    ours, shared, own = (
+        run_of(tmp_path, f"{name}_{form}", sized(name, 9, form), records=journal(speedup))
+        for name, form, speedup in (("ours", True, 1.8), ("weak", True, 1.2), ("weak", False, 1.5))
+    )
+    assert found(claim, [ours, shared]).remark == "shared head, against weak (shared head); 30 questions"
+    assert found(claim, [ours, own, shared]).remark == "shared head, against weak (own head); 30 questions"
+
+
+@pytest.mark.parametrize("form", [True, False, None])
+def test_trained_weights_are_counted_in_their_files(tmp_path, form):
+    part = tmp_path / "part"
     part.mkdir()
-    (target / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 100}))
-    save_file({"a": np.zeros((10, 10), np.float32), "b": np.zeros(20, np.float32)}, part / "a.safetensors")
-    save_file({"c": np.zeros((2, 3, 4), np.float32)}, part / "b.safetensors")
-    pair = {"target": str(target), "parts": {"kangaroo": str(part)}}
-    claim = {"measure": "parameters", "of": {}, "part": "kangaroo", "at_most": 0.05}
-    run = run_of(tmp_path, "a", provenance=changed(PROVENANCE, config__pair=pair))
-    checked = found(claim, [run])
-    assert checked.found.value == 144 / (4 * (8 * 8 + 8 * 100)) and checked.verdict == "supported"
-    assert checked.remark == "144 against 3,456"
-    gone = changed(PROVENANCE, config__pair=pair | {"parts": {"kangaroo": str(tmp_path / "nowhere")}})
-    assert found(claim, [run_of(tmp_path, "b", provenance=gone)]).verdict == "not measured"
-    assert found(claim, [run_of(tmp_path, "c", provenance=None)]).verdict == "not measured"
+    save_file({"a": np.zeros((10, 10), np.float32), "ids": np.zeros(20, np.int64)}, part / "a.safetensors")
+    save_file({"c": np.zeros((2, 3, 4), np.float16)}, part / "b.safetensors")
+    if form is not None:
+        (part / "config.json").write_text(json.dumps({"original_lm_head": form}))
+    expected = {"source": str(part), "parameters": 124, "shared_head": form}
+    drafting = {"name": str(part), "heads": str(part), "none": None, "length": 4, "map": str(tmp_path)}
+    assert provenance.trained_weights(drafting) == {"heads": expected}
+    assert provenance.trained_weights({"drafter": {"heads": str(part)}}) == {"drafter.heads": expected}
 
 
 # -- the papers' claims
+
+
+def chosen(claim: dict) -> list[dict]:
+    """All that a claim chooses runs by."""
+    ours = [claim["of"] | claim["ours"]] if "ours" in claim else []
+    return [claim["of"], *ours, *claim.get("against", [])]
+
+
+def values_of(choice: dict, key: str) -> list[str]:
+    """The values of a key that a choice allows; none without the key."""
+    value = choice.get(key, [])
+    return list(map(str, value if isinstance(value, list) else [value]))
+
+
+@pytest.mark.parametrize("claim", KNOWN, ids=[claim["name"] for claim in KNOWN])
+def test_every_claim_says_whose_bound_it_is_and_where_it_stands(claim):
+    assert claim["bound"] in claims.BOUNDS
+    assert set(claim["paper"]) == {"figure", "source"} and all(claim["paper"].values())
+    source = claim["paper"]["source"]
+    if claim["bound"] == "ours":
+        assert "Ours: " in source  # with the reason for it, behind what the paper says
+    else:
+        assert re.search(r"abstract|Table \d|eq\. \d|Figure \d|leaderboard", source)
+
+
+def test_what_is_timed_or_accepted_is_claimed_of_published_settings():
+    """What is counted alone does not depend on them."""
+    for claim in KNOWN:
+        assert claim.get("settings") == (None if claim["measure"] in claims.COUNTED else "published")
 
 
 def test_every_claim_names_what_there_is():
@@ -297,18 +479,17 @@ def test_every_claim_names_what_there_is():
     methods = {path.stem for path in (CONF / "method").iterdir()}
     batch_keys = set(METRICS)
     for claim in KNOWN:
-        assert set(claim) <= {*("name", "paper", "measure", "of", "against", "over", "what", "part")} | {
-            *("at_least", "at_most")
+        assert set(claim) <= {
+            *("name", "bound", "paper", "measure", "settings", "of", "ours", "against", "over", "what"),
+            *("at_least", "at_most"),
         }
         assert claim["measure"] in claims.MEASURES, claim["name"]
         assert ("at_least" in claim) != ("at_most" in claim)
-        assert set(claim["paper"]) == {"figure", "source"}
-        for choice in [claim["of"], *claim.get("against", [])]:
+        for choice in chosen(claim):
             assert set(choice) <= {"experiment", "method", "batch_size", "pair"}
             assert choice.get("experiment") in {None, *experiments}, claim["name"]
-            chosen = choice.get("method")
-            assert set(chosen if isinstance(chosen, list) else [chosen]) <= {None, *methods}, claim["name"]
-        assert ("against" in claim) == (claim["measure"] == "relative")
+            assert set(values_of(choice, "method")) <= methods, claim["name"]
+        assert ("against" in claim) == (claim["measure"] in ("relative", "parameters"))
         if claim["measure"] == "number":
             assert claim["what"].split(".")[0] in batch_keys
         if claim["measure"] == "relative":
@@ -319,13 +500,35 @@ def test_every_claim_names_what_there_is():
 def test_every_claim_is_one_that_its_experiment_measures():
     """The methods, pairs and sizes that a claim chooses are those that its experiment sweeps."""
     for claim in KNOWN:
-        for choice in [claim["of"], *claim.get("against", [])]:
+        for choice in chosen(claim):
             if "experiment" in choice:
                 preset = yaml.safe_load((CONF / "experiment" / f"{choice['experiment']}.yaml").read_text())
                 swept = preset["hydra"]["sweeper"]["params"]
                 for key in choice.keys() - {"experiment"}:
-                    values = choice[key] if isinstance(choice[key], list) else [choice[key]]
-                    assert set(map(str, values)) <= set(str(swept[key]).split(",")), claim["name"]
+                    assert set(values_of(choice, key)) <= set(str(swept[key]).split(",")), claim["name"]
+
+
+def test_make_claims_measures_every_claim():
+    """Each method that a claim chooses is swept, with the settings that the claim asks for."""
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nclaims: ")[2].partition("\n\n")[0]
+    experiments = {"BATCHES": "batch_scaling"}
+    swept = set()
+    for line in recipe.splitlines():
+        given = dict(re.findall(r"(\w+)=([\w,]+)", line))
+        command = re.match(r"\t@\$\((\w+)\)", line)
+        name = given.get("experiment") or (command and experiments.get(command[1]))
+        if name is None:
+            continue
+        preset = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
+        methods = given.get("method") or preset["hydra"]["sweeper"]["params"]["method"]
+        swept |= set(product([name], methods.split(","), given["settings"].split(",")))
+    for claim in KNOWN:
+        for choice in chosen(claim):
+            settings = (
+                "tuned" if choice.get("method") == claim.get("ours", {}).get("method", 0) else "published"
+            )
+            asked = product([choice.get("experiment")], values_of(choice, "method"), [settings])
+            assert set(asked) <= swept, claim["name"]
 
 
 def test_without_runs_no_claim_is_measured():
@@ -334,16 +537,16 @@ def test_without_runs_no_claim_is_measured():
         assert len(checked) == len(KNOWN) and {one.fitting.verdict for one in checked} == {"not measured"}
         table = formats.cells(claims.claims_table(checked))
         assert len(table.rows) == len(KNOWN)
-        assert all(row[2].startswith("–") and row[3] == "not measured" for row in table.rows)
+        assert all(row[3].startswith("–") and row[4] == "not measured" for row in table.rows)
 
 
 def test_no_figure_is_typed_in():
     """Other runs, another table: what stands under "here" comes from the runs alone."""
 
     def here(speedup: float) -> list[str]:
-        run = faster(speedup, experiment="kangaroo", pair="tiny_wide")
+        run = published(speedup, experiment="kangaroo", pair="tiny_wide")
         checked = claims.check_claims(runs_of(a=run))
-        return [row[2] for row in formats.cells(claims.claims_table(checked)).rows]
+        return [row[3] for row in formats.cells(claims.claims_table(checked)).rows]
 
     one, other = here(1.4), here(1.9)
     assert one[0] == "1.40 [1.30, 1.50] (asked: at least 1.5)"
@@ -352,10 +555,51 @@ def test_no_figure_is_typed_in():
 
 
 def test_the_table_says_what_was_claimed_and_on_what():
-    checked = claims.check_claims(runs_of(a=faster(1.4, experiment="kangaroo", pair="tiny_wide")), KNOWN[:1])
-    (row,) = formats.cells(claims.claims_table(checked)).rows
-    assert row[0] == "Kangaroo, all tasks" and row[1].startswith("1.50 times (Liu et al. 2024, Table 1")
-    assert row[3:] == ["inconclusive", "160 questions", "– (not measured)"]
+    run = published(1.4, experiment="kangaroo", pair="tiny_wide")
+    (row,) = formats.cells(claims.claims_table(claims.check_claims(runs_of(a=run), KNOWN[:1]))).rows
+    assert row[:2] == ["Kangaroo, all tasks", "paper"]
+    assert row[2].startswith("1.50 times (Liu et al. 2024, Table 1")
+    assert row[4:] == ["inconclusive", "published settings; 160 questions", "–", "– (not measured)"]
+
+
+# -- pages
+
+
+PAGE = """# Claims
+
+<!-- claims:begin -->
+old
+<!-- claims:end -->
+
+So much: <!-- claims-counts:begin -->
+old
+<!-- claims-counts:end -->
+
+The end.
+"""
+
+
+def test_a_page_gets_the_table_and_the_counts(tmp_path):
+    run = run_of(tmp_path, "a", published(1.4, experiment="kangaroo", pair="tiny_wide"))
+    checked = claims.check_claims([run], KNOWN[:1])
+    page = tmp_path / "claims.md"
+    page.write_text(PAGE)
+    claims.renew(page, checked, [run])
+    text = page.read_text()
+    assert "old" not in text and text.startswith("# Claims\n") and text.endswith("\nThe end.\n")
+    assert "1 runs; 2026-01-02; EPYC, 2 cores; commit cccccccc.\n\n| claim | whose bound |" in text
+    assert "\nOf the papers' 1 claims: 1 inconclusive.\n" in text
+    claims.renew(page, checked, [run])
+    assert page.read_text() == text
+    (tmp_path / "bare.md").write_text("# Claims\n")
+    with pytest.raises(UserError, match="claims:begin"):
+        claims.renew(tmp_path / "bare.md", checked, [run])
+
+
+def test_the_page_of_claims_has_its_markers():
+    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+    begin, end = (text.find(f"\n<!-- {claims.TABLE}:{edge} -->\n") for edge in ("begin", "end"))
+    assert -1 < begin < text.find("| claim |") < end
 
 
 def test_small_shares_are_shown_with_three_digits():

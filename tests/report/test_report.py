@@ -182,11 +182,20 @@ def test_claims_without_runs_for_them_fail(called, tmp_path, capsys):
 def test_claims_that_have_runs_end_well(called, tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "runs", "run", faster(1.7, experiment="e", pair="tiny_wide"))
     (tmp_path / "claims.yaml").write_text(
-        "[{name: one, paper: {figure: 2, source: t}, measure: speedup, of: {experiment: e}, at_least: 5}]"
+        "[{name: one, bound: paper, paper: {figure: 2, source: t}, measure: speedup, of: {experiment: e}, "
+        "at_least: 5}]"
     )
     monkeypatch.setattr(command.claims, "FILE", tmp_path / "claims.yaml")
     assert called("claims") == 0  # measured, though it is not supported
     assert "not supported" in capsys.readouterr().out
+    (tmp_path / "page.md").write_text("<!-- claims:begin -->\n<!-- claims:end -->\n")
+    assert called("claims", "--markdown", "--write", str(tmp_path / "page.md")) == 0
+    text = capsys.readouterr().out
+    assert (
+        text.startswith("1 runs; ")
+        and "| one | paper | 2 (t) |" in text
+        and text in (tmp_path / "page.md").read_text().replace("<!--", "\n<!--")
+    )
 
 
 def test_compare_names_what_is_left_out_before_it_compares(called, tmp_path, capsys):
