@@ -279,10 +279,8 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     ratio, count, unit, against = weakest
     batch = f", batch {against.summary['batch_size']}" if batched else ""
     means = f", means over {len(values)} values of {key}" if key else ""
-    form = f"{_form(ours[0])}, " if _form(ours[0]) else ""
-    others_form = f" ({_form(against)})" if _form(against) else ""
-    name = f"{method_label(against.summary)}{others_form}{batch}"
-    return ratio, f"{form}against {name}; {tables.paired_over(count, unit)}{means}"
+    first = f"{_named(ours[0])} " if _form(ours[0]) else ""
+    return ratio, f"{first}against {_named(against)}{batch}; {tables.paired_over(count, unit)}{means}"
 
 
 def exact(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -358,6 +356,11 @@ def _form(run: Run) -> str:
     """Whether the trained weights of a run draft through the target's head; empty where they do not say."""
     forms = {one["shared_head"] for one in run.summary.get("trained_weights", {}).values()}
     return SHARED_HEAD if True in forms else OWN_HEAD if False in forms else ""
+
+
+def _named(run: Run) -> str:
+    """The method, with the form of its weights where there are two."""
+    return method_label(run.summary) + (f" ({_form(run)})" if _form(run) else "")
 
 
 def _speedup(numbers: Mapping) -> Speedup:

@@ -424,8 +424,12 @@ def test_what_drafts_through_the_targets_head_says_so(tmp_path):
         run_of(tmp_path, f"{name}_{form}", sized(name, 9, form), records=journal(speedup))
         for name, form, speedup in (("ours", True, 1.8), ("weak", True, 1.2), ("weak", False, 1.5))
     )
-    assert found(claim, [ours, shared]).remark == "shared head, against weak (shared head); 30 questions"
-    assert found(claim, [ours, own, shared]).remark == "shared head, against weak (own head); 30 questions"
+    assert (
+        found(claim, [ours, shared]).remark == "ours (shared head) against weak (shared head); 30 questions"
+    )
+    assert (
+        found(claim, [ours, own, shared]).remark == "ours (shared head) against weak (own head); 30 questions"
+    )
 
 
 @pytest.mark.parametrize("form", [True, False, None])
@@ -599,7 +603,7 @@ def test_a_page_gets_the_table_and_the_counts(tmp_path):
 def test_the_page_of_claims_has_its_markers():
     text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
     begin, end = (text.find(f"\n<!-- {claims.TABLE}:{edge} -->\n") for edge in ("begin", "end"))
-    assert -1 < begin < text.find("| claim |") < end
+    assert -1 < begin < text.find("\n| claim | ", begin) < end
 
 
 def test_small_shares_are_shown_with_three_digits():
