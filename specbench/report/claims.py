@@ -105,17 +105,13 @@ def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]
 
 
 def _tuned(runs: list[Run]) -> list[Run]:
-    """The runs with tuned settings, and for what has none those with the published ones, which are then its best."""
-
-    def kind(run: Run) -> tuple:
-        return tuple(map(run.summary.get, ("experiment", "method", "drafter", "pair", "batch_size")))
-
-    published, tuned = (
-        [run for run in runs if run.summary.get("settings_source") == source]
+    """The runs with published and then those with tuned settings: the last is a method's best, whether tuned or not."""
+    return [
+        run
         for source in ("published", "tuned")
-    )
-    kinds = {kind(run) for run in tuned}
-    return [run for run in published if kind(run) not in kinds] + tuned
+        for run in runs
+        if run.summary.get("settings_source") == source
+    ]
 
 
 def find(claim: Mapping, runs: list[Run]) -> Finding:
