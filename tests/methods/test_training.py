@@ -24,7 +24,7 @@ from specbench import ROOT, threads
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.pairs import cut, load_pair
-from specbench.training import LOG, train
+from specbench.training import LOG, RECORD, stages_of, train
 from tests.support.decoding import random_pair
 from tests.support.messages import says
 from tests.support.models import EVERY_ARCHITECTURE
@@ -199,6 +199,22 @@ def test_distillation_brings_a_draft_model_closer_to_its_target(workplace, tmp_p
     assert after > before + 0.3
     assert log(tmp_path)[-1]["held_out_agreement"] == pytest.approx(after)
     assert not (out / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_the_record_tells_every_stage(workplace, tmp_path):
+    """Trained once, and once more from there: the second record holds the first, and counts the tokens of both."""
+    records = []
+    for name, more in (("first", ()), ("second", (f"draft={tmp_path / 'first'}",))):
+        cfg = training_settings("train_sps", workplace, tmp_path / name, "steps=2", "save_every=2", *more)
+        records.append(json.loads((sps_train.train(cfg) / RECORD).read_text()))
+    first, second = records
+    tokens = 2 * cfg.batch_size * cfg.length
+    assert first["tokens"] == first["tokens_in_all"] == tokens and first["earlier"] == []
+    assert second["tokens_in_all"] == 2 * tokens and second["begins"] == "first"
+    (stage,) = second["earlier"]
+    assert stage == {key: value for key, value in first.items() if key != "earlier"}
+    assert len(stages_of(tmp_path / "second")) == 2 and stages_of(tmp_path) == []
 
 
 @pytest.mark.slow
