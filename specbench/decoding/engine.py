@@ -85,10 +85,11 @@ class Engine:
         self._spare = 1 + self._nodes + target.padding
         longest = self.scheduler.longest_draft
         nodes = self._nodes if longest is None else min(self._nodes, longest)
-        if target.width is not None and 1 + nodes > target.width:
+        self.widest = 1 + nodes  # tokens of a verification of one sequence
+        if target.width is not None and self.widest > target.width:
             raise UserError(
                 f"decoding.verify_width is {target.width}, and a draft with the token in front of it has up to "
-                f"{1 + nodes}: set decoding.verify_width={1 + nodes} or more, or null"
+                f"{self.widest}: set decoding.verify_width={self.widest} or more, or null"
             )
         self._cache: KVCache | None = None
 

@@ -1,132 +1,411 @@
 """Choosing the layouts of weights by measuring.
 
-Which layout a kernel reads fastest depends on the shape, the type, the number of tokens and of threads, and the
-processor. Before `choose_layouts` was called, or where it was not, weights have the default layouts.
+Which layout a kernel reads fastest depends on the shape, the type, the number of tokens and of threads, the processor,
+and on what lies in its caches. So a target's layouts are tried in place: in passes of the whole target as a run makes
+them, of one token and of as many as a verification has. Weights of drafters are tried one shape at a time. Before
+`choose_layouts` was called, or where it was not, weights have the default layouts.
+
+**What is in the caches.** The baseline reads nothing but the target between two of its passes: a target that fits into
+the last cache (the embedded one has 29 MB in fp32, and there are CPUs with 32 MB and more) stays there, as far as it
+does. So before a pass of one token is timed, another one is made with the same layouts: it drives out what was tried
+before, and leaves behind what a pass of the loop leaves. Between verifications a drafter reads weights of its own, so
+other memory is read in front of the timed pass, too. Of a target larger than all caches it makes no difference.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from statistics import median
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from specbench.decoding.linear import DRAFT, LAID, LAYOUTS, ONE_TOKEN, Layouts, default, product
+from specbench.decoding.draft import Draft, Resume
+from specbench.decoding.linear import (
+    DRAFT,
+    LAID,
+    LAYOUTS,
+    ONE_TOKEN,
+    JoinedLinear,
+    LaidLinear,
+    default,
+    product,
+)
 from specbench.processes import free_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from specbench.decoding.linear import Bags, Laid
+    from specbench.decoding.linear import Laid, Product
+    from specbench.decoding.target import StagedModel
 
-Times = dict[str, dict[int, float]]  # seconds by layout and number of tokens
-ROUNDS, FEWEST_ROUNDS = 9, 3  # of measuring, each over all layouts
-SECONDS = 0.25  # for the rounds of one shape, once there are `FEWEST_ROUNDS`
+    Times = dict[str, list[float]]  # seconds by layout, of each round of measuring
+    Made = torch.Tensor | Product
+
+ROUNDS, FEWEST_ROUNDS = 15, 3  # of measuring, each over all layouts
+SECONDS = 2.0  # for the rounds of one number of tokens, once there are `FEWEST_ROUNDS`
+CHECK_SECONDS = 0.6  # for those that compare whole passes
+DRAFTER_SECONDS = 0.25  # for those of one shape of a drafter's weights
 WORTH = 0.95  # share of the default layout's time that another one must stay below
+HOPELESS = 1.25  # times the default layout's least time: not tried any more
+CLEAR = 0.75  # share of all comparisons of two times that it must win; half of them are won by chance
 LEAST_BYTES = 2**18  # of a matrix that is measured: a product with a smaller one is mostly the call of it
-SAMPLE_BYTES = 2**24  # at most so much of one matrix is measured
-SWEEP_BYTES = 2**24  # read of other matrices before one is read again: weights do not stay in a core's cache
-COPIES = 2  # of a weight that there may be: for one token and for several
+SAMPLE_BYTES = 2**24  # at most so much of a drafter's matrix is measured
+SWEEP_BYTES = 2**24  # of other memory, read in between: about what a drafter of the embedded family reads
+PART_BYTES = 2**27  # more than caches hold: of a larger target its last layers are measured, which read that
+PROMPT = 128  # entries of the cache in front of a measured pass
 SHARE = 0.5  # of the free memory that copies of weights may take
-_FASTEST: dict[tuple, Layouts] = {}  # what was measured in this process
+OWNERS = HEAD, LAYERS, DRAFTER = "head", "layers", "drafter"  # whose weights a group holds
+DEFAULT, TRIED = "default", "tried"  # layouts of whole passes
+PASS, PRODUCTS = "pass", "products"  # what is measured
+clock = time.perf_counter
+_FASTEST: dict[tuple, Any] = {}  # what was measured in this process
+
+
+class PassShape(NamedTuple):
+    """The shape of a pass: sequences of a batch, and tokens of each."""
+
+    batch: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A layout, and what was measured.
+
+    Attributes:
+        layout: that was chosen.
+        ms: milliseconds of the group's products in a pass by layout (of a drafter: of products with some of its
+            weights), medians; empty where nothing was measured.
+    """
+
+    layout: str
+    ms: dict[str, float] = field(default_factory=dict)
+
+
+Choices = dict[int, Choice]  # by number of tokens of a product
 
 
 def choose_layouts(
-    batch_size: int | None = None, known: Mapping[str, Mapping[str, str]] | None = None
-) -> dict[str, dict[str, str]]:
+    target: StagedModel | None = None,
+    passes: Iterable[PassShape] = (PassShape(1, 1),),
+    known: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Gives every laid-out weight on the CPU the layouts that are fastest with the threads that torch has now.
 
     Args:
-        batch_size: sequences that are decoded together.
-        known: what was chosen before, as this returns it; nothing is measured for the shapes that are in it.
+        target: whose passes are measured; None: all weights are a drafter's.
+        passes: that the run makes of it.
+        known: what was chosen before, as this returns it; nothing is measured for the groups that are in it.
 
     Returns:
-        The layouts by shape and type, such as "1024x3072 float32": {"one_token": "rows", "several": "packed"}.
+        "groups": by group of weights, such as "head 16384x128 float32", and by number of tokens, as text, a `Choice`;
+        "pass_ms": by number of tokens milliseconds of whole passes with "default" layouts and with those "tried" whose
+        products were the fastest, where these differ; these were chosen unless their passes were slower.
     """
-    shapes: dict[str, list[Laid]] = defaultdict(list)
-    for laid in LAID:
-        if laid.weight.device.type == "cpu" and not laid.weight.requires_grad:
-            shapes[_name(laid.weight)].append(laid)
-    room = _fits(COPIES * sum(laid.weight.nbytes for group in shapes.values() for laid in group))
-    chosen = {}
-    for name, group in sorted(shapes.items()):
-        if known is not None and name in known:
-            layouts = Layouts(**known[name])
-        elif room:
-            layouts = _fastest(name, [laid.weight for laid in group], batch_size or 1)
-        else:
-            layouts = default(group[0].weight)
-        for laid in group:
-            laid.choose(layouts)
-        chosen[name] = asdict(layouts)
-    return chosen
-
-
-def _fastest(name: str, weights: Sequence[torch.Tensor], batch_size: int) -> Layouts:
-    """The fastest layouts of weights of one shape, measured once in a process for each number of threads."""
-    usual = default(weights[0])
-    if weights[0].nbytes < LEAST_BYTES:
-        return usual
-    key = (name, torch.get_num_threads(), batch_size)
-    if key not in _FASTEST:
-        several = sorted({batch_size, DRAFT * batch_size} - {1})
-        rounds = measure(weights, [1, *several])
-        _FASTEST[key] = Layouts(
-            fastest(rounds, [1], usual.one_token), fastest(rounds, several, usual.several)
+    groups = _groups(target)
+    before, pass_ms = known.get("groups", {}), known.get("pass_ms", {})
+    found = {name: {int(n): Choice(**choice) for n, choice in of.items()} for name, of in before.items()}
+    lacking = {name: group for name, group in groups.items() if name not in found}
+    shapes = sorted(set(passes))
+    tokens = sorted({1, *(shape.batch for shape in shapes), *(DRAFT * shape.batch for shape in shapes)})
+    copies = max(len(shapes), len(tokens))  # of a weight at most, one for each number of tokens
+    room = _fits(copies * sum(laid.weight.nbytes for group in lacking.values() for laid in group))
+    own = {name: group for name, group in lacking.items() if not name.startswith(DRAFTER)}
+    if own and target is not None and room:
+        measured, pass_ms = _remembered(
+            (*((name, len(group)) for name, group in own.items()), *shapes),
+            lambda: _in_place(target, own, shapes),
         )
+        found |= measured
+    for name, group in lacking.items():
+        if name not in own and room and _is_large(group):
+            weights = [laid.weight for laid in group]
+            found[name] = _remembered((name, *tokens), lambda weights=weights: _alone(weights, tokens))  # type: ignore[misc]
+    for name, group in groups.items():
+        choices = found.setdefault(name, {1: Choice(default(group[0].weight))})
+        for laid in group:
+            laid.choose({n: choice.layout for n, choice in choices.items()})
+    written = {name: {str(n): asdict(found[name][n]) for n in sorted(found[name])} for name in groups}
+    return {"groups": written, "pass_ms": {str(n): ms for n, ms in pass_ms.items()}}
+
+
+def _remembered(key: tuple, measured: Callable[[], Any]) -> Any:
+    """What is measured once in a process for each number of threads."""
+    key = (torch.get_num_threads(), *key)
+    if key not in _FASTEST:
+        _FASTEST[key] = measured()
     return _FASTEST[key]
 
 
-def fastest(rounds: Sequence[Times], tokens: Sequence[int], usual: str) -> str:
-    """The layout with the least time over all these numbers of tokens, each counted alike, or `usual` if none is clear.
+def fastest(times: Times, usual: str) -> Choice:
+    """The layout with the least median time, or `usual` if none is clearly faster.
 
-    What counts is the ratio to `usual`, the worse one of two: the median over the rounds, and that of the least times.
+    Clearly: its median is below `WORTH` of that of `usual`, and it is faster beyond the noise, see `wins`.
     """
-    ratios = {}
-    for name in rounds[0]:
-        if any(n not in rounds[0][name] for n in tokens):
-            continue  # a layout for one token alone
-        typical = [median(times[name][n] / times[usual][n] for times in rounds) for n in tokens]
-        least = [min(t[name][n] for t in rounds) / min(t[usual][n] for t in rounds) for n in tokens]
-        ratios[name] = max(sum(typical), sum(least)) / len(tokens)
-    best = min(ratios, key=lambda name: ratios[name])
-    return best if ratios[best] < WORTH else usual
+    medians = {name: median(of) for name, of in times.items()}
+    clear = [
+        name
+        for name, of in times.items()
+        if medians[name] < WORTH * medians[usual] and wins(of, times[usual])
+    ]
+    best = min(clear, key=lambda name: medians[name], default=usual)
+    return Choice(best, {name: 1e3 * seconds for name, seconds in medians.items()})
+
+
+def wins(times: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether some times are less than others beyond the noise: in `CLEAR` of all comparisons of one with one.
+
+    Where both are equally fast, chance brings that about in one of ten cases with five times each, and in one of a
+    hundred with fifteen.
+    """
+    return sum(a < b for a in times for b in others) >= CLEAR * len(times) * len(others)
+
+
+# -- in place ----------------------------------------------------------------------------------------------------
+
+
+class Timed:
+    """A matrix whose products are timed.
+
+    Args:
+        matrix: [out, in] in any layout.
+    """
+
+    def __init__(self, matrix: Made):
+        self.matrix, self.seconds = matrix, 0.0
+
+    def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """States [..., in] -> [..., out]."""
+        begun = clock()
+        outputs = product(states, self.matrix, bias)
+        self.seconds += clock() - begun
+        return outputs
+
+
+class Passes:
+    """Passes of a target behind a filled cache; of a large one, of its last layers alone.
+
+    Args:
+        target: to run.
+        shapes: of the passes.
+    """
+
+    def __init__(self, target: StagedModel, shapes: Sequence[PassShape]):
+        self.target = target
+        self.first = len(target.layers) - 1  # layer that is run
+        while self.first > 0 and target.pass_bytes(self.first) < PART_BYTES:
+            self.first -= 1
+        longest = max(shape.tokens for shape in shapes) + target.padding
+        self._cache = target.new_cache(PROMPT + longest, max(shape.batch for shape in shapes))
+        for segment in self._cache.segments:
+            segment.normal_()
+
+    def products(self, shape: PassShape) -> int:
+        """The tokens of a product in such a pass."""
+        return shape.batch * max(shape.tokens, self.target.width or 1)
+
+    def prepare(self, shape: PassShape) -> None:
+        """Leaves in the caches what the loop leaves there before such a pass, see the head of this module."""
+        if self.first == 0:
+            self.run(shape)
+        if self.first > 0 or shape.tokens > 1:
+            sweep(SWEEP_BYTES)
+
+    def run(self, shape: PassShape) -> float:
+        """Seconds of a pass."""
+        target, (b, n) = self.target, shape
+        ids = torch.arange(b * n).remainder(target.vocab_size).view(b, n)
+        hidden = torch.linspace(-1, 1, b * n * target.hidden_size, dtype=target.dtype).view(b, n, -1)
+        resume = Resume(self.first, hidden) if self.first > 0 else None
+        begun = clock()
+        target.verify(ids[:, :1], Draft(ids[:, 1:], resume=resume), self._cache, PROMPT)
+        return clock() - begun
 
 
 @torch.inference_mode()
-def measure(weights: Sequence[torch.Tensor], tokens: Sequence[int]) -> list[Times]:
-    """Seconds of a product with weights of one shape, in rounds, by layout and number of tokens.
+def _in_place(
+    target: StagedModel, groups: Mapping[str, Sequence[Laid]], shapes: Sequence[PassShape]
+) -> tuple[dict[str, Choices], dict[int, dict[str, float]]]:
+    """The choices for a target's groups of weights, and milliseconds of whole passes.
 
-    The layouts take turns, so that other load meets all of them; a product reads another weight than the one before,
-    as a pass through a model does. Of a large matrix its first rows are measured.
+    All groups try a layout at once, each product is timed within its pass, and the layouts take turns. What is fastest
+    for each group is compared once more, all of it against the default layouts, by whole passes: what gains in its
+    products and costs as much elsewhere is not taken.
+    """
+    passes = Passes(target, shapes)
+    run = {id(laid) for laid in _laid([*target.layers[passes.first :], target.lm_head])}
+    tried = {name: [laid for laid in group if id(laid) in run] for name, group in groups.items()}
+    tried = {name: group for name, group in tried.items() if group and _is_large(group)}
+    found: dict[str, Choices] = {name: {} for name in tried}
+    pass_ms: dict[int, dict[str, float]] = {}
+    size = len(LAYOUTS) * sum(laid.weight.nbytes for group in tried.values() for laid in group)
+    if not tried or not _fits(size):
+        return {}, {}
+    usual = {name: default(group[0].weight) for name, group in tried.items()}
+    made = {name: _all_made(group) for name, group in tried.items()}
+    try:
+        for shape in {passes.products(shape): shape for shape in shapes}.values():
+            tokens = passes.products(shape)
+            times = _try_products(passes, shape, tried, made, usual)
+            best = {name: fastest(times[name], usual[name]) for name in tried}
+            if any(best[name].layout != usual[name] for name in tried):
+                pass_ms[tokens], slower = _check(passes, shape, tried, made, usual, best)
+                if slower:
+                    best = {name: Choice(usual[name], choice.ms) for name, choice in best.items()}
+            for name, choice in best.items():
+                found[name][tokens] = choice
+    finally:
+        for group in tried.values():
+            for laid in group:
+                laid.serve(None)
+    return found, pass_ms
+
+
+def _try_products(
+    passes: Passes,
+    shape: PassShape,
+    groups: Mapping[str, Sequence[Laid]],
+    made: Mapping[str, Mapping[str, Sequence[Made]]],
+    usual: Mapping[str, str],
+) -> dict[str, Times]:
+    """Seconds of the products of each group within a pass, by layout."""
+    names = [name for name in LAYOUTS if passes.products(shape) == 1 or name not in ONE_TOKEN]
+    names = [name for name in names if all(name in of for of in made.values())]
+    timed = {
+        (layout, name): [Timed(matrix) for matrix in made[name][layout]]
+        for layout in names
+        for name in groups
+    }
+
+    def turn(layout: str) -> dict[str, float]:
+        for name, group in groups.items():
+            for laid, matrix in zip(group, timed[layout, name]):
+                laid.serve(matrix)
+        passes.prepare(shape)
+        for name in groups:
+            for matrix in timed[layout, name]:
+                matrix.seconds = 0.0
+        passes.run(shape)
+        return {name: sum(matrix.seconds for matrix in timed[layout, name]) for name in groups}
+
+    if (
+        passes.first > 0
+    ):  # kernels are made when they are first called; else in the pass in front of the timed one
+        for layout in names:
+            turn(layout)
+    return _in_rounds(names, usual, turn, SECONDS)
+
+
+def _check(
+    passes: Passes,
+    shape: PassShape,
+    groups: Mapping[str, Sequence[Laid]],
+    made: Mapping[str, Mapping[str, Sequence[Made]]],
+    usual: Mapping[str, str],
+    best: Mapping[str, Choice],
+) -> tuple[dict[str, float], bool]:
+    """Milliseconds of whole passes with the default layouts and with those that were best; whether these are slower."""
+    ways = {DEFAULT: usual, TRIED: {name: choice.layout for name, choice in best.items()}}
+
+    def turn(way: str) -> dict[str, float]:
+        for name, group in groups.items():
+            for laid, matrix in zip(group, made[name][ways[way][name]]):
+                laid.serve(matrix)
+        passes.prepare(shape)
+        return {PASS: passes.run(shape)}
+
+    times = _in_rounds(list(ways), {PASS: DEFAULT}, turn, CHECK_SECONDS)[PASS]
+    return {way: 1e3 * median(times[way]) for way in ways}, wins(times[DEFAULT], times[TRIED])
+
+
+def _in_rounds(
+    names: Sequence[str],
+    usual: Mapping[str, str],
+    turn: Callable[[str], dict[str, float]],
+    seconds: float,
+) -> dict[str, Times]:
+    """Measures in rounds over all names, so that other load meets all alike.
+
+    Args:
+        names: to measure; those that are hopeless after a few rounds are left out of further ones.
+        usual: the default one, by what is measured.
+        turn: gives, for a name, seconds by what is measured.
+        seconds: after which no round begins.
+
+    Returns:
+        What `turn` gave, by what is measured and by name.
+    """
+    found: dict[str, Times] = {what: {name: [] for name in names} for what in usual}
+    begun, rounds = clock(), 0
+    while rounds < FEWEST_ROUNDS or (rounds < ROUNDS and clock() - begun < seconds):
+        for name in names:
+            for what, spent in turn(name).items():
+                found[what][name].append(spent)
+        rounds += 1
+        if rounds >= FEWEST_ROUNDS:
+            names = [name for name in names if not _is_hopeless(name, found, usual)]
+    return found
+
+
+def _is_hopeless(name: str, found: Mapping[str, Times], usual: Mapping[str, str]) -> bool:
+    return all(min(times[name]) > HOPELESS * min(times[usual[what]]) for what, times in found.items())
+
+
+def sweep(size: int) -> None:
+    """Reads so many bytes of other memory, `SWEEP_BYTES` at most."""
+    _other_memory()[: size // 4].sum()
+
+
+@cache
+def _other_memory() -> torch.Tensor:
+    return torch.ones(SWEEP_BYTES // 4)
+
+
+# -- one shape at a time -----------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def _alone(weights: Sequence[torch.Tensor], tokens: Sequence[int]) -> Choices:
+    """The choices for a drafter's weights of one shape."""
+    usual = default(weights[0])
+    return {n: fastest(times, usual) for n, times in measure(weights, tokens).items()}
+
+
+@torch.inference_mode()
+def measure(weights: Sequence[torch.Tensor], tokens: Sequence[int]) -> dict[int, Times]:
+    """Seconds of products with weights of one shape, by number of tokens and layout.
+
+    A product reads another weight than the one before, as a pass through a model does; where all weights are fewer
+    than `SWEEP_BYTES`, as one that is alone of its shape, other memory is read in between. Of a large matrix its first
+    rows are measured.
     """
     row_bytes = weights[0].shape[1] * weights[0].element_size()
     rows = max(1, min(weights[0].shape[0], SAMPLE_BYTES // row_bytes))
     sample = [weight.detach()[:rows] for weight in weights[: -(-SWEEP_BYTES // (rows * row_bytes))]]
-    laid = {name: made for name, lay in LAYOUTS.items() if (made := _made(lay, sample)) is not None}
-    states = {n: _states(sample[0], n) for n in tokens}
-    cases = [(n, name) for n in tokens for name in laid if n == 1 or name not in ONE_TOKEN]
-    for n, name in cases:  # kernels are made when they are first called
-        _seconds(states[n], laid[name][:1])
-    found: list[Times] = []
-    begun = time.perf_counter()
-    while len(found) < FEWEST_ROUNDS or (len(found) < ROUNDS and time.perf_counter() - begun < SECONDS):
-        times: Times = {name: {} for name in laid}
-        for n, name in cases:
-            times[name][n] = _seconds(states[n], laid[name])
-        found.append(times)
+    rest = SWEEP_BYTES - sum(weight.nbytes for weight in sample)
+    made = {name: made for name, lay in LAYOUTS.items() if (made := _made(lay, sample)) is not None}
+    found: dict[int, Times] = {}
+    usual = {PRODUCTS: default(weights[0])}
+    for n in tokens:
+        states = _states(sample[0], n)
+
+        def turn(layout: str, states: torch.Tensor = states) -> dict[str, float]:
+            sweep(max(0, rest))
+            start = clock()
+            for matrix in made[layout]:
+                product(states, matrix, None)
+            return {PRODUCTS: clock() - start}
+
+        names = [name for name in made if n == 1 or name not in ONE_TOKEN]
+        for name in names:  # kernels are made when they are first called
+            product(states, made[name][0], None)
+        found[n] = _in_rounds(names, usual, turn, DRAFTER_SECONDS / len(tokens))[PRODUCTS]
     return found
-
-
-def _seconds(states: torch.Tensor, matrices: Sequence[torch.Tensor | Bags]) -> float:
-    """Seconds of a product with each of some matrices."""
-    start = time.perf_counter()
-    for matrix in matrices:
-        product(states, matrix, None)
-    return time.perf_counter() - start
 
 
 def _states(weight: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -135,9 +414,44 @@ def _states(weight: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.linspace(-1, 1, tokens * columns, dtype=weight.dtype).view(1, tokens, columns)
 
 
-def _made(
-    lay: Callable[[torch.Tensor], torch.Tensor | Bags], weights: Sequence[torch.Tensor]
-) -> list[torch.Tensor | Bags] | None:
+# -- weights -----------------------------------------------------------------------------------------------------
+
+
+def _groups(target: StagedModel | None) -> dict[str, list[Laid]]:
+    """The laid-out weights on the CPU: a target's head, its layers' and a drafter's by shape and type."""
+    head: set[int] = set()
+    layers: set[int] = set()
+    if target is not None:
+        head = {id(laid) for laid in _laid([target.lm_head])}
+        layers = {id(laid) for laid in _laid(target.layers)}
+    groups: dict[str, list[Laid]] = defaultdict(list)
+    for laid in LAID:
+        if laid.weight.device.type == "cpu" and not laid.weight.requires_grad:
+            whose = HEAD if id(laid) in head else LAYERS if id(laid) in layers else DRAFTER
+            groups[f"{whose} {_name(laid.weight)}"].append(laid)
+    return {
+        name: groups[name] for name in sorted(groups, key=lambda name: (OWNERS.index(name.split()[0]), name))
+    }
+
+
+def _laid(modules: Iterable[torch.nn.Module]) -> list[Laid]:
+    """The laid-out weights of modules."""
+    parts = [part for module in modules for part in module.modules()]
+    joined = [part._joined.laid for part in parts if isinstance(part, JoinedLinear) and part._place == 0]
+    return [*joined, *(part._laid for part in parts if isinstance(part, LaidLinear))]
+
+
+def _is_large(group: Sequence[Laid]) -> bool:
+    return group[0].weight.nbytes >= LEAST_BYTES
+
+
+def _all_made(group: Sequence[Laid]) -> dict[str, list[Made]]:
+    """The weights of a group in every layout that there is for them."""
+    weights = [laid.weight for laid in group]
+    return {name: made for name, lay in LAYOUTS.items() if (made := _made(lay, weights)) is not None}
+
+
+def _made(lay: Callable[[torch.Tensor], Made], weights: Sequence[torch.Tensor]) -> list[Made] | None:
     """The weights laid out; None where this torch or this processor has no such layout for them."""
     try:
         made = [lay(weight) for weight in weights]

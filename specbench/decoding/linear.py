@@ -9,18 +9,21 @@ only their order, and with it the order in which products are summed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakSet
 
 import torch
 from torch.nn.functional import linear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-DRAFT = 6  # tokens of a verification: the pending one and five drafted ones
+    # Of a matrix: the layout by number of tokens of a product. Another number takes that of the nearest one, but one
+    # token never that of several, nor several that of one.
+    Layouts = Mapping[int, str]
+
+DRAFT = 6  # tokens that the kernel of `packed` is asked for: the pending one and five drafted ones
 # Of a weight that is joined. The outputs of a joint product are slices of one tensor, which later operations read more
 # slowly where there are several tokens: with small matrices that costs more than fewer calls gain.
 LEAST_JOINED = 2**18
@@ -28,17 +31,11 @@ BAGS = (256, 512)  # outputs that one sum of columns makes: few enough to stay i
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same states
 
 
-@dataclass(frozen=True, slots=True)
-class Layouts:
-    """The layouts of a matrix.
+class Product(Protocol):
+    """What stands for a matrix [out, in] in products."""
 
-    Attributes:
-        one_token: for a product with one token.
-        several: for a product with more.
-    """
-
-    one_token: str
-    several: str
+    def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """States [..., in] -> [..., out]."""
 
 
 def by_rows(weight: torch.Tensor) -> torch.Tensor:
@@ -115,23 +112,30 @@ ONE_TOKEN = tuple(f"bags_{width}" for width in BAGS)  # layouts for products wit
 _PACKED_PRODUCT = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 
 
-def product(states: torch.Tensor, weight: torch.Tensor | Bags, bias: torch.Tensor | None) -> torch.Tensor:
+def product(states: torch.Tensor, weight: torch.Tensor | Product, bias: torch.Tensor | None) -> torch.Tensor:
     """States [..., in] times a weight [out, in] in any layout, without gradients -> [..., out]."""
-    if isinstance(weight, Bags):
+    if not isinstance(weight, torch.Tensor):
         return weight.times(states, bias)
     if weight.is_mkldnn:
         return _PACKED_PRODUCT(states, weight, bias, "none", [], "")  # type: ignore[misc] # there is no such weight without
     return linear(states, weight, bias)
 
 
-def default(weight: torch.Tensor) -> Layouts:
-    """The layouts before anything is measured.
+def default(weight: torch.Tensor) -> str:
+    """The layout before anything is measured.
 
     In fp32 on a CPU columns: for one token a head of 16384 x 128 then takes a third of the time, and six tokens through
     the layers of the embedded target a fifth less.
     """
-    columns = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return Layouts("columns", "columns") if columns else Layouts("rows", "rows")
+    return "columns" if weight.device.type == "cpu" and weight.dtype == torch.float32 else "rows"
+
+
+def completed(layouts: Layouts, usual: str) -> Layouts:
+    """Layouts, in the order of their tokens, with `usual` for one token and for several where they lack these."""
+    found = {1: usual, **layouts}
+    if len(found) == 1:
+        found[DRAFT] = usual
+    return dict(sorted(found.items()))
 
 
 class Laid:
@@ -147,9 +151,11 @@ class Laid:
         self._counted = [weight for weight in weights if not weight.is_inference()]
         self.layouts: Layouts | None = None  # none chosen yet
         self.weight = weights[0]
-        # None: no copies, products are with the weight itself. Those of an embedding are made when they are first used.
-        self.one_token: torch.Tensor | Bags | None = self.weight if fixed else None
-        self.several: torch.Tensor | Bags | None = self.one_token
+        # What a product with one token reads. None: no copies, all products are with the weight itself. Copies of an
+        # embedding are made when they are first used.
+        self.one_token: torch.Tensor | Product | None = self.weight if fixed else None
+        # And a product with several, by their number.
+        self.several: tuple[tuple[int, torch.Tensor | Product], ...] = ((DRAFT, self.weight),)
         self._pointers = self._where() if fixed else []
         self._versions: list[int] = []
         if not fixed:
@@ -167,36 +173,51 @@ class Laid:
             self.layouts = None
             if several:
                 self.weight = torch.nn.Parameter(torch.cat([plain(weight) for weight in self.weights]), False)
-        layouts = self.layouts or default(self.weight)
-        named = (layouts.one_token, layouts.several)
+        layouts = completed(self.layouts or {}, default(self.weight))
+        named = layouts.values()
         home = "rows"
         if not self.fixed:
-            home = next((name for name in named if name in PLAIN), default(self.weight).one_token)
+            home = next((name for name in named if name in PLAIN), default(self.weight))
             self.weight.data = cast("torch.Tensor", LAYOUTS[home](self.weight))
             if several:
                 views = self.weight.data.split([len(weight) for weight in self.weights])
                 for weight, view in zip(self.weights, views):
                     weight.data = view
         copies = {name: LAYOUTS[name](self.weight) for name in set(named) - {home}}
-        self.one_token, self.several = (
-            (copies.get(name, self.weight) for name in named) if copies else (None, None)
-        )
+        made = [(tokens, copies.get(name, self.weight)) for tokens, name in layouts.items()]
+        self.one_token = made[0][1] if copies else None
+        self.several = tuple(made[1:])
         self._pointers, self._versions = self._where(), self._changes()
 
     def choose(self, layouts: Layouts) -> None:
         """Changes to these layouts."""
         if layouts != self.layouts:
-            self.layouts = layouts
+            self.layouts = dict(layouts)
             self.lay()
+
+    def serve(self, matrix: torch.Tensor | Product | None) -> None:
+        """Takes the same matrix in all products, without copies of its own, until layouts are chosen.
+
+        Args:
+            matrix: [out, in] the values of the weight; None: the weight itself.
+        """
+        self.layouts, self.one_token = None, matrix
+        self.several = ((DRAFT, self.weight if matrix is None else matrix),)
 
     def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """States [..., in] times the matrix [out, in], without gradients -> [..., out]."""
         if self._pointers != self._where() or self._versions != self._changes():
             self.lay()  # a weight was moved or changed: what was made of it must not stay what it was
-        if self.one_token is None or self.several is None:
+        if self.one_token is None:
             return linear(states, self.weight, bias)
-        one = states.numel() == self.weight.shape[1]
-        return product(states, self.one_token if one else self.several, bias)
+        tokens = states.numel() // self.weight.shape[1]
+        return product(states, self.one_token if tokens == 1 else self._nearest(tokens), bias)
+
+    def _nearest(self, tokens: int) -> torch.Tensor | Product:
+        """What a product with several tokens reads."""
+        if len(self.several) == 1:
+            return self.several[0][1]
+        return min(self.several, key=lambda pair: abs(pair[0] - tokens))[1]
 
     def _where(self) -> list[int]:
         """Addresses of the weights."""

@@ -88,6 +88,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "dtype": facts["dtype"],
         "device": facts["device"],
         "threads": facts.get("threads"),
+        "layouts": facts.get("layouts"),
         "slice_seconds": facts.get("slice_seconds"),
         "weights": facts["weights"],
         "anatomy": facts.get("anatomy"),

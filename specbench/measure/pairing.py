@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from specbench.decoding.draft import Request
-from specbench.decoding.layouts import choose_layouts
+from specbench.decoding.layouts import PassShape, choose_layouts
 from specbench.decoding.passes import Graphs
 from specbench.decoding.sampling import TARGET, Decoding, position_draws
 from specbench.decoding.trace import Clock, Generation, Step
@@ -66,6 +66,7 @@ class Bench:
         protocol: whose earlier answers a conversation goes on with: "spec_bench": each arm's own.
         seed: of the sampling.
         batch_size: None for a method that decodes one sequence at a time.
+        widest: tokens of each sequence in the method's widest pass.
         warmup: questions to warm up with.
         slice_seconds: after which an arm hands over to another one; None: arms alternate by whole answers.
         remeasure: how often a turn that others disturbed is measured again at most.
@@ -84,6 +85,7 @@ class Bench:
     protocol: str
     seed: int
     batch_size: int | None = None
+    widest: int = 1
     warmup: Sequence[Question] = ()
     slice_seconds: float | None = None
     remeasure: int = 0
@@ -369,7 +371,17 @@ class Bench:
                 self.arms[name](requests)
 
         on_cpu = self.pair.device.type == "cpu"
-        return use_threads(asked, work if on_cpu else None, partial(choose_layouts, self.batch_size))
+        return use_threads(asked, work if on_cpu else None, self.choose_layouts)
+
+    def choose_layouts(self, known: dict | None = None) -> dict:
+        """Gives all weights the layouts that are fastest in this run's passes; see `layouts.choose_layouts`.
+
+        Those are the baseline's, of one token of each sequence, and the widest of the method. A batch has passes of a
+        single sequence, too, of the arm that it is compared with.
+        """
+        b = self.batch_size or 1
+        passes = [PassShape(1, 1), PassShape(b, 1), PassShape(b, self.widest)]
+        return choose_layouts(self.target, passes, known or {})
 
     def _warm_up_requests(self, most_tokens: int) -> list[Request]:
         """A request for each warm-up question."""

@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from specbench.decoding.draft import Drafter, needs_of
 from specbench.decoding.engine import Engine
-from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
@@ -64,10 +63,9 @@ def prepare(cfg: DictConfig) -> Bench:
     arms: dict[str, Arm] = {BASELINE: single}
     if batched and cfg.batch_size > 1:
         arms[BASELINE] = engine(Drafter(), Scheduler(cfg.batch_size)).generate
-    if batched:
-        arms[METHOD] = engine(drafter, method(batch_size=size, **parameters(cfg.method))).generate
-    else:
-        arms[METHOD] = one_by_one(engine(drafter))
+    scheduler = method(batch_size=size, **parameters(cfg.method)) if batched else None
+    measured = engine(drafter, scheduler)
+    arms[METHOD] = measured.generate if batched else one_by_one(measured)
     if batched and cfg.batch_size > 1:
         arms[SINGLE] = single
     if cfg.generate:
@@ -83,6 +81,7 @@ def prepare(cfg: DictConfig) -> Bench:
         protocol=cfg.protocol,
         seed=cfg.seed,
         batch_size=size,
+        widest=measured.widest,
         warmup=warmup,
         slice_seconds=None if drafter.uninterrupted else cfg.slice_seconds,
         remeasure=cfg.remeasure,
@@ -188,7 +187,7 @@ class Job:
             begun = store.read_json(path)
             asked = begun["threads"]["torch"]
         chosen = bench.use_threads(asked)
-        layouts = choose_layouts(bench.batch_size, begun.get("layouts"))
+        layouts = bench.choose_layouts(begun.get("layouts"))
         found = provenance.collect(OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data))
         bench.watch.threads = torch.get_num_threads()
         bench.watch.find_children()
@@ -201,7 +200,7 @@ class Job:
         provenance.record(self.run_dir, found | more)
         if (self.run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
             bench.peak_memory = store.read_json(self.run_dir / store.FACTS)["peak_memory_bytes"]
-        known = facts(bench)
+        known = facts(bench) | {"layouts": layouts}
         store.write_json(self.run_dir / store.FACTS, known)
         return known
 

@@ -80,7 +80,12 @@ def run_table(summary: dict) -> Table:
     caption = baseline_line(summary["baseline"])
     if summary["drafter"]:
         caption.append(f"\n{batch_line(summary)}")
-    for line in (*summary.get("notes", ()), passes_line(summary), machine_line(summary)):
+    for line in (
+        *summary.get("notes", ()),
+        passes_line(summary),
+        machine_line(summary),
+        layouts_line(summary),
+    ):
         caption.append(f"\n{line}" if line else "")
     table = PlainTable(_title(summary), caption)
     _add_columns(table, "task")
@@ -251,6 +256,31 @@ def machine_line(summary: dict) -> str:
         text += f" and used {max(machine['others_cores'], 0.0):.2f} cores on average"
     stolen = machine["stolen_share"]
     return text + (f"; {_share(stolen)} was stolen" if stolen and stolen > STOLEN_SHOWN else "")
+
+
+def layouts_line(summary: dict) -> str:
+    """How the weights lie in memory, by whose they are; nothing on a GPU and for older runs."""
+    lying: dict[str, dict[str, list[str]]] = {}  # shapes, by whose and by how they lie
+    for name, choices in ((summary.get("layouts") or {}).get("groups") or {}).items():
+        whose, shape, _ = name.split()
+        lying.setdefault(whose, {}).setdefault(_lying(choices), []).append(shape)
+    parts = []
+    for whose, shapes in lying.items():
+        alone = len(shapes) == 1
+        parts += [
+            f"{whose} {how}" if alone else f"{whose} {', '.join(of)} {how}" for how, of in shapes.items()
+        ]
+    return f"weights: {'; '.join(parts)}" if parts else ""
+
+
+def _lying(choices: dict[str, dict]) -> str:
+    """Layouts in words, such as "columns (1 token), packed (6, 17)"; without numbers where there is one layout."""
+    numbers: dict[str, list[str]] = {}
+    for n, choice in sorted(choices.items(), key=lambda item: int(item[0])):
+        numbers.setdefault(choice["layout"], []).append("1 token" if n == "1" else n)
+    if len(numbers) == 1:
+        return next(iter(numbers))
+    return ", ".join(f"{layout} ({', '.join(of)})" for layout, of in numbers.items())
 
 
 def disturbed(summary: dict) -> str:

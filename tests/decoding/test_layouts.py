@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import asdict
 from weakref import WeakSet
 
 import pytest
 import torch
 
 from specbench.decoding import layouts, linear
-from specbench.decoding.layouts import choose_layouts, fastest
-from specbench.decoding.linear import LAYOUTS, ONE_TOKEN, Layouts, laid_linear, product
+from specbench.decoding.layouts import Choice, PassShape, choose_layouts, fastest
+from specbench.decoding.linear import LAYOUTS, ONE_TOKEN, Bags, laid_linear, product
 from specbench.decoding.target import StagedModel
 from tests.support.models import random_model
 
 TOLERANCES = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 0.05, "rtol": 0.05}}
-PACKED = Layouts("columns", "packed")
+PACKED = {1: "columns", 6: "packed"}
 
 
 def has_packed(dtype: torch.dtype = torch.float32) -> bool:
@@ -37,17 +38,32 @@ def nothing_known(monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch) -> list[tuple]:
-    """Replaces measuring by times that favour `PACKED`; holds the shapes and numbers of tokens that were asked for."""
+    """Replaces measuring by choices as `PACKED`; holds the groups and passes, or shapes and tokens, asked for."""
     asked: list[tuple] = []
 
-    def measure(weights, tokens):
-        asked.append((tuple(weights[0].shape), tuple(tokens)))
-        one = {"rows": 2.0, "columns": 1.0, "packed": 3.0}
-        several = {"rows": 2.0, "columns": 2.0, "packed": 1.0}
-        return [{name: {n: (one if n == 1 else several)[name] for n in tokens} for name in one}]
+    def choices(tokens):
+        return {n: Choice("columns" if n == 1 else "packed", {"columns": 1.0}) for n in tokens}
 
-    monkeypatch.setattr(layouts, "measure", measure)
+    def in_place(target, groups, shapes):
+        asked.append((tuple(groups), tuple(shapes)))
+        tokens = [shape.batch * shape.tokens for shape in shapes]
+        return {name: choices(tokens) for name in groups}, {6: {"default": 2.0, "tried": 1.0}}
+
+    def alone(weights, tokens):
+        asked.append((tuple(weights[0].shape), tuple(tokens)))
+        return choices(tokens)
+
+    monkeypatch.setattr(layouts, "_in_place", in_place)
+    monkeypatch.setattr(layouts, "_alone", alone)
     return asked
+
+
+ONE, SIX = PassShape(1, 1), PassShape(1, 6)
+
+
+def names_of(choices: dict) -> dict:
+    """The layouts alone."""
+    return {name: {n: choice["layout"] for n, choice in of.items()} for name, of in choices["groups"].items()}
 
 
 def laid(module: torch.nn.Module):
@@ -90,16 +106,22 @@ def test_the_choice_is_applied_to_target_and_model_and_changes_no_logits(measure
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     target = StagedModel(model)
     passed = target.pass_bytes()
-    chosen = choose_layouts()
+    chosen = choose_layouts(target, [ONE, SIX])
 
     linears = [
         part for layer in target.layers for part in layer.modules() if isinstance(part, torch.nn.Linear)
     ]
-    assert linears and all(laid(part).several.is_mkldnn for part in [*linears, target._head, model.lm_head])
+    assert linears and all(
+        laid(part).several[0][1].is_mkldnn for part in [*linears, target._head, model.lm_head]
+    )
     assert not any(laid(part).one_token.is_mkldnn for part in linears)
-    matrices = [laid(part).weight for part in [*linears, model.lm_head]]
-    shapes = {f"{rows}x{columns} float32" for rows, columns in (matrix.shape for matrix in matrices)}
-    assert chosen == {shape: {"one_token": "columns", "several": "packed"} for shape in shapes}
+    shapes = [
+        f"layers {rows}x{columns} float32" for rows, columns in (laid(part).weight.shape for part in linears)
+    ]
+    rows, columns = model.lm_head.weight.shape
+    names = {f"head {rows}x{columns} float32", *shapes}
+    assert names_of(chosen) == {name: {"1": "columns", "6": "packed"} for name in names}
+    assert chosen["pass_ms"] == {"6": {"default": 2.0, "tried": 1.0}}
     with torch.inference_mode():
         torch.testing.assert_close(model(ids, use_cache=False).logits[0], expected, atol=1e-4, rtol=1e-4)
         cache = target.new_cache(8)
@@ -128,11 +150,50 @@ def test_which_layout_serves_which_number_of_tokens(monkeypatch):
     assert used == [False, False, False, True, True, True]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (
+            {1: "bags_256", 6: "rows", 20: "columns"},
+            {1: "bags", 2: "rows", 6: "rows", 13: "rows", 14: "columns", 99: "columns"},
+        ),
+        (
+            {1: "bags_256"},
+            {1: "bags", 2: "columns", 6: "columns"},
+        ),  # no number but one was measured: the default
+        ({6: "rows"}, {1: "columns", 2: "rows", 99: "rows"}),
+        ({6: "rows", 1: "rows"}, {1: "rows", 2: "rows"}),
+        ({}, {1: "columns", 6: "columns"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_other_numbers_of_tokens_take_the_nearest_layout(monkeypatch, chosen, expected, fixed):
+    layer = torch.nn.Linear(24, 40, bias=False).requires_grad_(False)
+    linear.lay_out(layer, fixed)
+    laid(layer).choose(chosen)
+    used = []
+    monkeypatch.setattr(linear, "product", lambda _, weight, bias: used.append(kind(weight)))
+    monkeypatch.setattr(linear, "linear", lambda _, weight, bias: used.append(kind(weight)))
+    with torch.inference_mode():
+        for tokens in expected:
+            layer(torch.randn(1, tokens, 24))
+    assert used == [*expected.values()]
+
+
+def kind(weight) -> str:
+    """How a matrix lies in memory."""
+    if isinstance(weight, Bags):
+        return "bags"
+    if weight.is_mkldnn:
+        return "packed"
+    return "rows" if weight.stride(1) == 1 else "columns"
+
+
 @needs_packed
 def test_copies_of_a_model_and_pickles_choose_for_themselves(measured):
     model = random_model("llama", 0, tie_word_embeddings=True)
-    StagedModel(model)
-    choose_layouts()
+    choose_layouts(StagedModel(model), [ONE, SIX])
     buffer = io.BytesIO()
     torch.save(model, buffer)
     ids = torch.arange(3, 9).unsqueeze(0)
@@ -147,7 +208,7 @@ def test_copies_of_a_model_and_pickles_choose_for_themselves(measured):
 def test_no_copy_outlives_a_change_of_its_weight(measured):
     model = random_model("llama", 0, tie_word_embeddings=False)
     target = StagedModel(model)
-    choose_layouts()
+    choose_layouts(target, [ONE, SIX])
     hidden = torch.randn(1, 6, target.hidden_size)
     with torch.inference_mode():
         before = target.head(hidden), target.layers[0].mlp.up_proj(hidden)
@@ -171,65 +232,74 @@ def test_gradients_pass_through_a_packed_layer(measured):
 
 def test_weights_that_are_trained_are_left_alone(measured):
     model = random_model("llama", 0).requires_grad_(True)
-    StagedModel(model)
-    assert choose_layouts() == {} and measured == []
+    target = StagedModel(model)
+    assert choose_layouts(target, [ONE, SIX]) == {"groups": {}, "pass_ms": {}} and measured == []
     assert type(model.lm_head) is torch.nn.Linear
 
 
-def test_each_shape_is_measured_once_for_each_number_of_threads_and_batch_size(measured, monkeypatch):
+def test_each_is_measured_once_for_each_number_of_threads_and_shape_of_passes(measured, monkeypatch):
     layers = [laid_linear(torch.randn(40, 24), None) for _ in range(3)]
     layers += [laid_linear(torch.randn(24, 40), None)]
-    choose_layouts()
-    choose_layouts()
-    assert sorted(measured) == [((24, 40), (1, 6)), ((40, 24), (1, 6))]
+    target = StagedModel(random_model("llama", 0))
+    own = [name for name in choose_layouts(target)["groups"] if not name.startswith("drafter")]
+    assert own[0].startswith("head") and all(name.startswith("layers") for name in own[1:]) and own[1:]
+    choose_layouts(target)
+    assert measured == [(tuple(own), (ONE,)), ((24, 40), (1, 6)), ((40, 24), (1, 6))]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    choose_layouts()
-    assert len(measured) == 4
-    choose_layouts(batch_size=8)
-    assert measured[4][1] == (1, 8, 48)
+    choose_layouts(target)
+    assert len(measured) == 6
+    choose_layouts(target, [PassShape(8, 6), ONE, PassShape(8, 1), ONE])
+    assert measured[6][1] == (ONE, PassShape(8, 1), PassShape(8, 6))
+    assert measured[7][1] == (1, 6, 8, 48), "a drafter's products"
     assert {type(layer) for layer in layers} == {linear.LaidLinear}
 
 
 def test_what_is_known_is_not_measured_again(measured):
     layer = laid_linear(torch.randn(40, 24), None)
-    known = {"40x24 float32": {"one_token": "rows", "several": "rows"}}
+    chosen = {n: asdict(Choice("rows", {"rows": 1.0})) for n in ("1", "6")}
+    known = {"groups": {"drafter 40x24 float32": chosen}, "pass_ms": {"6": {"default": 2.0, "tried": 1.0}}}
     assert choose_layouts(known=known) == known and measured == []
     assert layer.weight.stride() == (24, 1)
 
 
 def test_defaults_stay_where_matrices_are_small_or_memory_is_short(measured, monkeypatch):
     layer = laid_linear(torch.randn(40, 24), None)
-    usual = {"40x24 float32": {"one_token": "columns", "several": "columns"}}
+    usual = {"drafter 40x24 float32": {"1": "columns"}}
     with monkeypatch.context() as patched:
         patched.setattr(layouts, "LEAST_BYTES", layer.weight.nbytes + 1)
-        assert choose_layouts() == usual
+        assert names_of(choose_layouts()) == usual
     monkeypatch.setattr(layouts, "free_memory", lambda: 15 * 1024)
-    assert choose_layouts() == usual and measured == []
+    assert names_of(choose_layouts()) == usual and measured == []
     monkeypatch.setattr(layouts, "free_memory", lambda: 16 * 1024)
-    assert choose_layouts() != usual and len(measured) == 1
+    assert names_of(choose_layouts()) != usual and len(measured) == 1
 
 
 def test_the_default_is_left_for_a_clear_gain_alone():
-    def rounds(*packed: float) -> list[dict]:
-        return [{"columns": {6: 1.0}, "packed": {6: time}} for time in packed]
+    def chosen(packed: list[float], columns: list[float]) -> str:
+        return fastest({"columns": columns, "packed": packed}, "columns").layout
 
-    assert fastest(rounds(0.9, 0.9, 0.9), [6], "columns") == "packed"
-    assert fastest(rounds(0.97, 0.97, 0.97), [6], "columns") == "columns"
-    assert fastest(rounds(0.5, 1.1, 1.1), [6], "columns") == "columns", "one lucky round is no gain"
-    both = [{"columns": {8: 1.0, 48: 10.0}, "packed": {8: 1.4, 48: 5.0}, "rows": {8: 0.7, 48: 13.0}}]
-    assert fastest(both, [8, 48], "columns") == "columns", "each number of tokens counts alike"
-    assert fastest(both, [8], "columns") == "rows" and fastest(both, [48], "columns") == "packed"
+    assert chosen([0.9] * 5, [1.0] * 5) == "packed"
+    assert chosen([1.0] * 5, [1.0] * 5) == "columns", "a tie"
+    assert chosen([0.97] * 5, [1.0] * 5) == "columns", "so little is not worth a copy"
+    assert chosen([0.5, 1.1, 1.1], [1.0] * 3) == "columns", "one lucky round is no gain"
+    assert chosen([0.9, 9.0, 0.9, 0.9, 0.9], [1.0, 1.0, 1.0, 8.0, 1.0]) == "packed", (
+        "one bad round is no loss"
+    )
+    noisy = [1.0, 3.0, 1.5, 2.5, 4.0]
+    assert chosen([1.2, 2.9, 1.6, 2.2, 2.1], noisy) == "columns", "within the noise"
+    found = fastest({"rows": [0.5] * 5, "columns": [1.0] * 5, "packed": [0.7] * 3}, "columns")
+    assert found == Choice("rows", {"rows": 500.0, "columns": 1000.0, "packed": 700.0})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measuring_times_every_layout_that_there_is(dtype):
     found = layouts.measure([torch.randn(64, 48, dtype=dtype) for _ in range(3)], [1, 6])
     packed = set() if has_packed(dtype) else {"packed", "packed_one"}
-    assert len(found) >= layouts.FEWEST_ROUNDS
-    for times in found:
-        assert times.keys() == set(LAYOUTS) - packed
-        for name, of in times.items():
-            assert of.keys() == ({1} if name in ONE_TOKEN else {1, 6}) and min(of.values()) > 0
+    assert found.keys() == {1, 6}
+    for n, times in found.items():
+        assert times.keys() == set(LAYOUTS) - packed - (set() if n == 1 else set(ONE_TOKEN))
+        for of in times.values():
+            assert len(of) >= layouts.FEWEST_ROUNDS and min(of) > 0
 
 
 def test_a_layout_that_a_processor_lacks_is_left_out(monkeypatch):
@@ -238,10 +308,195 @@ def test_a_layout_that_a_processor_lacks_is_left_out(monkeypatch):
 
     monkeypatch.setitem(LAYOUTS, "packed", refuse)
     monkeypatch.setitem(LAYOUTS, "packed_one", refuse)
-    found = layouts.measure([torch.randn(64, 48)], [1, 6])
-    assert all(times.keys() == {"rows", "columns", *ONE_TOKEN} for times in found)
+    assert layouts.measure([torch.randn(64, 48)], [1])[1].keys() == {"rows", "columns", *ONE_TOKEN}
+    chosen = choose_layouts(StagedModel(random_model("llama", 0)), [ONE])
+    assert all("packed" not in of["1"]["ms"] for of in chosen["groups"].values())
 
 
-def test_a_layout_for_one_token_alone_is_never_chosen_for_several():
-    rounds = [{"columns": {1: 1.0, 6: 1.0}, "bags_256": {1: 0.5}}]
-    assert fastest(rounds, [1], "columns") == "bags_256" and fastest(rounds, [6], "columns") == "columns"
+CACHED = 6
+
+
+class World:
+    """A clock that products, sweeps and passes move on: nothing here is measured.
+
+    Args:
+        costs: seconds of a product by kind of layout, of a matrix in memory and of one in the cache, which holds the
+            last `CACHED` matrices.
+    """
+
+    def __init__(self, monkeypatch, costs: dict[str, tuple[float, float]]):
+        self.costs, self.now = costs, 0.0
+        self.recent: list = []
+        self.events: list[str] = []
+        self.products: list[tuple[str, int]] = []
+
+        def refuse(weight):
+            raise RuntimeError("one kind of packed weights is enough")
+
+        monkeypatch.setattr(layouts, "clock", lambda: self.now)
+        monkeypatch.setitem(LAYOUTS, "packed_one", refuse)
+        for module in (layouts, linear):
+            monkeypatch.setattr(module, "product", self.product)
+        monkeypatch.setattr(layouts, "sweep", self.sweep)
+        monkeypatch.setattr(layouts.Passes, "run", lambda passes, shape: self.run(passes, shape))
+
+    def product(self, states, weight, bias):
+        if not isinstance(weight, layouts.Timed):
+            of, tokens = kind(weight), states.numel() // weight.shape[1] if kind(weight) != "bags" else 1
+            self.products.append((of, tokens))
+            cached = any(weight is other for other in self.recent)
+            self.now += self.costs[of][cached]
+            others = [other for other in self.recent if other is not weight]
+            self.recent = [*others[1 - CACHED :], weight]
+        return product(states, weight, bias)
+
+    def sweep(self, size: int) -> None:
+        self.events.append("sweep")
+        self.recent = []
+
+    def run(self, passes, shape, run=layouts.Passes.run):
+        self.events.append(f"pass of {shape.tokens}")
+        return run(passes, shape)
+
+
+ALIKE = {"rows": (4.0, 4.0), "columns": (4.0, 4.0), "packed": (4.0, 4.0), "bags": (4.0, 4.0)}
+
+
+@needs_packed
+def test_what_is_faster_alone_and_slower_in_place_is_not_chosen(monkeypatch):
+    """A head that is read again and again lies in the cache, where packed weights are the fastest; in a pass it does
+    not."""
+    world = World(monkeypatch, ALIKE | {"packed": (6.0, 1.0)})
+    target = StagedModel(random_model("llama", 0, tie_word_embeddings=False))
+    with monkeypatch.context() as patched:
+        patched.setattr(layouts, "sweep", lambda size: None)
+        times = layouts.measure([target.lm_head.weight], [1, 6])
+        assert [fastest(times[n], "columns").layout for n in times] == ["packed", "packed"]
+    chosen = choose_layouts(target, [ONE, SIX])
+    head = next(choices for name, choices in names_of(chosen).items() if name.startswith("head"))
+    assert head == {"1": "columns", "6": "columns"}
+    ms = next(of for name, of in chosen["groups"].items() if name.startswith("head"))["1"]["ms"]
+    assert ms["columns"] == 4000 and ms["packed"] == 6000, "of the one product in the pass that is timed"
+    assert {of for of, _ in world.products} == {"rows", "columns", "packed", "bags"}
+
+
+@needs_packed
+def test_a_weight_that_is_alone_of_its_shape_is_not_left_in_the_cache(monkeypatch):
+    World(monkeypatch, ALIKE | {"packed": (6.0, 1.0)})
+    layer = laid_linear(torch.randn(64, 48), None)
+    assert names_of(choose_layouts()) == {"drafter 64x48 float32": {"1": "columns", "6": "columns"}}
+    assert kind(layer.weight) == "columns"
+
+
+@needs_packed
+def test_what_costs_elsewhere_in_the_pass_is_not_chosen(monkeypatch):
+    world = World(monkeypatch, ALIKE | {"packed": (2.0, 2.0)})
+    target = StagedModel(random_model("llama", 0))
+    chosen = choose_layouts(target, [ONE, SIX])
+    assert {of for choices in names_of(chosen).values() for of in choices.values()} == {"packed"}
+    for elsewhere, expected in [(1.9, "packed"), (2.1, "columns")]:
+        layouts._FASTEST.clear()
+
+        def run(passes, shape, elsewhere=elsewhere, run=world.run):
+            done = len(world.products)
+            seconds = run(passes, shape)
+            more = elsewhere * sum(of == "packed" for of, _ in world.products[done:])
+            world.now += more
+            return seconds + more
+
+        monkeypatch.setattr(layouts.Passes, "run", run)
+        chosen = choose_layouts(target, [ONE, SIX])
+        assert {of for choices in names_of(chosen).values() for of in choices.values()} == {expected}
+        assert chosen["pass_ms"].keys() == {"1", "6"}
+
+
+@needs_packed
+@pytest.mark.parametrize("width", [None, 8])
+def test_each_number_of_tokens_is_tried_in_passes_as_the_run_makes_them(monkeypatch, width):
+    """Packed is best for the passes of six and of seventeen tokens, bags for those of one."""
+    world = World(monkeypatch, ALIKE | {"bags": (2.0, 2.0)})
+    cost = world.product
+
+    def by_tokens(states, weight, bias):
+        before = world.now
+        outputs = cost(states, weight, bias)
+        if world.products[-1][0] == "packed" and not isinstance(weight, layouts.Timed):
+            world.now = before + (2.0 if world.products[-1][1] > 1 else 8.0)
+        return outputs
+
+    for module in (layouts, linear):
+        monkeypatch.setattr(module, "product", by_tokens)
+    target = StagedModel(random_model("llama", 0), width=width)
+    shapes = [ONE, SIX] if width else [ONE, SIX, PassShape(1, 17), PassShape(3, 1), PassShape(3, 6)]
+    chosen = choose_layouts(target, shapes)
+    tokens = (
+        {"8": "packed"} if width else {"1": "bags_256", **dict.fromkeys(["3", "6", "17", "18"], "packed")}
+    )
+    assert all(of == tokens for of in names_of(chosen).values())
+    head = laid(target.lm_head)
+    assert kind(head.one_token) == ("columns" if width else "bags")
+    assert {kind(matrix) for _, matrix in head.several} == {"packed"}
+
+
+def test_what_is_in_the_caches_is_what_the_loop_leaves_there(monkeypatch):
+    """Nothing is read between two passes of the baseline; between two verifications, a drafter's weights are."""
+    world = World(monkeypatch, ALIKE)
+    target = StagedModel(random_model("llama", 0, num_hidden_layers=3))
+    choose_layouts(target, [ONE, SIX])
+    one = world.events.index("pass of 6")
+    assert set(world.events[:one]) == {"pass of 1"} and one % 2 == 0
+    assert world.events[one:] == ["pass of 6", "sweep", "pass of 6"] * ((len(world.events) - one) // 3)
+
+
+@needs_packed
+def test_of_a_large_target_the_last_layers_are_measured_and_all_are_laid_out(monkeypatch):
+    world = World(monkeypatch, ALIKE | {"packed": (2.0, 2.0)})
+    target = StagedModel(random_model("llama", 0, num_hidden_layers=3))
+    monkeypatch.setattr(layouts, "PART_BYTES", target.pass_bytes(1))
+    assert layouts.Passes(target, [ONE]).first == 1
+    chosen = choose_layouts(target, [ONE, SIX])
+    assert world.events == ["sweep", "pass of 1"] * world.events.count("pass of 1") + [
+        "sweep",
+        "pass of 6",
+    ] * world.events.count("pass of 6")
+    linears = [part for part in target.layers[0].modules() if isinstance(part, torch.nn.Linear)]
+    assert linears and all(kind(laid(part).one_token) == "packed" for part in [*linears, target.lm_head])
+    assert {of for choices in names_of(chosen).values() for of in choices.values()} == {"packed"}
+
+
+@needs_packed
+def test_measuring_leaves_the_logits_and_no_copy_behind(monkeypatch):
+    World(monkeypatch, ALIKE)
+    model = random_model("llama", 0)
+    ids = torch.arange(3, 15).unsqueeze(0)
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits[0]
+    target = StagedModel(model)
+    chosen = choose_layouts(target, [ONE, SIX])
+    assert {of for choices in names_of(chosen).values() for of in choices.values()} == {"columns"}
+    own = layouts._laid([*target.layers, target.lm_head])
+    assert own and not any(isinstance(one.one_token, layouts.Timed) for one in own)
+    assert all(one.fixed or one.one_token is None for one in own)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids, use_cache=False).logits[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_measurement_that_fails_leaves_the_weights_themselves(monkeypatch):
+    target = StagedModel(random_model("llama", 0))
+    runs = iter([1.0, 1.0, 1.0])
+    monkeypatch.setattr(layouts.Passes, "run", lambda passes, shape: next(runs))
+    with pytest.raises(StopIteration):
+        choose_layouts(target, [ONE, SIX])
+    own = layouts._laid([*target.layers, target.lm_head])
+    assert own and all(one.one_token is None for one in own)
+
+
+@needs_packed
+def test_a_hopeless_layout_is_not_tried_to_the_end(monkeypatch):
+    world = World(monkeypatch, ALIKE | {"packed": (9.0, 9.0)})
+    target = StagedModel(random_model("llama", 0))
+    monkeypatch.setattr(layouts, "SECONDS", 1e9)
+    choose_layouts(target, [SIX])
+    counts = {of: sum(one == of for one, _ in world.products) for of in ("rows", "packed")}
+    of_a_turn = 2 * len(layouts._laid([*target.layers, target.lm_head]))
+    assert counts["rows"] - counts["packed"] == of_a_turn * (layouts.ROUNDS - layouts.FEWEST_ROUNDS)

@@ -12,18 +12,18 @@ from torch.nn.functional import linear as plain_linear
 
 from specbench.decoding import linear
 from specbench.decoding.layouts import choose_layouts
-from specbench.decoding.linear import JoinedLinear, LaidLinear, Layouts, lay_out
+from specbench.decoding.linear import JoinedLinear, LaidLinear, lay_out
 from specbench.decoding.target import StagedModel
 from tests.support.models import random_model
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 SIZES = (48, 16, 24)
 LAYOUTS = [
-    Layouts("rows", "rows"),
-    Layouts("columns", "columns"),
-    Layouts("packed_one", "packed"),
-    Layouts("columns", "packed"),
-    Layouts("bags_256", "packed"),
+    {1: "rows", 6: "rows"},
+    {1: "columns", 6: "columns"},
+    {1: "packed_one", 6: "packed"},
+    {1: "columns", 6: "packed"},
+    {1: "bags_256", 6: "packed"},
 ]
 
 
@@ -187,7 +187,7 @@ def test_a_model_has_joint_products_and_its_logits(arch):
     with torch.inference_mode():
         right = model(ids, use_cache=False).logits[0]
     target = StagedModel(model)
-    choose_layouts()
+    choose_layouts(target)
     joined = [part for part in model.modules() if type(part) is JoinedLinear]
     assert len(joined) >= 3 * len(target.layers)
     with torch.inference_mode():
@@ -203,7 +203,7 @@ def test_what_was_laid_out_under_inference_mode_is_no_different():
         module = Attention(bias=False)
     with torch.inference_mode():
         lay_out(module)
-        module.q_proj._joined.laid.choose(Layouts("rows", "columns"))
+        module.q_proj._joined.laid.choose({1: "rows", 6: "columns"})
     assert_right(module)
     with torch.no_grad():
         module.k_proj.weight.mul_(2)

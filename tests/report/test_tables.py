@@ -79,6 +79,31 @@ def test_a_batch_tells_how_it_was_used():
     assert "batch of" not in shown(tables.run_table(SUMMARY))
 
 
+def lying(**groups: dict[str, str]) -> dict:
+    """The layouts of a summary."""
+    choices = {
+        name.replace("_", " ") + " float32": {n: {"layout": layout, "ms": {}} for n, layout in of.items()}
+        for name, of in groups.items()
+    }
+    return {"groups": choices, "pass_ms": {}}
+
+
+def test_how_weights_lie_in_memory_is_told_below_the_table():
+    columns, both = {"1": "columns"}, {"1": "columns", "6": "packed", "17": "packed"}
+    found = lying(head_16x8=both, layers_8x8=columns, layers_24x8=columns)
+    assert formats.cells(tables.run_table(SUMMARY | {"layouts": found})).caption.endswith(
+        "; weights: head columns (1 token), packed (6, 17); layers columns"
+    )
+    found = lying(
+        layers_8x8=columns, layers_24x8={"1": "bags_256", "6": "rows"}, drafter_9x9={"1": "rows", "6": "rows"}
+    )
+    assert tables.layouts_line({"layouts": found}) == (
+        "weights: layers 8x8 columns; layers 24x8 bags_256 (1 token), rows (6); drafter rows"
+    )
+    for nothing_known in ({}, {"layouts": None}, {"layouts": lying()}):
+        assert tables.layouts_line(nothing_known) == ""
+
+
 def test_an_interval_over_repeats_of_one_pool_says_so():
     """Every table in which it stands."""
     said = "interval over repeats of one pool: timing noise only"
