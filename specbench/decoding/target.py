@@ -13,11 +13,12 @@ import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from specbench.decoding.agreement import Agreement, agreement, own_ways
 from specbench.decoding.attention import SHORT, fold_mask, grouped_attention_config
 from specbench.decoding.draft import NORMED, Draft
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
@@ -50,6 +51,8 @@ STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # The entries that a pass of a fixed shape attends to are a multiple of this, those too many masked.
 REACH = 256
 ROPE_STEP = 4096  # and the angles of so many positions are made at once: a graph reads them where they are
+# Tokens of the text that a model is checked on; those behind a layer's window, and the longest window that is filled.
+CHECKED, BEYOND, LONGEST_FILLED = 72, 32, 512
 # What such a pass gives: the states behind its last layer, the same behind the final norm, or logits.
 STATES, NORMED_STATES, LOGITS = "states", "normed states", "logits"
 # What layers of one kind have in common: the window that they look back on, and the type that names their angles in a
@@ -536,30 +539,57 @@ class StagedModel:
         return found[LOGITS]
 
     @torch.inference_mode()
-    def check(self) -> None:
-        """Compares the staged forward with the model's own. Raises UserError where their logits differ."""
-        length, cuts = 24, [12]
-        if isinstance(self.passes, Graphs):  # on both sides of where a pass attends to more entries
-            length = min(REACH + 8, self.config.max_position_embeddings)
-            cuts = [length - 16, length - 8]
-        ids = torch.arange(length, device=self.device).remainder(self.vocab_size).unsqueeze(0)
-        own = self.model(ids, use_cache=False).logits[0, :, : self.vocab_size].float()
+    def check(self, text: Sequence[int] | None = None) -> Agreement:
+        """Compares the staged forward with the model's own.
+
+        It takes four passes of `_checked_length` tokens, three of them the model's own, and ten short ones.
+
+        Args:
+            text: token ids of a text that the model could be asked to go on with, see `Pair.sample_ids`; the first ones
+                are used. None: ids drawn by chance, for a model without a tokenizer.
+
+        Returns:
+            What was measured.
+
+        Raises:
+            UserError: the logits differ by more than the model's own do from one way of computing them to another.
+        """
+        length = self._checked_length()
+        text = random_ids(self.config, self.vocab_size, length) if text is None else text
+        repeated = (list(text) * -(-length // len(text)))[:length]
+        ids = torch.tensor([repeated], device=self.device)
+        # The prompt, two verifications, and single tokens: each has masks, positions and kernels of its own.
+        ends = [0, *(length - behind for behind in (19, 11, 3, 2, 1, 0))]
         with drivable(self.model):
+            ways = [way[:, : self.vocab_size].to(self.device) for way in own_ways(self.model, ids, ends)]
             cache = self.new_cache(length + self.padding)
-            # Several parts, to check positions and masks behind a filled cache too.
-            parts = [self.head(self.run_layers(self.embed(ids[:, : cuts[0]]), cache, 0))]
-            for start, end in zip(cuts, [*cuts[1:], length]):
-                parts.append(
-                    self.verify(ids[:, start : start + 1], Draft(ids[:, start + 1 : end]), cache, start)
-                )
-            staged = torch.cat([part[0] for part in parts]).float()
-        scale = own.abs().max().clamp(min=torch.finfo(own.dtype).tiny)
-        error = ((own - staged).abs().max() / scale).item()
-        if not error <= (1e-4 if self.dtype == torch.float32 else 0.1):
+            parts = [self.head(self.run_layers(self.embed(ids[:, : ends[1]]), cache, 0))]
+            for start, end in pairwise(ends[1:]):
+                draft = Draft(ids[:, start + 1 : end])
+                parts.append(self.verify(ids[:, start : start + 1], draft, cache, start))
+            staged = torch.cat([part[0] for part in parts])
+        if not ways[0].isfinite().all():
+            raise UserError(
+                f"model type '{self.config.model_type}' gives logits that are no finite numbers in "
+                f"{name_of(self.dtype)}: set another pair.dtype"
+            )
+        found = agreement(staged, ways, [(0, ends[1]), (ends[1], ends[3]), (ends[3], length)])
+        if not found.holds:
             raise UserError(
                 f"model type '{self.config.model_type}' cannot be driven layer by layer: its logits differ from the "
-                f"model's own by {error:.1e} of their scale"
+                f"model's own by {found.distance:.1e} of their scale, and the model's own by {found.noise:.1e} among "
+                f"themselves, in {name_of(self.dtype)}; {found.limit:.1e} would be accepted"
             )
+        return found
+
+    def _checked_length(self) -> int:
+        """Tokens that `check` needs: more than the layers' windows, if these are short, and than `REACH` with graphs.
+
+        A pass of a window's length costs memory for the logits of every token of it, so that long ones are not filled.
+        """
+        windows = [window + BEYOND for window, _ in self._kinds_there if window and window <= LONGEST_FILLED]
+        length = max(CHECKED, *windows, REACH + 11 if isinstance(self.passes, Graphs) else 0)
+        return min(length, self.config.max_position_embeddings)
 
     # -- positions ---------------------------------------------------------------------------------------------
 
@@ -630,6 +660,20 @@ def drivable(model: PreTrainedModel) -> Iterator[None]:
         raise UserError(
             f"model type '{model.config.model_type}' cannot be driven layer by layer: {reason(error)}"
         ) from error
+
+
+def random_ids(config: PretrainedConfig, vocab_size: int, length: int) -> list[int]:
+    """Token ids drawn by chance, always the same, without those that the config names as special."""
+    named = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+    special = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])}
+    drawn = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
+    ordinary = [i for i in drawn if i not in special]
+    return (ordinary * -(-length // len(ordinary)))[:length]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype as the configuration names it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def passes_of(model: PreTrainedModel) -> Graphs | None:

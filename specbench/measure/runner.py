@@ -51,7 +51,7 @@ def prepare(cfg: DictConfig) -> Bench:
         pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     target = StagedModel(pair.target, width=cfg.decoding.verify_width)
-    target.check()
+    target.check(pair.sample_ids())
     # Not hydra's instantiate, which would wrap what a method says is wrong.
     drafter = drafter_class(pair=pair, **parameters(drafting))
 
