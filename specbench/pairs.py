@@ -51,7 +51,7 @@ SAMPLE = (
     "passengers did not mind. A school class from the mainland used the time to draw the gulls on the pier, and two "
     "engineers finished a long discussion about the new wind turbines. Their question was simple: how much power can "
     "three turbines give when the wind blows at 9 metres per second, and is that enough for 420 houses? They found "
-    "that it was enough in spring and in autumn, but not on quiet days in July. \"Then we need a battery,\" said the "
+    'that it was enough in spring and in autumn, but not on quiet days in July. "Then we need a battery," said the '
     "younger one, and wrote down a few numbers. At ten past nine the ferry was on its way, and an hour later everybody "
     "had arrived. In the evening the mayor thanked the captain and promised that a small shop would open before the end "
     "of the year, with bread, milk, newspapers and a table where people can sit and talk."

@@ -46,7 +46,9 @@ def shift_positions(target: StagedModel, monkeypatch) -> None:
     """Behind the prompt they are one too large."""
     rope = target._rope
     monkeypatch.setattr(
-        target, "_rope", lambda where, n, c: rope(replace(where, start=where.start + (where.start > 0)), n, c + 1)
+        target,
+        "_rope",
+        lambda where, n, c: rope(replace(where, start=where.start + (where.start > 0)), n, c + 1),
     )
 
 
@@ -128,24 +130,6 @@ def test_a_model_without_a_fault_is_accepted(name, dtype, width):
     assert found.limit < (1e-4 if dtype == torch.float32 else 0.1)
 
 
-SPECIAL = 24
-
-
-def with_untrained_tokens(dtype: torch.dtype):
-    """A Llama whose first ids have embeddings that no layer was made for, as a tokenizer's unused special tokens have.
-
-    They are so long that each rounding of the states is as large as what the layers add to them, in a direction that
-    the head does not look at: of the logits little but roundings is left.
-    """
-    model = random_model("llama", 0, vocab_size=256, num_hidden_layers=12)
-    along = torch.nn.functional.normalize(torch.randn(64, generator=torch.Generator().manual_seed(1)), dim=0)
-    model.model.embed_tokens.weight[:SPECIAL] += 2000 * along
-    head = model.lm_head.weight
-    head -= torch.outer(head @ along, along)
-    place_weights(model, torch.device("cpu"), dtype)
-    return model
-
-
 @torch.inference_mode()
 def largest_difference(model, ids: torch.Tensor) -> float:
     """What was judged before: the largest difference from the model's whole pass, as a share of the largest logit."""
@@ -157,13 +141,16 @@ def largest_difference(model, ids: torch.Tensor) -> float:
     return ((staged - own).abs().max() / own.abs().max()).item()
 
 
-def test_untrained_special_tokens_refuse_no_model():
-    model = with_untrained_tokens(torch.bfloat16)
-    assert largest_difference(model, torch.arange(SPECIAL).unsqueeze(0)) > 0.1, "the bound there was"
-    found = StagedModel(model).check(list(range(SPECIAL, 96)))
-    assert found.noise < 0.1
-    noisy = StagedModel(model).check(list(range(SPECIAL)))
-    assert noisy.noise > 0.1
+def test_a_model_whose_own_ways_lie_far_apart_is_accepted():
+    """Thirty layers of random weights in bfloat16: a fixed bound of 0.1 of the largest logit refused such models."""
+    differences = []
+    for seed in (1, 2, 3):
+        model = random_model("llama", seed, vocab_size=256, num_hidden_layers=30)
+        place_weights(model, torch.device("cpu"), torch.bfloat16)
+        differences.append(largest_difference(model, torch.arange(24).unsqueeze(0)))
+        found = StagedModel(model).check()
+        assert found.distance < found.noise
+    assert max(differences) > 0.1, "the fixed bound refuses none of them"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -274,7 +261,11 @@ def test_drawn_ids_are_no_special_ones():
 
 
 def test_the_text_fills_short_windows_and_the_positions_that_there_are():
-    for overrides, length in (({}, 72), ({"sliding_window": 100}, 132), ({"max_position_embeddings": 40}, 40)):
+    for overrides, length in (
+        ({}, 72),
+        ({"sliding_window": 100}, 132),
+        ({"max_position_embeddings": 40}, 40),
+    ):
         target = StagedModel(random_model("mistral", 0, **overrides))
         assert target._checked_length() == length
         target.check([5, 9, 20])

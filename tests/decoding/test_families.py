@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
+import torch
 
+from specbench.decoding.device import place_weights
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
@@ -49,3 +52,11 @@ def test_answers_are_transformers_own(family):
             steps += assert_lossless(engine, requests[:some], expected[:some])
         assert any(s.accepted for s in steps) == (name != "none")
         assert any(s.accepted < s.drafted for s in steps) == (name != "none")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_accepted_in_half_precision(family):
+    model = copy.deepcopy(random_pair(family).target)
+    place_weights(model, torch.device("cpu"), torch.bfloat16)
+    found = StagedModel(model).check()
+    assert found.distance <= found.noise or found.noise == 0
