@@ -20,12 +20,13 @@ from torch.nn.functional import pad
 
 from methods.heads import move_entries
 from specbench.decoding.device import move_slots
-from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Verified
+from specbench.decoding.draft import Batch, Draft, Needs, Verified, make_drafter
 from specbench.decoding.draft import Sequence as Decoded
 from specbench.decoding.layout import span
+from specbench.decoding.wrapped import WrappedDrafter
 from specbench.errors import UserError
 from specbench.pairs import Pair
-from specbench.values import Count, Probability, Seed, parameters
+from specbench.values import Count, Probability, Seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,7 +88,7 @@ class OracleHead:
         return self._instead(tokens), probs
 
 
-class Oracle(Drafter):
+class Oracle(WrappedDrafter):
     """Drafts tokens of a chosen acceptance at the cost of another drafter.
 
     Where an answer is not known, or has left the known one (after a near-tie), the wrapped drafter's own tokens are
@@ -117,11 +118,9 @@ class Oracle(Drafter):
         max_draft_tokens: Count = 5,
         seed: Seed = 0,
     ):
-        self.inner = _wrapped(pair, drafter, max_draft_tokens)
+        super().__init__(make_drafter(drafter, pair=pair, **_fixed(drafter, max_draft_tokens)))
         if self.inner.max_nodes or self.inner.works_on_the_way:
             raise UserError(f"the oracle proposes chains in turn with the target, which {cost_of} does not")
-        self.needs = self.needs.around(self.inner.needs)
-        self.taps = self.inner.taps
         self.max_draft_tokens = max_draft_tokens
         self.acceptance, self.vocab_size, self.seed = acceptance, pair.vocab_size, seed
         self.device = pair.device
@@ -142,7 +141,7 @@ class Oracle(Drafter):
         shape = (slots, capacity + self.max_draft_tokens)
         self._table = torch.full(shape, UNKNOWN, dtype=torch.int64, device=self.device)
         self._known: list[Foretold | None] = [None] * slots  # of each sequence, while it is what was foretold
-        self.inner.open(slots, capacity, target)
+        super().open(slots, capacity, target)
 
     def begin(self, slot: int, sequence: Decoded, prefill: Prefill) -> None:
         """Looks the answer up, and begins the wrapped drafter's."""
@@ -153,7 +152,7 @@ class Oracle(Drafter):
             proposed = torch.from_numpy(known.tokens).to(self.device)
             self._table[slot, len(prompt) : len(prompt) + len(proposed)] = proposed
         self._compare(slot, 0, sequence.new_tokens)
-        self.inner.begin(slot, sequence, prefill)
+        super().begin(slot, sequence, prefill)
 
     def draft(self, batch: Batch) -> Draft:
         """The wrapped drafter's draft with the oracle's tokens."""
@@ -178,21 +177,13 @@ class Oracle(Drafter):
         """Forgets the answers that are no longer the known ones."""
         for slot, (one, new) in enumerate(zip(batch.sequences, verified.tokens)):
             self._compare(slot, one.emitted - len(new), new)
-        self.inner.commit(batch, verified)
+        super().commit(batch, verified)
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Moves the answers and what belongs to the wrapped drafter's sequences."""
         move_slots(self._table, sources, destinations)
         move_entries(self._known, sources, destinations)
-        self.inner.move(sources, destinations, kv_len)
-
-    def end(self, slot: int) -> None:
-        """Ends the wrapped drafter's answer."""
-        self.inner.end(slot)
-
-    def close(self) -> None:
-        """Releases what the wrapped drafter keeps."""
-        self.inner.close()
+        super().move(sources, destinations, kv_len)
 
     def _compare(self, slot: int, at: int, new: list[int]) -> None:
         """Forgets the known answer unless the new tokens, from place `at` on, are its own."""
@@ -222,10 +213,8 @@ class Oracle(Drafter):
         return torch.where(self._unknown[:, j], own, self._proposed[:, j])
 
 
-def _wrapped(pair: Pair, config: dict, max_draft_tokens: int) -> Drafter:
-    """The drafter of a configuration, with this draft length and without a threshold at which it stops."""
-    cls = pkgutil.resolve_name(config["_target_"])
-    takes = inspect.signature(cls).parameters
+def _fixed(config: dict, max_draft_tokens: int) -> dict[str, Any]:
+    """Of a drafter's parameters those that make each draft this long, without a threshold at which it stops."""
+    takes = inspect.signature(pkgutil.resolve_name(config["_target_"])).parameters
     fixed = {"max_draft_tokens": max_draft_tokens, "confidence_threshold": 0.0}
-    given = parameters(config) | {key: value for key, value in fixed.items() if key in takes}
-    return cls(pair=pair, **given)
+    return {key: value for key, value in fixed.items() if key in takes}

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import hydra
 import torch
 from torch.nn.functional import one_hot, pad
 
@@ -21,17 +20,18 @@ from methods.rest.datastore import load_datastore, tree_behind
 from methods.suffix_array import SORTED, check_sorted
 from methods.suffix_automaton import SuffixAutomaton
 from specbench.decoding.device import on_device
-from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
+from specbench.decoding.draft import Batch, Draft, Sequence, Verified, make_drafter
 from specbench.decoding.tree import Tree
+from specbench.decoding.wrapped import WrappedDrafter
 from specbench.pairs import Pair
-from specbench.values import Count, parameters
+from specbench.values import Count
 from specbench.warming import WARM
 
 if TYPE_CHECKING:
     from specbench.decoding.target import Prefill, StagedModel
 
 
-class SAMDecoding(Drafter):
+class SAMDecoding(WrappedDrafter):
     """Drafts what followed the longest match; see the module.
 
     Not as in the authors' code: where what followed ends with the text, the draft goes on with its own beginning, as
@@ -69,12 +69,10 @@ class SAMDecoding(Drafter):
         memory: Literal["answer", "run"] = "answer",
         warm: str | None = None,
     ):
-        self.inner: Drafter = Autoregressive(pair)
-        if drafter is not None:
-            cls = hydra.utils.get_class(drafter["_target_"])
-            kept: dict[str, Any] = {} if memory == "answer" else {"memory": memory}
-            kept |= {} if warm is None else {WARM: warm}
-            self.inner = cls(pair=pair, **parameters(drafter) | kept)
+        kept: dict[str, Any] = {} if memory == "answer" else {"memory": memory}
+        kept |= {} if warm is None else {WARM: warm}
+        inner = Autoregressive(pair) if drafter is None else make_drafter(drafter, pair=pair, **kept)
+        super().__init__(inner)
         self.alone = auxiliary == "none"
         self.threshold, self.bias = (1, 0) if self.alone else (threshold, threshold)
         self.longest, self.growth, self.max_match = max_draft_tokens, growth, max_match
@@ -83,9 +81,6 @@ class SAMDecoding(Drafter):
         self.levels = min(max_draft_tokens, SORTED - max_match)
         if corpus is not None:
             check_sorted(max_match, max(self.levels, 1))
-        inner = self.inner
-        self.needs = self.needs.around(inner.needs)
-        self.taps, self.siblings, self.certain = inner.taps, inner.siblings, inner.certain
         self.max_draft_tokens = max(max_draft_tokens, inner.max_draft_tokens)
         self.trees = corpus is not None or inner.max_nodes > 0
         self.max_nodes = max(max_draft_tokens, inner.max_nodes) if self.trees else 0
@@ -93,13 +88,13 @@ class SAMDecoding(Drafter):
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
         """Makes room for an automaton of each sequence."""
         self._texts = [SuffixAutomaton() for _ in range(slots)]
-        self.inner.open(slots, capacity, target)
+        super().open(slots, capacity, target)
 
     def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
         """Makes the automaton of the prompt and the first token."""
         self._texts[slot] = SuffixAutomaton()
         self._texts[slot].extend(sequence.tokens)
-        self.inner.begin(slot, sequence, prefill)
+        super().begin(slot, sequence, prefill)
 
     def draft(self, batch: Batch) -> Draft:
         """What followed the longest match; where that is short, what the auxiliary drafter drafts."""
@@ -122,32 +117,12 @@ class SAMDecoding(Drafter):
             text.extend(new)
         # Where tokens were copied, none of the auxiliary drafter's own was accepted.
         counts = [0 if copies else count for copies, count in zip(self._copies, verified.counts)]
-        self.inner.commit(batch, replace(verified, counts=counts))
+        super().commit(batch, replace(verified, counts=counts))
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Moves the automata of slots, and what belongs to the auxiliary drafter's sequences."""
         move_entries(self._texts, sources, destinations)
-        self.inner.move(sources, destinations, kv_len)
-
-    def end(self, slot: int) -> None:
-        """Ends the auxiliary drafter's answer."""
-        self.inner.end(slot)
-
-    def forget(self) -> None:
-        """Drops what the auxiliary drafter has learnt."""
-        self.inner.forget()
-
-    def snapshot(self) -> Any:
-        """What the auxiliary drafter has learnt."""
-        return self.inner.snapshot()
-
-    def restore(self, state: Any) -> None:
-        """Goes back to what `snapshot` gave."""
-        self.inner.restore(state)
-
-    def close(self) -> None:
-        """Releases what the auxiliary drafter keeps."""
-        self.inner.close()
+        super().move(sources, destinations, kv_len)
 
     def _copied(self, text: SuffixAutomaton, limit: int) -> Counted:
         """What is copied, at most `limit` tokens; none where the match is too short."""

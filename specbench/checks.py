@@ -188,15 +188,23 @@ def innermost(
 
 
 def check_memory(what: str, group: DictConfig, inner: DictConfig, takes: dict) -> None:
-    """Raises UserError where a drafter is to learn, or to be warmed, whose wrapped drafter has no memory.
+    """Checks whether the memory that a drafter is to have is that of the drafter which it wraps, if it does.
 
     Args:
         what: "method" or "drafter".
         group: Its configuration.
         inner: That of the drafter that it wraps, or its own.
         takes: The parameters of that one's class.
+
+    Raises:
+        UserError: It is to learn, or to be warmed, and the wrapped drafter has no memory; or it is not to learn, and
+            the wrapped one is.
     """
     memory, kept = LEARNS
+    if inner.get(memory) == kept != group.get(memory, kept):
+        raise UserError(
+            f"{what}.{memory}={group[memory]}, but {what}.{WRAPPED}.{memory}={kept}: set both to one value"
+        )
     for key, asked in ((memory, group.get(memory) == kept), (WARM, group.get(WARM) is not None)):
         if asked and key not in takes:
             raise UserError(

@@ -118,7 +118,7 @@ def check_overrides(arguments: list[str]) -> None:
     sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
     launcher = [key for key in given if re.match(r"hydra[./]launcher\b", key)]
     if launcher and not sweep:
-        raise UserError(f"{launcher[0]} is of a sweep, and this is a single run: add -m")
+        raise UserError(f"{launcher[0]} needs a sweep: add -m")
 
 
 def choices_of(group: str) -> list[str]:

@@ -12,7 +12,7 @@ from specbench.decoding.device import on_device
 from specbench.decoding.layout import span
 from specbench.decoding.sampling import DRAFT
 from specbench.decoding.tree import Tree
-from specbench.values import WRAPPED
+from specbench.values import WRAPPED, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -357,6 +357,20 @@ def needs_of(group: Mapping) -> Needs:
     """
     own = pkgutil.resolve_name(group["_target_"]).needs
     return own.around(needs_of(group[WRAPPED])) if WRAPPED in group else own
+
+
+def make_drafter(group: Mapping, **given: Any) -> Drafter:
+    """Makes the drafter of a configuration: that of a run, or one that another drafter wraps.
+
+    Args:
+        group: with `_target_` and parameters.
+        given: the pair, and parameters in place of those in `group`.
+
+    Raises:
+        UserError: as the drafter's class.
+    """
+    # Not hydra's instantiate, which would wrap what a method says is wrong.
+    return pkgutil.resolve_name(group["_target_"])(**parameters(group) | given)
 
 
 class Drafter:

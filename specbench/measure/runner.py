@@ -21,7 +21,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from specbench.decoding.draft import Drafter, needs_of
+from specbench.decoding.draft import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
@@ -44,7 +44,6 @@ def prepare(cfg: DictConfig) -> Bench:
     method = hydra.utils.get_class(cfg.method._target_)
     batched = issubclass(method, Scheduler)
     drafting = cfg.drafter if batched else cfg.method
-    drafter_class = hydra.utils.get_class(drafting._target_)
     needs = needs_of(drafting)
     pair_cfg = cfg.pair
     if needs.part:  # it may bring the draft model with it
@@ -52,8 +51,7 @@ def prepare(cfg: DictConfig) -> Bench:
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     target = StagedModel(pair.target, width=cfg.decoding.verify_width)
     target.check(pair.sample_ids())
-    # Not hydra's instantiate, which would wrap what a method says is wrong.
-    drafter = drafter_class(pair=pair, **parameters(drafting))
+    drafter = make_drafter(drafting, pair=pair)
 
     def engine(drafter: Drafter, scheduler: Scheduler | None = None) -> Engine:
         return Engine(target, drafter, pair.stop_ids, scheduler, pair.context_length)

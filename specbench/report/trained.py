@@ -104,7 +104,7 @@ def _differing_memory(summaries: list[dict]) -> list[str]:
     if not all(began.values()):
         return []
     kinds = "; ".join(f"{how}: {named(names)}" for how, names in began.items())
-    return [f"memories did not begin alike ({kinds})"]
+    return [f"some drafters began with a warmed memory, others with an empty one ({kinds})"]
 
 
 def _data(name: str) -> str:

@@ -92,16 +92,17 @@ def test_a_warmed_memory_is_told_of_and_not_set_beside_another_in_silence(tmp_pa
     assert differing_training([warm, warm]) == differing_training([cold, cold]) == []
     (line,) = differing_training([cold, warm])
     assert line == (
-        "memories did not begin alike (warmed: recycling, warm=there/talk.jsonl; empty: recycling, warm=None)"
+        "some drafters began with a warmed memory, others with an empty one "
+        "(warmed: recycling, warm=there/talk.jsonl; empty: recycling, warm=None)"
     )
     assert "1,024,000 tokens, sha256:4567: suffix" in differing_training([warm, other])[0]
     batched = cold | {"method": "ragged", "drafter": "suffix", "settings": {"drafter.warm": None}}
     assert "empty: ragged + suffix" in differing_training([warm, batched])[0]
     runs = [run_of(tmp_path, name, one) for name, one in (("a", warm), ("b", other), ("c", cold))]
     page = report(runs, [], tmp_path / "report", []).read_text()
-    assert "memory warmed with talk.jsonl: a, b" in page and "memories did not begin alike" in page
+    assert "memory warmed with talk.jsonl: a, b" in page and "began with a warmed memory, others" in page
     compare.print_comparison(runs)
-    assert "memories did not begin alike" in capsys.readouterr().out.replace("\n", " ")
+    assert "began with a warmed memory, others" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_report_and_compare_warn(tmp_path, capsys):

@@ -1,0 +1,88 @@
+"""A drafter around another one: what it does not do itself, the inner drafter does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Several
+
+    import torch
+
+    from specbench.decoding.target import Prefill, StagedModel
+
+
+class WrappedDrafter(Drafter):
+    """Base of a drafter that wraps another one: every member of `Drafter` is passed on to the inner drafter.
+
+    A subclass overrides what it does itself, and calls `super()` where the inner drafter takes part. `summarise` and
+    `describe` belong to classes: a run asks those of the outer and of the inner class, see `measure.of_method`.
+
+    Args:
+        inner: the drafter that is wrapped; see `draft.make_drafter`.
+
+    Attributes:
+        inner: as given. The other attributes of a `Drafter` are copied from it; a subclass sets those that differ.
+    """
+
+    def __init__(self, inner: Drafter):
+        self.inner = inner
+        self.needs = self.needs.around(inner.needs)
+        self.taps, self.siblings, self.certain = inner.taps, inner.siblings, inner.certain
+        self.max_draft_tokens, self.max_nodes = inner.max_draft_tokens, inner.max_nodes
+        self.uninterrupted = inner.uninterrupted
+
+    def foretell(self, prompts: Several[list[int]], answers: Several[list[int]]) -> None:
+        """As the inner drafter."""
+        self.inner.foretell(prompts, answers)
+
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """As the inner drafter."""
+        self.inner.open(slots, capacity, target)
+
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """As the inner drafter."""
+        self.inner.begin(slot, sequence, prefill)
+
+    def draft(self, batch: Batch) -> Draft:
+        """As the inner drafter."""
+        return self.inner.draft(batch)
+
+    @property
+    def works_on_the_way(self) -> bool:
+        """As the inner drafter."""
+        return self.inner.works_on_the_way
+
+    def on_hidden(self, layer: int, hidden_states: torch.Tensor) -> None:
+        """As the inner drafter."""
+        self.inner.on_hidden(layer, hidden_states)
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """As the inner drafter."""
+        self.inner.commit(batch, verified)
+
+    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
+        """As the inner drafter."""
+        self.inner.move(sources, destinations, kv_len)
+
+    def end(self, slot: int) -> None:
+        """As the inner drafter."""
+        self.inner.end(slot)
+
+    def forget(self) -> None:
+        """As the inner drafter."""
+        self.inner.forget()
+
+    def snapshot(self) -> Any:
+        """As the inner drafter."""
+        return self.inner.snapshot()
+
+    def restore(self, state: Any) -> None:
+        """As the inner drafter."""
+        self.inner.restore(state)
+
+    def close(self) -> None:
+        """As the inner drafter."""
+        self.inner.close()

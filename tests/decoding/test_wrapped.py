@@ -1,0 +1,59 @@
+"""A drafter around another one passes on all that it does not do itself."""
+
+from __future__ import annotations
+
+import inspect
+
+from specbench.decoding.draft import Drafter, Needs
+from specbench.decoding.wrapped import WrappedDrafter
+
+
+class Inner(Drafter):
+    """Notes what it is asked to do."""
+
+    needs = Needs(draft_model=True, batching=False)
+    taps, siblings, certain, max_draft_tokens, max_nodes, uninterrupted = (2,), 3, True, 5, 9, True
+
+    def __init__(self):
+        self.asked: list[tuple] = []
+
+
+def noted(name: str):
+    return lambda self, *given: self.asked.append((name, *given)) or name
+
+
+# What is asked of a drafter, but for the two of its class.
+MEMBERS = {
+    name: len(inspect.signature(member).parameters) - 1
+    for name, member in vars(Drafter).items()
+    if inspect.isfunction(member)
+}
+for _name in MEMBERS:
+    setattr(Inner, _name, noted(_name))
+
+
+def test_every_member_is_passed_on():
+    inner = Inner()
+    outer = WrappedDrafter(inner)
+    for name, count in MEMBERS.items():
+        given = tuple(object() for _ in range(count))
+        answer = getattr(outer, name)(*given)
+        assert inner.asked.pop() == (name, *given)
+        assert answer == (name if name in ("draft", "snapshot") else None)
+    assert {"forget", "snapshot", "restore", "foretell", "on_hidden", "close"} <= MEMBERS.keys()
+
+
+def test_attributes_are_the_inner_ones():
+    outer = WrappedDrafter(Inner())
+    for name, value in vars(Drafter).items():
+        if not name.startswith("_") and not callable(value) and not isinstance(value, staticmethod):
+            assert getattr(outer, name) == getattr(Inner(), name), name
+    assert outer.works_on_the_way
+
+
+class Alone(WrappedDrafter):
+    needs = Needs(sampling=False, continuation=True)
+
+
+def test_needs_are_those_of_both():
+    assert Alone(Inner()).needs == Needs(draft_model=True, batching=False, sampling=False, continuation=True)
