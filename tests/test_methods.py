@@ -7,24 +7,20 @@ from contextlib import closing
 import pytest
 from omegaconf import OmegaConf
 
-from specbench.compose import CONF
 from specbench.measure import pairing, provenance, runner, store
 from specbench.measure.runner import prepare
 from specbench.questions import warmup_questions
-from tests.support.conf import composed
+from tests.support.conf import composed, drafts, inline, names
 
 pytestmark = pytest.mark.slow
 
-METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 # The methods to which the second pair brings other weights.
 OF_SHALLOW = (
     *("ar", "kangaroo", "kangaroo_tree", "medusa", "hydra_heads", "eagle", "eagle2", "eagle3"),
     *("s2d", "sps", "sps_tree"),
 )
-# Without a draft: certified against transformers' generate, as the others need not be once more.
-PLAIN = ("ar", "ar_batch")
-# Those that draft beside the target as `mirror_sd` does, for which one process less is started.
-BESIDE = ("mirror_hybrid", "mirror_ss", "ssd")
+# Of the methods with a process beside the target's, the one for which it is started.
+WITH_PROCESS = "mirror_sd"
 TASKS = ("mt_bench", "summarization")  # two turns, a long prompt
 # What no paper tried: every drafter in a batch method at least once, and a trimmed head.
 COMBINATIONS = [
@@ -59,23 +55,19 @@ COMBINATIONS = [
 ]
 
 
-def beside(method: str) -> list[str]:
-    """The settings that start no process."""
-    return ["method.placement=inline"] * (method in BESIDE)
-
-
 @pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=[pytest.mark.process] * (m == "mirror_sd")) for m in METHODS]
+    "method",
+    [pytest.param(m, marks=[pytest.mark.process] * (m == WITH_PROCESS)) for m in names("method")],
 )
 def test_a_run_of_every_method(method, tmp_path, monkeypatch):
-    check(
-        monkeypatch, tmp_path, f"method={method}", "pair=tiny", *beside(method), accepts=method not in PLAIN
-    )
+    """A method without drafts is certified against transformers' generate, as the others need not be once more."""
+    placed = [] if method == WITH_PROCESS else inline(method)
+    check(monkeypatch, tmp_path, f"method={method}", "pair=tiny", *placed, accepts=drafts(method))
 
 
 @pytest.mark.parametrize("method", OF_SHALLOW)
 def test_methods_on_the_shallow_pair(method):
-    check_answers(f"method={method}", "pair=tiny_shallow", *beside(method), accepts=method not in PLAIN)
+    check_answers(f"method={method}", "pair=tiny_shallow", accepts=drafts(method))
 
 
 @pytest.mark.parametrize(("method", "drafter", "vocab"), COMBINATIONS)

@@ -16,30 +16,31 @@ from methods.mirror_sd import MirrorSD
 from methods.pld import PromptLookup
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.compose import CONF
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.pairs import load_pair
-from tests.support.conf import composed
+from tests.support.conf import composed, file_of, is_hub_id, names
 from tests.support.decoding import generate_with_transformers
 from tests.support.methods import saved_adapter, trimmed
 from tests.support.models import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 
-REAL = sorted(path.stem for path in (CONF / "pair").glob("[!_]*.yaml") if not path.stem.startswith("tiny"))
-
-
-def has_draft(name: str) -> bool:
-    """Whether a pair's YAML, or one that it builds on, names a draft model."""
-    cfg = OmegaConf.load(CONF / "pair" / f"{name}.yaml")
-    bases = [base for base in cfg.get("defaults", []) if base != "_self_"]
-    return cfg.get("draft") is not None or any(has_draft(base) for base in bases)
-
-
-WITH_DRAFT = [name for name in REAL if has_draft(name)]
+# Pairs that are made small by their shapes, and those whose target the hub has: a pair may lack either.
+PAIRS = {name: file_of("pair", name) for name in names("pair")}
+REAL = [
+    name for name, pair in PAIRS.items() if not pair.target.startswith("specbench/") and pair.target_shape
+]
+WITH_DRAFT = [name for name in REAL if PAIRS[name].draft and PAIRS[name].draft_shape]
+OF_THE_HUB = [name for name, pair in PAIRS.items() if is_hub_id(pair.target)]
+# Parameters in billions, of the pairs that are named after a size.
+SIZES = {
+    **{"vicuna-7b": 6.74, "vicuna-13b": 13.0, "vicuna-33b": 32.5, "llama-2-70b-chat": 69.0},
+    **{"qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "glm-4-9b": 9.4, "llama-3.1-8b": 8.03},
+    **{"llama-3.2-3b": 3.21, "mistral-small-24b": 23.6, "opt-66b": 65.7},
+}
 CHAT = [
     {"role": "user", "content": "Say ab."},
     {"role": "assistant", "content": "ab ab"},
@@ -62,17 +63,16 @@ def small(shape: DictConfig, layers: int, vocab: int | None = None) -> dict:
     full = AutoConfig.for_model(**OmegaConf.to_container(shape))
     heads, groups = full.num_attention_heads, getattr(full, "num_key_value_heads", full.num_attention_heads)
     kv = 1 if heads // groups > 2 else 4
+    width = getattr(full, "head_dim", None) or full.hidden_size // heads
     own = {"num_hidden_layers": layers, "num_attention_heads": kv * heads // groups}
     own |= {"initializer_range": 0.25, "init_std": 0.25, "tie_word_embeddings": False}
     own |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
     if full.model_type == "opt":
         own |= {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256}
     else:
-        head_dim = 16 if full.head_dim == 128 else 8
+        head_dim = 16 if width == 128 else 8
         own |= {"num_key_value_heads": kv, "head_dim": head_dim}
-        own["hidden_size"] = (
-            own["num_attention_heads"] * head_dim * full.hidden_size // (heads * full.head_dim)
-        )
+        own["hidden_size"] = own["num_attention_heads"] * head_dim * full.hidden_size // (heads * width)
         own["intermediate_size"] = own["hidden_size"] * full.intermediate_size // full.hidden_size
     # Never fewer rows than the tokenizer's 260 ids and some padding, which several of these models have.
     own["vocab_size"] = vocab or max(300, full.vocab_size * own["hidden_size"] // full.hidden_size)
@@ -99,6 +99,7 @@ def save_small(name: str, folder: Path, **draft_changes) -> DictConfig:
     for part, least in (("target", 3), ("draft", 1)):
         shape = cfg[f"{part}_shape"]
         if shape is None:
+            cfg[part] = None
             continue
         layers = max(least, shape.num_hidden_layers // 8)
         torch.manual_seed(least)
@@ -233,14 +234,14 @@ def test_random_weights_need_neither_network_nor_files(name, monkeypatch):
         if cfg[f"{part}_shape"] is not None:
             own = {"bos_token_id": 1, "eos_token_id": 2}
             cfg[f"{part}_shape"] = small(cfg[f"{part}_shape"], 2, 16400) | own
-    pair = load_pair(cfg, seed=0, with_draft=cfg.draft is not None)
+    pair = load_pair(cfg, seed=0, with_draft=name in WITH_DRAFT)
     assert pair.init == "random" and pair.target.config.model_type == cfg.target_shape.model_type
     prompt = pair.prompt_ids(CHAT)
     answer = Engine(StagedModel(pair.target), PromptLookup(pair), pair.stop_ids).answer(prompt, Decoding(8))
     assert isinstance(pair.decode(answer.tokens), str)
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", OF_THE_HUB)
 def test_a_model_that_cannot_be_had_says_what_to_do_in_one_line(name):
     cfg = pair_config(name)
     with pytest.raises(UserError, match="hf download") as caught:
@@ -248,15 +249,10 @@ def test_a_model_that_cannot_be_had_says_what_to_do_in_one_line(name):
     assert ("gated" in str(caught.value)) == cfg.gated
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", SIZES)
 def test_published_sizes(name):
     """Parameters, from the shape alone, within 2 % of what the models are called."""
-    named = {
-        "vicuna-7b": 6.74, "vicuna-13b": 13.0, "vicuna-33b": 32.5, "llama-2-70b-chat": 69.0, "qwen3-8b": 8.19,
-        "qwen3-14b": 14.8, "qwen3-32b": 32.8, "glm-4-9b": 9.4, "llama-3.1-8b": 8.03, "llama-3.2-3b": 3.21,
-        "mistral-small-24b": 23.6, "opt-66b": 65.7,
-    }  # fmt: skip
     shape = OmegaConf.to_container(pair_config(name).target_shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(named[name], rel=0.02)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(SIZES[name], rel=0.02)

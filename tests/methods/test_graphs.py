@@ -30,7 +30,6 @@ from methods.recycling import TokenRecycling
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from methods.sps_tree import DraftModelTree
-from specbench.compose import CONF
 from specbench.decoding import target as targets
 from specbench.decoding.draft import Batch, Drafter, Request
 from specbench.decoding.engine import Engine
@@ -38,7 +37,7 @@ from specbench.decoding.passes import compiled, is_within, within
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.measure.runner import prepare
-from tests.support.conf import composed
+from tests.support.conf import composed, inline, names
 from tests.support.decoding import random_pair, random_prompt
 from tests.support.graphs import PretendedGraphs, Unguarded, pretend
 from tests.support.methods import drafts, saved_eagle, sorted_pair, trimmed
@@ -73,7 +72,6 @@ REPLAYS = {
     **{"ar": 1, "pld": 1, "sps": 2, "vocabtrim": 2, "sps_tree": 3, "oracle": 2, "medusa": 3},
     **{"hydra_heads": 4, "eagle": 4, "eagle2": 4, "eagle3": 4},
 }
-METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 
 
 def what_was_drafted(answers) -> list[list[tuple[int, int]]]:
@@ -445,12 +443,10 @@ def plainly() -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", names("method"))
 def test_every_method_as_it_is_configured(monkeypatch, method):
     """On the embedded pair: the baseline, and every method, through graphs say what the baseline says without."""
-    settings = [f"method={method}"] + ["method.placement=inline"] * (
-        method in ("mirror_sd", "mirror_hybrid", "mirror_ss", "ssd")
-    )
+    settings = [f"method={method}", *inline(method)]
     settings += ["drafter=sps"] * (method in ("eqspec", "exspec", "ragged"))
     plain = prepare(configured(*settings))
     plain._foretell(ASKED)

@@ -18,14 +18,14 @@ from methods.exspec import ExSpec
 from methods.mirror_sd import MirrorSD
 from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
-from specbench.compose import CONF
-from specbench.decoding.draft import Draft, Drafter, Request
+from specbench.decoding.draft import Draft, Drafter, Request, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.measure.pairing import Bench
 from specbench.measure.runner import prepare
-from tests.support.conf import composed
+from specbench.questions import packaged
+from tests.support.conf import composed, inline, is_scheduler, lacks_part, names
 from tests.support.decoding import random_pair
 from tests.support.waits import Waits, watched
 
@@ -47,11 +47,8 @@ LOOKS: dict[str, dict[str, int]] = {
     "sps_ss": STREAMS,
     "mirror_ss": STREAMS | BRANCHES | {"_pick": 1},
 }
-OVERLAPPED = ("mirror_sd", "mirror_hybrid", "mirror_ss", "ssd")
-METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
-BATCHES = ("ar_batch", "eqspec", "exspec", "ragged")
-DRAFTERS = sorted(path.stem for path in (CONF / "drafter").glob("[!_]*.yaml") if path.stem != "none")
-WITHOUT_MODEL = ("ar", "lookahead", "oracle", "pld", "recycling", "rest", "samd", "suffix")
+METHODS = [name for name in names("method") if not is_scheduler(name)]
+DRAFTERS = [name for name in names("drafter") if name != "none"]
 FAST = ("ar", "pld", "recycling", "sps")
 # A text that repeats itself: look-ups find something.
 TEXT = [11, 23, 35, 47, 59] * 3
@@ -103,13 +100,14 @@ def assert_one_wait(waits: Waits, looks: dict[str, int], greedy: bool = True) ->
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(m, marks=[] if m in FAST else pytest.mark.slow) for m in METHODS if m not in BATCHES],
+    [pytest.param(m, marks=[] if m in FAST else pytest.mark.slow) for m in METHODS],
 )
 def test_every_method(monkeypatch, method):
-    settings = [f"method={method}"] + ["method.placement=inline"] * (method in OVERLAPPED)
-    temperatures = (0.0,) if method == "oracle" else (0.0, 0.8)  # it drafts for greedy decoding alone
-    # Only against the deep target do its streams have to pick a branch so soon.
-    pair = "tiny" if method == "mirror_ss" else "tiny_shallow"
+    settings = [f"method={method}", *inline(method)]
+    samples = needs_of(composed("bench", *settings).method).sampling
+    temperatures = (0.0, 0.8) if samples else (0.0,)
+    # Only against the deep target do the streams of mirror_ss have to pick a branch so soon.
+    pair = "tiny" if method == "mirror_ss" or lacks_part(method, "tiny_shallow") else "tiny_shallow"
     found = waits_of(monkeypatch, *settings, temperatures=temperatures, pair=pair)
     for temperature, waits in zip(temperatures, found, strict=True):
         assert_one_wait(waits, LOOKS.get(method, {}), temperature == 0)
@@ -122,7 +120,8 @@ def test_every_method(monkeypatch, method):
 )
 def test_every_drafter_in_batches(monkeypatch, method, drafter):
     settings = [f"method={method}", f"drafter={drafter}", "batch_size=3"]
-    (waits,) = waits_of(monkeypatch, *settings)
+    pair = "tiny" if drafter in METHODS and lacks_part(drafter, "tiny_shallow") else "tiny_shallow"
+    (waits,) = waits_of(monkeypatch, *settings, pair=pair)
     assert_one_wait(waits, LOOKS.get(drafter, {}))
 
 
@@ -143,14 +142,18 @@ def modules_of(thing: object, seen: set[int]) -> Iterator[torch.nn.Module]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pair", "dtype"), [("tiny_shallow", "float16"), ("tiny_shallow_wide", "bfloat16")])
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in (*BATCHES, *WITHOUT_MODEL)])
+@pytest.mark.parametrize("method", METHODS)
 def test_angles_of_positions_are_not_rounded(method, pair, dtype):
     """Trained in float32, a part with other angles drafts worse the longer the text is; nothing else would tell."""
-    settings = [f"method={method}"] + ["method.placement=inline"] * (method in OVERLAPPED)
-    cfg = composed(
-        "bench", *settings, f"pair={pair}", f"pair.dtype={dtype}", "pair.device=cpu", "generate=false"
-    )
+    if lacks_part(method, pair):
+        pytest.skip(f"pair {pair} has no weights of {method}")
+    settings = [f"method={method}", *inline(method), f"pair={pair}", f"pair.dtype={dtype}"]
+    cfg = composed("bench", *settings, "pair.device=cpu", "generate=false")
     OmegaConf.resolve(cfg)
+    needs = needs_of(cfg.method)
+    folder = None if needs.part is None else packaged(cfg.pair.parts[needs.part])
+    if not needs.draft_model and (folder is None or not any(folder.glob("*.safetensors"))):
+        pytest.skip(f"{method} brings no weights")
     with closing(prepare(cfg).drafter) as drafter:
         found = [
             module for module in modules_of(drafter, set()) if next(module.parameters(), None) is not None

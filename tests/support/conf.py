@@ -1,8 +1,13 @@
-"""Configurations composed from conf/, quickly: Hydra composes each choice of groups once."""
+"""What lies in conf/: the names of a group, single files, and configurations that are composed of them, quickly.
+
+Tests that walk a group take its names from here, and what they must know of a choice from what it declares.
+"""
 
 from __future__ import annotations
 
 import copy
+import pkgutil
+import re
 from functools import cache
 
 from hydra import compose, initialize_config_dir
@@ -10,6 +15,57 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from specbench.compose import CONF
+from specbench.decoding.draft import Drafter, needs_of
+from specbench.decoding.scheduler import Scheduler
+
+
+def names(group: str) -> list[str]:
+    """The choices of a group."""
+    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
+
+
+@cache
+def file_of(group: str, name: str) -> DictConfig:
+    """A file of a group, merged with the files that it builds on; nothing in it is resolved."""
+    own = OmegaConf.load(CONF / group / f"{name}.yaml")
+    bases = []
+    for base in own.pop("defaults", []):
+        if isinstance(base, str) and base != "_self_":  # not the choices that it makes of other groups
+            folder, _, file = base.removesuffix("@_here_").strip("/").rpartition("/")
+            bases.append(file_of(folder or group, file))
+    return OmegaConf.merge(*bases, own)
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether a pair names a model of the hub, not a folder."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) is not None
+
+
+def is_scheduler(method: str) -> bool:
+    """Whether a method is a scheduler, for which `drafter` chooses what drafts."""
+    return issubclass(_class_of(method), Scheduler)
+
+
+def drafts(method: str) -> bool:
+    """Whether a method drafts at all, which the baseline, alone and in batches, does not."""
+    if is_scheduler(method):
+        return composed("bench", f"method={method}").drafter.name != "none"
+    return _class_of(method).draft is not Drafter.draft
+
+
+def inline(method: str) -> list[str]:
+    """The settings with which a method works in this thread alone."""
+    return ["method.placement=inline"] * ("placement" in file_of("method", method))
+
+
+def lacks_part(method: str, pair: str) -> bool:
+    """Whether a pair comes without the trained weights that a method needs."""
+    part = None if is_scheduler(method) else needs_of(composed("bench", f"method={method}").method).part
+    return part is not None and file_of("pair", pair).parts.get(part) is None
+
+
+def _class_of(method: str) -> type:
+    return pkgutil.resolve_name(file_of("method", method)["_target_"])
 
 
 @cache
