@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 
 from specbench.decoding.device import place_weights, prepare_device
-from specbench.decoding.passes import OPTIONS
+from specbench.decoding.passes import Options, set_options
 from specbench.errors import UserError
 from specbench.expand import Expansion, embedded, expand_model, expansion_of
 from specbench.questions import packaged
@@ -145,7 +145,6 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool =
     cfg, dtype = embedded(pair_cfg), DTYPES[pair_cfg.dtype]
     device = choose_device(pair_cfg.device) if weights else torch.device("meta")
     prepare_device(device)
-    OPTIONS.graphs, OPTIONS.compile = pair_cfg.graphs is not False, bool(pair_cfg.compile)
     if with_draft and cfg.draft is None:
         raise UserError(f"pair '{cfg.name}' has no draft model: set pair.draft")
     target = _Source(cfg.target, cfg.target_revision, cfg, cfg.target_shape, cfg.width)
@@ -170,7 +169,10 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool =
     loaded = target.model(dtype, device, seed, cfg.device_map) if weights else None
     target_model = target.without_weights() if loaded is None else loaded
     draft_model = draft.model(dtype, device, seed + 1, layers=cfg.draft_layers) if draft else None
-    configs = [model.config.get_text_config() for model in (target_model, draft_model) if model is not None]
+    models = [model for model in (target_model, draft_model) if model is not None]
+    for model in models:
+        set_options(model, Options(pair_cfg.graphs is not False, bool(pair_cfg.compile)))
+    configs = [model.config.get_text_config() for model in models]
     return Pair(
         name=cfg.name,
         target=target_model,

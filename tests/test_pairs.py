@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
+from specbench.decoding.passes import Options, options_of
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
 from specbench.pairs import choose_device, cut, load_pair
@@ -50,6 +51,16 @@ def test_a_family_that_torch_has_no_attention_for_is_loaded_with_its_own(cfg):
     pair = load_pair(cfg, seed=0, with_draft=True)
     assert pair.target.config._attn_implementation == "eager"
     StagedModel(pair.target).check()
+
+
+def test_options_of_graphs_are_the_pairs_own(cfg):
+    """A second pair in a process says nothing about the first."""
+    cfg.graphs, cfg.compile = False, True
+    first = load_pair(cfg, seed=0, with_draft=True)
+    cfg.graphs, cfg.compile = None, None
+    second = load_pair(cfg, seed=0, with_draft=False)
+    assert options_of(first.target) == options_of(first.draft) == Options(graphs=False, compile=True)
+    assert options_of(second.target) == Options()
 
 
 def test_draft_is_left_alone_unless_asked_for(cfg):

@@ -30,15 +30,25 @@ CAPTURING = threading.Lock()  # of all captures of a process only one may be und
 WITHIN = threading.local()  # whether this thread calls a function that is being captured
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Options:
-    """What CUDA models that are made from now on do: graphs, and whether what they hold is compiled first."""
+    """How the passes of a model run on CUDA: as graphs, and whether what these hold is compiled first."""
 
     graphs: bool = True
     compile: bool = False
 
 
-OPTIONS = Options()
+DEFAULT = Options()
+
+
+def set_options(model: torch.nn.Module, options: Options) -> None:
+    """Says how the passes of a model run, whoever drives it; without, as `DEFAULT`."""
+    model.specbench_passes = options  # type: ignore[assignment] # of torch, whose attributes are tensors and modules
+
+
+def options_of(model: object) -> Options:
+    """How the passes of a model run."""
+    return getattr(model, "specbench_passes", DEFAULT)
 
 
 class Passes:
@@ -81,13 +91,14 @@ class Graphs(Passes):
 
     Args:
         device: a CUDA device.
+        compile: whether functions are compiled before they are captured.
 
     Attributes:
         captures: how many there were.
     """
 
-    def __init__(self, device: torch.device):
-        self.device, self.captures = device, 0
+    def __init__(self, device: torch.device, compile: bool = False):
+        self.device, self.compile, self.captures = device, compile, 0
         self._captured: WeakKeyDictionary[object, dict[Hashable, Captured]] = WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None  # what torch calls a handle
@@ -127,7 +138,7 @@ class Graphs(Passes):
             self._stream = torch.cuda.Stream(self.device, priority=priority)
             # One for all graphs: none runs beside another, and outputs are copied before the next one runs.
             self._pool = torch.cuda.graph_pool_handle()
-        if OPTIONS.compile:
+        if self.compile:
             function = compiled(function)
         graph = torch.cuda.CUDAGraph()
         try:

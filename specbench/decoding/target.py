@@ -24,7 +24,7 @@ from specbench.decoding.draft import NORMED, Draft
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
 from specbench.decoding.layers import experts_of, experts_wait, quick, weight_bytes
 from specbench.decoding.linear import lay_out
-from specbench.decoding.passes import OPTIONS, Graphs, Passes, is_within
+from specbench.decoding.passes import Graphs, Passes, is_within, options_of
 from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
@@ -682,7 +682,8 @@ def passes_of(model: PreTrainedModel) -> Graphs | None:
     That is one whose layers are spread over devices; one with quantised weights, whose kernels may look at them on the
     host; and one whose routed experts do, see `experts_wait`.
     """
-    if model.device.type != "cuda" or not OPTIONS.graphs:
+    options = options_of(model)
+    if model.device.type != "cuda" or not options.graphs:
         return None
     devices = {weight.device for weight in chain(model.parameters(), model.buffers())}
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
@@ -691,7 +692,7 @@ def passes_of(model: PreTrainedModel) -> Graphs | None:
     experts = any(getattr(config, name, 0) for name in EXPERTS)
     if len(devices) > 1 or hooked or quantised or (experts and experts_wait(model)):
         return None
-    return Graphs(model.device)
+    return Graphs(model.device, options.compile)
 
 
 def has_fixed_shape(where: Pass, n: int) -> bool:

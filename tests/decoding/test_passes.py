@@ -11,12 +11,12 @@ import torch
 import torch._dynamo
 
 from specbench.decoding import engine as engines
-from specbench.decoding import linear, passes
+from specbench.decoding import linear
 from specbench.decoding import target as targets
 from specbench.decoding.draft import NORMED, Draft, Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.layers import experts_wait
-from specbench.decoding.passes import Graphs, Passes, compiled, uncollected
+from specbench.decoding.passes import Graphs, Options, Passes, compiled, set_options, uncollected
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel, passes_of
 from tests.support.decoding import random_pair
@@ -242,7 +242,7 @@ def test_a_cpu_runs_passes_as_they_come():
     assert Passes().run(target, "key", lambda given: [given], torch.ones(2))[0].tolist() == [1, 1]
 
 
-def test_graphs_are_for_a_whole_plain_model_on_one_gpu(monkeypatch):
+def test_graphs_are_for_a_whole_plain_model_on_one_gpu():
     """A model whose tensors say that they are on CUDA stands for one there."""
 
     def found(**changes) -> bool:
@@ -254,8 +254,15 @@ def test_graphs_are_for_a_whole_plain_model_on_one_gpu(monkeypatch):
     assert not found(hooked=True)
     assert not found(experts=8), "experts that are nowhere to be found cannot be tried"
     assert not found(devices=("cpu",))
-    monkeypatch.setattr(passes.OPTIONS, "graphs", False)
-    assert not found()
+
+
+def test_options_belong_to_a_model():
+    """Not to the process: two pairs may be loaded that are to run otherwise."""
+    one, other, third = _Stand(), _Stand(), _Stand()
+    set_options(one, Options(graphs=False))
+    set_options(other, Options(compile=True))
+    assert passes_of(one) is None
+    assert passes_of(other).compile and not passes_of(third).compile
 
 
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss"])

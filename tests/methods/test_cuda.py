@@ -110,7 +110,7 @@ def test_without_graphs_an_answer_is_the_same(pair_on, adapter, monkeypatch, met
     pair = pair_on("llama")
     found = []
     for graphs in (True, False):
-        monkeypatch.setattr(passes.OPTIONS, "graphs", graphs)
+        monkeypatch.setattr(passes, "DEFAULT", passes.Options(graphs=graphs))
         drafter = METHODS[method](pair, adapter("llama"))
         engine = Engine(StagedModel(pair.target), drafter, frozenset([STOP]))
         with closing(drafter):
@@ -124,7 +124,7 @@ def test_without_graphs_an_answer_is_the_same(pair_on, adapter, monkeypatch, met
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral", "opt"])
 def test_a_replay_gives_what_its_operations_give(pair_on, monkeypatch, arch, compiles):
     """Bit by bit, but where it was compiled."""
-    monkeypatch.setattr(passes.OPTIONS, "compile", compiles)
+    monkeypatch.setattr(passes, "DEFAULT", passes.Options(compile=compiles))
     target = StagedModel(pair_on(arch).target)
     cache, ids = target.new_cache(512), torch.arange(3, 13, device=DEVICE).unsqueeze(0)
     graphs, found = target.passes, []
