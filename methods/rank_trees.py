@@ -34,7 +34,7 @@ def grown(root: int, children: Mapping[str, int]) -> list[Path]:
 
 
 # The authors' tree "mc_sim_7b_63" of Medusa, which Hydra and Spec-Bench use, too: children by path of ranks.
-PUBLISHED = grown(
+MEDUSA_TREE = grown(
     10,
     {
         **{"0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1},
@@ -59,7 +59,7 @@ def chosen_paths(
         UserError: what is named is no tree, or one of more levels than heads, or has fewer nodes.
     """
     if named is None:
-        paths = [path for path in PUBLISHED if len(path) <= heads]
+        paths = [path for path in MEDUSA_TREE if len(path) <= heads]
     else:
         paths = checked_paths(named, "the tree of the heads")
         if (deepest := max(map(len, paths))) > heads:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from methods.eagle.layer import DraftingModel
 
 # The tree of the authors' EAGLE-1, 25 nodes: children by path of ranks.
-PUBLISHED = grown(
+EAGLE_TREE = grown(
     4, {"0": 3, "1": 2, "2": 2, "3": 1, "00": 3, "01": 2, "02": 2, "10": 1, "000": 3, "0000": 2}
 )
 
@@ -203,7 +203,7 @@ class Eagle(EagleDrafter):
         model, settings = _loaded(pair, part)
         super().__init__(model, draft_head(pair, StagedModel(pair.target), vocab_map, vocab_size))
         deepest = max_draft_tokens or float("inf")
-        paths = [tuple(path) for path in settings.get("tree") or PUBLISHED]
+        paths = [tuple(path) for path in settings.get("tree") or EAGLE_TREE]
         paths = [path for path in paths if len(path) <= deepest and max(path) < self.head.rows]
         self.paths = paths[:nodes]
         self.max_nodes, self.max_draft_tokens = len(self.paths), max(map(len, self.paths))

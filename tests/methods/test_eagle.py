@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from methods.eagle import Eagle, Eagle2
 from methods.eagle.chain import chained
 from methods.eagle.checkpoint import load_eagle, save_eagle
-from methods.eagle.drafter import PUBLISHED
+from methods.eagle.drafter import EAGLE_TREE
 from methods.eagle.model import EagleModel, eagle_config
 from methods.eagle.train import Distillation, fresh_model
 from methods.eqspec import EqSpec
@@ -53,9 +53,9 @@ def loaded(folder, arch: str = "llama"):
 
 
 def test_the_published_tree():
-    assert len(PUBLISHED) == len(set(PUBLISHED)) == 25
-    assert [sum(len(path) == depth for path in PUBLISHED) for depth in range(1, 6)] == [4, 8, 8, 3, 2]
-    inner = {path[:-1] for path in PUBLISHED} - {()}
+    assert len(EAGLE_TREE) == len(set(EAGLE_TREE)) == 25
+    assert [sum(len(path) == depth for path in EAGLE_TREE) for depth in range(1, 6)] == [4, 8, 8, 3, 2]
+    inner = {path[:-1] for path in EAGLE_TREE} - {()}
     assert [sum(len(path) == depth for path in inner) for depth in range(1, 6)] == [4, 4, 1, 1, 0]
 
 
@@ -191,7 +191,7 @@ def test_smaller_trees_of_ranks(folder):
 
 def test_a_checkpoint_without_a_tree_gets_the_published_one(tmp_path):
     drafter = Eagle(random_pair("llama"), saved_eagle("llama", tmp_path))
-    assert drafter.paths == PUBLISHED and drafter.max_draft_tokens == 5
+    assert drafter.paths == EAGLE_TREE and drafter.max_draft_tokens == 5
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from methods.hydra_heads.heads import Heads, prefix_config
 from methods.hydra_heads.train import Distillation, fresh_heads
 from methods.hydra_heads.train import train as train_hydra_heads
 from methods.ragged import RaggedBatch
-from methods.rank_trees import PUBLISHED
+from methods.rank_trees import MEDUSA_TREE
 from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.layers import weight_bytes
@@ -221,7 +221,7 @@ def test_a_smaller_tree(folder):
 
 def test_heads_without_a_tree_get_the_published_one(tmp_path):
     drafter = HydraHeads(random_pair("llama"), saved_heads(random_pair("llama"), tmp_path, False, tree=None))
-    assert drafter.paths == [path for path in PUBLISHED if len(path) <= 3]
+    assert drafter.paths == [path for path in MEDUSA_TREE if len(path) <= 3]
 
 
 # -- files

@@ -18,7 +18,7 @@ from methods.medusa.heads import MedusaHeads
 from methods.medusa.train import Distillation
 from methods.medusa.train import train as train_medusa
 from methods.ragged import RaggedBatch
-from methods.rank_trees import PUBLISHED
+from methods.rank_trees import MEDUSA_TREE
 from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
@@ -62,8 +62,8 @@ def folder(request, tmp_path):
 
 
 def test_the_published_tree():
-    assert len(PUBLISHED) == len(set(PUBLISHED)) == 63
-    assert [sum(len(path) == depth for path in PUBLISHED) for depth in range(1, 5)] == [10, 28, 23, 2]
+    assert len(MEDUSA_TREE) == len(set(MEDUSA_TREE)) == 63
+    assert [sum(len(path) == depth for path in MEDUSA_TREE) for depth in range(1, 5)] == [10, 28, 23, 2]
 
 
 def test_fresh_heads_say_what_the_target_says():
@@ -127,7 +127,7 @@ def test_heads_without_a_tree_get_the_published_one(tmp_path):
     drafter = Medusa(
         random_pair("llama"), saved_heads(random_pair("llama"), tmp_path, tree=None, tree_counts=0)
     )
-    assert drafter.paths == [path for path in PUBLISHED if len(path) <= 3]
+    assert drafter.paths == [path for path in MEDUSA_TREE if len(path) <= 3]
 
 
 @pytest.mark.parametrize(
