@@ -36,7 +36,12 @@ RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
 AGAIN = 75  # exit code of a process that has measured its share: another one is to go on (EX_TEMPFAIL)
 FAILURE = "failure.json"  # why the last attempt ended early
 ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
-NOT_MEASURING = ("specbench/report", "specbench/tiny")  # code that may change while a run is interrupted
+# Code that may change while a run is interrupted: folders, and files that make what is measured or choose its settings.
+NOT_MEASURING = ("specbench/report", "specbench/tiny")
+MAKING = (
+    *("methods/*/train.py", "methods/*/calibrate.py", "methods/training.py", "methods/head_training.py"),
+    *("methods/family.py", "methods/answer.py", "specbench/tune.py"),
+)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_MEASURED = (
     "run_dir",
@@ -63,7 +68,7 @@ def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
         UserError: `run_dir` is a folder that cannot go on, or that holds other things, or no folder can be made or
             read.
     """
-    config = _plain(config)
+    config = plain(config)
     code = {"source_sha256": source_sha256()}
     if config["run_dir"] is not None:
         return _given_folder(Path(config["run_dir"]), config, code)
@@ -79,7 +84,7 @@ def is_measured(run_dir: Path, config: Mapping) -> bool:
     """Whether a folder holds all of `config`, measured by this very code, and none of its questions failed."""
     if not is_complete(run_dir) or read_json(run_dir / SUMMARY)["status"] != "complete":
         return False
-    return _difference(run_dir, _plain(config), {"source_sha256": source_sha256()}) is None
+    return _difference(run_dir, plain(config), {"source_sha256": source_sha256()}) is None
 
 
 def note_failure(run_dir: Path, why: str) -> None:
@@ -103,7 +108,7 @@ def why_failed(run_dir: Path) -> str | None:
 
 def config_hash(config: Mapping) -> str:
     """8 hex digits of the configuration, less what does not change what is measured."""
-    return hashlib.sha256(_canonical(_plain(config)).encode()).hexdigest()[:8]
+    return hashlib.sha256(_canonical(plain(config)).encode()).hexdigest()[:8]
 
 
 def source_sha256() -> str:
@@ -112,13 +117,20 @@ def source_sha256() -> str:
     Comments, docstrings and the layout of lines are no part of it: they change no measurement.
     """
     digest = hashlib.sha256()
-    for path in sorted(
-        path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")
-    ):
-        if any(path.is_relative_to(ROOT / folder) for folder in NOT_MEASURING):
-            continue
+    for path in measuring_files():
         digest.update(f"{path.relative_to(ROOT)}\0{_code_sha256(path.read_bytes())}\0".encode())
     return digest.hexdigest()
+
+
+def measuring_files() -> list[Path]:
+    """The Python files that a run may import: neither reports nor what trains, calibrates or tunes."""
+    files = [path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")]
+    return sorted(path for path in files if _measures(path.relative_to(ROOT)))
+
+
+def _measures(file: Path) -> bool:
+    within = any(file.is_relative_to(folder) for folder in NOT_MEASURING)
+    return not within and not any(file.match(pattern) for pattern in MAKING)
 
 
 @lru_cache(maxsize=1024)
@@ -143,10 +155,6 @@ def read_config(run_dir: Path) -> dict:
 def is_complete(run_dir: Path) -> bool:
     """Whether every question was tried and the summary is there."""
     return (run_dir / SUMMARY).exists()
-
-
-def _plain(config: Mapping) -> dict:
-    return plain(config)
 
 
 def _canonical(config: dict) -> str:

@@ -12,11 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
+from specbench import ROOT
 from specbench.errors import UserError
 from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS
 from tests.support.messages import says
 from tests.support.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
+from tests.test_imports import imported
 
 
 @pytest.fixture
@@ -158,6 +160,36 @@ def test_only_what_code_does_tells_it_apart(tmp_path, monkeypatch):
     assert digest("def draft(n):\n    return n + 2\n") != first
     assert digest('def draft(n):\n    """Drafts."""\n') != first
     assert digest("def draft(:\n") != first  # what cannot be read counts as it is
+
+
+def test_what_trains_or_tunes_may_change_while_a_run_is_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "ROOT", tmp_path)
+
+    def digest(file: str, text: str) -> str:
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return store.source_sha256()
+
+    first = digest("methods/mine/drafter.py", "k = 1\n")
+    assert digest("methods/mine/train.py", "rate = 1\n") == first
+    assert digest("methods/training.py", "rate = 2\n") == first
+    assert digest("specbench/tune.py", "trials = 3\n") == first
+    assert digest("methods/mine/layer.py", "k = 4\n") != first
+
+
+def test_no_file_that_measures_imports_one_that_may_change():
+    """Else a run could go on with other code."""
+    files = store.measuring_files()
+    every = [path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")]
+    making = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in every
+        if any(path.match(pattern) for pattern in store.MAKING)
+    }
+    assert {"methods.sps.train", "methods.training", "specbench.tune"} <= making
+    for file in files:
+        assert not imported(file) & making, file
 
 
 # -- the journal
