@@ -156,7 +156,9 @@ def test_pages_are_short(page):
 def test_every_page_is_in_the_navigation():
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = set(re.findall(r"^ +- ([\w/-]+\.md)$", config, flags=re.MULTILINE))
-    assert named == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert not pages - named, f"add to `nav` in mkdocs.yml: {', '.join(sorted(pages - named))}"
+    assert not named - pages, f"named in mkdocs.yml, but not in docs/: {', '.join(sorted(named - pages))}"
 
 
 # -- every method has its page
