@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.decoding.draft import Draft
+from specbench.decoding.passes import Graphs
 from specbench.decoding.sampling import ACCEPT, TARGET, Decoding, invert
 from specbench.decoding.tree import Tree
 
@@ -46,7 +47,7 @@ class Accepted:
 
 
 def accept_at_once(
-    passes: Passes,
+    passes: Passes | None,
     memory: object,
     logits: torch.Tensor,
     draft: Draft,
@@ -54,10 +55,12 @@ def accept_at_once(
     uniforms: torch.Tensor | None,
     limits: torch.Tensor | None = None,
 ) -> Accepted:
-    """`accept` as a pass: what is captured starts its operations, up to some two hundred, at once.
+    """`accept`, on graphs as a pass: what is captured starts its operations, up to some two hundred, at once.
+
+    A greedy chain, and a round without a draft, take a few operations: they are no pass.
 
     Args:
-        passes: runs it.
+        passes: runs it; None where there are no graphs.
         memory: that what is captured goes with, as in `Passes.run`.
         logits: as in `accept`, like all that follow.
         draft: its tokens, probabilities, candidates and tree may differ from round to round.
@@ -65,6 +68,9 @@ def accept_at_once(
         uniforms: the numbers of the positions; None when greedy.
         limits: draft tokens that each may accept at most; None: all.
     """
+    greedy_chain = uniforms is None and draft.tree is None
+    if not isinstance(passes, Graphs) or not draft.tokens.shape[1] or greedy_chain:
+        return accept(logits, draft, decoding, uniforms, limits)
     shape, widest = ((), None) if draft.tree is None else (draft.tree.tensors, draft.tree.widest)
     number = None if isinstance(draft.candidates, torch.Tensor) else draft.candidates
     counts = draft.candidates if number is None else None

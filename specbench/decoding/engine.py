@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.decoding.acceptance import Accepted, accept, accept_at_once
+from specbench.decoding.acceptance import Accepted, accept_at_once
 from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Request, Sequence, Verified
 from specbench.decoding.layout import RaggedLayout, span
-from specbench.decoding.passes import Graphs
 from specbench.decoding.sampling import TARGET, Decoding, all_drawn, position_draws
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.stop import truncate_at_stop
@@ -278,15 +277,11 @@ class Engine:
         )
 
     def _accept(self, batch: Batch, draft: Draft, logits: torch.Tensor) -> Accepted:
-        """What is accepted of a draft, found by a pass of its own where that takes more than a few operations."""
+        """What is accepted of a draft, within the limits of its sequences."""
         k, limits = draft.tokens.shape[1], None
         if k and min(batch.limits) < self._longest(draft):
             limits = on_device(batch.limits, logits.device)
-        uniforms, passes = self._draws(batch, 1 + k), self.target.passes
-        greedy_chain = uniforms is None and draft.tree is None
-        if not isinstance(passes, Graphs) or not k or greedy_chain:
-            return accept(logits, draft, batch.decoding, uniforms, limits)
-        cache = self._layout.cache
+        passes, cache, uniforms = self.target.passes, self._layout.cache, self._draws(batch, 1 + k)
         return accept_at_once(passes, cache, logits, draft, batch.decoding, uniforms, limits)
 
     def _on_host(self, draft: Draft, logits: torch.Tensor, accepted: Accepted) -> list[list[int]]:
