@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench.checks import check_method, check_values
-from specbench.compose import CONF
+from specbench.compose import CONF, check_overrides
 from specbench.decoding.draft import Drafter
 from specbench.decoding.scheduler import Scheduler
 from specbench.errors import UserError
@@ -141,3 +141,9 @@ def test_a_pair_without_published_weights_names_none():
     for pair in ("vicuna-7b", "vicuna-33b"):
         with pytest.raises(UserError, match="has no part 'eagle3'"):
             check_method(resolved(f"pair={pair}", "method=eagle3"))
+
+
+def test_a_launcher_without_a_sweep_is_told_what_is_missing():
+    with pytest.raises(UserError, match=r"^hydra/launcher needs a sweep: add -m$"):
+        check_overrides(["hydra/launcher=ray", "method=sps"])
+    check_overrides(["-m", "hydra/launcher=ray", "method=sps"])
