@@ -25,7 +25,8 @@ import hypothesis
 import pytest
 import torch
 
-from specbench.measure import provenance
+from specbench.measure import provenance, speed
+from tests.support.synthetic import QUIET
 
 hypothesis.settings.register_profile("specbench", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("specbench")
@@ -55,9 +56,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _known_machine() -> Iterator[None]:
-    """What every run finds out about this machine anew: here from a small buffer, and once for all runs."""
+def _known_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What every run finds out about this machine anew: here from a small buffer, and once for all runs.
+
+    Probes of its speed always find the same. The best of them, also those of processes that tests start, is kept in a
+    folder of the tests' own.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(speed, "probe", lambda device: dict(QUIET))
         of_gpu = partial(provenance.buffer_bytes, "cuda")
         patch.setattr(provenance, "buffer_bytes", lambda kind: of_gpu() if kind == "cuda" else 2**20)
         patch.setattr(provenance, "versions", cache(provenance.versions))

@@ -112,6 +112,7 @@ class MirrorSD(Drafter):
             placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
         # A worker drafts while the target verifies, on cores of its own.
         self.uninterrupted = placement != "inline"
+        self.extra_cores = {"process": draft_cores, "thread": 1, "inline": 0}[placement]
         guessing = None if streams is None else load_streams(packaged(streams), draft, pair.draft_expansion)
         made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, exit_parts, plan, guessing)
         if placement == "process":

@@ -389,6 +389,7 @@ class Drafter:
         max_draft_tokens: the longest path of a draft.
         max_nodes: the most nodes of a draft; 0: as `max_draft_tokens`, for chains.
         uninterrupted: whether it works, or holds cores, between its rounds: no other arm may then run in between.
+        extra_cores: cores that it computes on beside those of torch's threads.
     """
 
     needs = Needs()
@@ -398,6 +399,7 @@ class Drafter:
     max_draft_tokens = 0
     max_nodes = 0
     uninterrupted: bool = False
+    extra_cores: int = 0
 
     def foretell(self, prompts: Several[list[int]], answers: Several[list[int]]) -> None:
         """For a drafter with `needs.continuation`: the answers to the prompts that come next, outside of what is timed.

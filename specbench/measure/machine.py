@@ -1,10 +1,12 @@
-"""What others did on the machine while a run was measured, from its journal records."""
+"""What others did on the machine while a run was measured, and how fast it was, from the journal records."""
 
 from __future__ import annotations
 
 import re
+import statistics
 
 from specbench.measure.rounds import ratio
+from specbench.measure.speed import NAMES, Figures, below
 
 
 def machine(records: list[dict]) -> dict[str, float | int | None]:
@@ -60,6 +62,40 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
         **_ends("gpu_mhz", gpus("clocks.sm")),
         **_ends("gpu_watts", gpus("power.draw")),
         **_ends("gpu_celsius", gpus("temperature.gpu")),
+    }
+
+
+def speed(records: list[dict], facts: dict) -> dict | None:
+    """How fast the machine was, by the probes of a run; None for older folders, which have none.
+
+    - machine: what it shares with other runs that it can be compared with; see `speed.machine_key`.
+    - probes: how many.
+    - first, last, worst, median: of the probes, by figure.
+    - best: by figure, the highest that the machine had shown, this run included.
+    - below: by figure, the share by which the worst lies below the best.
+    - changed: by figure, the share by which it lies below the run's own highest.
+
+    Args:
+        records: of the journal, in its order.
+        facts: of the run.
+    """
+    probes: list[Figures] = [figures for record in records for figures in record.get("speed", ())]
+    if not probes:
+        return None
+    by_name = {name: [figures[name] for figures in probes] for name in NAMES}
+    worst, highest = ({name: end(values) for name, values in by_name.items()} for end in (min, max))
+    known = facts["speed"]
+    best = {name: max(highest[name], known["best"][name]) for name in NAMES}
+    return {
+        "machine": known["machine"],
+        "probes": len(probes),
+        "first": probes[0],
+        "last": probes[-1],
+        "worst": worst,
+        "median": {name: statistics.median(values) for name, values in by_name.items()},
+        "best": best,
+        "below": below(worst, best),
+        "changed": below(worst, highest),
     }
 
 

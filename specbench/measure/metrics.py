@@ -15,7 +15,7 @@ import pandas as pd
 from specbench import values
 from specbench.measure.equivalence import VERDICTS
 from specbench.measure.frames import failed_questions, generations_frame, steps_frame
-from specbench.measure.machine import machine
+from specbench.measure.machine import machine, speed
 from specbench.measure.numbers import Measured, bandwidth_fraction, equivalence, numbers
 from specbench.measure.of_method import classes, describe
 from specbench.measure.rounds import acceptance_length, acceptance_rate, ratio
@@ -47,7 +47,7 @@ QUESTION_COLUMNS = {
 
 def summary(records: list[dict], facts: dict, config: dict) -> dict:
     """The content of summary.json: the numbers over all questions (`overall`) and over each task."""
-    failed = failed_questions(records)
+    failed, probed = failed_questions(records), speed(records, facts)
     in_order = [record for record in records if record["question_id"] not in failed]
     tasks: dict[str, list[dict]] = {}
     for record in sorted(records, key=lambda record: record["question_id"]):
@@ -89,6 +89,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "device": facts["device"],
         "threads": facts.get("threads"),
         "layouts": facts.get("layouts"),
+        "extra_cores": facts.get("extra_cores"),
         "slice_seconds": facts.get("slice_seconds"),
         "weights": facts["weights"],
         "anatomy": facts.get("anatomy"),
@@ -97,7 +98,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "target_pass_bytes": facts["target_pass_bytes"],
         "peak_memory_bytes": facts["peak_memory_bytes"],
         "overall": overall,
-        "machine": machine(records),
+        "machine": machine(records) | {"speed": probed},
         "tasks": {
             task: numbers(Measured(of_task, facts, reference, batch_size, False, owners))
             for task, of_task in tasks.items()

@@ -153,7 +153,7 @@ def machine() -> dict:
     """Operating system, processor, cores (of the machine; usable by this process), memory in GiB, GPUs."""
     return {
         "os": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
@@ -305,7 +305,8 @@ def _weights(source: str, revision: str | None) -> dict:
     return {"source": source, "revision": revision, "commit": commit}
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     found = (
         re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None

@@ -32,6 +32,7 @@ from specbench.measure import provenance, store
 from specbench.measure.arms import Arm, Faster, generate_arm, one_by_one
 from specbench.measure.pairing import BASELINE, HF, METHOD, SINGLE, Bench, attempt
 from specbench.measure.passes import Passes, whole
+from specbench.measure.speed import Probes
 from specbench.measure.statistics import Speedup
 from specbench.pairs import load_pair, with_part
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
@@ -156,7 +157,7 @@ class Job:
         drop_torn_pool(self.journal, planned)
         bench.process = 0 if repeat is None else self.plan.process_of(repeat)
         bench.recall(self.journal.records)
-        known = self._begin(bench)
+        known, probes = self._begin(bench)
         gc.collect()
         gc.freeze()  # what is loaded by now stays: the collector need not walk it between two questions
         with self._bar(bench) as bar:
@@ -168,6 +169,9 @@ class Job:
                     begun = time.perf_counter()
                     records = attempt(bench, pool, place, repeat)
                     spent = (time.perf_counter() - begun) / len(pool)
+                    if place == len(planned) - 1 or probes.is_due():
+                        probes.take()
+                    records[-1]["speed"] = probes.collect()
                     self.journal.append(*(record | {"wall_seconds": spent} for record in records))
                     bar.update(len(pool))
                     if bench.peak_memory != known["peak_memory_bytes"]:
@@ -178,8 +182,12 @@ class Job:
                     bar.total = max(bar.total or 0, (repeat + 1) * len(self.questions))
                 bar.set_postfix_str(self._interval())
 
-    def _begin(self, bench: Bench) -> dict:
-        """Chooses the threads, warms up, and writes provenance and facts, which it returns."""
+    def _begin(self, bench: Bench) -> tuple[dict, Probes]:
+        """Chooses the threads, warms up, probes the machine, and writes provenance and facts.
+
+        Returns:
+            The facts, and the probes with a first one.
+        """
         asked, begun, path = self.cfg.threads, {}, self.run_dir / store.PROVENANCE
         if path.exists():  # gone on with: the same threads and layouts, not measured anew
             begun = store.read_json(path)
@@ -194,13 +202,16 @@ class Job:
         reasons = bench.watch.unfit(before, bench.watch.read())
         if reasons:
             print(f"this machine is not fit for measuring now: {'; '.join(reasons)}", file=sys.stderr)
-        more = {"thread_choice": asdict(chosen), "layouts": layouts, "unfit": reasons}
+        probes = Probes(bench.pair.device)
+        first = probes.take()
+        speed = {"machine": probes.machine, "first": first, "best": probes.best}
+        more = {"thread_choice": asdict(chosen), "layouts": layouts, "unfit": reasons, "speed": speed}
         provenance.record(self.run_dir, found | more)
         if (self.run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
             bench.peak_memory = store.read_json(self.run_dir / store.FACTS)["peak_memory_bytes"]
-        known = facts(bench) | {"layouts": layouts}
+        known = facts(bench) | {"layouts": layouts, "speed": {"machine": probes.machine, "best": probes.best}}
         store.write_json(self.run_dir / store.FACTS, known)
-        return known
+        return known, probes
 
     def _bar(self, bench: Bench) -> tqdm:
         label = self.cfg.method.name + (f", {self.cfg.drafter.name}" if bench.batch_size else "")
@@ -258,6 +269,7 @@ def facts(bench: Bench) -> dict:
     return {
         "target_pass_bytes": counted(bench.target.pass_bytes()),
         "threads": torch.get_num_threads(),
+        "extra_cores": bench.drafter.extra_cores,
         "dtype": str(pair.dtype).removeprefix("torch."),
         "device": str(pair.device),
         "bandwidth_bytes_per_second": provenance.bandwidth(pair.device),

@@ -10,7 +10,8 @@ from specbench.errors import UserError
 from specbench.measure import metrics
 from specbench.measure.statistics import LEAST_PASSES
 from specbench.report import tables
-from specbench.report.runs import Run, labels, not_comparable, task_names
+from specbench.report.phases import different_phases, slow_machines
+from specbench.report.runs import Run, not_comparable, row_names, task_names
 from specbench.report.trained import differing_training
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
     at_least_two(runs)
     hindrances = [*not_comparable(runs), *differing_questions(runs), *without_difference(runs)]
     apart = differing_turns(runs) + differing_training(run.summary for run in runs)
-    tables.print_notes(hindrances + apart + tables.disturbances(runs))
+    machine = [*different_phases(runs), *slow_machines(runs), *tables.disturbances(runs)]
+    tables.print_notes(hindrances + apart + machine)
     out = tables.console()
     out.print(tables.overview_table(run.summary for run in runs))
     out.print(difference_table(runs, metric))
@@ -94,7 +96,7 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     theirs. A cell is empty where `without_difference` tells why.
     """
     first, *others = runs
-    names = _names(runs)
+    names = row_names(runs)
     title = "times as fast as" if metric == SPEEDUP else f"{metric} / that of"
     foot = ONE_PROCESS if metric == SPEEDUP and _alone(runs) else ""
     table = tables.PlainTable(f"{title} {names[0]}", foot)
@@ -131,12 +133,6 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
         for task, ids in tasks.items()
     }
     return by_task | {"overall": metrics.relative([one], [other], processes=processes)}
-
-
-def _names(runs: list[Run]) -> list[str]:
-    """Labels; the folder's name where two runs share one."""
-    names = labels(run.summary for run in runs)
-    return [label if names.count(label) == 1 else run.name for label, run in zip(names, runs)]
 
 
 def _alone(runs: list[Run]) -> bool:

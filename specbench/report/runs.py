@@ -303,6 +303,12 @@ def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[
     ]
 
 
+def row_names(runs: list[Run]) -> list[str]:
+    """The label of each run; the folder's name where two runs share one."""
+    names = labels(run.summary for run in runs)
+    return [label if names.count(label) == 1 else run.name for label, run in zip(names, runs)]
+
+
 def latest(runs: Iterable[Run]) -> list[tuple[str, Run]]:
     """Runs by their label; of those that share one, the last."""
     runs = list(runs)

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from specbench.measure.statistics import verdict
 from specbench.questions import TASKS
+from specbench.report.phases import different_phases, slow_machine, slow_machines
 from specbench.report.runs import (
     LeftOut,
     Run,
@@ -115,6 +116,7 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     for name in ("accept.\nlength", "overall", "its\ndef.", "MBSU", "exact/\ntie/viol."):
         table.add_column(name, justify="right", no_wrap=True)
     for label, summary in zip(labels(summaries), summaries):
+        label += _cores(summary)
         numbers, tasks = summary["overall"], summary["tasks"]
         speedups = [_speedup(tasks[task], narrow=True) if task in tasks else UNKNOWN for task in shown]
         accepted, overall = _number(numbers["acceptance_length"], 2), _speedup(numbers, narrow=True)
@@ -134,9 +136,11 @@ def overview_table(summaries: Iterable[dict]) -> Table:
     """One row per run, over all its questions; of a method's parameters those that its runs differ in."""
     summaries = list(summaries)
     table = PlainTable("all runs, over all their questions", _caption(summaries))
-    _add_columns(table, "run")
+    _add_columns(table, "run", with_baseline=True)
     for label, summary in zip(labels(summaries), summaries):
-        table.add_row(label, *_cells(summary["overall"]))
+        questions, rate, *rest = _cells(summary["overall"])
+        baseline = _number(baseline_rate(summary["baseline"]), 1)
+        table.add_row(label + _cores(summary), questions, rate, baseline, *rest)
     return table
 
 
@@ -358,6 +362,15 @@ def baseline_line(baseline: dict) -> Text:
     return text
 
 
+def baseline_rate(baseline: dict) -> float | None:
+    """Tokens per second of what the speedups are quoted against."""
+    rates = {
+        "engine": baseline["tokens_per_second"],
+        "hf_generate": baseline["hf_generate_tokens_per_second"],
+    }
+    return rates[baseline["quoted_against"]]
+
+
 def faults(summary: dict, with_baseline: bool = True) -> list[str]:
     """What is wrong with a run, a line each; of its baseline too, unless that is told elsewhere."""
     lines, counts, baseline = [], summary["equivalence"], summary["baseline"]
@@ -387,7 +400,7 @@ def cautions(runs: Iterable[Run]) -> list[str]:
         if names := [run.name for run in runs if run.summary["weights"] == weights]:
             lines.append(f"{said}: {named(names)}")
     lines += memories(runs)
-    lines += disturbances(runs)
+    lines += [*different_phases(runs), *slow_machines(runs), *disturbances(runs)]
     if 0 < len(slower) < len(runs):
         lines.append(
             f"speedups against {QUOTED['hf_generate']}, which was the faster, those of the others against "
@@ -471,9 +484,10 @@ def _caption(summaries: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def _add_columns(table: Table, first: str) -> None:
+def _add_columns(table: Table, first: str, with_baseline: bool = False) -> None:
     table.add_column(first, no_wrap=first == "task", overflow="fold")
-    counts, ratios = ("ques-\ntions", "tokens\nper s"), ("accept.\nlength", "accept.\nrate", "\nMBSU")
+    counts = ("ques-\ntions", "tokens\nper s", *(("baseline\ntokens/s",) if with_baseline else ()))
+    ratios = ("accept.\nlength", "accept.\nrate", "\nMBSU")
     for name in (*counts, "speedup\n[95 % interval]", *ratios, "exact/tie/\nviolation"):
         table.add_column(name, justify="right", no_wrap=True)
 
@@ -525,8 +539,8 @@ def _title(summary: dict) -> Text:
     sliced = f", {turns(summary)}" if "slice_seconds" in summary else ""
     for line in faults(summary, with_baseline=False):
         text.append(f"{line}\n", style=WRONG)
-    if disturbed(summary):
-        text.append(f"{disturbed(summary)}\n", style=WRONG)
+    for warning in filter(None, (slow_machine(summary), disturbed(summary))):
+        text.append(f"{warning}\n", style=WRONG)
     settings = f" ({', '.join(as_text(summary['settings']))})" if summary["settings"] else ""
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
@@ -546,4 +560,10 @@ def _title(summary: dict) -> Text:
 def _threads(summary: dict) -> str:
     """The threads of a run on a CPU; nothing for an older run, which does not tell."""
     threads = summary.get("threads") if summary["device"] == "cpu" else None
-    return "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}"
+    return "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}{_cores(summary)}"
+
+
+def _cores(summary: dict) -> str:
+    """How many cores a method takes that drafts on some of its own, beside those of torch's threads; else nothing."""
+    extra, threads = summary.get("extra_cores"), summary.get("threads")
+    return f" ({threads + extra} cores)" if extra and threads else ""

@@ -29,13 +29,13 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.layout import RaggedLayout
 from specbench.decoding.turns import Turns
 from specbench.errors import JobError, UserError
-from specbench.measure import pairing, runner, store
+from specbench.measure import pairing, runner, speed, store
 from specbench.measure.watch import Watch
 from tests.support import commands
 from tests.support.conf import composed
 from tests.support.messages import says
 from tests.support.models import save_pair
-from tests.support.synthetic import full_disk
+from tests.support.synthetic import full_disk, slowed
 
 pytestmark = pytest.mark.slow
 
@@ -136,6 +136,41 @@ def test_how_often_cores_were_slowed_is_read_around_a_turn_and_not_its_slices(
     (turn,) = records[0]["turns"]
     assert turn["machine"]["counters"]["throttlings"] == 3 and next(readings) == 6
     assert summary["machine"]["throttlings_per_second"] > 0
+
+
+def test_the_machine_is_probed_before_between_and_after(workplace, tmp_path, monkeypatch):
+    """And never within an answer. Each process begins with a probe, of which provenance holds the first."""
+    taken = iter([slowed(product=share / 100) for share in range(100)])
+    timed = []
+
+    def probe(device):
+        assert not timed, "inside of what is timed"
+        return next(taken)
+
+    def turn(bench, *arguments, answer=pairing.Bench._turn):
+        timed.append(None)
+        records = answer(bench, *arguments)
+        timed.pop()
+        return records
+
+    monkeypatch.setattr(speed, "probe", probe)
+    monkeypatch.setattr(pairing.Bench, "_turn", turn)
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(speed, "SECONDS_BETWEEN", 1e9)
+    run_dir = start(workplace, "pld", tmp_path / "runs", "processes=2", "data.limit=1")
+    to_the_end(run_dir)
+    records = store.read_records(run_dir)
+    per_pass = len(records) // 2
+    counts = [len(record["speed"]) for record in records]
+    assert per_pass > 1 and counts == ([1] + [0] * (per_pass - 2) + [1]) * 2
+    found = store.read_json(run_dir / store.SUMMARY)["machine"]["speed"]
+    assert found["first"] == slowed(product=0) and found["last"] == found["worst"] == slowed(product=0.03)
+    began = store.read_json(run_dir / store.PROVENANCE)["speed"]
+    assert began["first"] == began["best"] == found["best"] == slowed(product=0)
+    assert began["machine"] == found["machine"]
+    monkeypatch.setattr(speed, "SECONDS_BETWEEN", 0.0)
+    _, _, often = measured(workplace, "pld", tmp_path / "often", "data.limit=1")
+    assert [len(record["speed"]) for record in often] == [2] + [1] * (per_pass - 1)
 
 
 @pytest.fixture

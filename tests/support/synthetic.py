@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from hypothesis import strategies as st
 
 from specbench.measure import metrics
+from specbench.measure.speed import BANDWIDTH, OPERATIONS, PRODUCT
 
 FACTS = {
     "target_pass_bytes": 1000,
@@ -36,6 +37,8 @@ CONFIG = {
     "runs_root": "runs",
     "run_dir": None,
 }
+# Figures of a probe: 30 GB/s, 100 GFLOP/s, 2 us for each operation.
+QUIET = {BANDWIDTH: 30e9, PRODUCT: 100e9, OPERATIONS: 5e5}
 EXACT = {"verdict": "exact", "first_divergence": None, "margin": None, "noise": 1e-4}
 TIE = {"verdict": "tie", "first_divergence": 4, "margin": 1e-5, "noise": 1e-4}
 VIOLATION = {"verdict": "violation", "first_divergence": 2, "margin": 0.5, "noise": 1e-4}
@@ -119,6 +122,21 @@ def passes(count: int, processes: int = 1, questions: int = 7) -> list[dict]:
         for repeat in range(count)
         for i in range(questions)
     ]
+
+
+def slowed(**shares: float) -> dict[str, float]:
+    """Figures of a probe that are by a share below those of QUIET: slowed(product=0.3)."""
+    names = {"bandwidth": BANDWIDTH, "product": PRODUCT, "operations": OPERATIONS}
+    return QUIET | {names[name]: QUIET[names[name]] * (1 - share) for name, share in shares.items()}
+
+
+def probed(records: list[dict], *probes: dict[str, float]) -> list[dict]:
+    """The same records with probes in the first and, of several, the others in the last of them."""
+    first, *others = probes
+    records = [record | {"speed": []} for record in records]
+    records[0]["speed"] = [first]
+    records[-1]["speed"] = records[-1]["speed"] + others
+    return records
 
 
 accepted = st.lists(st.integers(0, 5), min_size=1, max_size=8)

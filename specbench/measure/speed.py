@@ -1,0 +1,237 @@
+"""What the machine can do now, and the best that it has shown: short probes before, between and after the questions.
+
+A processor has phases: shared or throttled it may run at half its speed for hours. That shifts arithmetic against
+overhead, so speedups shift, too, and no repeat within the phase shows it. Probes do.
+
+torch is imported where it is needed: a report reads the figures without it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import sys
+import time
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbench.errors import UserError
+from specbench.measure import provenance
+from specbench.measure.files import write_atomic
+from specbench.processes import own_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+Figures = dict[str, float]  # by the names of NAMES; of all of them more is faster
+
+BANDWIDTH, PRODUCT, OPERATIONS = (
+    "bandwidth_bytes_per_second",
+    "product_flops_per_second",
+    "operations_per_second",
+)
+NAMES = (BANDWIDTH, PRODUCT, OPERATIONS)
+# Share below the best above which a machine is slow. Beside other load probes of one phase scatter by 1 % (arithmetic,
+# starting) to 9 % (memory): a smaller share would warn of nothing. The interval of a speedup over 36 questions reaches
+# some 7 % to each side: with a larger share it would move by twice that in silence.
+SLOW = 0.15
+SECONDS_BETWEEN = 20.0  # probes take a tenth of a second: less than 1 % of a run
+
+# A probe is many short stretches, of which the fastest counts: what interrupts a process seldom spares none of a
+# millisecond each.
+STRETCHES = 16
+LEAST_BYTES, MOST_BYTES = (
+    2**26,
+    2**29,
+)  # of the buffer that is read; more would take longer to make than to read
+GPU_BYTES = 2**28  # several times the cache of any GPU
+SIZE = {"cpu": 256, "cuda": 4096}  # rows and columns of the product
+OPERATIONS_TIMED = {"cpu": 200, "cuda": 1000}
+
+
+def probe(device: torch.device) -> Figures:
+    """Measures what the machine can do now, with the threads that torch has now, in a tenth of a second or so.
+
+    Args:
+        device: whose memory and arithmetic are meant.
+
+    Returns:
+        Bytes per second read by sums over a buffer that no cache holds; floating-point operations per second of a
+        product of two square float32 matrices; operations per second on a tensor of a single number, which is what
+        starting them costs. Each is the best of STRETCHES.
+    """
+    import torch
+
+    from specbench.decoding.trace import Clock
+
+    clock = Clock(device)
+    sums = provenance.SUMS[device.type]
+    size, count = SIZE[device.type], OPERATIONS_TIMED[device.type]
+
+    def seconds(work: Callable[[], object]) -> float:
+        clock.synchronize()
+        start = clock.mark()
+        work()
+        end = clock.mark()
+        clock.synchronize()
+        return clock.seconds(start, end)
+
+    def read(part: torch.Tensor) -> None:
+        for _ in range(sums):
+            part.sum()
+
+    def start_operations() -> None:
+        for _ in range(count):
+            number.add_(1)
+
+    with torch.inference_mode():
+        buffer = torch.ones(_buffer_bytes(device.type) // 4, device=device)
+        parts = buffer.chunk(STRETCHES)
+        reading = min(seconds(partial(read, part)) for part in parts)
+        matrix = torch.ones(size, size, device=device)
+        multiplying = min(seconds(lambda: matrix @ matrix) for _ in range(STRETCHES))
+        number = torch.zeros(1, device=device)
+        starting = min(seconds(start_operations) for _ in range(STRETCHES))
+    return {
+        BANDWIDTH: sums * parts[0].nbytes / reading,
+        PRODUCT: 2 * size**3 / multiplying,
+        OPERATIONS: count / starting,
+    }
+
+
+def _buffer_bytes(kind: str) -> int:
+    """On a CPU twice its caches, within bounds: read in order, no part of it is still in them."""
+    if kind != "cpu":
+        return GPU_BYTES
+    return min(max(LEAST_BYTES, 2 * provenance.last_level_cache_bytes()), MOST_BYTES)
+
+
+def machine_key(device: torch.device) -> str:
+    """What figures of two probes must share to be compared: processor, cores, threads, torch, GPU."""
+    import torch
+
+    threads = torch.get_num_threads()
+    parts = [
+        provenance.cpu_model(),
+        f"{len(own_cores())} of {os.cpu_count()} cores",
+        f"{threads} thread{'s' if threads > 1 else ''}",
+        f"torch {torch.__version__}",
+    ]
+    return ", ".join(parts + ([torch.cuda.get_device_name(device)] if device.type == "cuda" else []))
+
+
+def below(figures: Figures, best: Figures) -> Figures:
+    """By figure, the share by which it lies below the best; 0 where it does not."""
+    return {name: max(0.0, 1 - figures[name] / best[name]) for name in NAMES}
+
+
+def slow(shares: Figures) -> Figures:
+    """Those of the shares that make a machine slow."""
+    return {name: share for name, share in shares.items() if share > SLOW}
+
+
+class Probes:
+    """The probes of one process, and the best that its machine has shown.
+
+    Attributes:
+        machine: what they are compared by.
+        best: by figure, of all runs with these threads on this machine so far.
+
+    Args:
+        device: that is measured on.
+    """
+
+    def __init__(self, device: torch.device):
+        self.machine = machine_key(device)
+        self.best: Figures = {}
+        self._device = device
+        self._waiting: list[Figures] = []
+        self._taken = -math.inf
+
+    def take(self) -> Figures:
+        """Measures, and keeps the figures until `collect`."""
+        figures = probe(self._device)
+        self.best = remember(self.machine, figures)
+        self._waiting.append(figures)
+        self._taken = time.monotonic()
+        return figures
+
+    def is_due(self) -> bool:
+        """Whether the last one is long ago."""
+        return time.monotonic() - self._taken >= SECONDS_BETWEEN
+
+    def collect(self) -> list[Figures]:
+        """The figures since it was called last, in order."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+
+# -- the best that a machine has shown
+
+
+def best_file() -> Path:
+    """Where it is kept: in $SPECBENCH_CACHE, or in the folder specbench of $XDG_CACHE_HOME or ~/.cache."""
+    folder = os.environ.get("SPECBENCH_CACHE")
+    if folder:
+        return Path(folder) / "machine.json"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench" / "machine.json"
+
+
+def remember(machine: str, figures: Figures) -> Figures:
+    """Adds figures to what is known of a machine; of each the highest is kept, since disturbance only ever lowers one.
+
+    Where the file cannot be written a line says so, and nothing is kept.
+
+    Args:
+        machine: see `machine_key`.
+        figures: of a probe.
+
+    Returns:
+        By figure, the best so far, these included.
+    """
+    path = best_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a process that reads meanwhile gets the file before or after
+            known = _read(path)
+            before = known.get(machine, {})
+            best = {name: max(value, before.get(name, 0.0)) for name, value in figures.items()}
+            if best != before:
+                write_atomic(path, json.dumps(known | {machine: best}, indent=2) + "\n")
+    except (OSError, UserError) as error:
+        _warn(f"the best figures of this machine are not kept: {error}")
+        return figures
+    return best
+
+
+def _read(path: Path) -> dict[str, Figures]:
+    """Figures by machine; {} where there is no file, or none that can be read, which a line says."""
+    if not path.exists():
+        return {}
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # not JSON, or not UTF-8
+        known = None
+    if not isinstance(known, dict) or not all(map(_are_figures, known.values())):
+        _warn(f"{path} is damaged and begun anew: what this machine can do at its best is not known")
+        return {}
+    return known
+
+
+def _are_figures(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == set(NAMES)
+        and all(isinstance(number, int | float) and 0 < number < math.inf for number in value.values())
+    )
+
+
+@cache  # once in a process
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)

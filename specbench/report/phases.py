@@ -1,0 +1,84 @@
+"""In which phase of the machine runs were measured: slow ones, those in which it changed, and several that differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specbench.measure.speed import BANDWIDTH, NAMES, OPERATIONS, PRODUCT, Figures, below, slow
+from specbench.report.runs import row_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from specbench.report.runs import Run
+
+WORDS = {BANDWIDTH: "reading memory", PRODUCT: "a matrix product", OPERATIONS: "starting operations"}
+
+
+def shown(name: str, figures: Figures) -> str:
+    """A figure in the unit that people know it in."""
+    value = figures[name]
+    if name == OPERATIONS:
+        return f"{1e6 / value:.2f} µs"
+    unit = "GB/s" if name == BANDWIDTH else "GFLOP/s"
+    return f"{value / 1e9:.1f} {unit}"
+
+
+def lacking(figures: Figures, best: Figures) -> str:
+    """How far figures lie below the best, of those that make a machine slow; empty where none does."""
+    return "; ".join(
+        f"{WORDS[name]} {share:.0%} below the best that this machine has shown "
+        f"({shown(name, figures)}, best {shown(name, best)})"
+        for name, share in slow(below(figures, best)).items()
+    )
+
+
+def slow_machine(summary: Mapping) -> str:
+    """A warning of a run that measured a slow machine, or one whose speed changed meanwhile; nothing for others."""
+    speed = _speed(summary)
+    if speed is None or not slow(speed["below"]):
+        return ""
+    text = f"SLOW MACHINE: {lacking(speed['worst'], speed['best'])}"
+    if changed := slow(speed["changed"]):
+        moved = ", ".join(f"{WORDS[name]} by {share:.0%}" for name, share in changed.items())
+        text += f"; IT CHANGED during the run: {moved}"
+    return text
+
+
+def slow_machines(runs: Iterable[Run]) -> list[str]:
+    """One line for each run that measured a slow machine."""
+    return [f"{run.name}: {slow_machine(run.summary)}" for run in runs if slow_machine(run.summary)]
+
+
+def different_phases(runs: Iterable[Run]) -> list[str]:
+    """A line for each figure in which some rows were measured by a slower machine than others.
+
+    Compared are the medians of the runs' probes, among runs of the same processor, threads and torch; of others a
+    reader is told elsewhere that they do not compare.
+    """
+    runs = list(runs)
+    alike: dict[str, dict[str, Figures]] = {}
+    for label, run in zip(row_names(runs), runs):
+        if (speed := _speed(run.summary)) is not None:
+            alike.setdefault(speed["machine"], {})[label] = speed["median"]
+    lines = []
+    for medians in alike.values():
+        for name in NAMES:
+            fastest = max(medians, key=lambda label: medians[label][name])
+            best = medians[fastest]
+            slower = {
+                label: shares[name]
+                for label, of_run in medians.items()
+                if name in (shares := slow(below(of_run, best)))
+            }
+            if slower:
+                rows = ", ".join(f"{label} ({share:.0%})" for label, share in slower.items())
+                lines.append(
+                    f"DIFFERENT PHASES of the machine: {WORDS[name]} was slower than for {fastest} in {rows}"
+                )
+    return lines
+
+
+def _speed(summary: Mapping) -> dict | None:
+    """What a run knows of its machine's speed; None for one without probes, as all older ones."""
+    return (summary.get("machine") or {}).get("speed")
