@@ -1,34 +1,71 @@
 """Writes the results table and the plots of README and documentation: `make readme-figures [RUNS="FOLDER ..."]`.
 
-Given run folders, it takes those. Without any it measures the methods of METHODS first, each with
-`python -m specbench.bench method=NAME`. Tables and plots are those of `specbench.report`.
+Given run folders, it takes those. Without any it measures ROWS first, in rounds: each row with one process, then each
+with another, so that every row sees the same hours. What was measured stays in runs/readme/, and the same command goes
+on from there; other code needs another folder (--into). A process begins only while the machine is as fast as it can
+be. Tables and plots are those of `specbench.report`.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
+import time
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from specbench.checks import check
+from specbench.compose import CONF
 from specbench.errors import UserError, one_line_errors
-from specbench.report import formats, plots, tables
+from specbench.measure import store
+from specbench.measure.passes import Passes
+from specbench.measure.speed import Probes
+from specbench.questions import load_questions
+from specbench.report import formats, phases, plots, tables
 from specbench.report.runs import Run, finished_runs
 from specbench.report.trained import SAME, differing_training, training_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-METHODS = (
-    *("pld", "lookahead", "recycling", "rest", "samd", "suffix"),
-    *("sps", "sps_tree", "kangaroo", "kangaroo_tree", "medusa", "hydra_heads", "eagle", "eagle2", "eagle3"),
-    *("vocabtrim", "s2d", "ssd", "mirror_sd"),
-)
+# The rows of the table, and what each is measured with.
+ROWS: dict[str, tuple[str, ...]] = {
+    "pld": ("method=pld",),
+    "pld (match=earliest)": ("method=pld", "method.match=earliest"),
+    "lookahead": ("method=lookahead",),
+    "recycling": ("method=recycling",),
+    "recycling (memory=run)": ("method=recycling", "method.memory=run"),
+    "rest": ("method=rest",),
+    "samd": ("method=samd",),
+    "suffix": ("method=suffix",),
+    "suffix (memory=run)": ("method=suffix", "method.memory=run"),
+    "sps": ("method=sps",),
+    "sps_tree": ("method=sps_tree",),
+    "kangaroo": ("method=kangaroo",),
+    "kangaroo_tree": ("method=kangaroo_tree",),
+    "medusa": ("method=medusa",),
+    "hydra_heads": ("method=hydra_heads",),
+    "eagle": ("method=eagle",),
+    "eagle2": ("method=eagle2",),
+    "eagle3": ("method=eagle3",),
+    "vocabtrim": ("method=vocabtrim",),
+    "s2d": ("method=s2d",),
+    "ssd": ("method=ssd",),
+    "mirror_sd": ("method=mirror_sd",),
+}
+SECONDS_BETWEEN_LOOKS = 30.0  # at a machine that is waited for
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 PLOTS = {
     "speedup_by_task": "Speedup by task, with 95 % intervals",
@@ -94,8 +131,12 @@ def measured_on(runs: list[Run]) -> str:
     summary = runs[0].summary
     answers = {run.summary["equivalence"]["answers"] for run in runs}
     threads = {run.summary.get("threads") or "unknown" for run in runs}
+    processes = {run.summary.get("processes", 1) for run in runs}
+    shared = (
+        f", {processes.pop()} processes a row in rounds" if len(processes) == 1 and processes != {1} else ""
+    )
     facts = [
-        f"`make bench METHOD=...` for each, {' to '.join(dict.fromkeys((days[0], days[-1])))}",
+        f"`make readme-figures`{shared}, {' to '.join(dict.fromkeys((days[0], days[-1])))}",
         f"{cpu}, {cores} cores" + (f", threads of torch: {threads.pop()}" if len(threads) == 1 else ""),
         f"pair `{summary['pair']}`, {summary['dtype']}, "
         + ("greedy" if summary["temperature"] == 0 else f"temperature {summary['temperature']:g}"),
@@ -138,18 +179,105 @@ def write(runs: list[Run], root: Path = ROOT) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def measure(method: str) -> Path:
-    """Runs a method with nothing else given; returns its run folder, the last line that the command prints.
+# -- measuring
+
+
+def measure(
+    rows: dict[str, tuple[str, ...]], into: Path, more: Iterable[str], ready: Callable[[], None]
+) -> list[Path]:
+    """Measures rows in rounds, each of them with one process a round; goes on where it was stopped.
+
+    Args:
+        rows: What each is measured with, by its label.
+        into: Holds a run folder for each.
+        more: What all rows are measured with: `processes=` is how many rounds there are.
+        ready: Called before each process; it returns when the machine can be measured on.
+
+    Returns:
+        The finished run folders, in the order of the rows.
 
     Raises:
-        UserError: The run failed.
+        UserError: A run failed, or its folder was made by other code or settings.
     """
-    command = [sys.executable, "-m", "specbench.bench", f"method={method}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    print(done.stdout, end="", flush=True)
-    if done.returncode:
-        raise UserError(f"{method} ended with exit code {done.returncode}")
-    return ROOT / done.stdout.splitlines()[-1]
+    folders = {label: run_folder(overrides, into / slug(label), more) for label, overrides in rows.items()}
+    rounds = max(OmegaConf.create(store.read_config(folder)).processes for folder in folders.values())
+    for number in range(rounds):
+        for label, folder in folders.items():
+            if is_due(folder, number):
+                ready()
+                print(f"round {number + 1} of {rounds}: {label}", flush=True)
+                measure_process(folder)
+    return list(folders.values())
+
+
+def slug(label: str) -> str:
+    """A label as the name of a folder."""
+    return re.sub(r"\W+", "-", label).strip("-")
+
+
+def run_folder(overrides: Iterable[str], folder: Path, more: Iterable[str]) -> Path:
+    """Makes a run folder, or goes on with it. Raises UserError for one of other settings or code."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("bench", overrides=[*overrides, *more])
+    cfg.run_dir = str(folder)
+    check(cfg)
+    return store.find_or_create(cfg)
+
+
+def is_due(folder: Path, number: int) -> bool:
+    """Whether a run still lacks what process `number`, or one before it, is to measure."""
+    if store.is_complete(folder):
+        return False
+    cfg = OmegaConf.create(store.read_config(folder))
+    plan, done = Passes.of(cfg), Counter(record["repeat"] for record in store.read_records(folder))
+    repeat = plan.next(done, len(load_questions(cfg.data, cfg.task)), None, 0.0)
+    return (
+        repeat is None or plan.process_of(repeat) <= number
+    )  # None: all is measured but the summary not written
+
+
+def measure_process(folder: Path) -> None:
+    """Measures the share of one process. Raises UserError where it fails."""
+    code = subprocess.run(
+        [sys.executable, "-m", "specbench.measure.runner", str(folder)], cwd=ROOT
+    ).returncode
+    if code not in (0, store.AGAIN):
+        raise UserError(f"{folder.name} ended with exit code {code}: {store.why_failed(folder) or 'killed'}")
+
+
+def wait_for_speed(probes: Probes, minutes: float, any_phase: bool) -> None:
+    """Returns when the machine is as fast as it has shown to be, but for a small share.
+
+    Args:
+        probes: Of the device that is measured on.
+        minutes: To wait at most.
+        any_phase: Only say that the machine is slow.
+
+    Raises:
+        UserError: It is slow, and stayed so.
+    """
+    end = time.monotonic() + 60 * minutes
+    while slow := phases.lacking(probes.take(), probes.best):
+        print(f"the machine is slow now: {slow}", flush=True)
+        if any_phase:
+            return
+        if time.monotonic() >= end:
+            raise UserError(
+                "nothing is measured in a slow phase of the machine: the same command goes on from here later, "
+                "--wait MINUTES waits for a faster phase, --any-phase measures in this one and marks the table"
+            )
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def slow_phases(runs: Iterable[Run]) -> list[str]:
+    """One line for each run that was measured in a slow phase, and for each figure in which the runs' phases differ."""
+    runs = list(runs)
+    lines = []
+    for run in runs:
+        speed = (run.summary.get("machine") or {}).get("speed")
+        if speed and (slow := phases.lacking(speed["median"], speed["best"])):
+            lines.append(f"{run.name}: {slow}")
+    return lines + phases.different_phases(runs)
 
 
 @one_line_errors()
@@ -159,9 +287,30 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="*", type=Path, help="finished run folders, in the order of the table")
-    given = parser.parse_args().runs
-    runs, left_out = finished_runs(given or [measure(method) for method in METHODS])
+    parser.add_argument(
+        "--wait", type=float, default=0.0, metavar="MINUTES", help="wait so long for a slow phase to end"
+    )
+    parser.add_argument(
+        "--any-phase", action="store_true", help="measure in a slow phase, too; the table then says so"
+    )
+    parser.add_argument("--processes", type=int, default=3, help="fresh processes for each row (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
+    parser.add_argument("--into", type=Path, default=ROOT / "runs" / "readme", help="holds the run folders")
+    given = parser.parse_args()
+    folders = given.runs
+    if not folders:
+        torch.set_num_threads(given.threads)
+        probes = Probes(torch.device("cpu"))
+        more = (f"processes={given.processes}", f"threads={given.threads}")
+        ready = partial(wait_for_speed, probes, given.wait, given.any_phase)
+        folders = measure(ROWS, given.into.resolve(), more, ready)
+    runs, left_out = finished_runs(folders)
     tables.print_left_out(left_out)
+    if (slow := slow_phases(runs)) and not given.any_phase:
+        raise UserError(
+            f"no table is written of a slow phase ({'; '.join(slow)}): remove the run folders named here to measure "
+            "them again, or write it all the same, marked, with --any-phase"
+        )
     write(runs)
     for page in PAGES:
         print(page.path)

@@ -486,7 +486,7 @@ def _caption(summaries: list[dict]) -> str:
 
 def _add_columns(table: Table, first: str, with_baseline: bool = False) -> None:
     table.add_column(first, no_wrap=first == "task", overflow="fold")
-    counts = ("ques-\ntions", "tokens\nper s", *(("baseline\ntokens/s",) if with_baseline else ()))
+    counts = ("ques-\ntions", "tokens\nper s", *(("base-\nline",) if with_baseline else ()))
     ratios = ("accept.\nlength", "accept.\nrate", "\nMBSU")
     for name in (*counts, "speedup\n[95 % interval]", *ratios, "exact/tie/\nviolation"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -236,11 +236,12 @@ def test_a_speedup_without_an_interval_is_shown_alone():
 def test_an_overview_names_what_varies():
     other = SUMMARY | {"settings": SUMMARY["settings"] | {"max_draft_tokens": 3}}
     text = shown(
-        tables.overview_table([SUMMARY, other, SUMMARY | {"method": "pld", "settings": {"ngram": 3}}])
+        tables.overview_table([SUMMARY, other, SUMMARY | {"method": "pld", "settings": {"ngram": 3}}]),
+        tables.PIPED_WIDTH,
     )
     assert "max_draft_tokens=6" in text and "max_draft_tokens=3" in text
     assert "exit_layer" not in text and "ngram" not in text
-    assert max(len(line) for line in text.splitlines()) <= 100
+    assert max(len(line) for line in text.splitlines()) <= tables.PIPED_WIDTH
 
 
 def on(pair: str, method: str, speedup: float, **settings) -> dict:

@@ -1,0 +1,160 @@
+"""`make readme-figures`: rows measured in rounds, in no slow phase of the machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from specbench import ROOT
+from specbench.errors import UserError
+from specbench.measure import metrics, speed, store
+from specbench.measure.speed import Probes
+from specbench.questions import load_questions
+from tests.support.messages import says
+from tests.support.samples import faster, run_of
+from tests.support.synthetic import CONFIG, FACTS, QUIET, passes, probed, record, slowed
+
+
+@cache
+def load_figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_figures", ROOT / "docs" / "figures.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def figures() -> ModuleType:
+    return load_figures()
+
+
+def phase(*probes: dict) -> dict:
+    """`machine` of a summary with such probes; a quiet machine is the best known."""
+    facts = FACTS | {"speed": {"machine": "EPYC", "best": QUIET}}
+    return {"machine": metrics.summary(probed(passes(1), *probes), facts, CONFIG)["machine"]}
+
+
+def test_a_slow_phase_is_marked_in_the_results(figures, tmp_path):
+    first, second = (
+        run_of(tmp_path / "runs", name, faster(1.5, method=name) | phase(figures_of))
+        for name, figures_of in (("sps", QUIET), ("pld", slowed(product=0.3)))
+    )
+    text = figures.block([first, second], figures.PAGES[0], ())
+    assert says(text, "**DIFFERENT PHASES ... sps in pld (30%)** ... **pld: SLOW MACHINE")
+    assert len(figures.slow_phases([first, second])) == 2
+    once = run_of(tmp_path / "runs", "once", faster(1.5) | phase(QUIET, QUIET, slowed(product=0.3)))
+    assert figures.slow_phases([first, once]) == []
+
+
+def test_a_table_of_a_slow_phase_is_refused(figures, tmp_path, monkeypatch, capsys):
+    folder = run_of(tmp_path, "pld", faster(1.5) | phase(slowed(product=0.3))).folder
+    written = []
+    monkeypatch.setattr(figures, "write", written.append)
+    monkeypatch.setattr(sys, "argv", ["figures", str(folder)])
+    with pytest.raises(SystemExit):
+        figures.main()
+    assert says(
+        capsys.readouterr().err, "error: ... slow phase ... pld: a matrix product 30% ... --any-phase"
+    )
+    assert not written
+    monkeypatch.setattr(sys, "argv", ["figures", "--any-phase", str(folder)])
+    assert figures.main() == 0 and len(written) == 1
+
+
+@pytest.fixture
+def looks(monkeypatch, figures) -> tuple[Probes, list[dict], list[float]]:
+    """Probes that find what stands in a list, on a clock that sleeping alone moves; how long it slept."""
+    found, slept = [], []
+    monkeypatch.setattr(speed, "probe", lambda device: found.pop(0))
+    monkeypatch.setattr(figures.time, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(figures.time, "sleep", slept.append)
+    probes = Probes(torch.device("cpu"))
+    monkeypatch.setattr(speed, "remember", lambda machine, figures: QUIET)
+    return probes, found, slept
+
+
+def test_a_slow_phase_is_waited_for_or_refused(figures, looks, capsys):
+    probes, found, slept = looks
+    slow = slowed(product=0.3)
+    found[:] = [QUIET]
+    figures.wait_for_speed(probes, 0, False)
+    assert not found and not slept and capsys.readouterr().out == ""
+    found[:] = [slow]
+    with pytest.raises(UserError, match="--wait MINUTES"):
+        figures.wait_for_speed(probes, 0, False)
+    assert "slow now: a matrix product 30%" in capsys.readouterr().out and not slept
+    found[:] = [slow, slow, QUIET]
+    figures.wait_for_speed(probes, 5, False)
+    assert not found and slept == [30.0, 30.0]
+    found[:] = [slow] * 20
+    with pytest.raises(UserError):
+        figures.wait_for_speed(probes, 1, False)
+    assert len(found) == 17
+    found[:] = [slow]
+    figures.wait_for_speed(probes, 0, True)
+    assert not found
+
+
+@pytest.mark.parametrize("label", load_figures().ROWS)
+def test_rows_of_the_table_can_be_measured(figures, label, tmp_path):
+    folder = figures.run_folder(figures.ROWS[label], tmp_path / figures.slug(label), ["threads=1"])
+    assert figures.is_due(folder, 0)
+    assert {"processes": 1, "threads": 1}.items() <= store.read_config(folder).items()
+
+
+def test_labels_give_folders_of_their_own(figures):
+    assert figures.slug("recycling (memory=run)") == "recycling-memory-run"
+    assert len({figures.slug(label) for label in figures.ROWS}) == len(figures.ROWS)
+
+
+def test_rows_are_measured_in_rounds_and_gone_on_with(figures, tmp_path, monkeypatch):
+    """Each row with one process, then each with another; a process that was stopped halfway first."""
+    done, stops, asked = [], [4], []
+
+    def measure_process(folder: Path) -> None:
+        """Measures a share, or half of one where it is stopped."""
+        cfg = store.read_config(folder)
+        count = len(store.read_records(folder))
+        questions = load_questions(OmegaConf.create(cfg["data"]), OmegaConf.create(cfg["task"]))
+        stopped = len(done) + 1 in stops
+        done.append((folder.name, count / len(questions)))
+        with store.open_journal(folder) as journal:
+            repeat, left = divmod(count, len(questions))
+            for question in questions[left : len(questions) // 2 if stopped else None]:
+                journal.append(record(question.question_id) | {"repeat": repeat, "process": repeat})
+        if stopped:
+            stops.clear()
+            raise KeyboardInterrupt
+        if repeat == 2:
+            store.write_json(folder / store.SUMMARY, {})
+
+    monkeypatch.setattr(figures, "measure_process", measure_process)
+    rows = {"a b": ("method=pld",), "b": ("method=sps",)}
+
+    def measure():
+        return figures.measure(
+            rows, tmp_path, ["processes=3", "data.limit=1"], lambda: asked.append(len(done))
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        measure()
+    assert measure() == [tmp_path / "a-b", tmp_path / "b"]
+    assert done == [("a-b", 0), ("b", 0), ("a-b", 1), ("b", 1), ("b", 1.5), ("a-b", 2), ("b", 2)]
+    assert asked == list(range(7)), "the machine is looked at before each process"
+    assert measure() and len(done) == 7
+    (tmp_path / "b" / store.SUMMARY).unlink()  # stopped between the last question and the summary
+    monkeypatch.setattr(figures, "measure_process", lambda folder: done.append(folder.name))
+    assert measure() and done[7:] == ["b"] * 3
+
+
+def test_a_process_that_fails_ends_it(figures, tmp_path):
+    with pytest.raises(UserError, match="nothing ended with exit code 2"):
+        figures.measure_process(tmp_path / "nothing")
