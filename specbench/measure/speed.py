@@ -36,9 +36,9 @@ BANDWIDTH, PRODUCT, OPERATIONS = (
     "operations_per_second",
 )
 NAMES = (BANDWIDTH, PRODUCT, OPERATIONS)
-# Share below the best above which a machine is slow. Beside other load probes of one phase scatter by 1 % (arithmetic,
-# starting) to 9 % (memory): a smaller share would warn of nothing. The interval of a speedup over 36 questions reaches
-# some 7 % to each side: with a larger share it would move by twice that in silence.
+# Share below the best above which a machine is slow. Probes of one phase scatter by 1 % (arithmetic, starting) to 10 %
+# (memory, of which other load takes its part): a smaller share would warn of nothing. The interval of a speedup over 36
+# questions reaches some 7 % to each side: with a larger share it would move by twice that in silence.
 SLOW = 0.15
 SECONDS_BETWEEN = 20.0  # probes take a tenth of a second: less than 1 % of a run
 
