@@ -325,6 +325,16 @@ class LateClock(Clock):
         return start, end
 
 
+def test_it_declares_the_cores_that_it_computes_on(monkeypatch):
+    """A worker process has `draft_cores` of its own; drafting inline takes none beside torch's threads."""
+    monkeypatch.setattr(
+        "methods.mirror_sd.drafter.Process", lambda *made: SimpleNamespace(close=lambda: None)
+    )
+    pair = random_pair("llama")
+    assert mirror(pair, "process", draft_cores=2, kappa=2).extra_cores == 2
+    assert mirror(pair, "inline", kappa=2).extra_cores == 0 == SpeculativeSampling(pair, 4).extra_cores
+
+
 @pytest.mark.parametrize("placement", ["inline", "thread"])
 def test_times_of_drafting_are_the_draft_models_devices(monkeypatch, placement):
     monkeypatch.setattr(link, "Clock", LateClock)
