@@ -45,16 +45,16 @@ STAND_IN = "specbench/tiny/weights/tokenizer"
 # What a model's logits are checked on: some 300 tokens for most tokenizers.
 SAMPLE = (
     "Please read the following report and tell me in two or three sentences what it is about. On Monday morning the "
-    "ferry to the island left the harbour twenty minutes late, because a lorry with fresh bread had been held up on the "
-    "coast road. The captain, who has made this journey for more than thirty years, decided to wait: the bakery on the "
+    "ferry to the island left the harbour twenty minutes late, because a lorry with fresh bread had been held up on "
+    "the coast road. The captain, who has made this journey for more than thirty years, decided to wait: the bakery on the "
     "island closed last winter, and without the lorry there would have been no bread for two days. Most of the 148 "
     "passengers did not mind. A school class from the mainland used the time to draw the gulls on the pier, and two "
     "engineers finished a long discussion about the new wind turbines. Their question was simple: how much power can "
     "three turbines give when the wind blows at 9 metres per second, and is that enough for 420 houses? They found "
     'that it was enough in spring and in autumn, but not on quiet days in July. "Then we need a battery," said the '
     "younger one, and wrote down a few numbers. At ten past nine the ferry was on its way, and an hour later everybody "
-    "had arrived. In the evening the mayor thanked the captain and promised that a small shop would open before the end "
-    "of the year, with bread, milk, newspapers and a table where people can sit and talk."
+    "had arrived. In the evening the mayor thanked the captain and promised that a small shop would open before the "
+    "end of the year, with bread, milk, newspapers and a table where people can sit and talk."
 )
 GENERATION = "generation_config.json"
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]

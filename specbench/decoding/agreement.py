@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 # How many times its model's noise the staged forward may lie off. In half precision a fault shows little above the
-# noise; of 27 families, with and without passes of fixed shapes, none lay further off than 0.75 times the noise. In fp32
-# the noise is a millionth of what a fault changes, and where few positions are compared chance counts: up to 1.3 times.
+# noise; of 27 families, with and without passes of fixed shapes, none lay further off than 0.75 times the noise. In
+# fp32 the noise is a millionth of what a fault changes, and where few positions are compared chance counts: up to 1.3.
 MULTIPLE_FP32, MULTIPLE_HALF = 8.0, 1.5
 # Ways can agree to the bit. The noise is taken to be so many units in the last place of the logits at least.
 LEAST_ULPS = 1.0
