@@ -137,13 +137,13 @@ def count_ranks(
     ranks = torch.full((b, t, count), RANKS, device=ids.device)
     for i, guess in enumerate(states):
         rows, places = said[:, 2 + i :].nonzero().unbind(1)
-        for row, place in zip(rows.split(CHUNK), places.split(CHUNK)):
-            scores = logits(guess[row, place], i)
-            own = scores.gather(1, ids[row, place + 2 + i].unsqueeze(1))
-            ranks[row, place, i] = (scores > own).sum(1).clamp(max=RANKS)
+        for some, places_of in zip(rows.split(CHUNK), places.split(CHUNK)):
+            scores = logits(guess[some, places_of], i)
+            own = scores.gather(1, ids[some, places_of + 2 + i].unsqueeze(1))
+            ranks[some, places_of, i] = (scores > own).sum(1).clamp(max=RANKS)
     # The pending token and all behind it are the assistant's.
-    places = said[:, 1 : t - count].nonzero().unbind(1)
-    return counted_paths(ranks[places].tolist(), RANKS)
+    rows, places = said[:, 1 : t - count].nonzero().unbind(1)
+    return counted_paths(ranks[rows, places].tolist(), RANKS)
 
 
 def train_heads(

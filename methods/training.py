@@ -207,13 +207,25 @@ def soft_cross_entropy(
 
 
 def text_cross_entropy(
-    goals: Goals, ids: torch.Tensor, logits: Callable[[Goals], torch.Tensor]
+    goals: Goals,
+    ids: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    states: torch.Tensor,
+    ahead: int = 1,
 ) -> torch.Tensor:
-    """Weighted sum [] of the cross-entropies of logits [n, vocab] against the goals themselves, of token ids [B, T]."""
+    """Weighted sum [] of the cross-entropies against the goals themselves.
+
+    Args:
+        goals: tokens whose prediction is judged.
+        ids: [B, T] token ids.
+        head: states [n, d] -> logits [n, vocab].
+        states: [B, at least T - ahead, d], each of which guesses the token `ahead` tokens on.
+        ahead: see `states`.
+    """
     total = torch.zeros((), device=ids.device)
     for some in goals.split():
-        losses = cross_entropy(logits(some).float(), ids[some.rows, some.places], reduction="none")
-        total = total + some.weights @ losses
+        logits = head(some.before(states, ahead)).float()
+        total = total + some.weights @ cross_entropy(logits, ids[some.rows, some.places], reduction="none")
     return total
 
 

@@ -75,11 +75,8 @@ class Streaming(torch.nn.Module):
             lambda some: self._told(some.before(teacher)),
         )
         for j in range(1, states.shape[2]):
-            total = total + self.stream_weight * text_cross_entropy(
-                goals,
-                batch["input_ids"],
-                lambda some, j=j: self._head(some.before(states[:, :, j], 1 + j)),
-            )
+            loss = text_cross_entropy(goals, batch["input_ids"], self._head, states[:, :, j], 1 + j)
+            total = total + self.stream_weight * loss
         return total
 
     def teacher(self, batch: Batch) -> torch.Tensor:

@@ -55,10 +55,7 @@ class Sorted(torch.nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """The mean [] over the exits of the weighted sums of the cross-entropies of a batch."""
         goals, ids = Goals.of(batch, self.loss_tokens), batch["input_ids"]
-        losses = [
-            text_cross_entropy(goals, ids, lambda some, states=states: self._head(some.before(states)))
-            for states in self.states(batch)
-        ]
+        losses = [text_cross_entropy(goals, ids, self._head, states) for states in self.states(batch)]
         return torch.stack(losses).mean()
 
     def states(self, batch: Batch) -> list[torch.Tensor]:
