@@ -152,6 +152,11 @@ def test_an_override_wins_over_what_was_tuned():
     assert composed("experiment=mirror_exits").method.kappa == 8
 
 
+def test_a_study_begins_with_the_published_settings():
+    assert conf.composed("tune", "method=eagle2").method.nodes == 59
+    assert conf.composed("tune", "method=eagle2", "settings=tuned").method.nodes == 5
+
+
 def test_pairs_share_what_was_tuned_on_the_one_that_they_build_on():
     for pair in ("tiny_wide", "tiny_wide_draft", "tiny_shallow", "tiny_shallow_wide"):
         assert tuned_on(pair, "eagle2") == "tiny"
