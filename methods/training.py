@@ -198,11 +198,13 @@ def soft_cross_entropy(
     for some in goals.split():
         with torch.no_grad():
             told = teacher(some).float()
+            probs = torch.softmax(told, dim=-1)
         for share, guess in guesses:
             logits = guess(some).float()
-            width = min(logits.shape[-1], told.shape[-1])
-            probs = torch.softmax(told[:, :width], dim=-1)
-            total = total + share * (some.weights @ cross_entropy(logits[:, :width], probs, reduction="none"))
+            if logits.shape[-1] < probs.shape[-1]:
+                probs = torch.softmax(told[:, : logits.shape[-1]], dim=-1)
+            losses = cross_entropy(logits[:, : probs.shape[-1]], probs, reduction="none")
+            total = total + share * (some.weights @ losses)
     return total
 
 
