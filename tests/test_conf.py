@@ -44,8 +44,8 @@ def resolved(*overrides: str):
 def test_composes(group, choice):
     cfg = resolved(f"{group}={choice}")
     assert not OmegaConf.missing_keys(cfg)
-    if group == "experiment":
-        assert cfg.experiment == choice
+    if group in ("experiment", "settings"):
+        assert cfg[group] == choice
     elif group != "decoding":
         assert cfg[group].name == choice
     check_values(cfg)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AttentionInterface
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,9 +60,6 @@ def _attention(
     return out.flatten(1, 2).transpose(1, 2), None
 
 
-AttentionInterface.register(ATTENTION, _attention)
-
-
 class Steps:
     """Keys and values of all steps so far, with gradients; it stands where attention expects a cache."""
 
@@ -109,6 +105,9 @@ def chained(
 @contextmanager
 def _attending(config: PretrainedConfig) -> Iterator[None]:
     """Lets the layers of a config attend as `_attention` does."""
+    from transformers import AttentionInterface  # late: it takes seconds to import
+
+    AttentionInterface.register(ATTENTION, _attention)
     before, config._attn_implementation = config._attn_implementation, ATTENTION
     try:
         yield

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from specbench import threads
 from specbench.compose import CONF
-from specbench.decoding import engine as engine_module
+from specbench.decoding import acceptance
 from specbench.decoding import layouts
 from specbench.decoding.acceptance import outcome
 from specbench.decoding.draft import Drafter
@@ -440,14 +440,14 @@ def keep_stale_entries(monkeypatch, bench):
 
 
 def accept_one_too_many(monkeypatch, bench):
-    real = engine_module.accept
+    real = acceptance.accept
 
     def generous(logits, draft, *more):
         verdict = real(logits, draft, *more)
         count = (verdict.count + 1).clamp(max=draft.tokens.shape[1])
         return outcome(draft.tokens, count, verdict.next, verdict.path)
 
-    monkeypatch.setattr(engine_module, "accept", generous)
+    monkeypatch.setattr(acceptance, "accept", generous)
 
 
 def drop_a_token(monkeypatch, bench):

@@ -36,7 +36,7 @@ BRANCHES = {
     "likely": 1
 }  # in the draft's thread: which branches there are, to know the target's decision among them
 # How many guesses of the streams came true says how many passes there are, and which entries stay.
-STREAMS = {"_grown": 2 * 5, "settle": 1, "joined": 1}
+STREAMS = {"_grown": 2 * 7, "settle": 1, "joined": 1}
 LOOKS: dict[str, dict[str, int]] = {
     "kangaroo": CONFIDENCE,
     "kangaroo_tree": CONFIDENCE,
