@@ -21,8 +21,7 @@ from transformers import AutoConfig
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from specbench import threads
 from specbench.compose import CONF
-from specbench.decoding import acceptance
-from specbench.decoding import layouts
+from specbench.decoding import acceptance, layouts
 from specbench.decoding.acceptance import outcome
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
