@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from specbench import threads
+from specbench.checks import check
 from specbench.compose import CONF
 from specbench.decoding import acceptance, layouts
 from specbench.decoding.acceptance import outcome
@@ -83,7 +83,7 @@ def overrides(workplace: Path, method: str, runs: Path) -> list[str]:
 def start(workplace: Path, method: str, runs: Path, *more: str) -> Path:
     """The folder of a run that is yet to be measured."""
     cfg = composed("bench", *overrides(workplace, method, runs), *more)
-    OmegaConf.resolve(cfg)
+    check(cfg)
     return store.find_or_create(cfg)
 
 
