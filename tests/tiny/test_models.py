@@ -104,8 +104,9 @@ def learn(model, schedule: Schedule, out, batches=None, light: float = 1.0) -> N
         dict,
         lambda folder, figures: None,
         OmegaConf.create(own | stream | fixed),
-        schedule.optimizers,
-        schedule.factor,
+        "random weights",
+        optimizers=schedule.optimizers,
+        rate=schedule.factor,
     )
 
 
