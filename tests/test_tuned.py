@@ -210,17 +210,17 @@ def test_tuned_files_of_ones_own(tmp_path, monkeypatch, capfd):
     (tmp_path / "conf/pair").mkdir()
     (tmp_path / "conf/pair/mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\n")
     (tmp_path / "conf/tuned/mine").mkdir()
-    (tmp_path / "conf/tuned/mine/pld.yaml").write_text("max_draft_tokens: 4\n")
-    (tmp_path / "conf/tuned/tiny/pld.yaml").write_text("max_draft_token: 4\n")
+    (tmp_path / "conf/tuned/mine/sps.yaml").write_text("max_draft_tokens: 4\n")
+    (tmp_path / "conf/tuned/tiny/sps.yaml").write_text("max_draft_token: 4\n")
     monkeypatch.chdir(tmp_path)
     sys.modules["specbench.compose"]._as_it_stands.cache_clear()
-    code, _, err = run_main(monkeypatch, capfd, "method=pld", "pair=tiny")
-    assert code == 2 and err.startswith("error: method pld has no parameter 'max_draft_token'")
+    code, _, err = run_main(monkeypatch, capfd, "method=sps", "pair=tiny")
+    assert code == 2 and err.startswith("error: method sps has no parameter 'max_draft_token'")
     assert "max_draft_tokens" in err and err.count("\n") == 1
 
     measured = []
     monkeypatch.setattr("specbench.bench.measure", lambda folder: measured.append(folder) or 1)
-    run_main(monkeypatch, capfd, "method=pld", "pair=mine", "data.limit=1")
+    run_main(monkeypatch, capfd, "method=sps", "pair=mine", "data.limit=1")
     config = yaml.safe_load((measured[0] / "config.yaml").read_text())
     assert config["method"]["max_draft_tokens"] == 4
     assert config["settings_source"] == {
@@ -229,7 +229,7 @@ def test_tuned_files_of_ones_own(tmp_path, monkeypatch, capfd):
         "published": {"max_draft_tokens": 10},
     }
     run_main(
-        monkeypatch, capfd, "-m", "method=pld,sps", "pair=mine", "settings=tuned,published", "data.limit=1"
+        monkeypatch, capfd, "-m", "method=sps,sps", "pair=mine", "settings=tuned,published", "data.limit=1"
     )
     swept = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in measured[1:]]
     assert sorted((c["method"]["name"], c["method"]["max_draft_tokens"], c["settings"]) for c in swept) == [
