@@ -226,13 +226,13 @@ def test_tuned_files_of_ones_own(tmp_path, monkeypatch, capfd):
     assert config["settings_source"] == {
         "source": "tuned",
         "pair": "mine",
-        "published": {"max_draft_tokens": 10},
+        "published": {"max_draft_tokens": 5},
     }
     run_main(
-        monkeypatch, capfd, "-m", "method=sps,sps", "pair=mine", "settings=tuned,published", "data.limit=1"
+        monkeypatch, capfd, "-m", "method=sps,kangaroo", "pair=mine", "settings=tuned,published", "data.limit=1"
     )
     swept = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in measured[1:]]
     assert sorted((c["method"]["name"], c["method"]["max_draft_tokens"], c["settings"]) for c in swept) == [
-        *(("pld", 4, "tuned"), ("pld", 10, "published")),
-        *(("sps", 5, "published"), ("sps", 5, "tuned")),
+        *(("kangaroo", 6, "published"), ("kangaroo", 6, "tuned")),
+        *(("sps", 4, "tuned"), ("sps", 5, "published")),
     ]
