@@ -229,7 +229,13 @@ def test_tuned_files_of_ones_own(tmp_path, monkeypatch, capfd):
         "published": {"max_draft_tokens": 5},
     }
     run_main(
-        monkeypatch, capfd, "-m", "method=sps,kangaroo", "pair=mine", "settings=tuned,published", "data.limit=1"
+        monkeypatch,
+        capfd,
+        "-m",
+        "method=sps,kangaroo",
+        "pair=mine",
+        "settings=tuned,published",
+        "data.limit=1",
     )
     swept = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in measured[1:]]
     assert sorted((c["method"]["name"], c["method"]["max_draft_tokens"], c["settings"]) for c in swept) == [
