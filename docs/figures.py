@@ -66,7 +66,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "mirror_sd": ("method=mirror_sd",),
 }
 SECONDS_BETWEEN_LOOKS = 30.0  # at a machine that is waited for
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+RESULTS = "results"  # what the markers of a page are called
+BEGIN, END = f"<!-- {RESULTS}:begin -->", f"<!-- {RESULTS}:end -->"
 PLOTS = {
     "speedup_by_task": "Speedup by task, with 95 % intervals",
     "acceptance_and_speedup": "Speedup over acceptance length: on a grey line rounds cost the same",
@@ -157,11 +158,10 @@ def between_markers(text: str, content: str) -> str:
     Raises:
         UserError: It does not have both markers, in order.
     """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
+    written = formats.between(text, RESULTS, content)
+    if written is None:
         raise UserError(f"the page has no lines {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n\n{content}\n\n{END}{tail}"
+    return written
 
 
 def write(runs: list[Run], root: Path = ROOT) -> None:

@@ -28,7 +28,7 @@ from specbench.training import data_of
 from specbench.values import Count, Seed, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from omegaconf import DictConfig
 
@@ -46,6 +46,13 @@ SETTINGS = {"length": Count, "batch_size": Count, "tokens": Count | None, "seed"
 def key_of(tap: int) -> str:
     """What a batch calls the target's states of a tap."""
     return f"hidden_{'normed' if tap == NORMED else tap}"
+
+
+def states_of(decoder: Any, ids: torch.Tensor, taps: Collection[int]) -> dict[int, torch.Tensor]:
+    """The states [B, T, d] of each tap of token ids [B, T], from a model without its head."""
+    inner = any(tap != NORMED for tap in taps)
+    found = decoder(ids, use_cache=False, output_hidden_states=inner)
+    return {tap: found.last_hidden_state if tap == NORMED else found.hidden_states[tap] for tap in taps}
 
 
 def rows_of(
@@ -107,11 +114,10 @@ def write(cfg: DictConfig) -> Path:
     ):
         ids = batch["input_ids"].to(pair.target.device)
         with torch.autocast(ids.device.type, torch.bfloat16, cfg.precision == "bf16"):
-            found = decoder(ids, use_cache=False, output_hidden_states=True)
+            found = states_of(decoder, ids, taps)
         files["ids"].write(batch["input_ids"].to(torch.int32).numpy().tobytes())
         files["weights"].write(batch["loss_weight"].numpy().tobytes())
-        for tap in taps:
-            states = found.last_hidden_state if tap == NORMED else found.hidden_states[tap]
+        for tap, states in found.items():
             files[key_of(tap)].write(states.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
     for file in files.values():
         file.close()

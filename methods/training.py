@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.functional import cross_entropy
 
-from methods.states import batches_of_states, key_of, rows_of
+from methods.states import batches_of_states, key_of, rows_of, states_of
 from specbench.conversations import batched, conversations
-from specbench.decoding.draft import NORMED, Drafter
+from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import finished, logit_steps
@@ -21,7 +22,6 @@ from specbench.values import Count, NotNegative, Positive, Range, Seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
     from transformers import PreTrainedModel
 
@@ -84,6 +84,12 @@ def pair_to_train(cfg: DictConfig) -> Pair:
     return pair
 
 
+def begins_as(cfg: DictConfig) -> tuple[str, str]:
+    """What the draft model of `pair_to_train` is before the first step: its name, for the record, and its folder."""
+    draft = cfg.draft or cfg.pair.draft
+    return Path(draft).name, draft
+
+
 def save_model(model: PreTrainedModel, pair: Pair, cfg: DictConfig, out: Path) -> None:
     """Writes a finished draft model as configured.
 
@@ -131,9 +137,7 @@ def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dic
     if all(key_of(tap) in batch for tap in taps):
         return {tap: batch[key_of(tap)] for tap in taps}
     with torch.no_grad():
-        inner = any(tap != NORMED for tap in taps)
-        found = target.model.model(batch["input_ids"], use_cache=False, output_hidden_states=inner)
-    return {tap: found.last_hidden_state if tap == NORMED else found.hidden_states[tap] for tap in taps}
+        return states_of(target.model.get_decoder(), batch["input_ids"], taps)
 
 
 @dataclass(frozen=True)

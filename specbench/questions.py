@@ -82,7 +82,7 @@ def find_questions_file(data: Mapping) -> Path:
     elif os.environ.get(variable):
         path = _existing(os.environ[variable], variable)
     else:
-        path = _cache_folder() / data["name"] / "question.jsonl"
+        path = cache_folder() / data["name"] / "question.jsonl"
         if not path.exists():
             _download(data, path, variable)
     _check_sha256(path, file_sha256(path), data["sha256"])
@@ -153,7 +153,8 @@ def _existing(path: str | Path, source: str) -> Path:
     return found
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """The folder of the user's cache that is this project's."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench"
 
 

@@ -6,15 +6,14 @@ j - 1 and the text's token t + 1 + j. So a row sees the true pairs up to t, and 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
+from specbench.decoding.attention import attending
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from transformers import PretrainedConfig
 
     from methods.eagle.layer import DraftingModel
 
@@ -91,25 +90,15 @@ def chained(
         Of each step the outputs [b, n, h]. Behind row n - 1 - j there is no token for step j: what the last j rows of
         it hold is of no use.
     """
+    from transformers import AttentionInterface  # late: it takes seconds to import
+
+    AttentionInterface.register(ATTENTION, _attention)
     n, device = features.shape[1], features.device
     cache = Steps()
     visible = torch.ones(1, 1, 1, n, n, dtype=torch.bool, device=device).tril()
     for j in range(steps):
         rope = model.rope(torch.arange(j, n + j, device=device).unsqueeze(0), features)
         own = torch.nn.functional.pad(embeds[:, j:], (0, 0, 0, j))
-        with _attending(model.config):
+        with attending(model.config, ATTENTION):
             features = model(features, own, rope, visible, cache)
         yield features
-
-
-@contextmanager
-def _attending(config: PretrainedConfig) -> Iterator[None]:
-    """Lets the layers of a config attend as `_attention` does."""
-    from transformers import AttentionInterface  # late: it takes seconds to import
-
-    AttentionInterface.register(ATTENTION, _attention)
-    before, config._attn_implementation = config._attn_implementation, ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before

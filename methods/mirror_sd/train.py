@@ -11,7 +11,6 @@ draft model like any other, with the streams' embeddings beside it in streams.sa
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from methods.training import (
     Goals,
     agreement,
     batches,
+    begins_as,
     head_of,
     held_out_batches,
     pair_to_train,
@@ -40,6 +40,8 @@ from specbench.pairs import draft_of
 from specbench.values import Count, NotNegative, check_all
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 
@@ -150,10 +152,7 @@ def train(cfg: DictConfig) -> Path:
         save_model(draft, pair, cfg, out)
         save_streams(module.streams.detach().to(draft.dtype), out)
 
-    begins = cfg.draft or cfg.pair.draft
-    return training.train(
-        module, batches(cfg, pair), evaluate, save, cfg, begins=Path(begins).name, earlier=begins
-    )
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
 
 
 @one_line_errors()

@@ -7,7 +7,6 @@ the pair's draft model or another one of the same vocabulary.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ from methods.training import (
     Goals,
     agreement,
     batches,
+    begins_as,
     head_of,
     held_out_batches,
     pair_to_train,
@@ -34,6 +34,8 @@ from specbench.pairs import draft_of
 from specbench.values import check_all
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 
@@ -84,10 +86,7 @@ def train(cfg: DictConfig) -> Path:
     def save(out: Path, figures: dict[str, float]) -> None:
         save_model(draft, pair, cfg, out)
 
-    begins = cfg.draft or cfg.pair.draft
-    return training.train(
-        module, batches(cfg, pair), evaluate, save, cfg, begins=Path(begins).name, earlier=begins
-    )
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
 
 
 @one_line_errors()

@@ -9,17 +9,18 @@ faults in the others.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from specbench.decoding.attention import attending
 
-    from transformers import PretrainedConfig, PreTrainedModel
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
 
 # How many times its model's noise the staged forward may lie off. In half precision a fault shows little above the
 # noise; of 27 families, with and without passes of fixed shapes, none lay further off than 0.75 times the noise. In
@@ -72,22 +73,11 @@ def own_ways(model: PreTrainedModel, ids: torch.Tensor, cuts: Sequence[int]) -> 
     ways = [torch.cat(parts), whole()]
     config = model.config.get_text_config()
     if config._attn_implementation != "eager":
-        with eager_attention(config):
+        with attending(config, "eager"):
             eager = whole()
         if eager.isfinite().all():  # in fp16 products of queries and keys can overflow before they are scaled
             ways.append(eager)
     return ways
-
-
-@contextmanager
-def eager_attention(config: PretrainedConfig) -> Iterator[None]:
-    """The layers that read this config attend with plain products inside, and as before afterwards."""
-    before = config._attn_implementation
-    config._attn_implementation = "eager"
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 def agreement(

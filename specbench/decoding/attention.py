@@ -8,13 +8,14 @@ tokens of one head instead: the same products, over keys and values as they lie 
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
     from transformers import PretrainedConfig
@@ -35,6 +36,16 @@ def grouped_attention_config(config: PretrainedConfig) -> PretrainedConfig:
     own = copy.copy(config)
     own._attn_implementation = NAME
     return own
+
+
+@contextmanager
+def attending(config: PretrainedConfig, name: str) -> Iterator[None]:
+    """The layers that read this config use the attention function of that name inside, and their own afterwards."""
+    before, config._attn_implementation = config._attn_implementation, name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def fold_mask(mask: torch.Tensor | None, groups: int) -> torch.Tensor | None:

@@ -283,9 +283,7 @@ def _try_products(
     }
 
     def turn(layout: str) -> dict[str, float]:
-        for name, group in groups.items():
-            for laid, matrix in zip(group, timed[layout, name]):
-                laid.serve(matrix)
+        _serve(groups, {name: timed[layout, name] for name in groups})
         passes.prepare(shape)
         for name in groups:
             for matrix in timed[layout, name]:
@@ -313,14 +311,19 @@ def _check(
     ways = {DEFAULT: usual, TRIED: {name: choice.layout for name, choice in best.items()}}
 
     def turn(way: str) -> dict[str, float]:
-        for name, group in groups.items():
-            for laid, matrix in zip(group, made[name][ways[way][name]]):
-                laid.serve(matrix)
+        _serve(groups, {name: made[name][ways[way][name]] for name in groups})
         passes.prepare(shape)
         return {PASS: passes.run(shape)}
 
     times = _in_rounds(list(ways), {PASS: DEFAULT}, turn, CHECK_SECONDS)[PASS]
     return {way: 1e3 * median(times[way]) for way in ways}, wins(times[DEFAULT], times[TRIED])
+
+
+def _serve(groups: Mapping[str, Sequence[Laid]], matrices: Mapping[str, Sequence[Made]]) -> None:
+    """Lets the weights of each group take their matrix of it in all products."""
+    for name, group in groups.items():
+        for laid, matrix in zip(group, matrices[name]):
+            laid.serve(matrix)
 
 
 def _in_rounds(

@@ -556,8 +556,7 @@ class StagedModel:
         """
         length = self._checked_length()
         text = random_ids(self.config, self.vocab_size, length) if text is None else text
-        repeated = (list(text) * -(-length // len(text)))[:length]
-        ids = torch.tensor([repeated], device=self.device)
+        ids = torch.tensor([filled(text, length)], device=self.device)
         # The prompt, two verifications, and single tokens: each has masks, positions and kernels of its own.
         ends = [0, *(length - behind for behind in (19, 11, 3, 2, 1, 0))]
         with drivable(self.model):
@@ -667,8 +666,12 @@ def random_ids(config: PretrainedConfig, vocab_size: int, length: int) -> list[i
     named = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
     special = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])}
     drawn = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
-    ordinary = [i for i in drawn if i not in special]
-    return (ordinary * -(-length // len(ordinary)))[:length]
+    return filled([i for i in drawn if i not in special], length)
+
+
+def filled(ids: Sequence[int], length: int) -> list[int]:
+    """The first `length` token ids of a text that is said again as often as that takes."""
+    return (list(ids) * -(-length // len(ids)))[:length]
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -32,7 +32,7 @@ class WrappedDrafter(Drafter):
         self.needs = self.needs.around(inner.needs)
         self.taps, self.siblings, self.certain = inner.taps, inner.siblings, inner.certain
         self.max_draft_tokens, self.max_nodes = inner.max_draft_tokens, inner.max_nodes
-        self.uninterrupted = inner.uninterrupted
+        self.uninterrupted, self.extra_cores = inner.uninterrupted, inner.extra_cores
 
     def foretell(self, prompts: Several[list[int]], answers: Several[list[int]]) -> None:
         """As the inner drafter."""

@@ -25,7 +25,7 @@ from specbench.decoding.draft import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.target import StagedModel
+from specbench.decoding.target import StagedModel, name_of
 from specbench.decoding.trace import counted
 from specbench.errors import UserError, one_line_errors, reason
 from specbench.measure import provenance, store
@@ -270,7 +270,7 @@ def facts(bench: Bench) -> dict:
         "target_pass_bytes": counted(bench.target.pass_bytes()),
         "threads": torch.get_num_threads(),
         "extra_cores": bench.drafter.extra_cores,
-        "dtype": str(pair.dtype).removeprefix("torch."),
+        "dtype": name_of(pair.dtype),
         "device": str(pair.device),
         "bandwidth_bytes_per_second": provenance.bandwidth(pair.device),
         "weights": pair.init,

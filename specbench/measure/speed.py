@@ -12,21 +12,23 @@ import fcntl
 import json
 import math
 import os
-import sys
 import time
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbench.errors import UserError
+from specbench.errors import UserError, warn
 from specbench.measure import provenance
 from specbench.measure.files import write_atomic
 from specbench.processes import own_cores
+from specbench.questions import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+
+_warn = cache(warn)  # once in a process
 
 Figures = dict[str, float]  # by the names of NAMES; of all of them more is faster
 
@@ -176,10 +178,7 @@ class Probes:
 
 def best_file() -> Path:
     """Where it is kept: in $SPECBENCH_CACHE, or in the folder specbench of $XDG_CACHE_HOME or ~/.cache."""
-    folder = os.environ.get("SPECBENCH_CACHE")
-    if folder:
-        return Path(folder) / "machine.json"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench" / "machine.json"
+    return Path(os.environ.get("SPECBENCH_CACHE") or cache_folder()) / "machine.json"
 
 
 def remember(machine: str, figures: Figures) -> Figures:
@@ -230,8 +229,3 @@ def _are_figures(value: object) -> bool:
         and value.keys() == set(NAMES)
         and all(isinstance(number, int | float) and 0 < number < math.inf for number in value.values())
     )
-
-
-@cache  # once in a process
-def _warn(text: str) -> None:
-    print(text, file=sys.stderr)

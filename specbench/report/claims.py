@@ -216,11 +216,9 @@ def renew(page: Path, checked: list[Checked], runs: list[Run]) -> None:
     contents = {TABLE: markdown(checked, runs).strip(), COUNTS: f"{line[:1].upper()}{line[1:]}."}
     marked = 0
     for name, content in contents.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        head, opened, rest = text.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if opened and closed:
-            text, marked = f"{head}{begin}\n\n{content}\n\n{end}{tail}", marked + 1
+        written = formats.between(text, name, content)
+        if written is not None:
+            text, marked = written, marked + 1
     if not marked:
         raise UserError(f"{page} has no lines <!-- {TABLE}:begin --> and <!-- {TABLE}:end -->")
     if text != before:

@@ -136,3 +136,11 @@ def _style(cell: object) -> str:
 
 def _latex_text(text: str) -> str:
     return text.translate(LATEX)
+
+
+def between(text: str, name: str, content: str) -> str | None:
+    """A page with other content between its lines `<!-- NAME:begin -->` and `:end`; None where it lacks them."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    head, opened, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    return f"{head}{begin}\n\n{content}\n\n{end}{tail}" if opened and closed else None
