@@ -1,9 +1,9 @@
-"""Writes the results table and the plots of README and documentation: `make readme-figures [RUNS="FOLDER ..."]`.
+"""Writes the results tables and the plots of README and documentation: `make readme-figures [RUNS="FOLDER ..."]`.
 
-Given run folders, it takes those. Without any it measures ROWS first, in rounds: each row with one process, then each
-with another, so that every row sees the same hours. What was measured stays in runs/readme/, and the same command goes
-on from there; other code needs another folder (--into). A process begins only while the machine is as fast as it can
-be. Tables and plots are those of `specbench.report`.
+Given run folders, it takes those. Without any it measures the rows of a pair first (--pair), in rounds: each row with
+one process, then each with another, so that every row sees the same hours. What was measured stays in
+runs/readme/PAIR/, and the same command goes on from there; other code needs another folder (--into). A process begins
+only while the machine is as fast as it can be. Tables and plots are those of `specbench.report`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,36 @@ ROWS: dict[str, tuple[str, ...]] = {
     "mirror_sd": ("method=mirror_sd",),
     "mirror_hybrid": ("method=mirror_hybrid",),
 }
-# The row beside which transformers' generate is timed: once is enough, and with each row it would take half the time.
-WITH_GENERATE = "pld"
+# Those of a real model: 10 of Spec-Bench's own questions of each task, in full and in half precision.
+REAL = "smollm2-135m"
+REAL_METHODS: dict[str, tuple[str, ...]] = {
+    "pld": ("method=pld",),
+    "lookahead": ("method=lookahead",),
+    "recycling": ("method=recycling",),
+    "recycling (memory=run)": ("method=recycling", "method.memory=run"),
+    "samd": ("method=samd",),
+    "suffix": ("method=suffix",),
+    "suffix (memory=run)": ("method=suffix", "method.memory=run"),
+    "swift": ("method=swift",),
+}
+ROWS_OF = {
+    "tiny": ROWS,
+    REAL: {
+        f"{label}, {settings}, {dtype}": (
+            *overrides,
+            f"settings={settings}",
+            f"pair={REAL}",
+            f"pair.dtype={dtype}",
+            "data=spec_bench",
+            "data.limit=10",
+        )
+        for dtype in ("float32", "bfloat16")
+        for label, overrides in REAL_METHODS.items()
+        for settings in ("published", "tuned")
+    },
+}
+# The rows beside which transformers' generate is timed: once is enough, and with each row it would take half the time.
+WITH_GENERATE = ("pld", "pld, published, float32", "pld, published, bfloat16")
 SECONDS_BETWEEN_LOOKS = 30.0  # at a machine that is waited for
 RESULTS = "results"  # what the markers of a page are called
 BEGIN, END = f"<!-- {RESULTS}:begin -->", f"<!-- {RESULTS}:end -->"
@@ -80,18 +108,19 @@ PLOTS = {
 
 @dataclass(frozen=True)
 class Page:
-    """A page with markers, where its plots lie as seen from it, and what stands between its markers."""
+    """A page with markers: whose runs stand between them, where its plots lie as seen from it, and which they are."""
 
     path: Path
+    pair: str
     figures: str
     plots: tuple[str, ...]
     by_task: bool
 
 
 PAGES = (
-    Page(Path("README.md"), "docs/figures", ("acceptance_and_speedup",), by_task=False),
     Page(
         Path("docs/results/methods.md"),
+        "tiny",
         "../figures",
         ("acceptance_and_speedup", "speedup_by_task", "time"),
         by_task=True,
@@ -116,7 +145,9 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
     trained = training_table(summaries)
     if trained is not None and not differing_training(summaries):
         parts.append(f"Training: {SAME}.")
-    parts += [f"![{PLOTS[name]}]({page.figures}/{name}.png)" for name in page.plots if name in drawn]
+    parts += [
+        f"![{PLOTS[name]}]({page.figures}/{page.pair}/{name}.png)" for name in page.plots if name in drawn
+    ]
     return "\n\n".join(parts)
 
 
@@ -142,7 +173,7 @@ def measured_on(runs: list[Run]) -> str:
     facts = [
         f"`make readme-figures`{shared}, {' to '.join(dict.fromkeys((days[0], days[-1])))}",
         f"{cpu}, {cores} cores" + (f", threads of torch: {threads.pop()}" if len(threads) == 1 else ""),
-        f"pair `{summary['pair']}`, {summary['dtype']}, "
+        f"pair `{summary['pair']}`, {tables.dtype_label(summary)}, "
         + ("greedy" if summary["temperature"] == 0 else f"temperature {summary['temperature']:g}"),
         f"{summary['overall']['questions']} questions"
         + (f", {answers.pop()} answers a method" if len(answers) == 1 else ""),
@@ -174,18 +205,33 @@ def between_markers(text: str, content: str) -> str:
 
 
 def write(runs: list[Run], root: Path = ROOT) -> None:
-    """Writes the plots into docs/figures/ and the tables into every page, below `root`."""
-    drawn = {name: figure for name, figure in plots.figures(runs).items() if name in PLOTS}
-    changed = {}
-    for page in PAGES:
-        path = root / page.path
-        changed[path] = between_markers(path.read_text(encoding="utf-8"), block(runs, page, drawn))
-    folder = root / "docs" / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in drawn.items():
-        figure.savefig(folder / f"{name}.png", dpi=120)
+    """Writes the plots into docs/figures/ and the tables into the pages of the runs' pairs, below `root`.
+
+    Runs of each dtype have a table on a page by task, those of the first one on every page; the plots are theirs.
+    """
+    changed: dict[Path, str] = {}
+    for pair in dict.fromkeys(page.pair for page in PAGES):
+        groups: dict[str, list[Run]] = {}
+        for run in runs:
+            if run.summary["pair"] == pair:
+                groups.setdefault(run.summary["dtype"], []).append(run)
+        if not groups:
+            continue
+        first, *others = groups.values()
+        drawn = {name: figure for name, figure in plots.figures(first).items() if name in PLOTS}
+        for page in (page for page in PAGES if page.pair == pair):
+            content = [block(first, page, drawn)]
+            if page.by_task:
+                content += [block(group, page, ()) for group in others]
+            path = root / page.path
+            changed[path] = between_markers(path.read_text(encoding="utf-8"), "\n\n".join(content))
+        folder = root / "docs" / "figures" / pair
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in drawn.items():
+            figure.savefig(folder / f"{name}.png", dpi=120)
     for path, text in changed.items():
         path.write_text(text, encoding="utf-8")
+        print(path.relative_to(root))
 
 
 # -- measuring
@@ -210,7 +256,7 @@ def measure(
     """
     folders = {}
     for label, overrides in rows.items():
-        generate = f"generate={str(label == WITH_GENERATE).lower()}"
+        generate = f"generate={str(label in WITH_GENERATE).lower()}"
         folders[label] = run_folder([*overrides, generate], into / slug(label), more)
     rounds = max(OmegaConf.create(store.read_config(folder)).processes for folder in folders.values())
     for number in range(rounds):
@@ -307,7 +353,12 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=3, help="fresh processes for each row (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
-    parser.add_argument("--into", type=Path, default=ROOT / "runs" / "readme", help="holds the run folders")
+    parser.add_argument(
+        "--pair", choices=ROWS_OF, default="tiny", help="whose rows are measured (%(default)s)"
+    )
+    parser.add_argument(
+        "--into", type=Path, default=ROOT / "runs" / "readme", help="holds the run folders, by pair"
+    )
     given = parser.parse_args()
     folders = given.runs
     if not folders:
@@ -315,7 +366,7 @@ def main() -> int:
         probes = Probes(torch.device("cpu"))
         more = (f"processes={given.processes}", f"threads={given.threads}")
         ready = partial(wait_for_speed, probes, given.wait, given.any_phase)
-        folders = measure(ROWS, given.into.resolve(), more, ready)
+        folders = measure(ROWS_OF[given.pair], given.into.resolve() / given.pair, more, ready)
     runs, left_out = finished_runs(folders)
     tables.print_left_out(left_out)
     if (slow := slow_phases(runs)) and not given.any_phase:
@@ -324,8 +375,6 @@ def main() -> int:
             "them again, or write it all the same, marked, with --any-phase"
         )
     write(runs)
-    for page in PAGES:
-        print(page.path)
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING
 
 from specbench.checks import check
 from specbench.compose import with_hydra
-from specbench.errors import UserError, one_line_errors, tell
+from specbench.errors import LackingError, UserError, one_line_errors, tell
 from specbench.measure import store
 from specbench.processes import end_with_parent, heeding_sigterm
 from specbench.sweeps import OK, RUNNING, WAITING, Job, Place, open_sweep, print_failures
@@ -70,9 +70,16 @@ def run(jobs: list[Job], place: Place, logs: Path, changed: Callable[[], None] =
 
 @contextmanager
 def blamed(job: Job) -> Iterator[None]:
-    """A UserError becomes one line, and the failure of this job alone."""
+    """A UserError becomes one line, and the failure of this job alone, or what it is left out for."""
     try:
         yield
+    except LackingError as error:
+        if job.cfg.get("leave_out"):
+            print(f"left out: {error}", file=sys.stderr)
+            job.leave_out(str(error))
+        else:
+            tell(error)
+            job.ended(2, str(error))
     except UserError as error:
         tell(error)
         job.ended(2, str(error))

@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench import expand, values
-from specbench.errors import UserError, file_errors, near, reason
+from specbench.errors import LackingError, UserError, file_errors, near, reason
+from specbench.packages import described, is_package
 from specbench.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
 from specbench.tuned import settings_source
@@ -34,6 +35,7 @@ KEYS = {
         "seed": Seed,
         "generate": bool,
         "rerun": bool,
+        "leave_out": bool,
         "slice_seconds": Positive | None,
         "threads": Count | None,
     },
@@ -49,6 +51,7 @@ KEYS = {
     },
     **{"task.tasks": dict[str, list[str]], "vocab.map": str | None, "vocab.size": Count | None},
     **{"pair.target": str, "pair.draft": str | None, "pair.tokenizer": str | None, "pair.parts": dict},
+    "pair.packages": dict,
     "pair.dtype": Literal["float32", "bfloat16", "float16"],
     "pair.init": Literal["pretrained", "random", "expanded"],
     "pair.width": Count | None,
@@ -127,14 +130,14 @@ def check_method(cfg: DictConfig) -> Needs:
     needs, (inner, takes) = needs_of(group), innermost(group, what, takes)
     check_memory(what, group, inner, takes)
     if needs.draft_model and needs.part is None and cfg.pair.draft is None:
-        raise UserError(
+        raise LackingError(
             f"{what} {name} needs a draft model and pair {cfg.pair.name} has none: set pair.draft"
         )
     required = [key for key, parameter in takes.items() if parameter.default is parameter.empty]
     by_hand = required and all(inner.get(key) is not None for key in required)
     if needs.part is not None and cfg.pair.parts.get(needs.part) is None and not by_hand:
         training = f"python -m {inner._target_.rpartition('.')[0]}.train pair={cfg.pair.name}"
-        raise UserError(
+        raise LackingError(
             f"pair {cfg.pair.name} has no part '{needs.part}', which {what} {name} needs: "
             f"train it with `{training}`, then name it with ++pair.parts.{needs.part}=FOLDER"
         )
@@ -286,5 +289,7 @@ def check_folders(cfg: DictConfig, needs: Needs) -> None:
     for name in names:
         if name is not None:
             local_folder(name)
+            if is_package(name):
+                described(name, cfg.pair.packages)
     if cfg.vocab.map is not None and not packaged(cfg.vocab.map).is_dir():
         raise UserError(f"there is no folder '{cfg.vocab.map}' with a vocabulary map")

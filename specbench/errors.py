@@ -20,6 +20,10 @@ class UserError(Exception):
     """Something the user can put right; entry points print it as one line and exit with code 2."""
 
 
+class LackingError(UserError):
+    """A pair lacks what a method needs: a draft model, or trained weights."""
+
+
 class JobError(UserError):
     """What ends a whole job, where another error would only cost the question that met it."""
 

@@ -28,11 +28,13 @@ from specbench.decoding.device import place_weights, prepare_device
 from specbench.decoding.passes import Options, set_options
 from specbench.errors import UserError
 from specbench.expand import Expansion, embedded, expand_model, expansion_of
+from specbench.gguf import converted, gguf_file, is_gguf, source_of
+from specbench.packages import fetched, is_package
 from specbench.questions import packaged
 from specbench.values import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from omegaconf import DictConfig
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -83,6 +85,8 @@ class Pair:
         template_kwargs: variables for the template.
         expansion: how the target was expanded, for trained parts that work at its width; None if it was not.
         draft_expansion: the same of the draft model.
+        source: what the target's weights were made from, where that is not the checkpoint's own form:
+            "dequantised from Q4_1".
     """
 
     name: str
@@ -100,6 +104,7 @@ class Pair:
     template_kwargs: dict = field(default_factory=dict)
     expansion: Expansion | None = None
     draft_expansion: Expansion | None = None
+    source: str | None = None
 
     @property
     def anatomy(self) -> str | None:
@@ -189,6 +194,7 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool =
         template_kwargs=plain(cfg.template_kwargs),
         expansion=target.expansion,
         draft_expansion=draft.expansion if draft else None,
+        source=source_of(target.folder),
     )
 
 
@@ -211,15 +217,38 @@ def draft_of(pair: Pair) -> PreTrainedModel:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder that `name` means, None if it is a hub id. Raises UserError for a path without a folder."""
+    """The folder that `name` means, None if it is a hub id, a package or a GGUF file.
+
+    Raises UserError for a path where nothing is.
+    """
+    if is_package(name):
+        return None
     folder = packaged(name)
     if folder.is_dir():
         return folder
+    if is_gguf(name):
+        gguf_file(name)
+        return None
     if name.startswith("specbench/tiny/"):
         raise UserError(f"there is no folder '{name}': `make tiny` trains the embedded family")
     if name.startswith(("/", ".", "~", "specbench/")) or name.count("/") > 1:
         raise UserError(f"there is no folder '{name}'")
     return None
+
+
+def model_folder(name: str, packages: Mapping) -> Path | None:
+    """The folder that the model of a package or of a GGUF file becomes, which is made once; None for any other name.
+
+    Args:
+        name: of the model.
+        packages: of the pair.
+
+    Raises:
+        UserError: it cannot be fetched or read.
+    """
+    if is_package(name):
+        return converted(fetched(name, packages))
+    return converted(gguf_file(name)) if is_gguf(name) else None
 
 
 def choose_device(name: str) -> torch.device:
@@ -287,7 +316,9 @@ def check_same_tokens(
 
 
 class _Source:
-    """One model of a pair: a local folder, or a hub id whose small files come at once, the weights later.
+    """One model of a pair: a local folder, a package or GGUF file that becomes one, or a hub id.
+
+    Of a hub id the small files come at once, the weights later.
 
     With random weights and a `shape`, nothing is fetched at all: `folder` is None. To be expanded, it has a shape, or a
     width; how it was expanded is known when the model is loaded.
@@ -303,10 +334,15 @@ class _Source:
     ):
         self.name, self.revision, self.cfg, self.shape, self.width = name, revision, cfg, shape, width
         self.expansion: Expansion | None = None
-        folder = local_folder(name)
-        by_shape = folder is None and cfg.init == "random" and shape is not None
-        self.folder = folder if folder or by_shape else fetch_small_files(name, revision, cfg.gated)
-        self.path = folder or name  # what transformers is given: a hub id keeps its revision
+        self.path: Path | str
+        self.folder, self.path = local_folder(name), name  # path: what transformers is given
+        if self.folder is None and cfg.init == "random" and shape is not None:
+            return
+        self.folder = self.folder or model_folder(name, cfg.packages)
+        if self.folder is not None:
+            self.path = self.folder
+        else:  # a hub id keeps its revision
+            self.folder = fetch_small_files(name, revision, cfg.gated)
 
     def config(self) -> PretrainedConfig:
         """The config of the language model (for a model that also sees or hears: of that part)."""

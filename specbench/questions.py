@@ -154,7 +154,9 @@ def _existing(path: str | Path, source: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder of the user's cache that is this project's."""
+    """This project's cache: $SPECBENCH_CACHE, or the folder specbench of $XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("SPECBENCH_CACHE"):
+        return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench"
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 SWEEPS, SWEEP = "sweeps", "sweep.json"
-WAITING, RUNNING, OK, FAILED = "waiting", "running", "ok", "failed"
+WAITING, RUNNING, OK, FAILED, LEFT_OUT = "waiting", "running", "ok", "failed", "left out"
+ENDED_WELL = (OK, LEFT_OUT)
 
 # Measures run folders on some machine or other, each in a process of its own. Takes the folders, which are made as it
 # asks for them, and a folder for logs; yields each run folder as it is done, with its exit code and, where the folder
@@ -46,6 +47,10 @@ class Job:
             reason = store.why_failed(self.run_dir) or f"exit code {code}"
         self.state = FAILED if code else OK
         self.code, self.reason = code, reason
+
+    def leave_out(self, reason: str) -> None:
+        """Notes that the job cannot be measured, which is no failure."""
+        self.state, self.code, self.reason = LEFT_OUT, 0, reason
 
 
 @dataclass
@@ -110,7 +115,7 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
 
 def print_failures(jobs: list[Job]) -> None:
     """Prints each job that failed, by the overrides that not all jobs share, and why it did."""
-    failed = [job for job in jobs if job.state != OK]
+    failed = [job for job in jobs if job.state not in ENDED_WELL]
     if not failed:
         return
     from rich.text import Text
@@ -136,7 +141,7 @@ def _can_go_on(folder: Path, asked: list[list[str]], code: str, rerun: bool) -> 
         return False
     known = store.read_json(folder / SWEEP)
     same = known["source_sha256"] == code and [job["overrides"] for job in known["jobs"]] == asked
-    return same and (not rerun or any(job["state"] != OK for job in known["jobs"]))
+    return same and (not rerun or any(job["state"] not in ENDED_WELL for job in known["jobs"]))
 
 
 def _relative(run_dir: Path | None, runs: Path) -> str | None:

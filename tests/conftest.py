@@ -4,6 +4,7 @@
 - `first_fast`: of its cases, the first is fast and the others are slow.
 - `slow`: training, long statistics, further architectures, and whatever else takes about 3 s of CPU time or more.
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
+- `model`: needs a real model, and is skipped where it was not fetched; SPECBENCH_MODELS=1 fetches it.
 - `cuda`: needs a GPU and is skipped without one; `make test ARGS="-m cuda"` runs these alone.
 - everything (`make test`): all of them, in some fifteen minutes on two cores.
 """
@@ -26,7 +27,10 @@ import pytest
 import torch
 
 from specbench.measure import provenance, speed
+from specbench.questions import cache_folder
 from tests.support.synthetic import QUIET
+
+USERS_CACHE = cache_folder()  # no test writes there but those of `model`
 
 hypothesis.settings.register_profile("specbench", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("specbench")

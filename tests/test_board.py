@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from specbench import ROOT, bench
 from specbench.compose import CONF
 from specbench.measure import store
-from specbench.sweeps import FAILED, OK, Job
+from specbench.sweeps import FAILED, LEFT_OUT, OK, Job
 from tests.support.conf import composed
 
 BOARD = OmegaConf.load(CONF / "experiment" / "spec_bench_board.yaml").hydra.sweeper.params.method.split(",")
@@ -42,7 +42,7 @@ def measured(run_dirs: Iterable[Path], _logs: Path) -> Iterator[tuple[Path, int,
 
 @pytest.mark.slow
 def test_what_a_pair_lacks_is_one_line_for_each_method_and_the_others_go_on(tmp_path, capfd):
-    asked = jobs(tmp_path)
+    asked = jobs(tmp_path, "leave_out=false")
     bench.run(asked, measured, tmp_path)
     states = {job.overrides[0].partition("=")[2]: job for job in asked}
     assert {name for name, job in states.items() if job.state == FAILED} == LACKING.keys()
@@ -54,6 +54,15 @@ def test_what_a_pair_lacks_is_one_line_for_each_method_and_the_others_go_on(tmp_
     assert all(states[name].code == 2 and states[name].run_dir is None for name in LACKING)
     folders = {store.read_config(job.run_dir)["method"]["name"] for job in asked if job.run_dir}
     assert folders == set(BOARD) - LACKING.keys()
+
+
+@pytest.mark.slow
+def test_the_board_leaves_out_what_the_pair_lacks(tmp_path, capfd):
+    asked = jobs(tmp_path)
+    bench.run(asked, measured, tmp_path)
+    assert {job.cfg.method.name for job in asked if job.state == LEFT_OUT} == LACKING.keys()
+    assert all(job.code == 0 for job in asked)
+    assert capfd.readouterr().err.count("left out: pair vicuna-7b has no part") == len(LACKING)
 
 
 @pytest.mark.slow

@@ -667,7 +667,7 @@ def test_results_stand_between_the_markers(figures, pages, tmp_path):
         assert "| sps | 160 | 1200.0 | 41.2 | 1.80 [1.70, 1.90] |" in text
         assert "`make readme-figures`, 2026-01-02; EPYC, 2 cores" in text
         assert broken_links(pages / page.path) == []
-    assert (pages / "docs" / "figures" / "speedup_by_task.png").stat().st_size > 1000
+    assert (pages / "docs" / "figures" / "tiny" / "speedup_by_task.png").stat().st_size > 1000
     again = [(pages / page.path).read_text() for page in figures.PAGES]
     figures.write(two_runs(tmp_path / "once_more"), pages)
     assert [(pages / page.path).read_text() for page in figures.PAGES] == again
@@ -675,7 +675,7 @@ def test_results_stand_between_the_markers(figures, pages, tmp_path):
 
 def test_a_violation_is_bold_in_the_results(figures, pages, tmp_path):
     figures.write([run_of(tmp_path / "runs", "a", wrong())], pages)
-    assert "**77/0/3**" in (pages / "README.md").read_text()
+    assert "**77/0/3**" in (pages / figures.PAGES[0].path).read_text()
 
 
 def test_results_of_two_machines_are_refused(figures, pages, tmp_path):
@@ -683,11 +683,11 @@ def test_results_of_two_machines_are_refused(figures, pages, tmp_path):
     second.provenance["machine"]["cpu"] = "Xeon"
     with pytest.raises(UserError, match="one machine"):
         figures.write([first, second], pages)
-    assert "old" in (pages / "README.md").read_text()
+    assert "old" in (pages / figures.PAGES[0].path).read_text()
 
 
 def test_a_page_without_markers_is_refused(figures, pages, tmp_path):
-    (pages / "README.md").write_text("nothing\n")
+    (pages / figures.PAGES[0].path).write_text("nothing\n")
     with pytest.raises(UserError, match="no lines"):
         figures.write([run_of(tmp_path / "runs", "a", SUMMARY)], pages)
 

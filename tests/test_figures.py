@@ -103,16 +103,28 @@ def test_a_slow_phase_is_waited_for_or_refused(figures, looks, capsys):
     assert not found
 
 
-@pytest.mark.parametrize("label", load_figures().ROWS)
-def test_rows_of_the_table_can_be_measured(figures, label, tmp_path):
-    folder = figures.run_folder(figures.ROWS[label], tmp_path / figures.slug(label), ["threads=1"])
+@pytest.fixture
+def questions(tmp_path, monkeypatch) -> None:
+    """A file in place of Spec-Bench's, which not every machine has."""
+    (tmp_path / "questions.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": ["Why?"]}\n')
+    monkeypatch.setattr("specbench.questions._check_sha256", lambda *_: None)
+    monkeypatch.setenv("SPEC_BENCH_QUESTIONS", str(tmp_path / "questions.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("pair", "label"), [(pair, label) for pair, rows in load_figures().ROWS_OF.items() for label in rows]
+)
+def test_rows_of_the_tables_can_be_measured(figures, pair, label, tmp_path, questions):
+    row = figures.ROWS_OF[pair][label]
+    folder = figures.run_folder(row, tmp_path / figures.slug(label), ["threads=1"])
     assert figures.is_due(folder, 0)
     assert {"processes": 1, "threads": 1}.items() <= store.read_config(folder).items()
 
 
 def test_labels_give_folders_of_their_own(figures):
     assert figures.slug("recycling (memory=run)") == "recycling-memory-run"
-    assert len({figures.slug(label) for label in figures.ROWS}) == len(figures.ROWS)
+    for rows in figures.ROWS_OF.values():
+        assert len({figures.slug(label) for label in rows}) == len(rows)
 
 
 def test_rows_are_measured_in_rounds_and_gone_on_with(figures, tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ def line(question_id=1, category="qa", turns=("why?",), **more) -> str:
 def clean_environment(monkeypatch, tmp_path, request):
     if "real_file" not in request.fixturenames:
         monkeypatch.delenv("SPEC_BENCH_QUESTIONS", raising=False)
+    monkeypatch.delenv("SPECBENCH_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -217,3 +218,20 @@ def test_the_real_file(real_file):
     assert Counter(
         q.category for q in load_questions(data(limit=8), ALL) if q.task == "mt_bench"
     ) == dict.fromkeys(TASKS["mt_bench"], 1)
+
+
+def test_warmup_questions_in_english_hold_nothing_of_the_benchmark(real_file):
+    """Settings are chosen on them: each task has some, and no eight words in a row are Spec-Bench's."""
+    measured = {
+        tuple(words[i : i + 8])
+        for question in load_questions(data(sha256=SPEC_BENCH_SHA256), ALL)
+        for turn in question.turns
+        for words in [turn.lower().split()]
+        for i in range(len(words) - 7)
+    }
+    english = warmup_questions(data(warmup="specbench/warmup.jsonl"))
+    assert Counter(q.task for q in english) == dict.fromkeys(TASKS, 2)
+    for question in english:
+        for turn in question.turns:
+            words = turn.lower().split()
+            assert not {tuple(words[i : i + 8]) for i in range(len(words) - 7)} & measured

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from specbench import bench, sweeps
 from specbench.errors import UserError
 from specbench.measure import store
-from specbench.sweeps import FAILED, OK, RUNNING, WAITING, Job, open_sweep
+from specbench.sweeps import FAILED, LEFT_OUT, OK, RUNNING, WAITING, Job, open_sweep
 from tests.support.commands import (
     TIMEOUT,
     measure_here,
@@ -149,6 +149,19 @@ def test_all_jobs_are_checked_before_the_first_is_measured(monkeypatch, capfd, t
     assert measured == [[RUNNING, WAITING, FAILED], [OK, RUNNING, FAILED]]
     (sweep,) = (tmp_path / "runs" / sweeps.SWEEPS).iterdir()
     assert {store.read_config(run_dir)["tracker"]["group"] for run_dir in runs(tmp_path)} == {sweep.name}
+
+
+def test_what_a_pair_lacks_is_left_out_where_that_is_asked_for(monkeypatch, capfd, tmp_path, measured):
+    command = ["-m", "method=pld,medusa,sps", "pair=mistral-small-24b", *COMMAND[3:]]
+    code, _, err = run_main(monkeypatch, capfd, *command)
+    assert code == 2 and "error: pair mistral-small-24b has no part 'medusa'" in err
+    assert states(tmp_path) == [OK, FAILED, FAILED]
+
+    code, out, err = run_main(monkeypatch, capfd, *command, "leave_out=true")
+    assert code == 0 and "jobs failed" not in out
+    assert "left out: pair mistral-small-24b has no part 'medusa'" in err
+    assert "left out: method sps needs a draft model" in err
+    assert states(tmp_path) == [OK, LEFT_OUT, LEFT_OUT]
 
 
 def test_ctrl_c_ends_a_sweep_in_one_line(monkeypatch, capfd, tmp_path, measured):

@@ -143,18 +143,18 @@ def test_what_the_papers_have():
 
 
 def test_an_override_wins_over_what_was_tuned():
-    assert composed("method=eagle2").method.nodes == 5
+    assert composed("method=eagle2").method.nodes == 3
     assert composed("method=eagle2", "++method.nodes=7").method.nodes == 7
     assert composed("method=eagle2", "++method.nodes=7", "settings=published").method.width == 10
     batch = composed("method=ragged", "drafter=eagle2", "++drafter.width=3").drafter
-    assert (batch.nodes, batch.width, batch.max_draft_tokens) == (5, 3, 2)
+    assert (batch.nodes, batch.width, batch.max_draft_tokens) == (3, 3, 3)
     assert composed("method=ragged", "drafter=eagle2", "settings=published").drafter.nodes == 59
     assert composed("experiment=mirror_exits").method.kappa == 8
 
 
 def test_a_study_begins_with_the_published_settings():
     assert conf.composed("tune", "method=eagle2").method.nodes == 59
-    assert conf.composed("tune", "method=eagle2", "settings=tuned").method.nodes == 5
+    assert conf.composed("tune", "method=eagle2", "settings=tuned").method.nodes == 3
 
 
 def test_pairs_share_what_was_tuned_on_the_one_that_they_build_on():

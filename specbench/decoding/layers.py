@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.nn.functional import rms_norm
 
+from specbench.errors import UserError
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+PARTS = ("self_attn", "mlp")  # of a layer, what families call its attention and its feed-forward part
 M = TypeVar("M", bound=torch.nn.Module)
 
 
@@ -76,6 +79,54 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
         return False
     states = torch.linspace(-3, 5, 8 * weight.numel(), dtype=weight.dtype).sin().view(8, *weight.shape)
     return torch.equal(module(states), _rms_norm(module, states))
+
+
+class _Nothing(torch.nn.Module):
+    """In place of a part of a layer: what it adds to the states is zero."""
+
+    def __init__(self, gives_pair: bool):
+        super().__init__()
+        self.gives_pair = gives_pair
+
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
+        """Zeros like the states; as attention gives them: with the weights that nobody asks for."""
+        nothing = torch.zeros_like(hidden_states)
+        return (nothing, None) if self.gives_pair else nothing
+
+
+class _Unchanged(torch.nn.Module):
+    """In place of a whole layer."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """The states as they come."""
+        return hidden_states
+
+
+def check_parts(layer: torch.nn.Module) -> None:
+    """Raises UserError unless a layer has its attention and its feed-forward part as modules, named as in PARTS."""
+    if not all(isinstance(getattr(layer, name, None), torch.nn.Module) for name in PARTS):
+        raise UserError(f"a {type(layer).__name__} has no {' and '.join(PARTS)} that could be left out")
+
+
+def thinned(layer: torch.nn.Module, attention: bool, mlp: bool) -> torch.nn.Module:
+    """A layer without some of its parts, sharing the weights of the others.
+
+    Args:
+        layer: of a model, as `quick` makes it.
+        attention: whether its attention is left out.
+        mlp: whether its feed-forward part is.
+
+    Raises:
+        UserError: as `check_parts`.
+    """
+    check_parts(layer)
+    if attention and mlp:
+        return _Unchanged()
+    twin = copy.copy(layer)
+    left_out = {"self_attn": _Nothing(True)} if attention else {"mlp": _Nothing(False)} if mlp else {}
+    twin.__dict__.update(left_out)
+    twin.__dict__["_modules"] = layer._modules | left_out
+    return twin
 
 
 def weight_bytes(module: torch.nn.Module) -> int:

@@ -91,6 +91,30 @@ class RaggedLayout:
         positions = span(starts, n)
         return Pass(kv_len, self._write_index(positions), None, positions, self._entries[:, :kv_len])
 
+    def replay(self, batch: Batch, i: int, start: int, n: int) -> tuple[KVCache, Pass]:
+        """The pass that computes known tokens of one sequence again, before a draft is placed; it changes none of them.
+
+        It writes to the entries behind the sequence's end. Its tokens attend to what is before the first of them, and
+        to each other.
+
+        Args:
+            batch: the running sequences.
+            i: which of them.
+            start: position of the first token.
+            n: tokens, at most one more than a draft of this round may have.
+
+        Returns:
+            A cache of that sequence alone, and the pass.
+        """
+        held = self._held_by(batch, i)
+        end, positions = held.shape[0], torch.arange(start, start + n, device=held.device)
+        seen = torch.cat([held.masked_fill(held >= start, EMPTY), positions])
+        return self.cache.slot(i), Pass(end + n, end, None, positions.unsqueeze(0), seen.unsqueeze(0))
+
+    def _held_by(self, batch: Batch, i: int) -> torch.Tensor:
+        """[end] the position that each entry of a sequence holds, up to the first entry of this round."""
+        return self._entries[0, : batch.lengths[i] - 1]
+
     def commit(self, batch: Batch, count: torch.Tensor, counts: list[int], path: torch.Tensor | None) -> None:
         """Ends a round.
 
@@ -177,6 +201,9 @@ class AlignedLayout(RaggedLayout):
             visible = tree.visible[:, offset:there, :there]
         self._held[:b, entry:kv_len] = positions
         return Pass(kv_len, entry, None, positions, self._held[:b, :kv_len], visible)
+
+    def _held_by(self, batch: Batch, i: int) -> torch.Tensor:
+        return self._held[i, : self._end]
 
     def commit(self, batch: Batch, count: torch.Tensor, counts: list[int], path: torch.Tensor | None) -> None:
         """Ends a round: the entries of the tokens that were not kept become holes. Nothing moves."""

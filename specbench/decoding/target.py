@@ -9,6 +9,7 @@ wrongly. Draft models are driven by this same class.
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,13 +23,13 @@ from specbench.decoding.agreement import Agreement, agreement, own_ways
 from specbench.decoding.attention import SHORT, fold_mask, grouped_attention_config
 from specbench.decoding.draft import NORMED, Draft
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
-from specbench.decoding.layers import experts_of, experts_wait, quick, weight_bytes
+from specbench.decoding.layers import experts_of, experts_wait, quick, thinned, weight_bytes
 from specbench.decoding.linear import lay_out
 from specbench.decoding.passes import Graphs, Passes, is_within, options_of
 from specbench.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -165,6 +166,28 @@ class StagedModel:
             # Experts that are nowhere to be found would be counted as if every token read all of them.
             self._uncounted = not self._has_experts and any(getattr(self.config, name, 0) for name in EXPERTS)
             self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> StagedModel:
+        """This model with some parts of its layers left out, for drafting; it shares weights and caches.
+
+        Its passes are neither captured nor widened.
+
+        Args:
+            attention: layers whose attention is left out.
+            mlp: layers whose feed-forward part is left out.
+
+        Raises:
+            UserError: the layers do not have these parts as modules.
+        """
+        twin = copy.copy(self)
+        twin.passes, twin.width, twin.padding = None, None, 0
+        twin.layers = [thinned(layer, i in attention, i in mlp) for i, layer in enumerate(self.layers)]
+        twin._experts = [None if i in mlp else experts for i, experts in enumerate(self._experts)]
+        twin._layer_bytes = [
+            weight_bytes(layer) - (0 if experts is None else experts.bytes)
+            for layer, experts in zip(twin.layers, twin._experts)
+        ]
+        return twin
 
     # -- what a pass costs -------------------------------------------------------------------------------------
 

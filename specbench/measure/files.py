@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import sys
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -66,11 +67,16 @@ def new_folder(root: Path, label: str) -> Path:
 
 
 @contextmanager
-def held(folder: Path, doing: str) -> Iterator[None]:
+def held(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
     """Holds a folder for this process alone; a killed process frees it.
 
-    Raises UserError when another process holds it, or when it cannot be written. doing: what a holder does with it,
-    such as "measured".
+    Args:
+        folder: that holds the lock.
+        doing: what a holder does with it, such as "measured".
+        wait: for another process that holds it, and say so.
+
+    Raises:
+        UserError: another process holds it and is not waited for, or it cannot be written.
     """
     with file_errors(writing=folder / ".lock"):
         lock = open(folder / ".lock", "w")  # noqa: SIM115 - closed below
@@ -78,5 +84,10 @@ def held(folder: Path, doing: str) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{folder} is being {doing} by another process: let it end first") from error
+            if not wait:
+                raise UserError(f"{folder} is being {doing} by another process: let it end first") from error
+            print(
+                f"{folder} is being {doing} by another process: waiting for it", file=sys.stderr, flush=True
+            )
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -93,6 +93,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "slice_seconds": facts.get("slice_seconds"),
         "weights": facts["weights"],
         "anatomy": facts.get("anatomy"),
+        "weights_source": facts.get("weights_source"),
         "training": facts.get("training", {}),
         "trained_weights": facts.get("trained_weights", {}),
         "target_pass_bytes": facts["target_pass_bytes"],

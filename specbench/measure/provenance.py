@@ -29,6 +29,7 @@ from specbench import ROOT
 from specbench.errors import UserError
 from specbench.measure import store
 from specbench.measure.files import file_sha256
+from specbench.packages import described, is_package
 from specbench.questions import packaged
 from specbench.values import parameters
 
@@ -225,8 +226,9 @@ def weights(pair: Mapping, method: Mapping = MappingProxyType({})) -> dict[str, 
         if isinstance(value, str) and value not in sources.values() and packaged(value).exists()
     }
     sources |= {f"method.{key}": path for key, path in folders.items()}
+    packages = pair.get("packages", {})
     return {
-        name: _weights(source, pair.get(f"{name}_revision"))
+        name: _weights(source, pair.get(f"{name}_revision"), packages)
         for name, source in sources.items()
         if source is not None
     }
@@ -289,8 +291,8 @@ def _floats(file: Path) -> int:
         return sum(math.prod(one.get_shape()) for one in slices if "F" in one.get_dtype())
 
 
-def _weights(source: str, revision: str | None) -> dict:
-    path = packaged(source)
+def _weights(source: str, revision: str | None, packages: Mapping) -> dict:
+    path = described(source, packages).path if is_package(source) else packaged(source)
     if path.exists():
         files = (
             [path]

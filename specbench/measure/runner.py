@@ -275,6 +275,7 @@ def facts(bench: Bench) -> dict:
         "bandwidth_bytes_per_second": provenance.bandwidth(pair.device),
         "weights": pair.init,
         "anatomy": pair.anatomy,
+        "weights_source": pair.source,
         "batched": bench.batch_size is not None,
         "slice_seconds": bench.slice_seconds,
         "training": bench.training,

@@ -14,7 +14,6 @@ import math
 import os
 import time
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.errors import UserError, warn
@@ -25,6 +24,7 @@ from specbench.questions import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import torch
 
@@ -178,7 +178,7 @@ class Probes:
 
 def best_file() -> Path:
     """Where it is kept: in $SPECBENCH_CACHE, or in the folder specbench of $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("SPECBENCH_CACHE") or cache_folder()) / "machine.json"
+    return cache_folder() / "machine.json"
 
 
 def remember(machine: str, figures: Figures) -> Figures:

@@ -48,6 +48,7 @@ NOT_MEASURED = (
     "runs_root",
     "tracker",
     "rerun",
+    "leave_out",
     "settings_source",
 )  # configuration that does not change what is measured
 

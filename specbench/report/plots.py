@@ -10,6 +10,7 @@ import io
 import math
 import textwrap
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,11 +18,11 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from specbench.report.break_even import BreakEven, break_evens
-from specbench.report.regimes import baseline_fractions, by_size
+from specbench.report.regimes import baseline_fractions, by_size, of_other_models
 from specbench.report.runs import Run, grids, labels, latest, task_names
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -303,7 +304,11 @@ def break_even(summaries: Iterable[dict]) -> Figure | None:
 
 
 def regimes(summaries: Iterable[dict]) -> Figure | None:
-    """Over the size of a target that computes the same at every size: bandwidth, speedup with MBSU, and their ratio."""
+    """Over the size of a target that computes the same at every size: bandwidth, speedup with MBSU, and their ratio.
+
+    Models that were not expanded are single points, with their names beside them.
+    """
+    summaries = list(summaries)
     found = dict(list(by_size(summaries).items())[:MOST])
     if not found:
         return None
@@ -331,6 +336,7 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
             size: one["decode_speedup"] / one["mbsu"] for size, one in known.items() if one["decode_speedup"]
         }
         reached.plot(list(decoding), list(decoding.values()), label=name, **style)
+    more = _other_models(of_other_models(summaries, found), list(drafting), (bandwidth, speedups, reached))
     speedups.plot([], [], "--", color="grey", linewidth=1, label="MBSU")
     speedups.legend(fontsize=7, loc="upper left")
     speedups.axhline(1, color="grey", linewidth=0.7)
@@ -340,7 +346,7 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
     for axes in (bandwidth, speedups, reached):
         axes.set_xscale("log", base=2)
         axes.minorticks_off()
-        ticks = [size / 1e6 for size in fractions]
+        ticks = sorted([size / 1e6 for size in fractions] + more)
         axes.set(
             xticks=ticks,
             xticklabels=[f"{size:.0f}" for size in ticks],
@@ -348,6 +354,41 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
         )
     _legend(reached)
     return figure
+
+
+def _other_models(
+    models: Mapping[str, Mapping[str, Mapping]], lines: list[str], panels: Sequence[Axes]
+) -> list[float]:
+    """Draws models that are no lines: the baseline's share, speedups, and what is reached of MBSU.
+
+    Args:
+        models: as `of_other_models` gives them.
+        lines: labels, in the order of their colours.
+        panels: the three axes.
+
+    Returns:
+        MB of weights that a pass of each reads.
+    """
+    bandwidth, speedups, reached = panels
+    for name, runs in models.items():
+        size = next(iter(runs.values()))["target_pass_bytes"] / 1e6
+        shares = [run["baseline"]["bandwidth_fraction"] for run in runs.values()]
+        if known := [share for share in shares if share is not None]:
+            bandwidth.plot([size], [median(known)], "*", color=PALETTE[6], markersize=9)
+            bandwidth.annotate(
+                name, (size, median(known)), (0, 6), textcoords="offset points", ha="center", size=6
+            )
+        for label, run in runs.items():
+            numbers = run["overall"]
+            if label not in lines or not numbers["speedup"]:
+                continue
+            style = {"color": PALETTE[lines.index(label) % len(PALETTE)], "marker": "*", "markersize": 9}
+            speedups.errorbar(
+                [size], [numbers["speedup"]], yerr=_error_bars([numbers]), linestyle="", capsize=2, **style
+            )
+            if numbers["mbsu"] and numbers["decode_speedup"]:
+                reached.plot([size], [numbers["decode_speedup"] / numbers["mbsu"]], linestyle="", **style)
+    return [next(iter(runs.values()))["target_pass_bytes"] / 1e6 for runs in models.values()]
 
 
 def _drafts(sizes: Mapping[int, Mapping]) -> bool:

@@ -34,6 +34,30 @@ def by_size(summaries: Iterable[Mapping]) -> dict[str, dict[int, Mapping]]:
     return {label: dict(sorted(sizes.items())) for label, sizes in found.items() if len(sizes) >= LEAST_SIZES}
 
 
+def of_other_models(
+    summaries: Iterable[Mapping], found: Mapping[str, Mapping[int, Mapping]]
+) -> dict[str, dict[str, Mapping]]:
+    """The last run of each method of `found` on each model that was not expanded, of one sequence at a time.
+
+    Args:
+        summaries: of any runs.
+        found: as `by_size` gives it.
+
+    Returns:
+        By the model (pair, and dtype where it is not float32), then by the label that the method has in `found`.
+    """
+    labels_of = {next(iter(sizes.values()))["method"]: label for label, sizes in found.items()}
+    others: dict[str, dict[str, Mapping]] = {}
+    for summary in summaries:
+        drawn = (
+            summary["weights"] == "pretrained" and not summary["drafter"] and summary["method"] in labels_of
+        )
+        if drawn and summary.get("target_pass_bytes"):
+            dtype = "" if summary["dtype"] == "float32" else f", {summary['dtype']}"
+            others.setdefault(f"{summary['pair']}{dtype}", {})[labels_of[summary["method"]]] = summary
+    return others
+
+
 def baseline_fractions(found: Mapping[str, Mapping[int, Mapping]]) -> dict[int, float]:
     """The baseline's share of the memory-bandwidth ceiling by size: the median over the runs that measured it."""
     fractions: dict[int, list[float]] = {}

@@ -544,7 +544,7 @@ def _title(summary: dict) -> Text:
     settings = f" ({', '.join(as_text(summary['settings']))})" if summary["settings"] else ""
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
-        f"batch {summary['batch_size']}, {summary['dtype']}, {summary['device']}{_threads(summary)}"
+        f"batch {summary['batch_size']}, {dtype_label(summary)}, {summary['device']}{_threads(summary)}"
         f"{sliced}"
     )
     if source := settings_line(summary):
@@ -555,6 +555,12 @@ def _title(summary: dict) -> Text:
         built = f"expanded, {summary['anatomy']} at {summary['pair']}'s dimensions"
         text.append(f"\n{built}: {EXPANDED}", style="yellow")
     return text
+
+
+def dtype_label(summary: dict) -> str:
+    """The dtype of a run, and what its target's weights were made from where that is not their own form."""
+    source = summary.get("weights_source")
+    return f"{summary['dtype']} ({source})" if source else summary["dtype"]
 
 
 def _threads(summary: dict) -> str:

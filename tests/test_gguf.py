@@ -1,0 +1,175 @@
+"""GGUF files: the models and tokenizers that they become, and files that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specbench import gguf as conversion
+from specbench.errors import UserError
+from specbench.gguf import MODEL, PARTIAL, converted, is_gguf, source_of
+from specbench.pairs import load_pair
+from tests.support.commands import measure_here, run_main
+from tests.support.conf import composed
+from tests.support.gguf import rounded, write_gguf
+
+CHAT = [{"role": "user", "content": "How many owls are there?"}]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """The embedded pair, of which the files are made."""
+    return load_pair(composed("bench", "pair=tiny", "pair.device=cpu").pair, 0, with_draft=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gguf"
+
+
+def file_of(tiny, path: Path, **options) -> Path:
+    """A GGUF file of the draft model, which is the smaller one."""
+    write_gguf(path, tiny.draft, tiny.tokenizer, **options)
+    return path
+
+
+def loaded(path: Path, *overrides: str):
+    return load_pair(
+        composed("bench", "pair=tiny", f"pair.target={path}", "pair.tokenizer=null", *overrides).pair,
+        0,
+        with_draft=False,
+    )
+
+
+def test_a_file_in_float32_becomes_the_very_model_with_its_tokenizer_template_and_stop_ids(tiny, tmp_path):
+    pair = loaded(file_of(tiny, tmp_path / "small.gguf"))
+    theirs, ours = pair.target.state_dict(), tiny.draft.state_dict()
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert pair.prompt_ids(CHAT) == tiny.prompt_ids(CHAT)
+    assert tiny.tokenizer.eos_token_id in pair.stop_ids
+    assert pair.tokenizer.get_vocab() == tiny.tokenizer.get_vocab()
+    assert pair.source == "from a GGUF file in F32"
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_a_quantised_file_becomes_the_model_of_its_rounded_weights(tiny, tmp_path, kind):
+    path = file_of(tiny, tmp_path / "small.gguf", kind=kind)
+    pair = loaded(path)
+    expected = AutoModelForCausalLM.from_config(tiny.draft.config, dtype=torch.float32)
+    expected.load_state_dict(tiny.draft.state_dict())
+    rounded(expected, kind)
+    weights = pair.target.state_dict()
+    for name, weight in expected.state_dict().items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=0)
+    assert pair.source == f"dequantised from {kind}"
+    assert loaded(path, "pair.dtype=bfloat16").target.dtype == torch.bfloat16
+
+
+def test_it_is_converted_once_and_by_one_of_two_processes(tiny, tmp_path, cache):
+    path = file_of(tiny, tmp_path / "small.gguf")
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        first, second = pool.map(converted, [path, path])
+    assert first == second
+    [folder] = cache.iterdir()
+    written = (folder / MODEL / "model.safetensors").stat().st_mtime_ns
+    assert converted(path) == first
+    assert (folder / MODEL / "model.safetensors").stat().st_mtime_ns == written
+    assert not (folder / PARTIAL).exists()
+
+
+def test_what_a_killed_conversion_left_is_done_anew(tiny, tmp_path, cache, monkeypatch):
+    path = file_of(tiny, tmp_path / "small.gguf")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "write_atomic", killed)
+    with pytest.raises(KeyboardInterrupt):
+        converted(path)
+    [folder] = cache.iterdir()
+    assert (folder / PARTIAL / "config.json").exists()
+    assert not (folder / MODEL).exists()
+    monkeypatch.undo()
+    monkeypatch.setenv("SPECBENCH_CACHE", str(cache.parent))
+    assert source_of(converted(path)) == "from a GGUF file in F32"
+
+
+def test_another_file_of_the_same_name_is_another_model(tiny, tmp_path):
+    path = file_of(tiny, tmp_path / "small.gguf")
+    first = converted(path)
+    assert converted(file_of(tiny, path, kind="Q8_0")) != first
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def not_one(path: Path) -> None:
+    path.write_bytes(b"GIF89a" + bytes(100))
+
+
+@pytest.mark.parametrize("damage", [cut_in_half, not_one, lambda path: path.write_bytes(b"")])
+def test_a_damaged_file_is_one_line(tiny, tmp_path, damage):
+    path = file_of(tiny, tmp_path / "small.gguf")
+    damage(path)
+    with pytest.raises(UserError, match=r"cannot read '.*small\.gguf'") as caught:
+        converted(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_another_architecture_is_one_line(tiny, tmp_path):
+    path = file_of(tiny, tmp_path / "small.gguf", architecture="rwkv6")
+    with pytest.raises(UserError, match=r"cannot read .* architecture rwkv6 is not supported"):
+        converted(path)
+
+
+def test_a_file_that_lacks_a_tensor_is_refused(tiny, tmp_path):
+    path = file_of(tiny, tmp_path / "small.gguf", left_out="blk.1.ffn_up.weight")
+    with pytest.raises(UserError, match=r"lacks 1 tensors, such as model\.layers\.1\.mlp\.up_proj\.weight"):
+        converted(path)
+
+
+def test_a_file_whose_vocabulary_does_not_fit_the_draft_model_is_one_line(tiny, tmp_path):
+    target = file_of(tiny, tmp_path / "other.gguf", renamed={1: "<|person|>"})
+    draft = file_of(tiny, tmp_path / "small.gguf")
+    both = f"pair.target={target}", f"pair.draft={draft}", "pair.tokenizer=null"
+    cfg = composed("bench", "pair=tiny", *both).pair
+    with pytest.raises(UserError, match=r"the vocabularies differ: id 1 is '<\|person\|>'"):
+        load_pair(cfg, 0, with_draft=True)
+
+
+def test_names_of_files():
+    assert is_gguf("/models/x.gguf")
+    assert not is_gguf("org/x-GGUF")
+
+
+def test_a_run_names_the_form_of_the_weights_and_is_exact(tiny, tmp_path, monkeypatch, capfd):
+    path = file_of(tiny, tmp_path / "small.gguf", kind="Q8_0")
+    measure_here(monkeypatch)
+    code, out, err = run_main(
+        monkeypatch,
+        capfd,
+        *("method=pld", "pair=tiny", f"pair.target={path}", "pair.tokenizer=null", "data.limit=1"),
+        *("task=qa", "decoding.max_new_tokens=8", f"runs_root={tmp_path / 'runs'}"),
+    )
+    assert code == 0, err
+    folder = Path(out.splitlines()[-1])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["weights_source"] == "dequantised from Q8_0"
+    assert "float32 (dequantised from Q8_0)" in " ".join(out.split())
+    assert summary["equivalence"]["exact"] == summary["equivalence"]["answers"] > 0
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert list(provenance["weights"]["target"]["files"]) == ["small.gguf"]
+
+
+def test_a_file_that_is_not_there_is_one_line_before_anything_is_loaded(tmp_path, monkeypatch, capfd):
+    code, _, err = run_main(monkeypatch, capfd, "method=pld", f"pair.target={tmp_path / 'none.gguf'}")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: there is no file")

