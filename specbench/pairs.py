@@ -334,14 +334,14 @@ class _Source:
     ):
         self.name, self.revision, self.cfg, self.shape, self.width = name, revision, cfg, shape, width
         self.expansion: Expansion | None = None
-        self.path: Path | str
-        self.folder, self.path = local_folder(name), name  # path: what transformers is given
+        self.path: Path | str = name  # what transformers is given: a hub id keeps its revision
+        self.folder = local_folder(name)
         if self.folder is None and cfg.init == "random" and shape is not None:
             return
         self.folder = self.folder or model_folder(name, cfg.packages)
         if self.folder is not None:
             self.path = self.folder
-        else:  # a hub id keeps its revision
+        else:
             self.folder = fetch_small_files(name, revision, cfg.gated)
 
     def config(self) -> PretrainedConfig:

@@ -120,10 +120,12 @@ def thinned(layer: torch.nn.Module, attention: bool, mlp: bool) -> torch.nn.Modu
         UserError: as `check_parts`.
     """
     check_parts(layer)
+    if not attention and not mlp:
+        return layer
     if attention and mlp:
         return _Unchanged()
     twin = copy.copy(layer)
-    left_out = {"self_attn": _Nothing(True)} if attention else {"mlp": _Nothing(False)} if mlp else {}
+    left_out = {"self_attn": _Nothing(True)} if attention else {"mlp": _Nothing(False)}
     twin.__dict__.update(left_out)
     twin.__dict__["_modules"] = layer._modules | left_out
     return twin

@@ -13,6 +13,7 @@ import copy
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import signature
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +24,7 @@ from specbench.decoding.agreement import Agreement, agreement, own_ways
 from specbench.decoding.attention import SHORT, fold_mask, grouped_attention_config
 from specbench.decoding.draft import NORMED, Draft
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
-from specbench.decoding.layers import experts_of, experts_wait, quick, thinned, weight_bytes
+from specbench.decoding.layers import PARTS, experts_of, experts_wait, quick, thinned, weight_bytes
 from specbench.decoding.linear import lay_out
 from specbench.decoding.passes import Graphs, Passes, is_within, options_of
 from specbench.errors import UserError, reason
@@ -184,10 +185,19 @@ class StagedModel:
         twin.layers = [thinned(layer, i in attention, i in mlp) for i, layer in enumerate(self.layers)]
         twin._experts = [None if i in mlp else experts for i, experts in enumerate(self._experts)]
         twin._layer_bytes = [
-            weight_bytes(layer) - (0 if experts is None else experts.bytes)
-            for layer, experts in zip(twin.layers, twin._experts)
+            0 if i in attention and i in mlp else whole - (i in attention) * own - (i in mlp) * fed
+            for i, (whole, (own, fed)) in enumerate(zip(self._layer_bytes, self._part_bytes))
         ]
         return twin
+
+    @cached_property  # a search makes many models, and counting takes longer than making one
+    def _part_bytes(self) -> list[tuple[int, int]]:
+        """Bytes of the attention and of the feed-forward part of each layer, routed experts apart."""
+        parts = []
+        for layer, experts in zip(self.layers, self._experts):
+            own, fed = (weight_bytes(getattr(layer, name)) for name in PARTS)
+            parts.append((own, fed - (0 if experts is None else experts.bytes)))
+        return parts
 
     # -- what a pass costs -------------------------------------------------------------------------------------
 
