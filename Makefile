@@ -73,7 +73,7 @@ docs: $(STAMP) ## Build the documentation into build/site; a broken link fails
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 	@echo "build/site/index.html; with its search: $(PY) -m http.server --directory build/site"
 
-readme-figures: $(STAMP) ## Measure the rows of the README's table in rounds and write table and plot [RUNS="FOLDER ..." takes finished runs; ARGS="--wait 60"]
+readme-figures: $(STAMP) ## Measure the rows of docs/results/methods.md in rounds and write table and plots [RUNS="FOLDER ..." takes finished runs; ARGS="--wait 60"]
 	@$(PY) docs/figures.py $(RUNS) $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and types

@@ -1,4 +1,4 @@
-"""Writes the results tables and the plots of README and documentation: `make readme-figures [RUNS="FOLDER ..."]`.
+"""Writes the results tables and the plots of the documentation: `make readme-figures [RUNS="FOLDER ..."]`.
 
 Given run folders, it takes those. Without any it measures the rows of a pair first (--pair), in rounds: each row with
 one process, then each with another, so that every row sees the same hours. What was measured stays in
@@ -207,9 +207,12 @@ def between_markers(text: str, content: str) -> str:
 def write(runs: list[Run], root: Path = ROOT) -> None:
     """Writes the plots into docs/figures/ and the tables into the pages of the runs' pairs, below `root`.
 
-    Runs of each dtype have a table on a page by task, those of the first one on every page; the plots are theirs.
+    Runs of a pair without a page are printed. Runs of each dtype have a table on a page by task, those of the first one
+    on every page; the plots are theirs.
     """
     changed: dict[Path, str] = {}
+    if without_page := [run for run in runs if run.summary["pair"] not in {page.pair for page in PAGES}]:
+        tables.print_overview(without_page)
     for pair in dict.fromkeys(page.pair for page in PAGES):
         groups: dict[str, list[Run]] = {}
         for run in runs:

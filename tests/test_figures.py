@@ -170,3 +170,10 @@ def test_rows_are_measured_in_rounds_and_gone_on_with(figures, tmp_path, monkeyp
 def test_a_process_that_fails_ends_it(figures, tmp_path):
     with pytest.raises(UserError, match="nothing ended with exit code 2"):
         figures.measure_process(tmp_path / "nothing")
+
+
+def test_runs_of_a_pair_without_a_page_are_printed(figures, tmp_path, capsys):
+    other = run_of(tmp_path / "runs", "a", faster(1.37) | {"pair": "somewhere"})
+    figures.write([other], tmp_path)
+    assert "1.37" in capsys.readouterr().out
+    assert not (tmp_path / "docs").exists()
