@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specbench.decoding.target import StagedModel
 
 BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row
+NOT_ROUNDING = 4  # times the change in the model's own forward; on CPUs ours is 1.0 to 1.5 times as large
 
 
 @torch.inference_mode()
@@ -72,16 +73,29 @@ def drawn_margin(
 def shape_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]]) -> float:
     """Twice the largest change, between block shapes, of the distance of the target's first two choices.
 
-    samples: (prompt, answer) token ids. Twice, because the largest of some hundred positions is a sample itself; a
-    real fault changes a logit by whole units, some thousand times more.
+    Twice, because the largest of some hundred positions is a sample itself. A fault in our verification changes logits,
+    too, and must not widen the noise that it is judged by: what goes beyond `NOT_ROUNDING` times the change that the
+    model's own forward shows is no rounding, and then the model's own counts.
+
+    Args:
+        target: Whose passes are compared.
+        samples: (prompt, answer) token ids.
+
+    Returns:
+        Logits; 0 where all passes have one width.
     """
-    largest = 0.0
+    ours = model = 0.0
     for prompt, answer in samples:
         top, gap = first_two(target, prompt, answer)
-        for block in BLOCKS:
-            blocked = forced_logits(target, prompt, answer, block).gather(-1, top).diff()
-            largest = max(largest, (blocked - gap).abs().max().item())
-    return 2 * largest
+        ours = max(ours, *(change(forced_logits(target, prompt, answer, n), top, gap) for n in BLOCKS))
+        single = forced_rows(target, prompt, answer, 1, 1)[0]
+        # A logit is itself rounded: what the model's forward can show is at least one step of its dtype.
+        step = torch.finfo(target.dtype).eps * single.abs().max().item()
+        gap = single.gather(-1, top).diff()
+        model = max(
+            model, step, *(change(forced_rows(target, prompt, answer, n, 1)[0], top, gap) for n in BLOCKS)
+        )
+    return 2 * (ours if ours <= NOT_ROUNDING * model else model)
 
 
 def batch_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]], rows: int) -> float:
@@ -91,8 +105,13 @@ def batch_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]],
         top, gap = first_two(target, prompt, answer)
         for block in (1, *BLOCKS):
             for logits in forced_rows(target, prompt, answer, block, rows):
-                largest = max(largest, (logits.gather(-1, top).diff() - gap).abs().max().item())
+                largest = max(largest, change(logits, top, gap))
     return 2 * largest
+
+
+def change(logits: torch.Tensor, top: torch.Tensor, gap: torch.Tensor) -> float:
+    """The largest change of the distance `gap` [n, 1] between the logits of the two tokens `top` [n, 2]."""
+    return (logits.gather(-1, top).diff() - gap).abs().max().item()
 
 
 def first_two(target: StagedModel, prompt: list[int], answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

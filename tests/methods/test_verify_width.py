@@ -18,6 +18,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.errors import UserError
+from specbench.measure import rounding
 from specbench.measure.rounding import shape_noise
 from specbench.measure.runner import prepare
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
@@ -83,6 +84,23 @@ def test_rounding_is_that_of_the_answers(half):
     samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
     assert shape_noise(StagedModel(half.target), samples) > 0
     assert shape_noise(StagedModel(half.target, width=WIDTH), samples) == 0
+
+
+def test_a_fault_in_verification_is_no_rounding(half, monkeypatch):
+    """It must not widen the noise that it is judged by; bfloat16, where the model's own is widest."""
+    samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
+    target = StagedModel(half.target)
+    noise, masks = shape_noise(target, samples), StagedModel._masks
+
+    def off_by_one(self, where, n, like):
+        return [mask if mask is None or n == 1 else mask.roll(1, -2) for mask in masks(self, where, n, like)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rounding, "NOT_ROUNDING", float("inf"))
+        patch.setattr(StagedModel, "_masks", off_by_one)
+        assert shape_noise(target, samples) > 4 * noise
+    monkeypatch.setattr(StagedModel, "_masks", off_by_one)
+    assert shape_noise(target, samples) < 2 * noise
 
 
 @pytest.mark.first_fast
