@@ -66,7 +66,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "mirror_sd": ("method=mirror_sd",),
     "mirror_hybrid": ("method=mirror_hybrid",),
 }
-# Those of a real model: 10 of Spec-Bench's own questions of each task, in full and in half precision.
+# Those of a real model, on Spec-Bench's own questions, in full and in half precision.
 REAL = "smollm2-135m"
 REAL_METHODS: dict[str, tuple[str, ...]] = {
     "pld": ("method=pld",),
@@ -88,7 +88,6 @@ ROWS_OF = {
             f"pair={REAL}",
             f"pair.dtype={dtype}",
             "data=spec_bench",
-            "data.limit=10",
         )
         for dtype in ("float32", "bfloat16")
         for settings in ("published", "tuned")
@@ -359,6 +358,8 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=3, help="fresh processes for each row (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
+    parser.add_argument("--limit", type=int, help="questions of each task (default: the pair's own limit)")
+    parser.add_argument("--rows", default="", help="measure only rows whose label holds this")
     parser.add_argument(
         "--pair", choices=ROWS_OF, default="tiny", help="whose rows are measured (%(default)s)"
     )
@@ -370,9 +371,11 @@ def main() -> int:
     if not folders:
         torch.set_num_threads(given.threads)
         probes = Probes(torch.device("cpu"))
-        more = (f"processes={given.processes}", f"threads={given.threads}")
+        more = [f"processes={given.processes}", f"threads={given.threads}"]
+        more += [f"data.limit={given.limit}"] if given.limit else []
+        rows = {label: row for label, row in ROWS_OF[given.pair].items() if given.rows in label}
         ready = partial(wait_for_speed, probes, given.wait, given.any_phase)
-        folders = measure(ROWS_OF[given.pair], given.into.resolve() / given.pair, more, ready)
+        folders = measure(rows, given.into.resolve() / given.pair, more, ready)
     runs, left_out = finished_runs(folders)
     tables.print_left_out(left_out)
     if (slow := slow_phases(runs)) and not given.any_phase:
