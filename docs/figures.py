@@ -127,6 +127,14 @@ PAGES = (
         ("acceptance_and_speedup", "speedup_by_task", "time"),
         by_task=True,
     ),
+    Page(
+        Path("docs/results/smollm2.md"),
+        REAL,
+        "../figures",
+        ("acceptance_and_speedup", "speedup_by_task"),
+        by_task=True,
+    ),
+    Page(Path("README.md"), REAL, "docs/figures", ("speedup_by_task",), by_task=False),
 )
 
 
@@ -143,7 +151,14 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
     parts = [measured_on(runs), body(tables.overview_table(summaries))]
     if by_task is not None:
         parts += ["Speedups by task, with intervals; *its def.* is Spec-Bench's own.", body(by_task)]
-    parts += [f"**{note}**" for note in (*tables.notes(runs), *differing_training(summaries))]
+    notes = [*tables.notes(runs), *differing_training(summaries)]
+    slow = [note for note in notes if "SLOW MACHINE" in note]
+    if slow and not page.by_task:  # each of them stands on the pair's own page
+        notes = [note for note in notes if note not in slow]
+        notes.append(
+            f"{len(slow)} of {len(runs)} rows were measured while the machine was slower than it can be"
+        )
+    parts += [f"**{note}**" for note in notes]
     trained = training_table(summaries)
     if trained is not None and not differing_training(summaries):
         parts.append(f"Training: {SAME}.")

@@ -1,0 +1,585 @@
+"""Faults that the tests must find: `python -m tests.faults [NAME ...] [--jobs 2]`.
+
+Each fault is one replacement in one file, planted in a copy of the project. The tests that should find it run first,
+then the fast ones, and the table says which test turned red. Exit code: 1 if a fault is not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+FAST = "not slow and not process and not cluster and not browser and not model and not cuda"
+SECONDS = 900.0  # for the tests of one fault: a fault may make them wait for ever
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Attributes:
+        name: its name.
+        area: what it breaks.
+        file: where, from the project's root.
+        before: text that stands there exactly once.
+        after: what takes its place.
+        tests: files, or ids, of the tests that should find it.
+    """
+
+    name: str
+    area: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+D, M, R = "specbench/decoding", "specbench/measure", "specbench/report"
+ACCEPT = ("tests/decoding/test_acceptance.py", "tests/decoding/test_lossless.py")
+LOSSLESS = ("tests/decoding/test_lossless.py", "tests/methods/test_lossless.py")
+BATCHES = ("tests/decoding/test_batch.py", "tests/methods/test_batches.py")
+FAULTS = (
+    # acceptance
+    Fault(
+        "a rejected token is kept",
+        "acceptance",
+        f"{D}/acceptance.py",
+        "count = (fits if live is None else fits & live).cumprod(-1).sum(-1)",
+        "count = (fits if live is None else fits & live).sum(-1)",
+        ACCEPT,
+    ),
+    Fault(
+        "the bonus token is the one before",
+        "acceptance",
+        f"{D}/acceptance.py",
+        "return Accepted(count, choices.gather(-1, count.unsqueeze(-1)).squeeze(-1), choices)",
+        "return Accepted(count, choices.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1), choices)",
+        ACCEPT,
+    ),
+    Fault(
+        "limits let one token too many through",
+        "acceptance",
+        f"{D}/acceptance.py",
+        "within.append(depths <= limits.unsqueeze(1))",
+        "within.append(depths <= 1 + limits.unsqueeze(1))",
+        (*ACCEPT, "tests/decoding/test_engine.py"),
+    ),
+    Fault(
+        "padding is accepted",
+        "acceptance",
+        f"{D}/draft.py",
+        "return (torch.arange(k, device=self.tokens.device) < counts).view(-1, k)",
+        "return (torch.arange(k, device=self.tokens.device) <= counts).view(-1, k)",
+        (*ACCEPT, *BATCHES),
+    ),
+    # trees
+    Fault(
+        "a tree's path goes through a node that does not fit",
+        "trees",
+        f"{D}/acceptance.py",
+        "survives = ~(tree.on_path & ~fits.unsqueeze(1)).any(-1)",
+        "survives = fits",
+        ACCEPT,
+    ),
+    Fault(
+        "a node attends to its siblings",
+        "trees",
+        f"{D}/tree.py",
+        "return cls(parents, on_path, on_path.sum(-1), seen, widest)",
+        "return cls(parents, on_path, on_path.sum(-1), seen.tril().logical_or(seen.tril() == 0).tril(), widest)",
+        LOSSLESS,
+    ),
+    Fault(
+        "depths of trees made on the host are short by one",
+        "trees",
+        f"{D}/tree.py",
+        "deep.append(deep[1 + parent] + 1)",
+        "deep.append(max(deep[1 + parent], 1))",
+        ("tests/decoding/test_acceptance.py", "tests/methods/test_lossless.py"),
+    ),
+    Fault(
+        "ancestors reach half as far",
+        "trees",
+        f"{D}/tree.py",
+        "for _ in range(max(k - 1, 0).bit_length()):",
+        "for _ in range(max(k - 1, 0).bit_length() // 2):",
+        ACCEPT,
+    ),
+    Fault(
+        "an accepted path is not moved to the end",
+        "trees",
+        f"{D}/layout.py",
+        "self.cache.move_entries(batch.known.unsqueeze(1) + within, ends)",
+        "self.cache.move_entries(ends, ends)",
+        LOSSLESS,
+    ),
+    Fault(
+        "later siblings are tried again with the same share",
+        "trees",
+        f"{D}/acceptance.py",
+        "p = torch.where(rejected, residual(p / p.sum(-1, keepdim=True), q), p)",
+        "p = torch.where(rejected, p / p.sum(-1, keepdim=True), p)",
+        ACCEPT,
+    ),
+    # sampling
+    Fault(
+        "more is accepted than p / q",
+        "sampling",
+        f"{D}/acceptance.py",
+        "kept = uniforms * q < p",
+        "kept = uniforms * q < 1.2 * p",
+        (*ACCEPT, "tests/methods/test_sampling.py"),
+    ),
+    Fault(
+        "after a rejection the target's own distribution is drawn from",
+        "sampling",
+        f"{D}/acceptance.py",
+        "rest = (p - q).clamp_(min=0.0)",
+        "rest = p.clone()",
+        (*ACCEPT, "tests/methods/test_sampling.py"),
+    ),
+    Fault(
+        "behind a draft's end the residual is taken",
+        "sampling",
+        f"{D}/acceptance.py",
+        "drafted = count < k\n",
+        "drafted = count <= k\n",
+        ACCEPT,
+    ),
+    Fault(
+        "a distribution's last token is lost",
+        "sampling",
+        f"{D}/sampling.py",
+        "drawn = drawn.clamp(max=weights.shape[-1] - 1)",
+        "drawn = drawn.clamp(max=weights.shape[-1] - 2)",
+        ("tests/decoding/test_sampling.py",),
+    ),
+    Fault(
+        "the temperature multiplies",
+        "sampling",
+        f"{D}/sampling.py",
+        "return torch.softmax(logits.float() / self.temperature, dim=-1)",
+        "return torch.softmax(logits.float() * self.temperature, dim=-1)",
+        ("tests/decoding/test_sampling.py",),
+    ),
+    Fault(
+        "every position has the first one's number",
+        "sampling",
+        f"{D}/engine.py",
+        "self._uniforms[slot, n : n + positions] = numbers",
+        "self._uniforms[slot, n : n + positions] = numbers[:1]",
+        (
+            "tests/decoding/test_sampling.py",
+            "tests/decoding/test_lossless.py",
+            "tests/methods/test_sampling.py",
+        ),
+    ),
+    Fault(
+        "NaN gives a token",
+        "sampling",
+        f"{D}/sampling.py",
+        "if NOT_DRAWN in tokens:",
+        "if False:",
+        ("tests/decoding/test_sampling.py", "tests/decoding/test_engine.py"),
+    ),
+    # masks
+    Fault(
+        "a token does not see itself",
+        "masks",
+        f"{D}/target.py",
+        "allowed = back >= 0\n",
+        "allowed = (back > 0) | (kv_positions.unsqueeze(-2) == 0)\n",
+        ("tests/decoding/test_target.py", *LOSSLESS),
+    ),
+    Fault(
+        "a window is one position too wide",
+        "masks",
+        f"{D}/target.py",
+        "allowed &= back < window",
+        "allowed &= back <= window",
+        ("tests/decoding/test_target.py", "tests/decoding/test_families.py"),
+    ),
+    Fault(
+        "query heads see each other's masks",
+        "masks",
+        f"{D}/attention.py",
+        "mask.repeat(1, 1, groups, 1)",
+        "mask.repeat_interleave(groups, -2)",
+        ("tests/decoding/test_attention.py", *LOSSLESS),
+    ),
+    Fault(
+        "in a batch a tree sees the pending token's entry twice",
+        "masks",
+        f"{D}/layout.py",
+        "sees = (self._entries[:, :kv_len] < (batch.known - 1).unsqueeze(1))",
+        "sees = (self._entries[:, :kv_len] < (batch.known - 2).unsqueeze(1))",
+        BATCHES,
+    ),
+    # caches
+    Fault(
+        "values are written where keys go",
+        "caches",
+        f"{D}/kv_cache.py",
+        "self._new[i + 1].copy_(values)",
+        "self._new[i + 1].copy_(keys)",
+        ("tests/decoding/test_kv_cache.py", "tests/decoding/test_target.py"),
+    ),
+    Fault(
+        "a pass writes one entry late",
+        "caches",
+        f"{D}/kv_cache.py",
+        "return cls(start + n, start, start)",
+        "return cls(start + n, max(start - 1, 0), start)",
+        ("tests/decoding/test_target.py", *LOSSLESS),
+    ),
+    Fault(
+        "slots are taken for each other",
+        "caches",
+        f"{D}/kv_cache.py",
+        "return (entries + self.capacity * slots).flatten()",
+        "return (entries + self.capacity * slots.flip(0)).flatten()",
+        ("tests/decoding/test_kv_cache.py", *BATCHES),
+    ),
+    Fault(
+        "a moved slot loses its last entry",
+        "caches",
+        f"{D}/kv_cache.py",
+        "layer[:, there, :kv_len] = layer[:, here, :kv_len]",
+        "layer[:, there, : kv_len - 2] = layer[:, here, : kv_len - 2]",
+        ("tests/decoding/test_kv_cache.py", "tests/decoding/test_schedules.py", *BATCHES),
+    ),
+    Fault(
+        "the draft model does not know what it lacks",
+        "caches",
+        "methods/sps/drafter.py",
+        "self._fed[slot] = length + min(self._drafted - 1, count)",
+        "self._fed[slot] = length + min(self._drafted, count)",
+        ("tests/methods/test_lossless.py", "tests/methods/test_contract.py"),
+    ),
+    Fault(
+        "the adapter's last exit state is that of another token",
+        "caches",
+        "methods/kangaroo/drafter.py",
+        "self._before[slot] = states[0, -1:]",
+        "self._before[slot] = states[0, :1]",
+        ("tests/methods/test_kangaroo.py", "tests/methods/test_contract.py"),
+    ),
+    # batches
+    Fault(
+        "holes count as tokens",
+        "batches",
+        f"{D}/layout.py",
+        "self._held[:b, end : end + width].masked_fill_(gone, EMPTY)",
+        "self._held[:b, end : end + width].masked_fill_(gone, 0)",
+        BATCHES,
+    ),
+    Fault(
+        "alignment forgets the order",
+        "batches",
+        f"{D}/layout.py",
+        "keys = held.masked_fill(held == EMPTY, -1)",
+        "keys = held.masked_fill(held == EMPTY, -1).neg()",
+        BATCHES,
+    ),
+    Fault(
+        "a group of unequal lengths counts as grouped",
+        "batches",
+        "methods/exspec.py",
+        'self.stats = {"grouped": len({held[slot].length for slot in chosen}) == 1} if b > 1 else {}',
+        'self.stats = {"grouped": True} if b > 1 else {}',
+        ("tests/methods/test_batches.py", "tests/decoding/test_schedules.py"),
+    ),
+    Fault(
+        "sequences starve",
+        "batches",
+        "methods/exspec.py",
+        "if all(one.skipped_rounds < self.max_skipped_rounds for one in held):",
+        "if True:",
+        ("tests/methods/test_batches.py", "tests/decoding/test_schedules.py"),
+    ),
+    Fault(
+        "a drafter's state stays behind when a sequence moves",
+        "batches",
+        f"{D}/engine.py",
+        "        self.drafter.move(sources, destinations, kv_len)\n",
+        "",
+        (*BATCHES, "tests/methods/test_schedules.py"),
+    ),
+    Fault(
+        "an answer goes on behind its stop token",
+        "batches",
+        f"{D}/engine.py",
+        "own, rest = truncate_at_stop(all_drawn(rest[: count + 1]), one.stop_ids), rest[1 + k :]",
+        "own, rest = all_drawn(rest[: count + 1]), rest[1 + k :]",
+        ("tests/decoding/test_engine.py", *LOSSLESS),
+    ),
+    Fault(
+        "a draft may run over the cap",
+        "batches",
+        f"{D}/engine.py",
+        "limits = [min(one.remaining - 1, most) for one in running]",
+        "limits = [min(one.remaining, most) for one in running]",
+        ("tests/decoding/test_engine.py", *LOSSLESS),
+    ),
+    # drafting
+    Fault(
+        "prompt lookup copies one token late",
+        "drafting",
+        "methods/pld.py",
+        "start = found[n][0 if self.earliest else -1] + 1",
+        "start = found[n][0 if self.earliest else -1] + 2",
+        ("tests/methods/test_pld.py",),
+    ),
+    Fault(
+        "shallow nodes overwrite accepted ones in the table",
+        "drafting",
+        "methods/recycling.py",
+        "priority = torch.where(accepted[:, : 1 + k], deepest + depths, deepest - depths)",
+        "priority = deepest - depths",
+        ("tests/methods/test_recycling.py",),
+    ),
+    Fault(
+        "a state that is split is not the one of the earlier occurrence",
+        "drafting",
+        "methods/suffix_automaton.py",
+        "self.link[part], self.link[whole] = self.link[whole], part",
+        "self.link[part] = self.link[whole]",
+        ("tests/methods/test_suffix_structures.py",),
+    ),
+    Fault(
+        "a trimmed head gives rows for ids",
+        "drafting",
+        "methods/heads.py",
+        "return rows if self.kept is None else self.kept[rows]",
+        "return rows",
+        ("tests/methods/test_heads.py", "tests/methods/test_vocab_trim.py"),
+    ),
+    # statistics
+    Fault(
+        "an interval uses the normal distribution",
+        "statistics",
+        f"{M}/statistics.py",
+        "squares = [variance * stdtrit(freedom, 0.5 + CONFIDENCE / 2) ** 2 for variance, freedom in known]",
+        "squares = [variance * stdtrit(10**6, 0.5 + CONFIDENCE / 2) ** 2 for variance, freedom in known]",
+        ("tests/measure/test_statistics.py", "tests/measure/test_coverage.py"),
+    ),
+    Fault(
+        "the jackknife divides by n",
+        "statistics",
+        f"{M}/statistics.py",
+        "return float((count - 1) / count * np.square(logs - logs.mean()).sum()), count - 1",
+        "return float(1 / count * np.square(logs - logs.mean()).sum()), count - 1",
+        ("tests/measure/test_statistics.py",),
+    ),
+    Fault(
+        "what differs between processes is left out",
+        "statistics",
+        f"{M}/statistics.py",
+        "if parts.ndim == 2 and parts.shape[1] >= LEAST_PASSES:",
+        "if False:",
+        ("tests/measure/test_statistics.py",),
+    ),
+    Fault(
+        "a shorter answer wins by being short",
+        "statistics",
+        f"{M}/seconds.py",
+        'decoding = (seconds["method"] - prefill["method"]) * factor.where(~equal, 1.0)',
+        'decoding = seconds["method"] - prefill["method"]',
+        ("tests/measure/test_metrics.py",),
+    ),
+    Fault(
+        "the bonus token is not in the acceptance length",
+        "statistics",
+        f"{M}/rounds.py",
+        'return ratio(rounds["emitted"].sum(), len(rounds))',
+        'return ratio(rounds["accepted"].sum(), len(rounds))',
+        ("tests/measure/test_rounds.py", "tests/measure/test_metrics.py"),
+    ),
+    Fault(
+        "MBSU counts no draft",
+        "statistics",
+        f"{M}/rounds.py",
+        'read = ((rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["sequences"]).sum(skipna=False)',
+        'read = (rounds["target_bytes"] / rounds["sequences"]).sum(skipna=False)',
+        ("tests/measure/test_rounds.py", "tests/measure/test_metrics.py"),
+    ),
+    # certificates
+    Fault(
+        "a wide margin is a tie",
+        "certificates",
+        f"{M}/equivalence.py",
+        'return Certificate("tie" if abs(margin) <= limit else "violation", index, margin, limit)',
+        'return Certificate("tie", index, margin, limit)',
+        ("tests/measure/test_equivalence.py",),
+    ),
+    Fault(
+        "a missing end is exact",
+        "certificates",
+        f"{M}/equivalence.py",
+        "for index, (expected, found) in enumerate(zip_longest(theirs, ours)):",
+        "for index, (expected, found) in enumerate(zip(theirs, ours)):",
+        ("tests/measure/test_equivalence.py",),
+    ),
+    Fault(
+        "the best of the repeats is counted",
+        "certificates",
+        f"{M}/pairing.py",
+        "return max(certificates, key=lambda c: VERDICTS.index(c.verdict))",
+        "return min(certificates, key=lambda c: VERDICTS.index(c.verdict))",
+        ("tests/measure/test_runner.py", "tests/measure/test_equivalence.py"),
+    ),
+    Fault(
+        "noise is what our verification says",
+        "certificates",
+        f"{M}/rounding.py",
+        "return 2 * (ours if ours <= NOT_ROUNDING * model else model)",
+        "return 2 * ours",
+        ("tests/methods/test_verify_width.py",),
+    ),
+    # measuring
+    Fault(
+        "arms keep one order",
+        "measuring",
+        f"{M}/pairing.py",
+        "order = list(orders[(place + turn + repeat) % len(orders)])",
+        "order = list(orders[0])",
+        ("tests/measure/test_runner.py",),
+    ),
+    Fault(
+        "a repeat knows the answer before",
+        "measuring",
+        f"{M}/pairing.py",
+        "            self.drafter.restore(learnt)  # or it would copy the answer that it has just given\n",
+        "",
+        ("tests/measure/test_runner.py", "tests/measure/test_goes.py"),
+    ),
+    Fault(
+        "of two goes the disturbed one is kept",
+        "measuring",
+        f"{M}/goes.py",
+        'best = min(goes, key=lambda go: go.counted()["disturbed"])',
+        'best = max(goes, key=lambda go: go.counted()["disturbed"])',
+        ("tests/measure/test_goes.py",),
+    ),
+    # stores
+    Fault(
+        "a run goes on with other code",
+        "stores",
+        f"{M}/store.py",
+        'return None if read_json(run_dir / CODE) == code else "the code has changed since"',
+        "return None",
+        ("tests/measure/test_store.py",),
+    ),
+    Fault(
+        "half a line stays in the journal",
+        "stores",
+        f"{M}/store.py",
+        "                os.truncate(path, whole)\n        yield",
+        "                pass\n        yield",
+        ("tests/measure/test_store.py",),
+    ),
+    Fault(
+        "a file appears before it is whole",
+        "stores",
+        f"{M}/files.py",
+        'temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")',
+        "temporary = path",
+        ("tests/measure/test_store.py",),
+    ),
+    # contamination
+    Fault(
+        "a question inside a longer message is not found",
+        "contamination",
+        "specbench/disjoint.py",
+        "words[i : i + len(known)] == known",
+        "words == known",
+        ("tests/test_conversations.py",),
+    ),
+    Fault(
+        "only the first turn is looked for",
+        "contamination",
+        "specbench/disjoint.py",
+        "for text in (*question.turns, *(question.reference or ())):",
+        "for text in (*question.turns[:1], *(question.reference or ())):",
+        ("tests/test_conversations.py",),
+    ),
+)
+
+
+def planted(fault: Fault, root: Path) -> None:
+    """Plants a fault in a copy of the project. Raises ValueError unless its text stands there exactly once."""
+    path = root / fault.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(fault.before) != 1:
+        raise ValueError(f"{fault.name}: found {text.count(fault.before)} times in {fault.file}")
+    path.write_text(text.replace(fault.before, fault.after), encoding="utf-8")
+
+
+def copied(to: Path) -> None:
+    """Copies the files that git knows."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def found_by(fault: Fault, most: int = 3) -> list[str]:
+    """The tests that turn red with a fault, the first few of them; empty where none does."""
+    with tempfile.TemporaryDirectory() as folder:
+        copied(Path(folder))
+        planted(fault, Path(folder))
+        for chosen in ([*fault.tests], ["-m", FAST]):
+            red = failed(Path(folder), [*chosen, f"--maxfail={most}"])
+            if red:
+                return red
+    return []
+
+
+def failed(root: Path, arguments: list[str]) -> list[str]:
+    """The ids of the tests that fail in a copy; one line in their place where the run hung or broke off."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return [f"(the tests did not end within {SECONDS:g} s)"]
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return found or ([] if done.returncode == 0 else [f"(pytest ended with exit code {done.returncode})"])
+
+
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="of faults; all without any")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="faults at once (%(default)s)")
+    given = parser.parse_args()
+    chosen = [fault for fault in FAULTS if not given.names or fault.name in given.names]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        results = [*tqdm(pool.map(partial(found_by), chosen), total=len(chosen), unit="fault")]
+    print("| area | fault | found by |\n| --- | --- | --- |")
+    for fault, red in zip(chosen, results):
+        print(f"| {fault.area} | {fault.name} | {', '.join(f'`{one}`' for one in red) or '**not found**'} |")
+    missed = sum(not red for red in results)
+    print(f"\n{len(chosen) - missed} of {len(chosen)} faults found")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
