@@ -153,7 +153,7 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
         parts += ["Speedups by task, with intervals; *its def.* is Spec-Bench's own.", body(by_task)]
     notes = [*tables.notes(runs), *differing_training(summaries)]
     slow = [note for note in notes if "SLOW MACHINE" in note]
-    if slow and not page.by_task:  # each of them stands on the pair's own page
+    if slow and not page.by_task:  # the pair's own page has each of them
         notes = [note for note in notes if note not in slow]
         notes.append(
             f"{len(slow)} of {len(runs)} rows were measured while the machine was slower than it can be"
@@ -238,8 +238,10 @@ def write(runs: list[Run], root: Path = ROOT) -> None:
         if not groups:
             continue
         first, *others = groups.values()
-        drawn = {name: figure for name, figure in plots.figures(first).items() if name in PLOTS}
-        for page in (page for page in PAGES if page.pair == pair):
+        pages = [page for page in PAGES if page.pair == pair]
+        shown = {name for page in pages for name in page.plots}
+        drawn = {name: figure for name, figure in plots.figures(first).items() if name in shown}
+        for page in pages:
             content = [block(first, page, drawn)]
             if page.by_task:
                 content += [block(group, page, ()) for group in others]

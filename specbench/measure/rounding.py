@@ -84,10 +84,16 @@ def shape_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]])
     Returns:
         Logits; 0 where all passes have one width.
     """
-    ours = model = 0.0
-    for prompt, answer in samples:
-        top, gap = first_two(target, prompt, answer)
-        ours = max(ours, *(change(forced_logits(target, prompt, answer, n), top, gap) for n in BLOCKS))
+    firsts = [first_two(target, prompt, answer) for prompt, answer in samples]
+    ours = max(
+        change(forced_logits(target, prompt, answer, n), top, gap)
+        for (prompt, answer), (top, gap) in zip(samples, firsts)
+        for n in BLOCKS
+    )
+    if ours == 0.0:
+        return 0.0
+    model = 0.0
+    for (prompt, answer), (top, _) in zip(samples, firsts):
         single = forced_rows(target, prompt, answer, 1, 1)[0]
         # A logit is itself rounded: what the model's forward can show is at least one step of its dtype.
         step = torch.finfo(target.dtype).eps * single.abs().max().item()
