@@ -152,7 +152,7 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
     if by_task is not None:
         parts += ["Speedups by task, with intervals; *its def.* is Spec-Bench's own.", body(by_task)]
     notes = [*tables.notes(runs), *differing_training(summaries)]
-    slow = [note for note in notes if "SLOW MACHINE" in note]
+    slow = phases.slow_machines(runs)
     if slow and not page.by_task:  # the pair's own page has each of them
         notes = [note for note in notes if note not in slow]
         notes.append(

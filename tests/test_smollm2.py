@@ -25,6 +25,7 @@ from tests.conftest import USERS_CACHE
 from tests.support.commands import measure_here, run_main
 from tests.support.conf import composed, drafts, file_of, is_scheduler, names
 from tests.support.decoding import generate_with_transformers
+from tests.support.lossless import plant_mask_off_by_one
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -188,17 +189,9 @@ def test_in_bfloat16_what_is_not_exact_is_a_tie(verdicts):
     assert counts["violation"] == 0
 
 
-def off_by_one(masks: list, n: int) -> list:
-    """The masks of a verification in which each token sees what the one before it does."""
-    return [mask if mask is None or not 1 < n <= 16 else mask.roll(1, -2) for mask in masks]
-
-
 def test_a_mask_that_is_off_by_one_is_no_tie(verdicts, monkeypatch):
     """It would widen the noise that is measured, and so make ties of its own violations."""
-    masks = StagedModel._masks
-    monkeypatch.setattr(
-        StagedModel, "_masks", lambda self, where, n, like: off_by_one(masks(self, where, n, like), n)
-    )
+    plant_mask_off_by_one(monkeypatch)
     # The check of the model before a run finds it, too; here it must be the answers that show it.
     monkeypatch.setattr(StagedModel, "check", lambda *_: None)
     assert verdicts()["violation"] > 0

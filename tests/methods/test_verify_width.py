@@ -24,6 +24,7 @@ from specbench.measure.runner import prepare
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
 from tests.support.conf import composed
 from tests.support.decoding import random_prompt
+from tests.support.lossless import plant_mask_off_by_one
 from tests.support.methods import sorted_pair
 
 WIDTH = 8
@@ -90,16 +91,12 @@ def test_a_fault_in_verification_is_no_rounding(half, monkeypatch):
     """It must not widen the noise that it is judged by; bfloat16, where the model's own is widest."""
     samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
     target = StagedModel(half.target)
-    noise, masks = shape_noise(target, samples), StagedModel._masks
-
-    def off_by_one(self, where, n, like):
-        return [mask if mask is None or n == 1 else mask.roll(1, -2) for mask in masks(self, where, n, like)]
-
+    noise = shape_noise(target, samples)
     with monkeypatch.context() as patch:
         patch.setattr(rounding, "NOT_ROUNDING", float("inf"))
-        patch.setattr(StagedModel, "_masks", off_by_one)
+        plant_mask_off_by_one(patch)
         assert shape_noise(target, samples) > 4 * noise
-    monkeypatch.setattr(StagedModel, "_masks", off_by_one)
+    plant_mask_off_by_one(monkeypatch)
     assert shape_noise(target, samples) < 2 * noise
 
 

@@ -50,6 +50,16 @@ def assert_lossless(arch: str, drafter: Drafter, third: int | None = None) -> li
     return steps
 
 
+def plant_mask_off_by_one(monkeypatch) -> None:
+    """A fault: in passes of several tokens after a prompt each token sees what the one before it does."""
+    masks = StagedModel._masks
+
+    def off_by_one(self, where, n, like):
+        return [mask if mask is None or n == 1 else mask.roll(1, -2) for mask in masks(self, where, n, like)]
+
+    monkeypatch.setattr(StagedModel, "_masks", off_by_one)
+
+
 def sampled_requests(pair, new_tokens: int, temperature: float) -> list[Request]:
     """Random prompts to sample answers to."""
     rng, decoding = random.Random(2), Decoding(new_tokens, temperature)
