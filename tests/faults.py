@@ -270,11 +270,11 @@ FAULTS = (
         ("tests/methods/test_lossless.py", "tests/methods/test_contract.py"),
     ),
     Fault(
-        "the adapter's last exit state is that of another token",
+        "the adapter's last exit state is that of the round's first token",
         "caches",
         "methods/kangaroo/drafter.py",
-        "self._before[slot] = states[0, -1:]",
-        "self._before[slot] = states[0, :1]",
+        "self._before[: batch.size, 0] = verified.last(self._states)",
+        "self._before[: batch.size, 0] = self._states[:, 0]",
         ("tests/methods/test_kangaroo.py", "tests/methods/test_contract.py"),
     ),
     # batches
@@ -554,7 +554,9 @@ def failed(root: Path, arguments: list[str]) -> list[str]:
 
     Raises RuntimeError where pytest could not run them: that would pass for a fault that was found.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *arguments]
+    # Not the test of this list: it misses the text that the fault has replaced, whatever the fault does.
+    ignored = "--ignore=tests/test_faults.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", ignored, *arguments]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(

@@ -1,11 +1,17 @@
 """Goes at the same answers that are joined: every stretch from the go that was disturbed least, for all arms alike."""
 
+from contextlib import closing
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specbench.decoding.trace import Generation, Step
+from specbench.measure import pairing
 from specbench.measure.goes import STRETCH, Measured, Slice, least_disturbed
+from specbench.measure.runner import prepare
+from specbench.measure.watch import Watch
+from tests.support.conf import composed
 
 TIME = {"seconds": 0.05}
 QUIET, BUSY = (TIME, 0.3), (TIME, 4.0)  # counted, degree
@@ -100,3 +106,22 @@ def test_an_answer_without_rounds_that_were_timed():
         one.slices["generate"] = [Slice(3, *(BUSY if number == 0 else QUIET))]
     answers, disturbed = least_disturbed(goes)
     assert answers["generate"][0].seconds == 2.0 and disturbed == 0
+
+
+def test_each_go_knows_what_the_first_one_did(monkeypatch):
+    """A drafter whose memory goes on would else copy the answer that it has just given."""
+    settings = (
+        "method=suffix",
+        "method.memory=run",
+        "pair=tiny_shallow",
+        "pair.device=cpu",
+        "generate=false",
+    )
+    bench = prepare(composed("bench", *settings, "remeasure=2", "decoding.max_new_tokens=24"))
+    monkeypatch.setattr(Watch, "disturbance", lambda *_: 4.0)
+    seen: list[list[Measured]] = []
+    monkeypatch.setattr(pairing, "least_disturbed", lambda goes: seen.append(goes) or least_disturbed(goes))
+    with closing(bench.drafter):
+        bench.measure(bench.warmup[:1], 0)
+    drafted = [[(step.drafted, step.accepted) for step in one.answers["method"][0].steps] for one in seen[0]]
+    assert len(drafted) == 3 and drafted == drafted[:1] * 3
