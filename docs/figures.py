@@ -151,6 +151,7 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
     parts = [measured_on(runs), body(tables.overview_table(summaries))]
     if by_task is not None:
         parts += ["Speedups by task, with intervals; *its def.* is Spec-Bench's own.", body(by_task)]
+        parts += [f"{line}." for line in dict.fromkeys(map(tables.repetition_line, summaries)) if line]
     notes = [*tables.notes(runs), *differing_training(summaries)]
     slow = phases.slow_machines(runs)
     if slow and not page.by_task:  # the pair's own page has each of them

@@ -89,7 +89,7 @@ class _Nothing(torch.nn.Module):
         self.gives_pair = gives_pair
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
-        """Zeros like the states; as attention gives them: with the weights that nobody asks for."""
+        """Zeros like the states; in a pair as attention gives them: with the weights that nobody asks for."""
         nothing = torch.zeros_like(hidden_states)
         return (nothing, None) if self.gives_pair else nothing
 
@@ -108,13 +108,14 @@ def check_parts(layer: torch.nn.Module) -> None:
         raise UserError(f"a {type(layer).__name__} has no {' and '.join(PARTS)} that could be left out")
 
 
-def thinned(layer: torch.nn.Module, attention: bool, mlp: bool) -> torch.nn.Module:
+def thinned(layer: torch.nn.Module, attention: bool, mlp: bool, mlp_gives_pair: bool) -> torch.nn.Module:
     """A layer without some of its parts, sharing the weights of the others.
 
     Args:
         layer: of a model, as `quick` makes it.
         attention: whether its attention is left out.
         mlp: whether its feed-forward part is.
+        mlp_gives_pair: whether that part returns states and scores, as a router's does in some families.
 
     Raises:
         UserError: as `check_parts`.
@@ -125,7 +126,7 @@ def thinned(layer: torch.nn.Module, attention: bool, mlp: bool) -> torch.nn.Modu
     if attention and mlp:
         return _Unchanged()
     twin = copy.copy(layer)
-    left_out = {"self_attn": _Nothing(True)} if attention else {"mlp": _Nothing(False)}
+    left_out = {"self_attn": _Nothing(True)} if attention else {"mlp": _Nothing(mlp_gives_pair)}
     twin.__dict__.update(left_out)
     twin.__dict__["_modules"] = layer._modules | left_out
     return twin

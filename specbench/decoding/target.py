@@ -24,7 +24,7 @@ from specbench.decoding.agreement import Agreement, agreement, own_ways
 from specbench.decoding.attention import SHORT, fold_mask, grouped_attention_config
 from specbench.decoding.draft import NORMED, Draft
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
-from specbench.decoding.layers import PARTS, experts_of, experts_wait, quick, thinned, weight_bytes
+from specbench.decoding.layers import PARTS, check_parts, experts_of, experts_wait, quick, thinned, weight_bytes
 from specbench.decoding.linear import lay_out
 from specbench.decoding.passes import Graphs, Passes, is_within, options_of
 from specbench.errors import UserError, reason
@@ -182,13 +182,25 @@ class StagedModel:
         """
         twin = copy.copy(self)
         twin.passes, twin.width, twin.padding = None, None, 0
-        twin.layers = [thinned(layer, i in attention, i in mlp) for i, layer in enumerate(self.layers)]
+        twin.layers = [
+            thinned(layer, i in attention, i in mlp, pair)
+            for i, (layer, pair) in enumerate(zip(self.layers, self._mlp_gives_pair))
+        ]
         twin._experts = [None if i in mlp else experts for i, experts in enumerate(self._experts)]
         twin._layer_bytes = [
             0 if i in attention and i in mlp else whole - (i in attention) * own - (i in mlp) * fed
             for i, (whole, (own, fed)) in enumerate(zip(self._layer_bytes, self._part_bytes))
         ]
         return twin
+
+    @cached_property
+    @torch.inference_mode()
+    def _mlp_gives_pair(self) -> list[bool]:
+        """Of each layer, whether its feed-forward part returns more than states: only a call shows it."""
+        for layer in self.layers:
+            check_parts(layer)
+        states = self.embed(torch.zeros(1, 1, dtype=torch.int64, device=self.model.device))
+        return [isinstance(getattr(layer, PARTS[1])(states), tuple) for layer in self.layers]
 
     @cached_property  # a search makes many models, and counting takes longer than making one
     def _part_bytes(self) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from specbench.measure.rounds import (
     total,
 )
 from specbench.measure.seconds import (
+    ARMS,
     complete_questions,
     paired_seconds,
     passes_seconds,
@@ -174,6 +175,22 @@ def bandwidth_fraction(answers: pd.DataFrame, facts: dict) -> float | None:
     return None if rate is None else rate * read / bandwidth
 
 
+def distinct_ngrams(records: list[dict], n: int = 4) -> float | None:
+    """Of all n-grams in the baseline's answers, the share that does not occur earlier in the same answer.
+
+    An answer that repeats itself is easy to draft by look-up: a low share says that lengths are flattered.
+    """
+    arm = ARMS["engine"]
+    answers = {
+        (record["question_id"], turn["turn"]): turn["arms"][arm][0]["tokens"]
+        for record in records
+        for turn in record["turns"]
+        if turn["arms"].get(arm)
+    }
+    ngrams = [[tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)] for tokens in answers.values()]
+    return ratio(sum(len(set(found)) for found in ngrams), sum(len(found) for found in ngrams))
+
+
 def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     """Counts of the verdicts, each the worst of an answer's repeats.
 
@@ -228,6 +245,7 @@ METRICS: dict[str, Callable[[Measured], Any]] = {
     "align_seconds": lambda m: total(m.rounds["align_seconds"]) if m.batch_size else None,
     "alignment_share": alignment_share,
     "stats": lambda m: of_method(m.owners, m.rounds),
+    "distinct_4grams": lambda m: distinct_ngrams(m.records),
     "equivalence": lambda m: equivalence(m.records),
 }
 

@@ -86,6 +86,7 @@ def run_table(summary: dict) -> Table:
         passes_line(summary),
         machine_line(summary),
         layouts_line(summary),
+        repetition_line(summary),
     ):
         caption.append(f"\n{line}" if line else "")
     table = PlainTable(_title(summary), caption)
@@ -285,6 +286,13 @@ def _lying(choices: dict[str, dict]) -> str:
     if len(numbers) == 1:
         return next(iter(numbers))
     return ", ".join(f"{layout} ({', '.join(of)})" for layout, of in numbers.items())
+
+
+def repetition_line(summary: dict) -> str:
+    """How much the answers repeat themselves, by task; nothing for older runs."""
+    shares = {name: numbers.get("distinct_4grams") for name, numbers in summary["tasks"].items()}
+    parts = [f"{name} {share:.0%}" for name, share in shares.items() if share is not None]
+    return f"4-grams of the answers that do not occur earlier in the answer: {', '.join(parts)}" if parts else ""
 
 
 def disturbed(summary: dict) -> str:

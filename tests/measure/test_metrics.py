@@ -58,6 +58,17 @@ def test_the_step_columns_are_those_of_the_trace():
     assert list(STEP_COLUMNS) == list(Step.__dataclass_fields__)
 
 
+def test_repetition_is_counted_within_an_answer():
+    def asked(number: int, tokens: list[int]) -> dict:
+        plain = generation([0] * 9, drafted=0) | {"tokens": tokens}
+        return record(number, turns=[turn(baseline=plain, method=generation([8]))])
+
+    loop, plain = [1, 2, 3, 4] * 2, [1, 2, 3, 4, 5]  # 5 4-grams, of which 4 differ; 2, one of them in the loop, too
+    assert overall([asked(1, loop)])["distinct_4grams"] == pytest.approx(4 / 5)
+    assert overall([asked(1, loop), asked(1, loop), asked(2, plain)])["distinct_4grams"] == pytest.approx(6 / 7)
+    assert overall([asked(1, [1, 2, 3])])["distinct_4grams"] is None
+
+
 def test_numbers_of_one_question_by_hand():
     method = generation([2, 5, 0], seconds=1.0, prefill=0.4)  # 11 tokens in 3 rounds
     plain = generation([0] * 10, seconds=2.5, prefill=0.5, drafted=0)

@@ -79,9 +79,20 @@ def test_bytes_of_a_pass_are_those_of_the_parts_that_are_left():
     assert whole == staged.pass_bytes() - size(layers[3])
 
 
+def test_a_feed_forward_part_that_also_returns_scores_can_be_left_out():
+    model = random_model("gpt_oss", 0)
+    thin, ids = StagedModel(model).without({1}, {2}), torch.tensor([PROMPT])
+    with torch.inference_mode():
+        states = thin.head(thin.run_layers(thin.embed(ids), thin.new_cache(len(PROMPT)), 0))
+    for part in (model.model.layers[1].self_attn, model.model.layers[2].mlp):
+        part.register_forward_hook(lambda part, given, gives: (torch.zeros_like(gives[0]), *gives[1:]))
+    with torch.inference_mode():
+        torch.testing.assert_close(states, model(ids).logits)
+
+
 def test_layers_without_such_parts_are_refused():
     with pytest.raises(UserError, match="has no self_attn and mlp that could be left out"):
-        thinned(torch.nn.Linear(2, 2), True, False)
+        thinned(torch.nn.Linear(2, 2), True, False, False)
     with pytest.raises(UserError, match="that could be left out"):
         StagedModel(random_model("opt", 0)).without({1}, set())
 

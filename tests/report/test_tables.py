@@ -79,6 +79,13 @@ def test_a_batch_tells_how_it_was_used():
     assert "batch of" not in shown(tables.run_table(SUMMARY))
 
 
+def test_how_much_answers_repeat_themselves_is_told_by_task():
+    repeats = changed(SUMMARY, tasks__qa__distinct_4grams=0.625)
+    told = "4-grams of the answers that do not occur earlier in the answer: qa 62%"
+    assert told in " ".join(shown(tables.run_table(repeats)).split())
+    assert tables.repetition_line(SUMMARY) == ""
+
+
 def lying(**groups: dict[str, str]) -> dict:
     """The layouts of a summary."""
     choices = {
