@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from specbench.checks import check
 from specbench.compose import CONF
-from specbench.errors import UserError, one_line_errors
+from specbench.system.errors import UserError, one_line_errors
 from specbench.measure import store
 from specbench.measure.passes import Passes
 from specbench.measure.speed import Probes

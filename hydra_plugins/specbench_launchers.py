@@ -22,7 +22,7 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from specbench import THREAD_VARIABLES
-from specbench.errors import UserError, optional, reason
+from specbench.system.errors import UserError, optional, reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -94,7 +94,7 @@ class Submitit(SweepLauncher):
             UserError: submitit is not installed, or the cluster does not take its parameters.
         """
         from specbench.bench import measure
-        from specbench.processes import heeding_sigterm
+        from specbench.system.processes import heeding_sigterm
 
         submitit = optional("submitit", "slurm")
         try:
@@ -156,7 +156,7 @@ class Ray(SweepLauncher):
         Raises:
             UserError: Ray is not installed, or cannot be reached.
         """
-        from specbench.processes import heeding_sigterm
+        from specbench.system.processes import heeding_sigterm
 
         ray = optional("ray", "ray")
         self._connect(ray)

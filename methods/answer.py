@@ -23,9 +23,9 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
-from specbench.errors import one_line_errors
+from specbench.system.errors import one_line_errors
 from specbench.pairs import Pair, load_pair
-from specbench.values import Count, Seed, Temperature, check_all
+from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

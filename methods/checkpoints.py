@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from specbench.errors import UserError, reason
+from specbench.system.errors import UserError, reason
 from specbench.pairs import fetch_small_files
 
 if TYPE_CHECKING:

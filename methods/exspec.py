@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.layout import AlignedLayout
 from specbench.decoding.scheduler import Scheduler
-from specbench.values import Count, NotNegative
+from specbench.system.settings import Count, NotNegative
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from methods.sps_tree.drafter import FILE as TREE
 from methods.states import RECORD as STATES
-from specbench.errors import one_line_errors
+from specbench.system.errors import one_line_errors
 from specbench.report.tables import console
 from specbench.tiny.soundness import RESULT, faults, table
 from specbench.tiny.train import FULL, SHIPPED, SMOKE, Build, Stage, checksums, install

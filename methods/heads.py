@@ -14,7 +14,7 @@ import torch
 from methods.vocab_trim.vocab_map import kept_ids
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.linear import laid_linear
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Batch

@@ -19,7 +19,7 @@ from specbench.decoding.device import on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.decoding.sampling import likeliest
 from specbench.pairs import Pair
-from specbench.values import Count, Range
+from specbench.system.settings import Count, Range
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -24,9 +24,9 @@ from specbench.decoding.draft import Batch, Draft, Needs, Verified, make_drafter
 from specbench.decoding.draft import Sequence as Decoded
 from specbench.decoding.layout import span
 from specbench.decoding.wrapped import WrappedDrafter
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import Pair
-from specbench.values import Count, Probability, Seed
+from specbench.system.settings import Count, Probability, Seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

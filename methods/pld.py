@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
-from specbench.errors import at_least
+from specbench.system.errors import at_least
 from specbench.pairs import Pair
-from specbench.values import Count
+from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from specbench.decoding.target import Prefill, StagedModel

@@ -11,7 +11,7 @@ import torch
 
 from specbench.decoding.device import on_device
 from specbench.decoding.tree import Tree
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

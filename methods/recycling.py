@@ -16,9 +16,9 @@ from methods.rank_trees import grown, likeliest_ids, rank_tree
 from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Sequence, Verified
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import Pair
-from specbench.values import Count
+from specbench.system.settings import Count
 from specbench.warming import warm_rows
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from specbench.decoding.draft import Batch, Draft, Sequence, Verified, make_draf
 from specbench.decoding.tree import Tree
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.pairs import Pair
-from specbench.values import Count
+from specbench.system.settings import Count
 from specbench.warming import WARM
 
 if TYPE_CHECKING:

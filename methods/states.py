@@ -22,10 +22,10 @@ from tqdm import tqdm
 from specbench.compose import with_hydra
 from specbench.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.decoding.draft import NORMED
-from specbench.errors import UserError, one_line_errors
+from specbench.system.errors import UserError, one_line_errors
 from specbench.pairs import Pair, load_pair
 from specbench.training import data_of
-from specbench.values import Count, Seed, check_all
+from specbench.system.settings import Count, Seed, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

@@ -15,7 +15,7 @@ from methods.heads import move_entries
 from methods.suffix_automaton import Match, SuffixAutomaton
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.pairs import Pair
-from specbench.values import Count, Probability, Range
+from specbench.system.settings import Count, Probability, Range
 from specbench.warming import warm_answers
 
 if TYPE_CHECKING:

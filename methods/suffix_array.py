@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,9 +17,9 @@ from typing import IO, TYPE_CHECKING
 
 from specbench.checks import check
 from specbench.compose import with_hydra
-from specbench.errors import LackingError, UserError, one_line_errors, tell
+from specbench.system.errors import LackingError, UserError, one_line_errors, tell
 from specbench.measure import store
-from specbench.processes import end_with_parent, heeding_sigterm
+from specbench.system.processes import end_with_parent, heeding_sigterm
 from specbench.sweeps import OK, RUNNING, WAITING, Job, Place, open_sweep, print_failures
 from specbench.tracking import track
 

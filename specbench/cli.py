@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbench import __version__
-from specbench.errors import UserError, near, one_line_errors
+from specbench.system.errors import UserError, near, one_line_errors
 
 KEYS = "KEY=VALUE ..."
 

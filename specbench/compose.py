@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench import CONF
-from specbench.errors import UserError, near
+from specbench.system.errors import UserError, near
 from specbench.expand import layer_at
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import hydra
 import torch
 
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbench import CONF
-from specbench.errors import UserError, file_errors
+from specbench.system.errors import UserError, file_errors
 from specbench.questions import packaged
-from specbench.values import plain
+from specbench.system.settings import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from specbench.compose import with_hydra
-from specbench.errors import UserError, one_line_errors
+from specbench.system.errors import UserError, one_line_errors
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -12,8 +12,8 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from specbench.errors import UserError, reason
-from specbench.measure.files import file_sha256, held, make_folder, write_atomic
+from specbench.system.errors import UserError, reason
+from specbench.system.files import file_sha256, held, make_folder, write_atomic
 from specbench.questions import cache_folder, packaged
 
 if TYPE_CHECKING:

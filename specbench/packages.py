@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from specbench.errors import UserError, near
-from specbench.measure.files import file_sha256, held, make_folder
+from specbench.system.errors import UserError, near
+from specbench.system.files import file_sha256, held, make_folder
 from specbench.questions import cache_folder
 
 if TYPE_CHECKING:

@@ -26,12 +26,12 @@ from safetensors import SafetensorError
 
 from specbench.decoding.device import place_weights, prepare_device
 from specbench.decoding.passes import Options, set_options
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.expand import Expansion, embedded, expand_model, expansion_of
 from specbench.gguf import converted, gguf_file, is_gguf, source_of
 from specbench.packages import fetched, is_package
 from specbench.questions import packaged
-from specbench.values import plain
+from specbench.system.settings import plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

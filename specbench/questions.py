@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import yaml
 
 from specbench import CONF, ROOT
-from specbench.errors import UserError, near
-from specbench.measure.files import file_sha256, write_atomic
+from specbench.system.errors import UserError, near
+from specbench.system.files import file_sha256, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

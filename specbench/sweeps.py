@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.measure import store
-from specbench.measure.files import held, new_folder
+from specbench.system.files import held, new_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

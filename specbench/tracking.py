@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Literal
 
 import yaml
 
-from specbench import values
+from specbench.system import settings as values
 from specbench.compose import CONF
-from specbench.errors import UserError, one_line_errors, reason
+from specbench.system.errors import UserError, one_line_errors, reason
 from specbench.measure import store
-from specbench.processes import end_with_parent
+from specbench.system.processes import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.questions import packaged
-from specbench.threads import Threads, use_threads
-from specbench.values import plain
+from specbench.system.threads import Threads, use_threads
+from specbench.system.settings import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

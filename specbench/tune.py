@@ -21,12 +21,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.text import Text
 
-from specbench import THREAD_VARIABLES, values
+from specbench import THREAD_VARIABLES
+from specbench.system import settings as values
 from specbench.bench import here, run, with_hydra
 from specbench.checks import check
-from specbench.errors import UserError, one_line_errors, optional
+from specbench.system.errors import UserError, one_line_errors, optional
 from specbench.measure import provenance, store
-from specbench.measure.files import held, make_folder
+from specbench.system.files import held, make_folder
 from specbench.questions import WARMUP
 from specbench.report import tables
 from specbench.report.runs import read_run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from specbench.compose import as_it_stands, choices_of, tuned_on
-from specbench.values import LEARNS, settings
+from specbench.system.settings import LEARNS, settings
 from specbench.warming import WARM
 
 if TYPE_CHECKING:

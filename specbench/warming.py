@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.disjoint import MeasuredTexts
-from specbench.errors import UserError
-from specbench.measure.files import file_sha256
+from specbench.system.errors import UserError
+from specbench.system.files import file_sha256
 from specbench.questions import find_questions_file, packaged, read_questions
-from specbench.values import WRAPPED
+from specbench.system.settings import WRAPPED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

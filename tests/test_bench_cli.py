@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from specbench import bench, checks
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import runner, store
 from tests.support import conf
 from tests.support.commands import (

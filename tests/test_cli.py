@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from specbench import __version__, cli
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "matplotlib", "scipy", "hydra", "accelerate")
 

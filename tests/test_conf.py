@@ -13,9 +13,9 @@ from specbench.checks import check_method, check_values
 from specbench.compose import CONF, check_overrides
 from specbench.decoding.draft import Drafter
 from specbench.decoding.scheduler import Scheduler
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.questions import TASKS
-from specbench.values import parameters, settings
+from specbench.system.settings import parameters, settings
 from tests.support.conf import composed
 
 # All but the search spaces, which belong to the tuner, tuned settings, which belong to methods, and what configures

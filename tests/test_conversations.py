@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from specbench.conversations import batched, conversations, packed_rows, parse, shuffled, tokenizer_of
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import load_pair
 from tests.support.models import byte_tokenizer, save_pair
 

@@ -33,7 +33,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from tests.support.samples import SUMMARY, faster, run_of, wrong
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 import pytest
 
-from specbench.errors import UserError, file_errors, near, one_line_errors
+from specbench.system.errors import UserError, file_errors, near, one_line_errors
 
 
 def test_near_names_the_closest_and_all_that_are_known():

@@ -22,7 +22,7 @@ from specbench.checks import check
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.expand import Expansion, embedded, expand_model, wide
 from specbench.measure.provenance import differences
 from specbench.measure.runner import prepare

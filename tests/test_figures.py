@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from specbench import ROOT
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import metrics, speed, store
 from specbench.measure.speed import Probes
 from specbench.questions import load_questions

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specbench import gguf as conversion
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.gguf import MODEL, PARTIAL, converted, is_gguf, source_of
 from specbench.pairs import load_pair
 from tests.support.commands import measure_here, run_main

@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 from hydra_plugins import specbench_launchers
 from specbench import bench
 from specbench.compose import CONF
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import runner, store
 from tests.support.commands import cli, run_main, small_pair_and_questions
 from tests.support.conf import composed

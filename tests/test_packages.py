@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specbench import packages
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.fetch import main
 from specbench.packages import PARTIAL, described, fetched
 from tests.support.commands import exit_code, run_main

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specbench.processes import free_memory
+from specbench.system.processes import free_memory
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import load_pair
 from tests.support.conf import composed, file_of, is_hub_id, names
 from tests.support.decoding import generate_with_transformers

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench import bench, sweeps
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import store
 from specbench.sweeps import FAILED, LEFT_OUT, OK, RUNNING, WAITING, Job, open_sweep
 from tests.support.commands import (

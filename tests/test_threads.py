@@ -10,8 +10,9 @@ import time
 import pytest
 import torch
 
-from specbench import THREAD_VARIABLES, threads
-from specbench.threads import counts, fewest_worth, measure, use_threads
+from specbench import THREAD_VARIABLES
+from specbench.system import threads
+from specbench.system.threads import counts, fewest_worth, measure, use_threads
 
 
 @pytest.fixture(autouse=True)

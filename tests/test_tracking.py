@@ -21,7 +21,7 @@ import pandas as pd
 import pytest
 
 from specbench import ROOT, tracking
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import metrics, store
 from specbench.report.runs import read_runs, summary_frame
 from specbench.report.wandb_run import run_id, scalars

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from specbench import bench, checks, tune
 from specbench.compose import CONF
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import runner, store
 from tests.support.commands import exit_code, small_pair_and_questions
 from tests.support.conf import composed

@@ -13,7 +13,7 @@ from specbench import CONF, checks
 from specbench.compose import tuned_on
 from specbench.measure import metrics
 from specbench.tuned import settings_source
-from specbench.values import parameters
+from specbench.system.settings import parameters
 from tests.measure.test_metrics import CONFIG, FACTS, answered
 from tests.support import conf
 from tests.support.commands import run_main

@@ -11,7 +11,7 @@ from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkp
 from methods.eagle.model import EagleModel, eagle_config
 from specbench.decoding.device import place_weights
 from specbench.decoding.linear import lay_out
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.expand import ADDED_ROW, Expansion
 
 if TYPE_CHECKING:

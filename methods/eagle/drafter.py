@@ -29,7 +29,7 @@ from specbench.decoding.target import Prefill, StagedModel, attention_mask, rope
 from specbench.decoding.tree import Tree
 from specbench.pairs import Pair
 from specbench.questions import packaged
-from specbench.values import Count
+from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable

@@ -16,7 +16,7 @@ from methods.eagle3.model import DEPTHS, Eagle3Config, Eagle3Model, default_taps
 from specbench.decoding.device import place_weights
 from specbench.decoding.linear import lay_out
 from specbench.decoding.target import check_rope
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.expand import Expansion
 
 if TYPE_CHECKING:

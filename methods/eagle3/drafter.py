@@ -10,7 +10,7 @@ from specbench.decoding.layers import weight_bytes
 from specbench.decoding.target import StagedModel
 from specbench.pairs import Pair
 from specbench.questions import packaged
-from specbench.values import Count, Natural, Positive
+from specbench.system.settings import Count, Natural, Positive
 
 if TYPE_CHECKING:
     import torch

@@ -32,10 +32,10 @@ from specbench import training
 from specbench.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError, one_line_errors
+from specbench.system.errors import UserError, one_line_errors
 from specbench.expand import Sizes
 from specbench.pairs import load_pair
-from specbench.values import Count, Range, check_all
+from specbench.system.settings import Count, Range, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

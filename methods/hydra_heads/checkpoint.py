@@ -23,7 +23,7 @@ from methods.checkpoints import (
 from methods.hydra_heads.heads import Heads, PrefixLayer, prefix_config
 from specbench.decoding.device import place_weights
 from specbench.decoding.linear import lay_out
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.expand import Expansion
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from specbench.decoding.linear import laid_linear
 from specbench.decoding.target import StagedModel, attention_mask, rope_of
 from specbench.pairs import Pair
 from specbench.questions import packaged
-from specbench.values import Count
+from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from methods.hydra_heads.heads import PrefixLayer

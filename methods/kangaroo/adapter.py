@@ -18,7 +18,7 @@ from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkp
 from methods.draft_layer import DraftLayer
 from specbench.decoding.device import place_weights
 from specbench.decoding.linear import lay_out
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.expand import Expansion
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from specbench.decoding.kv_cache import KVCache, Pass
 from specbench.decoding.layers import quick, weight_bytes
 from specbench.decoding.layout import RaggedLayout
 from specbench.decoding.target import Prefill, StagedModel, attention_mask, rope_of
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import Pair
 from specbench.questions import packaged
-from specbench.values import Count, Probability
+from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
     from methods.kangaroo.adapter import Adapter

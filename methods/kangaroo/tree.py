@@ -14,7 +14,7 @@ from methods.rank_trees import likeliest_ids
 from specbench.decoding.draft import Batch, Draft, Resume
 from specbench.decoding.tree import Tree
 from specbench.pairs import Pair
-from specbench.values import Count, Probability
+from specbench.system.settings import Count, Probability
 
 
 class KangarooTree(Kangaroo):

@@ -23,7 +23,7 @@ from methods.checkpoints import (
 )
 from methods.medusa.heads import MedusaHeads
 from specbench.decoding.device import place_weights
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path

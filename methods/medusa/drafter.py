@@ -17,10 +17,10 @@ from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import Pair
 from specbench.questions import packaged
-from specbench.values import Count
+from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from specbench.decoding.target import Prefill

@@ -20,9 +20,9 @@ from methods.medusa.heads import MedusaHeads
 from methods.training import SETTINGS, training_pair
 from specbench.compose import with_hydra
 from specbench.decoding.target import StagedModel
-from specbench.errors import one_line_errors
+from specbench.system.errors import one_line_errors
 from specbench.pairs import load_pair
-from specbench.values import Count, check_all
+from specbench.system.settings import Count, check_all
 
 if TYPE_CHECKING:
     from pathlib import Path

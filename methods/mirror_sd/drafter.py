@@ -24,10 +24,10 @@ from specbench.decoding.layers import weight_bytes
 from specbench.decoding.linear import laid_linear
 from specbench.decoding.target import Prefill, StagedModel
 from specbench.decoding.trace import Clock
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import Pair, draft_of
 from specbench.questions import packaged
-from specbench.values import Count, Positive, Probability, Range
+from specbench.system.settings import Count, Positive, Probability, Range
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -23,8 +23,8 @@ from torch import multiprocessing
 from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
 from specbench.decoding.layouts import choose_layouts
 from specbench.decoding.trace import Clock
-from specbench.errors import JobError, reason
-from specbench.processes import end_with_parent
+from specbench.system.errors import JobError, reason
+from specbench.system.processes import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -35,9 +35,9 @@ from specbench import training
 from specbench.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
-from specbench.errors import one_line_errors
+from specbench.system.errors import one_line_errors
 from specbench.pairs import draft_of
-from specbench.values import Count, NotNegative, check_all
+from specbench.system.settings import Count, NotNegative, check_all
 
 if TYPE_CHECKING:
     from pathlib import Path

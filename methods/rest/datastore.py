@@ -15,8 +15,8 @@ import numpy as np
 from methods.counted_trees import Counted, likeliest, most_frequent
 from methods.suffix_array import READ, Index, Interval, suffix_array
 from methods.vocab_trim.vocab_map import tokenizer_checksum
-from specbench.errors import UserError
-from specbench.measure.files import file_sha256, make_folder
+from specbench.system.errors import UserError
+from specbench.system.files import file_sha256, make_folder
 from specbench.questions import packaged
 from specbench.training import DATASTORE
 

@@ -6,9 +6,9 @@ from methods.counted_trees import Counted
 from methods.rest.datastore import load_datastore, tree_behind
 from methods.suffix_array import check_sorted
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs
-from specbench.errors import at_least
+from specbench.system.errors import at_least
 from specbench.pairs import Pair
-from specbench.values import Count
+from specbench.system.settings import Count
 
 
 class REST(Drafter):

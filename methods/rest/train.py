@@ -15,12 +15,12 @@ from methods.rest.datastore import save_datastore
 from specbench.compose import with_hydra
 from specbench.conversations import conversations, read, tokenizer_of
 from specbench.disjoint import MeasuredTexts
-from specbench.errors import UserError, one_line_errors
-from specbench.measure.files import file_sha256
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.files import file_sha256
 from specbench.pairs import load_pair
 from specbench.questions import find_questions_file, read_questions
 from specbench.training import data_of
-from specbench.values import Count, Seed, check_all
+from specbench.system.settings import Count, Seed, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

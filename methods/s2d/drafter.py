@@ -18,9 +18,9 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Needs, Sequence, Verified
 from specbench.decoding.kv_cache import Pass
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import Pair
-from specbench.values import Count, Probability
+from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -30,9 +30,9 @@ from methods.training import (
 from specbench import training
 from specbench.compose import with_hydra
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError, one_line_errors
+from specbench.system.errors import UserError, one_line_errors
 from specbench.pairs import cut, load_pair
-from specbench.values import Count, check_all
+from specbench.system.settings import Count, check_all
 
 if TYPE_CHECKING:
     from pathlib import Path

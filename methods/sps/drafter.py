@@ -11,7 +11,7 @@ from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Ver
 from specbench.decoding.layout import RaggedLayout
 from specbench.decoding.target import Prefill, StagedModel
 from specbench.pairs import Pair, draft_of
-from specbench.values import Count, Probability
+from specbench.system.settings import Count, Probability
 
 
 class SpeculativeSampling(Drafter):

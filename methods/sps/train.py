@@ -29,9 +29,9 @@ from specbench import training
 from specbench.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
-from specbench.errors import one_line_errors
+from specbench.system.errors import one_line_errors
 from specbench.pairs import draft_of
-from specbench.values import check_all
+from specbench.system.settings import check_all
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,10 +16,10 @@ from methods.rank_trees import Level, Path, checked_paths, rank_tree, shaped
 from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Batch, Draft, Verified
 from specbench.decoding.sampling import Decoding, invert
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import Pair
 from specbench.questions import packaged
-from specbench.values import Count
+from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from specbench.decoding.tree import Tree

@@ -24,9 +24,9 @@ from methods.sps_tree.drafter import FILE
 from methods.training import Answered, answered
 from specbench.compose import with_hydra
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError, one_line_errors
+from specbench.system.errors import UserError, one_line_errors
 from specbench.pairs import draft_of, load_pair
-from specbench.values import Count, Seed, Temperature, check_all
+from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

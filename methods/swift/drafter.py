@@ -17,7 +17,7 @@ from methods.swift.search import LayerSearch
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.decoding.layers import check_parts
 from specbench.pairs import Pair
-from specbench.values import Count, Probability
+from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,9 +22,9 @@ from methods.vocab_trim.vocab_map import rank, save_vocab_map
 from specbench.compose import with_hydra
 from specbench.conversations import conversations
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError, one_line_errors
+from specbench.system.errors import UserError, one_line_errors
 from specbench.pairs import Pair, draft_of, load_pair
-from specbench.values import Count, Seed, Temperature, check_all
+from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

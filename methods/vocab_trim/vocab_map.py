@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.errors import UserError, warn
+from specbench.system.errors import UserError, warn
 from specbench.questions import packaged
 
 if TYPE_CHECKING:

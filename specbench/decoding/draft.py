@@ -12,7 +12,7 @@ from specbench.decoding.device import on_device
 from specbench.decoding.layout import span
 from specbench.decoding.sampling import DRAFT
 from specbench.decoding.tree import Tree
-from specbench.values import WRAPPED, parameters
+from specbench.system.settings import WRAPPED, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

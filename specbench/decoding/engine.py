@@ -22,7 +22,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Mark, Step, counted
 from specbench.decoding.turns import between_rounds
-from specbench.errors import UserError, at_least
+from specbench.system.errors import UserError, at_least
 
 if TYPE_CHECKING:
     from specbench.decoding.kv_cache import KVCache

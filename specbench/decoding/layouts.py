@@ -35,7 +35,7 @@ from specbench.decoding.linear import (
     default,
     product,
 )
-from specbench.processes import free_memory
+from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

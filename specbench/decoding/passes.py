@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from specbench.decoding.linear import assume_unchanged
-from specbench.errors import JobError, reason
+from specbench.system.errors import JobError, reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 
 TARGET, ACCEPT, DRAFT = range(3)  # what a number is for: the target's draw, acceptance, the drafter's draw
 NOT_DRAWN = -1  # in place of a token, where there was no distribution to draw it from

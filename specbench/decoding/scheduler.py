@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.layout import RaggedLayout
-from specbench.errors import at_least
-from specbench.values import Count
+from specbench.system.errors import at_least
+from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -27,7 +27,7 @@ from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
 from specbench.decoding.layers import PARTS, check_parts, experts_of, experts_wait, quick, thinned, weight_bytes
 from specbench.decoding.linear import lay_out
 from specbench.decoding.passes import Graphs, Passes, is_within, options_of
-from specbench.errors import UserError, reason
+from specbench.system.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence

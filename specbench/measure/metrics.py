@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
-from specbench import values
+from specbench.system import settings as values
 from specbench.measure.equivalence import VERDICTS
 from specbench.measure.frames import failed_questions, generations_frame, steps_frame
 from specbench.measure.machine import machine, speed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from specbench.values import WRAPPED
+from specbench.system.settings import WRAPPED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -25,13 +25,13 @@ from specbench.decoding.passes import Graphs
 from specbench.decoding.sampling import TARGET, Decoding, position_draws
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.decoding.turns import Turns
-from specbench.errors import JobError, UserError, reason
+from specbench.system.errors import JobError, UserError, reason
 from specbench.measure import provenance
 from specbench.measure.equivalence import VERDICTS, Certificate, certify
 from specbench.measure.goes import Measured, Slice, least_disturbed
 from specbench.measure.rounding import batch_noise, drawn_margin, margin, shape_noise
 from specbench.measure.watch import LOST, Counters, Watch, added, between
-from specbench.threads import Threads, use_threads
+from specbench.system.threads import Threads, use_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -26,12 +26,12 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 
 from specbench import ROOT
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import store
-from specbench.measure.files import file_sha256
+from specbench.system.files import file_sha256
 from specbench.packages import described, is_package
 from specbench.questions import packaged
-from specbench.values import parameters
+from specbench.system.settings import parameters
 
 if TYPE_CHECKING:
     import torch

@@ -27,7 +27,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel, name_of
 from specbench.decoding.trace import counted
-from specbench.errors import UserError, one_line_errors, reason
+from specbench.system.errors import UserError, one_line_errors, reason
 from specbench.measure import provenance, store
 from specbench.measure.arms import Arm, Faster, generate_arm, one_by_one
 from specbench.measure.pairing import BASELINE, HF, METHOD, SINGLE, Bench, attempt
@@ -36,7 +36,7 @@ from specbench.measure.speed import Probes
 from specbench.measure.statistics import Speedup
 from specbench.pairs import load_pair, with_part
 from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
-from specbench.values import parameters, plain
+from specbench.system.settings import parameters, plain
 from specbench.warming import warm_record
 
 

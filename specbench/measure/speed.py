@@ -16,10 +16,10 @@ import time
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from specbench.errors import UserError, warn
+from specbench.system.errors import UserError, warn
 from specbench.measure import provenance
-from specbench.measure.files import write_atomic
-from specbench.processes import own_cores
+from specbench.system.files import write_atomic
+from specbench.system.processes import own_cores
 from specbench.questions import cache_folder
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from specbench import ROOT
-from specbench.errors import UserError, file_errors
-from specbench.measure.files import held, make_folder, new_folder, write_atomic
-from specbench.values import plain
+from specbench.system.errors import UserError, file_errors
+from specbench.system.files import held, make_folder, new_folder, write_atomic
+from specbench.system.settings import plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

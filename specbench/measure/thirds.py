@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.measure.numbers import Measured
 from specbench.measure.rounds import acceptance_length
-from specbench.values import LEARNS, WRAPPED
+from specbench.system.settings import LEARNS, WRAPPED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from specbench.processes import PROC, SYSTEM, cgroup_folder, own_cores
+from specbench.system.processes import PROC, SYSTEM, cgroup_folder, own_cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

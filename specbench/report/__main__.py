@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specbench.errors import file_errors, one_line_errors
-from specbench.measure.files import make_folder
+from specbench.system.errors import file_errors, one_line_errors
+from specbench.system.files import make_folder
 from specbench.report import claims, compare, formats, gate, page, plots, tables
 from specbench.report.beside import published_tables
 from specbench.report.runs import LeftOut, Run, finished_runs, is_run, summary_frame

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import yaml
 from rich.text import Text
 
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import metrics
 from specbench.measure.statistics import Speedup
 from specbench.report import formats, tables

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import metrics
 from specbench.measure.statistics import LEAST_PASSES
 from specbench.report import tables

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 from omegaconf import OmegaConf
 
-from specbench.errors import UserError, near
+from specbench.system.errors import UserError, near
 from specbench.questions import TASKS
 
 FILE = Path(__file__).with_suffix(".yaml")

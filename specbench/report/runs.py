@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import yaml
 
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import metrics, provenance, store
 from specbench.measure.numbers import METRICS
 from specbench.questions import TASKS

@@ -22,7 +22,7 @@ import PIL.Image
 import wandb
 import yaml
 
-from specbench.errors import reason
+from specbench.system.errors import reason
 from specbench.measure import metrics, provenance, store
 from specbench.report import plots
 from specbench.report.runs import Run, read_run, summary_frame

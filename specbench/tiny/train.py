@@ -37,7 +37,7 @@ import torch
 from omegaconf import OmegaConf
 
 from specbench import training
-from specbench.errors import one_line_errors
+from specbench.system.errors import one_line_errors
 from specbench.tiny import models, world
 from specbench.tiny.data import PROMPT_WEIGHT, packed_batches
 from specbench.tiny.optimise import Schedule, Text, answer_loss

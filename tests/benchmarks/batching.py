@@ -22,7 +22,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.target import StagedModel
 from specbench.measure.statistics import speedup
-from specbench.threads import use_threads
+from specbench.system.threads import use_threads
 from tests.benchmarks.common import pair_and_requests, print_ratios
 
 KINDS = {"eqspec": EqSpec, "exspec": ExSpec, "ragged": RaggedBatch}

@@ -21,7 +21,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.target import StagedModel
 from specbench.decoding.turns import Turns
 from specbench.measure.statistics import speedup
-from specbench.threads import use_threads
+from specbench.system.threads import use_threads
 from tests.benchmarks.common import pair_and_requests, ratio_text
 
 WHOLE = "whole answers"

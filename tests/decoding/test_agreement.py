@@ -14,7 +14,7 @@ from specbench.decoding.agreement import agreement, own_ways
 from specbench.decoding.device import place_weights
 from specbench.decoding.draft import Draft
 from specbench.decoding.target import StagedModel, random_ids
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure.runner import prepare
 from specbench.pairs import load_pair
 from tests.support.conf import composed

@@ -11,7 +11,7 @@ from specbench import pairs
 from specbench.decoding import trace
 from specbench.decoding.device import move_slots, on_device, place_weights, prepare_device
 from specbench.decoding.trace import Clock
-from specbench.errors import JobError
+from specbench.system.errors import JobError
 from specbench.measure import pairing, provenance
 from specbench.pairs import load_pair
 from tests.support.conf import composed

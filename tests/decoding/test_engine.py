@@ -15,7 +15,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
 from specbench.decoding.tree import Tree
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from tests.support.decoding import STOP, random_pair, random_prompt
 from tests.support.drafters import Oracle
 

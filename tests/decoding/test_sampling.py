@@ -11,7 +11,7 @@ from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import NOT_DRAWN, Decoding, all_drawn, invert
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from tests.support.decoding import random_pair
 from tests.support.distribution import PROMPT, SHAPE, p_value_alone
 from tests.support.drafters import EarlyExit, ModelChain, ModelTree

@@ -20,7 +20,7 @@ from specbench.decoding.linear import by_columns
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.decoding.tree import Tree
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import cut
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specbench import ROOT
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import provenance, store
 from specbench.measure.provenance import buffer_bytes  # as it is, whatever size all tests get
 from tests.support.synthetic import CONFIG

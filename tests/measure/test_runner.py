@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
-from specbench import threads
+from specbench.system import threads
 from specbench.checks import check
 from specbench.compose import CONF
 from specbench.decoding import acceptance, layouts
@@ -27,7 +27,7 @@ from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.layout import RaggedLayout
 from specbench.decoding.turns import Turns
-from specbench.errors import JobError, UserError
+from specbench.system.errors import JobError, UserError
 from specbench.measure import pairing, runner, speed, store
 from specbench.measure.watch import Watch
 from tests.support import commands

@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench import ROOT
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS
 from tests.support.messages import says

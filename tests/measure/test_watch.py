@@ -10,7 +10,7 @@ import pytest
 
 from specbench.measure import watch
 from specbench.measure.watch import Watch, added, between
-from specbench.processes import cgroup_folder
+from specbench.system.processes import cgroup_folder
 
 
 @pytest.fixture

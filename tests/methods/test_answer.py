@@ -8,7 +8,7 @@ import pytest
 
 from methods.answer import answer
 from specbench.conversations import read
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import load_pair
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers

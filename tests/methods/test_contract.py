@@ -21,7 +21,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
-from specbench.values import parameters
+from specbench.system.settings import parameters
 from tests.support.batches import Chaos, Static, assert_lossless, cases
 from tests.support.decoding import random_pair
 
@@ -32,7 +32,7 @@ import torch
 
 from specbench.decoding.draft import NORMED, Draft, Drafter
 from specbench.decoding.tree import Tree
-from specbench.values import Count
+from specbench.system.settings import Count
 
 
 class Toy(Drafter):

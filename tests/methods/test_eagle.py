@@ -24,7 +24,7 @@ from specbench.decoding.engine import CACHE_STEP, Engine
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.expand import Expansion, expand_model
 from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil

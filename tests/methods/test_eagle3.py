@@ -21,7 +21,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel, attention_mask, rope_of
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.expand import Expansion, expand_model
 from specbench.expand import wide as wide_shape
 from tests.support import batches

@@ -27,7 +27,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.expand import Expansion, expand_model
 from specbench.pairs import load_pair
 from tests.support import batches

@@ -16,7 +16,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair, tokens_through_layers
 from tests.support.methods import saved_adapter

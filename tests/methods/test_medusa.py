@@ -23,7 +23,7 @@ from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import load_pair
 from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil

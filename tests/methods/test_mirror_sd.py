@@ -30,7 +30,7 @@ from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.decoding.trace import Clock
-from specbench.errors import JobError, UserError
+from specbench.system.errors import JobError, UserError
 from tests.support.decoding import random_pair
 from tests.support.methods import drafts, trimmed
 from tests.support.models import EVERY_ARCHITECTURE

@@ -22,7 +22,7 @@ from specbench.decoding.draft import Drafter, Request, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import store
 from tests.support import commands, lossless
 from tests.support.batches import cases

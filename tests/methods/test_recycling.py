@@ -15,7 +15,7 @@ from methods.recycling import CHILDREN, RANKS, ROOT_CHILDREN, TokenRecycling, ch
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.decoding import random_pair
 from tests.support.lossless import (

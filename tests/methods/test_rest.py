@@ -23,7 +23,7 @@ from specbench.conversations import tokenizer_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.target import StagedModel
 from specbench.disjoint import WORDS, MeasuredTexts
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import load_pair
 from specbench.questions import TASKS, Question, read_questions
 from specbench.tiny.tokenizer import load_tokenizer

@@ -12,7 +12,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import cut
 from tests.support.methods import drafts, sorted_pair
 

@@ -20,7 +20,7 @@ from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.conf import composed
 from tests.support.decoding import random_pair

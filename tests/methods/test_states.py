@@ -14,7 +14,7 @@ from methods.training import Goals, batches, soft_cross_entropy, target_states
 from specbench.conversations import batched
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import load_pair
 from specbench.training import RECORD
 from tests.support.conf import composed

@@ -22,7 +22,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.decoding.tree import Tree
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers, random_pair, random_prompt

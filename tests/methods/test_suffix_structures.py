@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from methods.counted_trees import likeliest, most_frequent
 from methods.suffix_array import LOOKED_AT, READ, SORTED, Index, Interval, check_sorted, suffix_array
 from methods.suffix_automaton import ROOT, Match, SuffixAutomaton
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 
 # Few different tokens, and periods: stretches that come again.
 TEXT = st.one_of(

@@ -20,9 +20,10 @@ from methods.mirror_sd.streams import load_streams
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from methods.training import agreement, batches, held_out_batches, training_pair
-from specbench import ROOT, threads
+from specbench import ROOT
+from specbench.system import threads
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import cut, load_pair
 from specbench.training import LOG, RECORD, stages_of, train
 from tests.support.decoding import random_pair

@@ -17,7 +17,7 @@ from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import rounding
 from specbench.measure.rounding import shape_noise
 from specbench.measure.runner import prepare

@@ -10,7 +10,7 @@ import pytest
 
 from methods.vocab_trim.calibrate import SOURCES, calibrate, coverage
 from methods.vocab_trim.vocab_map import FILE, always_kept, kept_ids, rank, save_vocab_map
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from tests.support.conf import composed
 from tests.support.models import BYTES, byte_tokenizer, save_pair
 from tests.support.training import saved_pair

@@ -18,7 +18,7 @@ from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.pairs import load_pair
 from specbench.warming import warm_answers, warm_record
 from tests.support.conf import composed

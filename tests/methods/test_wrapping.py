@@ -12,7 +12,7 @@ from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure.of_method import classes, of_method
 from tests.methods.test_stats import frame
 from tests.support.conf import composed

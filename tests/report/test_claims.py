@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from specbench import ROOT
 from specbench.compose import CONF
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import provenance
 from specbench.measure.numbers import METRICS
 from specbench.measure.statistics import Speedup

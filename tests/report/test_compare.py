@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.report import compare, formats
 from tests.support.messages import says
 from tests.support.samples import PROVENANCE, SUMMARY, batched, changed, run_of

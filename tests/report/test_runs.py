@@ -4,7 +4,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from specbench.errors import UserError
+from specbench.system.errors import UserError
 from specbench.measure import metrics, store
 from specbench.measure.numbers import METRICS
 from specbench.report import __main__ as command

@@ -27,7 +27,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
 from specbench.decoding.trace import Clock, Generation
-from specbench.errors import reason
+from specbench.system.errors import reason
 from specbench.measure import provenance
 from specbench.measure.arms import hf_generate_arm
 from specbench.measure.equivalence import certify

@@ -16,7 +16,7 @@ import yaml
 from specbench import CONF
 from specbench.decoding.draft import Drafter, needs_of
 from specbench.pairs import Pair, load_pair
-from specbench.values import parameters
+from specbench.system.settings import parameters
 
 EMBEDDED = "tiny"
 

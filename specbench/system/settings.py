@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-from specbench.errors import UserError, near
+from specbench.system.errors import UserError, near
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from specbench.errors import UserError, file_errors
+from specbench.system.errors import UserError, file_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.processes import own_cores
+from specbench.system.processes import own_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
