@@ -29,7 +29,7 @@ from specbench.system.errors import UserError, one_line_errors
 from specbench.measure import store
 from specbench.measure.passes import Passes
 from specbench.measure.speed import Probes
-from specbench.questions import load_questions
+from specbench.data.questions import load_questions
 from specbench.report import formats, phases, plots, tables
 from specbench.report.runs import Run, finished_runs
 from specbench.report.trained import SAME, differing_training, training_table

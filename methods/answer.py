@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from specbench.compose import with_hydra
-from specbench.conversations import Messages, conversations
+from specbench.data.conversations import Messages, conversations
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding

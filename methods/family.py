@@ -30,7 +30,7 @@ from specbench.system.errors import one_line_errors
 from specbench.report.tables import console
 from specbench.tiny.soundness import RESULT, faults, table
 from specbench.tiny.train import FULL, SHIPPED, SMOKE, Build, Stage, checksums, install
-from specbench.training import RECORD
+from specbench.data.training import RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

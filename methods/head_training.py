@@ -22,7 +22,7 @@ from methods.training import (
     soft_cross_entropy,
     target_states,
 )
-from specbench import training
+from specbench.data import training
 from specbench.decoding.draft import NORMED
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.target import StagedModel
     from specbench.pairs import Pair
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 RANKS, COUNTED_BATCHES = 10, 40  # of a tree: the lowest ranks, and batches that they are counted on
 

@@ -19,7 +19,7 @@ from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
 from specbench.pairs import Pair
 from specbench.system.settings import Count
-from specbench.warming import warm_rows
+from specbench.data.warm_start import warm_rows
 
 if TYPE_CHECKING:
     from specbench.decoding.target import Prefill

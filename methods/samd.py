@@ -25,7 +25,7 @@ from specbench.decoding.tree import Tree
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.pairs import Pair
 from specbench.system.settings import Count
-from specbench.warming import WARM
+from specbench.data.warm_start import WARM
 
 if TYPE_CHECKING:
     from specbench.decoding.target import Prefill, StagedModel

@@ -20,11 +20,11 @@ import torch
 from tqdm import tqdm
 
 from specbench.compose import with_hydra
-from specbench.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
+from specbench.data.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.decoding.draft import NORMED
 from specbench.system.errors import UserError, one_line_errors
 from specbench.pairs import Pair, load_pair
-from specbench.training import data_of
+from specbench.data.training import data_of
 from specbench.system.settings import Count, Seed, check_all
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 RECORD, IDS, WEIGHTS = "states.json", "ids.bin", "weights.bin"
 TOO_MANY = 10_000  # conversations in a row without anything to learn from

@@ -16,7 +16,7 @@ from methods.suffix_automaton import Match, SuffixAutomaton
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.pairs import Pair
 from specbench.system.settings import Count, Probability, Range
-from specbench.warming import warm_answers
+from specbench.data.warm_start import warm_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What trainers share beside the loop of `specbench.training`: batches, the target's states, a teacher's loss."""
+"""What trainers share beside the loop of `specbench.data.training`: batches, the target's states, a teacher's loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.functional import cross_entropy
 
 from methods.states import batches_of_states, key_of, rows_of, states_of
-from specbench.conversations import batched, conversations
+from specbench.data.conversations import batched, conversations
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specbench.decoding.target import StagedModel
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 Answered = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
@@ -50,7 +50,7 @@ SETTINGS = {
 
 
 def batches(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
-    """Endless batches of packed conversations; see `specbench.conversations`.
+    """Endless batches of packed conversations; see `specbench.data.conversations`.
 
     With `cfg.states`, those to train on come from that folder, with the target's states; see `methods.states`.
     """

@@ -14,11 +14,11 @@ from specbench import expand
 from specbench.system import settings as values
 from specbench.system.errors import LackingError, UserError, file_errors, near, reason
 from specbench.packages import described, is_package
-from specbench.questions import load_questions, packaged, warmup_questions
+from specbench.data.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
 from specbench.tuned import settings_source
 from specbench.system.settings import LEARNS, WRAPPED, Count, Natural, Positive, Seed, Temperature
-from specbench.warming import WARM, check_warm
+from specbench.data.warm_start import WARM, check_warm
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Needs

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbench import CONF
 from specbench.system.errors import UserError, file_errors
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:

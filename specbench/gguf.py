@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.system.errors import UserError, reason
 from specbench.system.files import file_sha256, held, make_folder, write_atomic
-from specbench.questions import cache_folder, packaged
+from specbench.data.questions import cache_folder, packaged
 
 if TYPE_CHECKING:
     from pathlib import Path

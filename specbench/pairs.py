@@ -30,7 +30,7 @@ from specbench.system.errors import UserError
 from specbench.expand import Expansion, embedded, expand_model, expansion_of
 from specbench.gguf import converted, gguf_file, is_gguf, source_of
 from specbench.packages import fetched, is_package
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:

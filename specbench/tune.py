@@ -28,7 +28,7 @@ from specbench.checks import check
 from specbench.system.errors import UserError, one_line_errors, optional
 from specbench.measure import provenance, store
 from specbench.system.files import held, make_folder
-from specbench.questions import WARMUP
+from specbench.data.questions import WARMUP
 from specbench.report import tables
 from specbench.report.runs import read_run
 from specbench.sweeps import Job

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from specbench.compose import as_it_stands, choices_of, tuned_on
 from specbench.system.settings import LEARNS, settings
-from specbench.warming import WARM
+from specbench.data.warm_start import WARM
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

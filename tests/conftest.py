@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from specbench.measure import provenance, speed
-from specbench.questions import cache_folder
+from specbench.data.questions import cache_folder
 from tests.support.synthetic import QUIET
 
 USERS_CACHE = cache_folder()  # no test writes there but those of `model`

@@ -503,7 +503,7 @@ FAULTS = (
     Fault(
         "a question inside a longer message is not found",
         "contamination",
-        "specbench/disjoint.py",
+        "specbench/data/contamination.py",
         "words[i : i + len(known)] == known",
         "words == known",
         ("tests/methods/test_rest.py", "tests/methods/test_warming.py"),
@@ -511,7 +511,7 @@ FAULTS = (
     Fault(
         "only the first turn is looked for",
         "contamination",
-        "specbench/disjoint.py",
+        "specbench/data/contamination.py",
         "for text in (*question.turns, *(question.reference or ())):",
         "for text in (*question.turns[:1], *(question.reference or ())):",
         ("tests/methods/test_rest.py", "tests/methods/test_warming.py"),

@@ -14,7 +14,7 @@ from specbench.compose import CONF, check_overrides
 from specbench.decoding.draft import Drafter
 from specbench.decoding.scheduler import Scheduler
 from specbench.system.errors import UserError
-from specbench.questions import TASKS
+from specbench.data.questions import TASKS
 from specbench.system.settings import parameters, settings
 from tests.support.conf import composed
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from specbench.conversations import batched, conversations, packed_rows, parse, shuffled, tokenizer_of
+from specbench.data.conversations import batched, conversations, packed_rows, parse, shuffled, tokenizer_of
 from specbench.system.errors import UserError
 from specbench.pairs import load_pair
 from tests.support.models import byte_tokenizer, save_pair

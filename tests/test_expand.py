@@ -27,7 +27,7 @@ from specbench.expand import Expansion, embedded, expand_model, wide
 from specbench.measure.provenance import differences
 from specbench.measure.runner import prepare
 from specbench.pairs import load_pair
-from specbench.questions import load_questions
+from specbench.data.questions import load_questions
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.expanded import SHAPES, expanded_config

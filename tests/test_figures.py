@@ -16,7 +16,7 @@ from specbench import ROOT
 from specbench.system.errors import UserError
 from specbench.measure import metrics, speed, store
 from specbench.measure.speed import Probes
-from specbench.questions import load_questions
+from specbench.data.questions import load_questions
 from tests.support.messages import says
 from tests.support.samples import faster, run_of
 from tests.support.synthetic import CONFIG, FACTS, QUIET, passes, probed, record, slowed
@@ -107,7 +107,7 @@ def test_a_slow_phase_is_waited_for_or_refused(figures, looks, capsys):
 def questions(tmp_path, monkeypatch) -> None:
     """A file in place of Spec-Bench's, which not every machine has."""
     (tmp_path / "questions.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": ["Why?"]}\n')
-    monkeypatch.setattr("specbench.questions._check_sha256", lambda *_: None)
+    monkeypatch.setattr("specbench.data.questions._check_sha256", lambda *_: None)
     monkeypatch.setenv("SPEC_BENCH_QUESTIONS", str(tmp_path / "questions.jsonl"))
 
 

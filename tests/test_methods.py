@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from specbench.measure import pairing, provenance, runner, store
 from specbench.measure.runner import prepare
-from specbench.questions import warmup_questions
+from specbench.data.questions import warmup_questions
 from tests.support.conf import composed, drafts, inline, names
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specbench.system.errors import UserError
-from specbench.questions import TASKS, find_questions_file, load_questions, packaged, warmup_questions
+from specbench.data.questions import TASKS, find_questions_file, load_questions, packaged, warmup_questions
 
 SPEC_BENCH_SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 ALL = {"name": "all", "tasks": TASKS}
@@ -193,7 +193,7 @@ def test_without_a_network_the_error_says_how_to_get_the_file():
 
 def test_packaged_paths_do_not_depend_on_the_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert packaged("specbench/questions.py").is_file()
+    assert packaged("specbench/data/questions.py").is_file()
     assert packaged("mine.jsonl") == Path("mine.jsonl")
 
 

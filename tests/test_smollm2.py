@@ -20,7 +20,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
 from specbench.packages import described
 from specbench.pairs import Pair, load_pair
-from specbench.questions import TASKS
+from specbench.data.questions import TASKS
 from tests.conftest import USERS_CACHE
 from tests.support.commands import measure_here, run_main
 from tests.support.conf import composed, drafts, file_of, is_scheduler, names

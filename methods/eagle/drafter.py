@@ -28,7 +28,7 @@ from specbench.decoding.layout import RaggedLayout, span
 from specbench.decoding.target import Prefill, StagedModel, attention_mask, rope_of
 from specbench.decoding.tree import Tree
 from specbench.pairs import Pair
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:

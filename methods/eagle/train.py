@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from methods.eagle.model import EagleModel
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 CLASSIFICATION = 0.1  # weight of the cross-entropy
 NOISE, NOISE_LENGTH = 0.1, 512  # of a text of that length; longer ones get less

@@ -9,7 +9,7 @@ from specbench.decoding.draft import Batch, Draft, Needs
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.target import StagedModel
 from specbench.pairs import Pair
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from specbench.system.settings import Count, Natural, Positive
 
 if TYPE_CHECKING:

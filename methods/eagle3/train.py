@@ -28,7 +28,7 @@ from methods.training import (
     target_states,
     training_pair,
 )
-from specbench import training
+from specbench.data import training
 from specbench.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from methods.eagle3.model import Eagle3Model
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 DECAY = 0.8
 COUNTED_BATCHES = 500  # of training text, for the draft vocabulary

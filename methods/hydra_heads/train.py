@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from methods.hydra_heads.heads import Heads, PrefixLayer
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from specbench.decoding.layout import RaggedLayout
 from specbench.decoding.target import Prefill, StagedModel, attention_mask, rope_of
 from specbench.system.errors import UserError
 from specbench.pairs import Pair
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from methods.training import (
     target_states,
     training_pair,
 )
-from specbench import training
+from specbench.data import training
 from specbench.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from methods.kangaroo.adapter import Adapter, AdapterLayer
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 
 @torch.no_grad()

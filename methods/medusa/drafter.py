@@ -19,7 +19,7 @@ from specbench.decoding.layers import weight_bytes
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
 from specbench.pairs import Pair
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 DECAY = 0.8
 BEGINS = "blocks of zeros: every head says what the target's says"

@@ -31,7 +31,7 @@ from methods.training import (
     target_states,
     text_cross_entropy,
 )
-from specbench import training
+from specbench.data import training
 from specbench.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 
 class Streaming(torch.nn.Module):

@@ -13,13 +13,13 @@ from tqdm import tqdm
 
 from methods.rest.datastore import save_datastore
 from specbench.compose import with_hydra
-from specbench.conversations import conversations, read, tokenizer_of
-from specbench.disjoint import MeasuredTexts
+from specbench.data.conversations import conversations, read, tokenizer_of
+from specbench.data.contamination import MeasuredTexts
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.files import file_sha256
 from specbench.pairs import load_pair
-from specbench.questions import find_questions_file, read_questions
-from specbench.training import data_of
+from specbench.data.questions import find_questions_file, read_questions
+from specbench.data.training import data_of
 from specbench.system.settings import Count, Seed, check_all
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from specbench.conversations import Messages
+    from specbench.data.conversations import Messages
 
 SETTINGS = {"tokens": Count | None, "seed": Seed}
 

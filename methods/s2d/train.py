@@ -3,7 +3,7 @@
 SoFT (Kavehzadeh et al. 2024, from the authors' code): the draft model is cut from the target's first layers, with its
 embeddings, final norm and head; every step trains all exits at once, with the mean of their cross-entropies on the text
 itself. No target is its teacher, so one draft model serves them all. Not as the authors do, but as with all trained
-parts here (`specbench.training.train`): the learning rate falls linearly, not by a cosine, weight decay is 0.01, not
+parts here (`specbench.data.training.train`): the learning rate falls linearly, not by a cosine, weight decay is 0.01, not
 0, and the warm-up takes 5 % of the steps, not 4 %.
 """
 
@@ -27,7 +27,7 @@ from methods.training import (
     text_cross_entropy,
     training_pair,
 )
-from specbench import training
+from specbench.data import training
 from specbench.compose import with_hydra
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError, one_line_errors
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 
 class Sorted(torch.nn.Module):

@@ -25,7 +25,7 @@ from methods.training import (
     soft_cross_entropy,
     target_states,
 )
-from specbench import training
+from specbench.data import training
 from specbench.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 
 class Distillation(torch.nn.Module):

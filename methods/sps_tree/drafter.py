@@ -18,7 +18,7 @@ from specbench.decoding.draft import Batch, Draft, Verified
 from specbench.decoding.sampling import Decoding, invert
 from specbench.system.errors import UserError
 from specbench.pairs import Pair
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:

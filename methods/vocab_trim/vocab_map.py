@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.system.errors import UserError, warn
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,7 +22,7 @@ from specbench.measure.rounds import acceptance_length, acceptance_rate, ratio
 from specbench.measure.seconds import ARMS, paired_seconds, passes_seconds, pool_seconds, turn_means
 from specbench.measure.statistics import Speedup, over_passes, ratio_of_means
 from specbench.measure.thirds import learns, thirds, thirds_lines
-from specbench.warming import warm_lines
+from specbench.data.warm_start import warm_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from specbench.decoding.target import StagedModel
     from specbench.measure.arms import Arm
     from specbench.pairs import Pair
-    from specbench.questions import Question
+    from specbench.data.questions import Question
 
 WARM_UP_TOKENS = 16  # of each arm on a warm-up question, to warm up and to choose the number of threads by
 NOISE_TOKENS = 32  # of each warm-up question, on which the rounding noise is measured

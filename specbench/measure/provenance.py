@@ -30,7 +30,7 @@ from specbench.system.errors import UserError
 from specbench.measure import store
 from specbench.system.files import file_sha256
 from specbench.packages import described, is_package
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from specbench.system.settings import parameters
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dic
     Returns:
         Records by "draft", or by the name of the setting that names the part; without those that have none.
     """
-    from specbench.training import DATASTORE, RECORD
+    from specbench.data.training import DATASTORE, RECORD
 
     sources = {"draft": pair["draft"]} if with_draft else {}
     sources |= {name: value for name, value in _flat(drafting) if isinstance(value, str) and value}

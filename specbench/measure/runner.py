@@ -35,9 +35,9 @@ from specbench.measure.passes import Passes, whole
 from specbench.measure.speed import Probes
 from specbench.measure.statistics import Speedup
 from specbench.pairs import load_pair, with_part
-from specbench.questions import Question, find_questions_file, load_questions, warmup_questions
+from specbench.data.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.system.settings import parameters, plain
-from specbench.warming import warm_record
+from specbench.data.warm_start import warm_record
 
 
 def prepare(cfg: DictConfig) -> Bench:

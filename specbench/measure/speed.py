@@ -20,7 +20,7 @@ from specbench.system.errors import UserError, warn
 from specbench.measure import provenance
 from specbench.system.files import write_atomic
 from specbench.system.processes import own_cores
-from specbench.questions import cache_folder
+from specbench.data.questions import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import pandas as pd
 from omegaconf import OmegaConf
 
 from specbench.system.errors import UserError, near
-from specbench.questions import TASKS
+from specbench.data.questions import TASKS
 
 FILE = Path(__file__).with_suffix(".yaml")
 HANDS = ("first", "second")

@@ -14,7 +14,7 @@ import yaml
 from specbench.system.errors import UserError
 from specbench.measure import metrics, provenance, store
 from specbench.measure.numbers import METRICS
-from specbench.questions import TASKS
+from specbench.data.questions import TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specbench.measure.statistics import verdict
-from specbench.questions import TASKS
+from specbench.data.questions import TASKS
 from specbench.report.phases import different_phases, slow_machine, slow_machines
 from specbench.report.runs import (
     LeftOut,
@@ -25,7 +25,7 @@ from specbench.report.runs import (
     named,
     task_names,
 )
-from specbench.warming import WARM, warmed_with
+from specbench.data.warm_start import WARM, warmed_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from specbench.report.runs import labels, named
 from specbench.report.tables import UNKNOWN, PlainTable
-from specbench.warming import WARM
+from specbench.data.warm_start import WARM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

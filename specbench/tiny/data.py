@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from specbench.conversations import Messages, Tokens, batched, packed_rows
+from specbench.data.conversations import Messages, Tokens, batched, packed_rows
 from specbench.tiny.tokenizer import ASSISTANT, BOS, END, USER
 from specbench.tiny.world import Example, training_examples
 

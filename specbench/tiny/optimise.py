@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from transformers import LlamaForCausalLM
 
-    from specbench.training import Batch
+    from specbench.data.training import Batch
 
 CHUNK = 512  # rows of the head's matrix at a time: faster on a CPU than one big matrix
 LIGHT = 0.34  # share of the prompt tokens that go through the head

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 import torch
 from omegaconf import OmegaConf
 
-from specbench import training
+from specbench.data import training
 from specbench.system.errors import one_line_errors
 from specbench.tiny import models, world
 from specbench.tiny.data import PROMPT_WEIGHT, packed_batches

@@ -20,7 +20,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Generation
 from specbench.measure.runner import Bench, prepare
 from specbench.pairs import load_pair
-from specbench.questions import load_questions
+from specbench.data.questions import load_questions
 from tests.support.expanded import SHAPES, expanded_config
 
 METHODS = {

@@ -25,7 +25,7 @@ from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.layouts import Choice, PassShape, choose_layouts
 from specbench.decoding.linear import default
 from specbench.decoding.target import StagedModel
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from specbench.report.tables import layouts_line
 
 SHAPES = ["128x128", "16384x128", "512x512", "1536x512", "512x1536", "1024x3072", "3072x1024"]

@@ -20,7 +20,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.target import StagedModel
 from specbench.measure.arms import one_by_one
 from specbench.measure.statistics import speedup
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from tests.benchmarks.common import interleave, pair_and_requests, print_ratios
 
 SORTED, MAP = "specbench/tiny/weights/s2d", "specbench/tiny/weights/vocab_map"

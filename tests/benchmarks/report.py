@@ -24,7 +24,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from specbench.measure import metrics, provenance, store
-from specbench.questions import TASKS, find_questions_file
+from specbench.data.questions import TASKS, find_questions_file
 from tests.support.conf import composed
 from tests.support.synthetic import CONFIG, FACTS, answered
 

@@ -24,7 +24,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from specbench.compose import CONF
 from specbench.measure import runner
-from specbench.questions import load_questions
+from specbench.data.questions import load_questions
 
 with initialize_config_dir(str(CONF), version_base="1.3"):
     cfg = compose("bench", overrides=sys.argv[1:])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specbench.measure import metrics, store
 from specbench.measure.frames import STEP_COLUMNS, generations_frame, steps_frame
 from specbench.measure.statistics import Speedup
-from specbench.questions import TASKS
+from specbench.data.questions import TASKS
 from tests.support.synthetic import (
     CONFIG,
     EXACT,
@@ -300,7 +300,7 @@ def test_frames_hold_every_generation_and_every_round(records):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("module", ["specbench.measure.metrics", "specbench.questions"])
+@pytest.mark.parametrize("module", ["specbench.measure.metrics", "specbench.data.questions"])
 def test_imports_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from methods.answer import answer
-from specbench.conversations import read
+from specbench.data.conversations import read
 from specbench.system.errors import UserError
 from specbench.pairs import load_pair
 from tests.support.conf import composed

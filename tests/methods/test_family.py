@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from methods import family
-from specbench.training import RECORD
+from specbench.data.training import RECORD
 
 DRAFTERS = (
     *("draft", "s2d", "streaming", "kangaroo", "kangaroo_shallow", "medusa", "medusa_shallow"),
@@ -96,7 +96,7 @@ def test_the_family_is_made_from_nothing_and_once(tmp_path, monkeypatch, capsys)
         raise AssertionError("what is there is not made again")
 
     monkeypatch.setattr(family, "CONTEXT", SimpleNamespace(Process=never))
-    monkeypatch.setattr("specbench.training.train", never)
+    monkeypatch.setattr("specbench.data.training.train", never)
     assert family.main(arguments) == 0
     torch.use_deterministic_algorithms(deterministic)
 

@@ -25,7 +25,7 @@ from specbench.system import threads
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
 from specbench.pairs import cut, load_pair
-from specbench.training import LOG, RECORD, stages_of, train
+from specbench.data.training import LOG, RECORD, stages_of, train
 from tests.support.decoding import random_pair
 from tests.support.messages import says
 from tests.support.models import EVERY_ARCHITECTURE

@@ -24,7 +24,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.measure.pairing import Bench
 from specbench.measure.runner import prepare
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from tests.support.conf import composed, inline, is_scheduler, lacks_part, names
 from tests.support.decoding import random_pair
 from tests.support.waits import Waits, watched

@@ -13,14 +13,14 @@ from methods.samd import SAMDecoding
 from methods.suffix import SuffixDecoding
 from methods.suffix_automaton import SuffixAutomaton
 from specbench.checks import check
-from specbench.conversations import tokenizer_of
+from specbench.data.conversations import tokenizer_of
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
 from specbench.pairs import load_pair
-from specbench.warming import warm_answers, warm_record
+from specbench.data.warm_start import warm_answers, warm_record
 from tests.support.conf import composed
 
 TALKS = [

@@ -4,7 +4,7 @@ from yaml.constructor import ConstructorError
 
 from specbench import ROOT
 from specbench.system.errors import UserError
-from specbench.questions import TASKS
+from specbench.data.questions import TASKS
 from specbench.report import published as module
 from specbench.report.published import Published, beside, frame, published, rows_of
 

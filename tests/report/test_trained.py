@@ -8,7 +8,7 @@ from specbench.measure import provenance
 from specbench.report import compare, formats
 from specbench.report.__main__ import report
 from specbench.report.trained import SAME, differing_training, training_table
-from specbench.training import DATASTORE, RECORD
+from specbench.data.training import DATASTORE, RECORD
 from tests.support.samples import SUMMARY, run_of
 
 TRAINED = {

@@ -14,7 +14,7 @@ from specbench.tiny.muon import Muon, orthogonalise
 from specbench.tiny.optimise import Schedule, Text
 from specbench.tiny.tokenizer import load_tokenizer
 from specbench.tiny.train import MODELS, SHIPPED, SUMS, checksums
-from specbench.training import RECORD, train
+from specbench.data.training import RECORD, train
 
 WEIGHTS = SHIPPED / "weights"
 

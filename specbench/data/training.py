@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from specbench.system.errors import UserError
-from specbench.questions import packaged
+from specbench.data.questions import packaged
 from specbench.system.threads import Threads, use_threads
 from specbench.system.settings import plain
 

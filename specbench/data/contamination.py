@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from specbench.conversations import Messages
-    from specbench.questions import Question
+    from specbench.data.conversations import Messages
+    from specbench.data.questions import Question
 
 # A text of fewer words says little: it is found as a whole message alone, and as an answer not at all.
 WORDS = 8

@@ -9,16 +9,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.disjoint import MeasuredTexts
+from specbench.data.contamination import MeasuredTexts
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256
-from specbench.questions import find_questions_file, packaged, read_questions
+from specbench.data.questions import find_questions_file, packaged, read_questions
 from specbench.system.settings import WRAPPED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from specbench.conversations import Tokens
+    from specbench.data.conversations import Tokens
     from specbench.pairs import Pair
 
 WARM = "warm"  # the setting, and the name of the file's record among those of what a drafter saw
@@ -41,7 +41,7 @@ def check_warm(drafting: Mapping, data: Mapping, task: Mapping) -> None:
     Raises:
         UserError: it is missing, holds no conversations, or holds a question or a reference answer of the data.
     """
-    from specbench.conversations import read  # late: a configuration is checked without torch
+    from specbench.data.conversations import read  # late: a configuration is checked without torch
 
     named = warm_file(drafting)
     if named is None:
@@ -69,7 +69,7 @@ def warm_rows(file: str, pair: Pair) -> Iterator[Tokens]:
     """
     from tqdm import tqdm
 
-    from specbench.conversations import read, tokenizer_of
+    from specbench.data.conversations import read, tokenizer_of
 
     tokenize = tokenizer_of(pair)
     for messages in tqdm(
