@@ -24,7 +24,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import one_line_errors
-from specbench.pairs import Pair, load_pair
+from specbench.models.pairs import Pair, load_pair
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specbench.decoding.draft import Drafter
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 
 
 class Autoregressive(Drafter):

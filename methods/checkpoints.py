@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specbench.system.errors import UserError, reason
-from specbench.pairs import fetch_small_files
+from specbench.models.pairs import fetch_small_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from specbench.decoding.target import StagedModel
-    from specbench.pairs import Pair
+    from specbench.models.pairs import Pair
     from specbench.data.training import Batch
 
 RANKS, COUNTED_BATCHES = 10, 40  # of a tree: the lowest ranks, and batches that they are counted on

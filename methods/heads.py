@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specbench.decoding.draft import Batch
     from specbench.decoding.sampling import Decoding
     from specbench.decoding.target import StagedModel
-    from specbench.pairs import Pair
+    from specbench.models.pairs import Pair
 
 
 class DraftHead:

@@ -18,7 +18,7 @@ import torch
 from specbench.decoding.device import on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.decoding.sampling import likeliest
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Range
 
 if TYPE_CHECKING:

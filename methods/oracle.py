@@ -25,7 +25,7 @@ from specbench.decoding.draft import Sequence as Decoded
 from specbench.decoding.layout import span
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.system.errors import UserError
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability, Seed
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Sequence, Verified
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.system.settings import Count
 from specbench.data.warm_start import warm_rows
 

@@ -23,7 +23,7 @@ from specbench.decoding.device import on_device
 from specbench.decoding.draft import Batch, Draft, Sequence, Verified, make_drafter
 from specbench.decoding.tree import Tree
 from specbench.decoding.wrapped import WrappedDrafter
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.system.settings import Count
 from specbench.data.warm_start import WARM
 

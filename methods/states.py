@@ -23,7 +23,7 @@ from specbench.compose import with_hydra
 from specbench.data.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.decoding.draft import NORMED
 from specbench.system.errors import UserError, one_line_errors
-from specbench.pairs import Pair, load_pair
+from specbench.models.pairs import Pair, load_pair
 from specbench.data.training import data_of
 from specbench.system.settings import Count, Seed, check_all
 

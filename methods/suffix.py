@@ -14,7 +14,7 @@ from methods.counted_trees import Counted, likeliest
 from methods.heads import move_entries
 from methods.suffix_automaton import Match, SuffixAutomaton
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability, Range
 from specbench.data.warm_start import warm_answers
 

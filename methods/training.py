@@ -17,7 +17,7 @@ from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import finished, logit_steps
-from specbench.pairs import Pair, draft_of, load_pair
+from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.system.settings import Count, NotNegative, Positive, Range, Seed
 
 if TYPE_CHECKING:

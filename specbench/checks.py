@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench import expand
+from specbench.models import expansion as expand
 from specbench.system import settings as values
 from specbench.system.errors import LackingError, UserError, file_errors, near, reason
-from specbench.packages import described, is_package
+from specbench.models.packages import described, is_package
 from specbench.data.questions import load_questions, packaged, warmup_questions
 from specbench.tracking import check as check_tracker
 from specbench.tuned import settings_source
@@ -282,7 +282,7 @@ def parameters(cls: type, what: str, group: DictConfig) -> dict[str, inspect.Par
 
 def check_folders(cfg: DictConfig, needs: Needs) -> None:
     """Raises UserError when a model, tokenizer or part that will be read is a path where no folder is."""
-    from specbench.pairs import local_folder  # late: a misspelt name need not wait for torch
+    from specbench.models.pairs import local_folder  # late: a misspelt name need not wait for torch
 
     names = [cfg.pair.target, cfg.pair.tokenizer, needs.draft_of(cfg.pair)]
     if needs.part is not None:

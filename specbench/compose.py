@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specbench import CONF
 from specbench.system.errors import UserError, near
-from specbench.expand import layer_at
+from specbench.models.expansion import layer_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 
 def fetch(cfg: DictConfig) -> None:
     """Fetches target, draft model and trained parts, and prints where each lies. Raises UserError where it cannot."""
-    from specbench.pairs import (
+    from specbench.models.pairs import (
         SMALL_FILES,
         fetch_small_files,
         local_folder,

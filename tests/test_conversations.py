@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from specbench.data.conversations import batched, conversations, packed_rows, parse, shuffled, tokenizer_of
 from specbench.system.errors import UserError
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from tests.support.models import byte_tokenizer, save_pair
 
 NOWHERE = OmegaConf.create({"name": "mine", "training": None})

@@ -23,10 +23,10 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.expand import Expansion, embedded, expand_model, wide
+from specbench.models.expansion import Expansion, embedded, expand_model, wide
 from specbench.measure.provenance import differences
 from specbench.measure.runner import prepare
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from specbench.data.questions import load_questions
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers, random_pair
@@ -305,7 +305,7 @@ def test_on_a_gpu_nothing_is_allocated_twice():
 MEASURED = """
 import torch
 from specbench.measure.provenance import peak_memory
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from tests.support.conf import composed
 
 before = []

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specbench import gguf as conversion
+from specbench.models import gguf as conversion
 from specbench.system.errors import UserError
-from specbench.gguf import MODEL, PARTIAL, converted, is_gguf, source_of
-from specbench.pairs import load_pair
+from specbench.models.gguf import MODEL, PARTIAL, converted, is_gguf, source_of
+from specbench.models.pairs import load_pair
 from tests.support.commands import measure_here, run_main
 from tests.support.conf import composed
 from tests.support.gguf import rounded, write_gguf

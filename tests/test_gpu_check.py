@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench import ROOT
-from specbench.expand import embedded
+from specbench.models.expansion import embedded
 from tests.benchmarks.gpu import __main__ as check
 from tests.benchmarks.gpu import bundle
 from tests.benchmarks.gpu.report import markdown

@@ -13,7 +13,7 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from specbench.decoding.passes import Options, options_of
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.pairs import choose_device, cut, load_pair
+from specbench.models.pairs import choose_device, cut, load_pair
 from tests.support.models import TEMPLATE, byte_tokenizer, random_model, save_pair
 
 CHAT = [

@@ -20,7 +20,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from tests.support.conf import composed, file_of, is_hub_id, names
 from tests.support.decoding import generate_with_transformers
 from tests.support.methods import saved_adapter, trimmed

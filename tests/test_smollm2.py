@@ -18,8 +18,8 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
-from specbench.packages import described
-from specbench.pairs import Pair, load_pair
+from specbench.models.packages import described
+from specbench.models.pairs import Pair, load_pair
 from specbench.data.questions import TASKS
 from tests.conftest import USERS_CACHE
 from tests.support.commands import measure_here, run_main

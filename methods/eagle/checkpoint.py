@@ -12,7 +12,7 @@ from methods.eagle.model import EagleModel, eagle_config
 from specbench.decoding.device import place_weights
 from specbench.decoding.linear import lay_out
 from specbench.system.errors import UserError
-from specbench.expand import ADDED_ROW, Expansion
+from specbench.models.expansion import ADDED_ROW, Expansion
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,7 +31,7 @@ from specbench.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import one_line_errors
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from specbench.system.settings import Count, check_all
 
 if TYPE_CHECKING:

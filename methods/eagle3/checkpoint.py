@@ -17,7 +17,7 @@ from specbench.decoding.device import place_weights
 from specbench.decoding.linear import lay_out
 from specbench.decoding.target import check_rope
 from specbench.system.errors import UserError
-from specbench.expand import Expansion
+from specbench.models.expansion import Expansion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from methods.eagle.drafter import DynamicEagle
 from specbench.decoding.draft import Batch, Draft, Needs
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.target import StagedModel
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.data.questions import packaged
 from specbench.system.settings import Count, Natural, Positive
 

@@ -33,8 +33,8 @@ from specbench.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError, one_line_errors
-from specbench.expand import Sizes
-from specbench.pairs import load_pair
+from specbench.models.expansion import Sizes
+from specbench.models.pairs import load_pair
 from specbench.system.settings import Count, Range, check_all
 
 if TYPE_CHECKING:

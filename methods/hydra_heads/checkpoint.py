@@ -24,13 +24,13 @@ from methods.hydra_heads.heads import Heads, PrefixLayer, prefix_config
 from specbench.decoding.device import place_weights
 from specbench.decoding.linear import lay_out
 from specbench.system.errors import UserError
-from specbench.expand import Expansion
+from specbench.models.expansion import Expansion
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from specbench.decoding.target import StagedModel
-    from specbench.pairs import Pair
+    from specbench.models.pairs import Pair
 
 WHAT = "the Hydra heads"
 FILES = (WEIGHTS, "hydra_lm_head.pt")

@@ -21,7 +21,7 @@ from specbench.decoding.layers import quick, weight_bytes
 from specbench.decoding.layout import RaggedLayout
 from specbench.decoding.linear import laid_linear
 from specbench.decoding.target import StagedModel, attention_mask, rope_of
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.data.questions import packaged
 from specbench.system.settings import Count
 

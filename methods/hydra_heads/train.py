@@ -21,7 +21,7 @@ from methods.training import SETTINGS, training_pair
 from specbench.compose import with_hydra
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import one_line_errors
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from specbench.system.settings import Count, check_all
 
 if TYPE_CHECKING:

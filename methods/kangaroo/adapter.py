@@ -19,7 +19,7 @@ from methods.draft_layer import DraftLayer
 from specbench.decoding.device import place_weights
 from specbench.decoding.linear import lay_out
 from specbench.system.errors import UserError
-from specbench.expand import Expansion
+from specbench.models.expansion import Expansion
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ from specbench.decoding.layers import quick, weight_bytes
 from specbench.decoding.layout import RaggedLayout
 from specbench.decoding.target import Prefill, StagedModel, attention_mask, rope_of
 from specbench.system.errors import UserError
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.data.questions import packaged
 from specbench.system.settings import Count, Probability
 

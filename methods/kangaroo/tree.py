@@ -13,7 +13,7 @@ from methods.kangaroo.drafter import Kangaroo
 from methods.rank_trees import likeliest_ids
 from specbench.decoding.draft import Batch, Draft, Resume
 from specbench.decoding.tree import Tree
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from specbench.decoding.target import StagedModel
-    from specbench.pairs import Pair
+    from specbench.models.pairs import Pair
 
 WHAT = "the heads"
 FILES = (WEIGHTS, "medusa_lm_head.pt", "medusa_lm_head.safetensors")

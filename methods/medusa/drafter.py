@@ -18,7 +18,7 @@ from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Seque
 from specbench.decoding.layers import weight_bytes
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.data.questions import packaged
 from specbench.system.settings import Count
 

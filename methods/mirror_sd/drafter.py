@@ -25,7 +25,7 @@ from specbench.decoding.linear import laid_linear
 from specbench.decoding.target import Prefill, StagedModel
 from specbench.decoding.trace import Clock
 from specbench.system.errors import UserError
-from specbench.pairs import Pair, draft_of
+from specbench.models.pairs import Pair, draft_of
 from specbench.data.questions import packaged
 from specbench.system.settings import Count, Positive, Probability, Range
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from specbench.expand import Expansion
+    from specbench.models.expansion import Expansion
 
 FILE, NAME = "streams.safetensors", "streams"
 

@@ -23,7 +23,7 @@ from specbench.data.training import DATASTORE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from specbench.pairs import Pair
+    from specbench.models.pairs import Pair
 
 RECORD, TOKENS, PLACES = DATASTORE, "tokens.bin", "places.bin"
 FOLLOWERS = 8  # children of a node at most

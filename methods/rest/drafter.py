@@ -7,7 +7,7 @@ from methods.rest.datastore import load_datastore, tree_behind
 from methods.suffix_array import check_sorted
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs
 from specbench.system.errors import at_least
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.system.settings import Count
 
 

@@ -17,7 +17,7 @@ from specbench.data.conversations import conversations, read, tokenizer_of
 from specbench.data.contamination import MeasuredTexts
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.files import file_sha256
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from specbench.data.questions import find_questions_file, read_questions
 from specbench.data.training import data_of
 from specbench.system.settings import Count, Seed, check_all

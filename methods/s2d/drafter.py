@@ -19,7 +19,7 @@ from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Needs, Sequence, Verified
 from specbench.decoding.kv_cache import Pass
 from specbench.system.errors import UserError
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from specbench.data import training
 from specbench.compose import with_hydra
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError, one_line_errors
-from specbench.pairs import cut, load_pair
+from specbench.models.pairs import cut, load_pair
 from specbench.system.settings import Count, check_all
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from methods.heads import StopTracker, draft_head, move_entries, target_ids
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
 from specbench.decoding.layout import RaggedLayout
 from specbench.decoding.target import Prefill, StagedModel
-from specbench.pairs import Pair, draft_of
+from specbench.models.pairs import Pair, draft_of
 from specbench.system.settings import Count, Probability
 
 

@@ -30,7 +30,7 @@ from specbench.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import one_line_errors
-from specbench.pairs import draft_of
+from specbench.models.pairs import draft_of
 from specbench.system.settings import check_all
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Batch, Draft, Verified
 from specbench.decoding.sampling import Decoding, invert
 from specbench.system.errors import UserError
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.data.questions import packaged
 from specbench.system.settings import Count
 

@@ -25,7 +25,7 @@ from methods.training import Answered, answered
 from specbench.compose import with_hydra
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError, one_line_errors
-from specbench.pairs import draft_of, load_pair
+from specbench.models.pairs import draft_of, load_pair
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from methods.swift.search import LayerSearch
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.decoding.layers import check_parts
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from specbench.compose import with_hydra
 from specbench.data.conversations import conversations
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError, one_line_errors
-from specbench.pairs import Pair, draft_of, load_pair
+from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from specbench.pairs import Pair
+    from specbench.models.pairs import Pair
 
 FILE = "vocab_map.json"
 

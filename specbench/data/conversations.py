@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from specbench.pairs import Pair
+    from specbench.models.pairs import Pair
 
 ROLES = {
     "human": "user",

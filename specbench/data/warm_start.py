@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from specbench.data.conversations import Tokens
-    from specbench.pairs import Pair
+    from specbench.models.pairs import Pair
 
 WARM = "warm"  # the setting, and the name of the file's record among those of what a drafter saw
 SILENT_SECONDS = 2  # a longer warming shows how far it is

@@ -13,7 +13,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Mark, Step
 from specbench.decoding.turns import between_rounds
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 
 if TYPE_CHECKING:
     from specbench.decoding.engine import Engine

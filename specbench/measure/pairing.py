@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from specbench.decoding.draft import Drafter
     from specbench.decoding.target import StagedModel
     from specbench.measure.arms import Arm
-    from specbench.pairs import Pair
+    from specbench.models.pairs import Pair
     from specbench.data.questions import Question
 
 WARM_UP_TOKENS = 16  # of each arm on a warm-up question, to warm up and to choose the number of threads by

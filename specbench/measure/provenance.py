@@ -29,7 +29,7 @@ from specbench import ROOT
 from specbench.system.errors import UserError
 from specbench.measure import store
 from specbench.system.files import file_sha256
-from specbench.packages import described, is_package
+from specbench.models.packages import described, is_package
 from specbench.data.questions import packaged
 from specbench.system.settings import parameters
 

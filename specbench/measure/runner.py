@@ -34,7 +34,7 @@ from specbench.measure.pairing import BASELINE, HF, METHOD, SINGLE, Bench, attem
 from specbench.measure.passes import Passes, whole
 from specbench.measure.speed import Probes
 from specbench.measure.statistics import Speedup
-from specbench.pairs import load_pair, with_part
+from specbench.models.pairs import load_pair, with_part
 from specbench.data.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.system.settings import parameters, plain
 from specbench.data.warm_start import warm_record

@@ -19,7 +19,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Generation
 from specbench.measure.runner import Bench, prepare
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from specbench.data.questions import load_questions
 from tests.support.expanded import SHAPES, expanded_config
 

@@ -34,7 +34,7 @@ from methods.suffix import SuffixDecoding
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.target import StagedModel
-from specbench.pairs import Pair
+from specbench.models.pairs import Pair
 from tests.benchmarks.common import pair_and_requests
 from tests.support.conf import composed
 

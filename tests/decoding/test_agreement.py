@@ -16,7 +16,7 @@ from specbench.decoding.draft import Draft
 from specbench.decoding.target import StagedModel, random_ids
 from specbench.system.errors import UserError
 from specbench.measure.runner import prepare
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from tests.support.conf import composed
 from tests.support.models import random_model
 

@@ -21,7 +21,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.decoding.tree import Tree
 from specbench.system.errors import UserError
-from specbench.pairs import cut
+from specbench.models.pairs import cut
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain
 from tests.support.models import ARCHITECTURES, COMMON, random_model

@@ -25,7 +25,7 @@ from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.expand import Expansion, expand_model
+from specbench.models.expansion import Expansion, expand_model
 from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair

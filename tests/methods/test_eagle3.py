@@ -22,8 +22,8 @@ from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel, attention_mask, rope_of
 from specbench.system.errors import UserError
-from specbench.expand import Expansion, expand_model
-from specbench.expand import wide as wide_shape
+from specbench.models.expansion import Expansion, expand_model
+from specbench.models.expansion import wide as wide_shape
 from tests.support import batches
 from tests.support.decoding import random_pair
 from tests.support.lossless import (

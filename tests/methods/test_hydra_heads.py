@@ -28,8 +28,8 @@ from specbench.decoding.layers import weight_bytes
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.expand import Expansion, expand_model
-from specbench.pairs import load_pair
+from specbench.models.expansion import Expansion, expand_model
+from specbench.models.pairs import load_pair
 from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair

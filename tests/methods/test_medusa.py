@@ -24,7 +24,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair
@@ -184,7 +184,7 @@ def test_files_from_the_hub(folder, monkeypatch):
         asked.append((name, allow_patterns))
         return folder
 
-    monkeypatch.setattr("specbench.pairs.snapshot_download", fetch)
+    monkeypatch.setattr("specbench.models.pairs.snapshot_download", fetch)
     assert Medusa(random_pair("llama"), "someone/medusa-of-llama").heads.heads == 3
     files = ["config.json", "model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors"]
     assert asked == [("someone/medusa-of-llama", files)]

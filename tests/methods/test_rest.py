@@ -24,7 +24,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.target import StagedModel
 from specbench.data.contamination import WORDS, MeasuredTexts
 from specbench.system.errors import UserError
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from specbench.data.questions import TASKS, Question, read_questions
 from specbench.tiny.tokenizer import load_tokenizer
 from tests.support import batches

@@ -13,7 +13,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.pairs import cut
+from specbench.models.pairs import cut
 from tests.support.methods import drafts, sorted_pair
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]

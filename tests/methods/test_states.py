@@ -15,7 +15,7 @@ from specbench.data.conversations import batched
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from specbench.data.training import RECORD
 from tests.support.conf import composed
 from tests.support.training import training_settings, training_workplace

@@ -15,7 +15,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers
 from tests.support.models import random_model

@@ -24,7 +24,7 @@ from specbench import ROOT
 from specbench.system import threads
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.pairs import cut, load_pair
+from specbench.models.pairs import cut, load_pair
 from specbench.data.training import LOG, RECORD, stages_of, train
 from tests.support.decoding import random_pair
 from tests.support.messages import says

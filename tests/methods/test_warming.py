@@ -19,7 +19,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError
-from specbench.pairs import load_pair
+from specbench.models.pairs import load_pair
 from specbench.data.warm_start import warm_answers, warm_record
 from tests.support.conf import composed
 

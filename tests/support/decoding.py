@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from specbench.decoding.target import StagedModel
-from specbench.pairs import cut
+from specbench.models.pairs import cut
 from tests.support.models import random_model
 
 STOP = 2

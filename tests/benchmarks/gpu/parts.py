@@ -32,7 +32,7 @@ from specbench.measure import provenance
 from specbench.measure.arms import hf_generate_arm
 from specbench.measure.equivalence import certify
 from specbench.measure.rounding import margin, shape_noise
-from specbench.pairs import Pair, load_pair
+from specbench.models.pairs import Pair, load_pair
 from specbench.data.questions import warmup_questions
 from tests.benchmarks.gpu.settings import Loaded, Settings, method_settings, names, pair_settings, read
 

@@ -15,7 +15,7 @@ import yaml
 
 from specbench import CONF
 from specbench.decoding.draft import Drafter, needs_of
-from specbench.pairs import Pair, load_pair
+from specbench.models.pairs import Pair, load_pair
 from specbench.system.settings import parameters
 
 EMBEDDED = "tiny"

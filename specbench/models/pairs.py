@@ -27,9 +27,9 @@ from safetensors import SafetensorError
 from specbench.decoding.device import place_weights, prepare_device
 from specbench.decoding.passes import Options, set_options
 from specbench.system.errors import UserError
-from specbench.expand import Expansion, embedded, expand_model, expansion_of
-from specbench.gguf import converted, gguf_file, is_gguf, source_of
-from specbench.packages import fetched, is_package
+from specbench.models.expansion import Expansion, embedded, expand_model, expansion_of
+from specbench.models.gguf import converted, gguf_file, is_gguf, source_of
+from specbench.models.packages import fetched, is_package
 from specbench.data.questions import packaged
 from specbench.system.settings import plain
 

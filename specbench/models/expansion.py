@@ -329,7 +329,7 @@ def embedded(pair_cfg: DictConfig) -> DictConfig:
     """
     if pair_cfg.init != "expanded":
         return pair_cfg
-    from specbench.pairs import local_folder  # late: a misspelt name need not wait for torch
+    from specbench.models.pairs import local_folder  # late: a misspelt name need not wait for torch
 
     if local_folder(pair_cfg.target):
         return pair_cfg
