@@ -23,8 +23,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specbench.checks import check
-from specbench.compose import CONF
+from specbench.config.checks import check
+from specbench.config.compose import CONF
 from specbench.system.errors import UserError, one_line_errors
 from specbench.measure import store
 from specbench.measure.passes import Passes

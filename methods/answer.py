@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from specbench.compose import with_hydra
+from specbench.config.compose import with_hydra
 from specbench.data.conversations import Messages, conversations
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from specbench.compose import with_hydra
+from specbench.config.compose import with_hydra
 from specbench.data.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.decoding.draft import NORMED
 from specbench.system.errors import UserError, one_line_errors

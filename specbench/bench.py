@@ -15,8 +15,8 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from specbench.checks import check
-from specbench.compose import with_hydra
+from specbench.config.checks import check
+from specbench.config.compose import with_hydra
 from specbench.system.errors import LackingError, UserError, one_line_errors, tell
 from specbench.measure import store
 from specbench.system.processes import end_with_parent, heeding_sigterm

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from specbench.compose import with_hydra
+from specbench.config.compose import with_hydra
 from specbench.system.errors import UserError, one_line_errors
 
 if TYPE_CHECKING:

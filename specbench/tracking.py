@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 
 from specbench.system import settings as values
-from specbench.compose import CONF
+from specbench.config.compose import CONF
 from specbench.system.errors import UserError, one_line_errors, reason
 from specbench.measure import store
 from specbench.system.processes import end_with_parent

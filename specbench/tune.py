@@ -24,7 +24,7 @@ from rich.text import Text
 from specbench import THREAD_VARIABLES
 from specbench.system import settings as values
 from specbench.bench import here, run, with_hydra
-from specbench.checks import check
+from specbench.config.checks import check
 from specbench.system.errors import UserError, one_line_errors, optional
 from specbench.measure import provenance, store
 from specbench.system.files import held, make_folder

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from specbench import bench, checks
+from specbench import bench
+from specbench.config import checks
 from specbench.system.errors import UserError
 from specbench.measure import runner, store
 from tests.support import conf

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench import ROOT, bench
-from specbench.compose import CONF
+from specbench.config.compose import CONF
 from specbench.measure import store
 from specbench.sweeps import FAILED, LEFT_OUT, OK, Job
 from tests.support.conf import composed

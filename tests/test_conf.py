@@ -9,8 +9,8 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from specbench.checks import check_method, check_values
-from specbench.compose import CONF, check_overrides
+from specbench.config.checks import check_method, check_values
+from specbench.config.compose import CONF, check_overrides
 from specbench.decoding.draft import Drafter
 from specbench.decoding.scheduler import Scheduler
 from specbench.system.errors import UserError

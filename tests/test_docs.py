@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import methods
 from specbench import ROOT, cli
-from specbench.checks import check_method
-from specbench.compose import CONF
+from specbench.config.checks import check_method
+from specbench.config.compose import CONF
 from specbench.decoding.draft import Drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding

@@ -18,7 +18,7 @@ from methods.kangaroo.adapter import load_adapter, save_adapter
 from methods.mirror_sd.streams import load_streams, save_streams
 from methods.s2d import SortedDraft
 from specbench import CONF, ROOT
-from specbench.checks import check
+from specbench.config.checks import check
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.target import StagedModel

@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_dir
 
 from hydra_plugins import specbench_launchers
 from specbench import bench
-from specbench.compose import CONF
+from specbench.config.compose import CONF
 from specbench.system.errors import UserError
 from specbench.measure import runner, store
 from tests.support.commands import cli, run_main, small_pair_and_questions

@@ -10,8 +10,9 @@ import sys
 import pytest
 from hydra import compose, initialize_config_dir
 
-from specbench import bench, checks, tune
-from specbench.compose import CONF
+from specbench import bench, tune
+from specbench.config import checks
+from specbench.config.compose import CONF
 from specbench.system.errors import UserError
 from specbench.measure import runner, store
 from tests.support.commands import exit_code, small_pair_and_questions

@@ -9,10 +9,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from specbench import CONF, checks
-from specbench.compose import tuned_on
+from specbench import CONF
+from specbench.config import checks
+from specbench.config.compose import tuned_on
 from specbench.measure import metrics
-from specbench.tuned import settings_source
+from specbench.config.tuned import settings_source
 from specbench.system.settings import parameters
 from tests.measure.test_metrics import CONFIG, FACTS, answered
 from tests.support import conf
@@ -213,7 +214,7 @@ def test_tuned_files_of_ones_own(tmp_path, monkeypatch, capfd):
     (tmp_path / "conf/tuned/mine/sps.yaml").write_text("max_draft_tokens: 4\n")
     (tmp_path / "conf/tuned/tiny/sps.yaml").write_text("max_draft_token: 4\n")
     monkeypatch.chdir(tmp_path)
-    sys.modules["specbench.compose"]._as_it_stands.cache_clear()
+    sys.modules["specbench.config.compose"]._as_it_stands.cache_clear()
     code, _, err = run_main(monkeypatch, capfd, "method=sps", "pair=tiny")
     assert code == 2 and err.startswith("error: method sps has no parameter 'max_draft_token'")
     assert "max_draft_tokens" in err and err.count("\n") == 1

@@ -27,7 +27,7 @@ from methods.training import (
     target_states,
     training_pair,
 )
-from specbench.compose import with_hydra
+from specbench.config.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import one_line_errors

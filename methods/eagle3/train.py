@@ -29,7 +29,7 @@ from methods.training import (
     training_pair,
 )
 from specbench.data import training
-from specbench.compose import with_hydra
+from specbench.config.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError, one_line_errors

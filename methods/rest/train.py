@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from methods.rest.datastore import save_datastore
-from specbench.compose import with_hydra
+from specbench.config.compose import with_hydra
 from specbench.data.conversations import conversations, read, tokenizer_of
 from specbench.data.contamination import MeasuredTexts
 from specbench.system.errors import UserError, one_line_errors

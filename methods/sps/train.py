@@ -26,7 +26,7 @@ from methods.training import (
     target_states,
 )
 from specbench.data import training
-from specbench.compose import with_hydra
+from specbench.config.compose import with_hydra
 from specbench.decoding.draft import NORMED
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import one_line_errors

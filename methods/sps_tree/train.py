@@ -22,7 +22,7 @@ from methods.heads import target_ids
 from methods.rank_trees import best_tree, counted_paths
 from methods.sps_tree.drafter import FILE
 from methods.training import Answered, answered
-from specbench.compose import with_hydra
+from specbench.config.compose import with_hydra
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError, one_line_errors
 from specbench.models.pairs import draft_of, load_pair

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from methods.training import answered
 from methods.vocab_trim.vocab_map import rank, save_vocab_map
-from specbench.compose import with_hydra
+from specbench.config.compose import with_hydra
 from specbench.data.conversations import conversations
 from specbench.decoding.target import StagedModel
 from specbench.system.errors import UserError, one_line_errors

@@ -22,7 +22,7 @@ import json, sys, time
 from dataclasses import replace
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from specbench.compose import CONF
+from specbench.config.compose import CONF
 from specbench.measure import runner
 from specbench.data.questions import load_questions
 

@@ -19,8 +19,8 @@ from transformers import AutoConfig
 
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from specbench.system import threads
-from specbench.checks import check
-from specbench.compose import CONF
+from specbench.config.checks import check
+from specbench.config.compose import CONF
 from specbench.decoding import acceptance, layouts
 from specbench.decoding.acceptance import outcome
 from specbench.decoding.draft import Drafter

@@ -14,8 +14,8 @@ import methods
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from specbench.checks import check_method
-from specbench.compose import CONF
+from specbench.config.checks import check_method
+from specbench.config.compose import CONF
 from specbench.decoding.draft import NORMED, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding

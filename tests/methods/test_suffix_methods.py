@@ -16,7 +16,7 @@ from methods.ragged import RaggedBatch
 from methods.rest.datastore import save_datastore
 from methods.samd import SAMDecoding, merged, repeated
 from methods.suffix import SuffixDecoding
-from specbench.checks import check_method
+from specbench.config.checks import check_method
 from specbench.decoding.draft import Draft, Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding

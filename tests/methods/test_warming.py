@@ -12,7 +12,7 @@ from methods.recycling import TokenRecycling
 from methods.samd import SAMDecoding
 from methods.suffix import SuffixDecoding
 from methods.suffix_automaton import SuffixAutomaton
-from specbench.checks import check
+from specbench.config.checks import check
 from specbench.data.conversations import tokenizer_of
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine

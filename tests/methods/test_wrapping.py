@@ -7,7 +7,7 @@ import pytest
 from methods.oracle import Oracle
 from methods.s2d import SortedDraft
 from methods.samd import SAMDecoding
-from specbench.checks import check_method
+from specbench.config.checks import check_method
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding

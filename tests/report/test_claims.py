@@ -8,7 +8,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from specbench import ROOT
-from specbench.compose import CONF
+from specbench.config.compose import CONF
 from specbench.system.errors import UserError
 from specbench.measure import provenance
 from specbench.measure.numbers import METRICS

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from specbench.compose import CONF
+from specbench.config.compose import CONF
 from specbench.decoding.draft import Drafter, needs_of
 from specbench.decoding.scheduler import Scheduler
 

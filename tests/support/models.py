@@ -27,7 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from specbench.compose import CONF
+from specbench.config.compose import CONF
 
 # Vocabularies differ, so that no test depends on one; the window of Mistral is shorter than most prompts.
 ARCHITECTURES = {
