@@ -22,7 +22,7 @@ from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import one_line_errors
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.settings import Count, Seed, Temperature, check_all

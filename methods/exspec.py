@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from specbench.decoding.layout import AlignedLayout
+from specbench.decoding.kv_layout import AlignedLayout
 from specbench.decoding.scheduler import Scheduler
 from specbench.system.settings import Count, NotNegative
 

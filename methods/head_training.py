@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from specbench.decoding.target import StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.models.pairs import Pair
     from specbench.data.training import Batch
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from methods.vocab_trim.vocab_map import kept_ids
-from specbench.decoding.layers import weight_bytes
-from specbench.decoding.linear import laid_linear
+from specbench.decoding.cpu.lean_modules import weight_bytes
+from specbench.decoding.cpu.packed_linear import laid_linear
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Batch
     from specbench.decoding.sampling import Decoding
-    from specbench.decoding.target import StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.models.pairs import Pair
 
 

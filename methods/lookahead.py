@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from specbench.decoding.target import Prefill
+    from specbench.decoding.model.staged_model import Prefill
 
 PENDING = -1  # as a parent
 

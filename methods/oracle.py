@@ -22,7 +22,7 @@ from methods.heads import move_entries
 from specbench.decoding.device import move_slots
 from specbench.decoding.draft import Batch, Draft, Needs, Verified, make_drafter
 from specbench.decoding.draft import Sequence as Decoded
-from specbench.decoding.layout import span
+from specbench.decoding.kv_layout import span
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.system.errors import UserError
 from specbench.models.pairs import Pair
@@ -31,7 +31,7 @@ from specbench.system.settings import Count, Probability, Seed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from specbench.decoding.target import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import Prefill, StagedModel
 
 UNKNOWN = -1  # in place of a token: the wrapped drafter's own is proposed
 

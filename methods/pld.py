@@ -12,7 +12,7 @@ from specbench.models.pairs import Pair
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from specbench.decoding.target import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import Prefill, StagedModel
 
 
 class PromptLookup(Drafter):

@@ -15,14 +15,14 @@ import torch
 from methods.rank_trees import grown, likeliest_ids, rank_tree
 from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Sequence, Verified
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count
 from specbench.data.warm_start import warm_rows
 
 if TYPE_CHECKING:
-    from specbench.decoding.target import Prefill
+    from specbench.decoding.model.staged_model import Prefill
 
 RANKS = 8  # followers that are kept of each token
 CHUNK = 256  # positions of a prompt whose logits exist at a time

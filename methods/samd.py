@@ -28,7 +28,7 @@ from specbench.system.settings import Count
 from specbench.data.warm_start import WARM
 
 if TYPE_CHECKING:
-    from specbench.decoding.target import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import Prefill, StagedModel
 
 
 class SAMDecoding(WrappedDrafter):

@@ -21,7 +21,7 @@ from specbench.data.warm_start import warm_answers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from specbench.decoding.target import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import Prefill, StagedModel
 
 
 class SuffixDecoding(Drafter):

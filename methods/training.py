@@ -16,7 +16,7 @@ from specbench.data.conversations import batched, conversations
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import finished, logit_steps
+from specbench.decoding.model.staged_model import finished, logit_steps
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.system.settings import Count, NotNegative, Positive, Range, Seed
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from specbench.decoding.target import StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.data.training import Batch
 
 Answered = tuple[list[int], list[int]]  # token ids of a prompt and of its answer

@@ -21,7 +21,7 @@ from specbench import CONF, ROOT
 from specbench.config.checks import check
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.expansion import Expansion, embedded, expand_model, wide
 from specbench.measure.provenance import differences

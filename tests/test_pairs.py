@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from specbench.decoding.passes import Options, options_of
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.graphs import Options, options_of
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.pairs import choose_device, cut, load_pair
 from tests.support.models import TEMPLATE, byte_tokenizer, random_model, save_pair

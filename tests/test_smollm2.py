@@ -17,7 +17,7 @@ from specbench.decoding.draft import Drafter, Request, make_drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.packages import described
 from specbench.models.pairs import Pair, load_pair
 from specbench.data.questions import TASKS

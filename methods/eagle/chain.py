@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.attention import attending
+from specbench.decoding.cpu.grouped_attention import attending
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

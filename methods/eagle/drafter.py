@@ -23,9 +23,9 @@ from methods.rank_trees import grown, rank_tree
 from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
 from specbench.decoding.kv_cache import KVCache, Pass
-from specbench.decoding.layers import quick, weight_bytes
-from specbench.decoding.layout import RaggedLayout, span
-from specbench.decoding.target import Prefill, StagedModel, attention_mask, rope_of
+from specbench.decoding.cpu.lean_modules import quick, weight_bytes
+from specbench.decoding.kv_layout import RaggedLayout, span
+from specbench.decoding.model.staged_model import Prefill, StagedModel, attention_mask, rope_of
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair
 from specbench.data.questions import packaged

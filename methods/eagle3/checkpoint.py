@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from methods.eagle3.model import DEPTHS, Eagle3Config, Eagle3Model, default_taps
 from specbench.decoding.device import place_weights
-from specbench.decoding.linear import lay_out
-from specbench.decoding.target import check_rope
+from specbench.decoding.cpu.packed_linear import lay_out
+from specbench.decoding.model.staged_model import check_rope
 from specbench.system.errors import UserError
 from specbench.models.expansion import Expansion
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from specbench.decoding.target import StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
 
 WHAT = "the weights of EAGLE-3"
 FILES = (WEIGHTS, "pytorch_model.bin")

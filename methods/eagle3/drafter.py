@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from methods.eagle.drafter import DynamicEagle
 from specbench.decoding.draft import Batch, Draft, Needs
-from specbench.decoding.layers import weight_bytes
-from specbench.decoding.target import StagedModel
+from specbench.decoding.cpu.lean_modules import weight_bytes
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import Pair
 from specbench.data.questions import packaged
 from specbench.system.settings import Count, Natural, Positive

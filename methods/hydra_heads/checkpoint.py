@@ -22,14 +22,14 @@ from methods.checkpoints import (
 )
 from methods.hydra_heads.heads import Heads, PrefixLayer, prefix_config
 from specbench.decoding.device import place_weights
-from specbench.decoding.linear import lay_out
+from specbench.decoding.cpu.packed_linear import lay_out
 from specbench.system.errors import UserError
 from specbench.models.expansion import Expansion
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from specbench.decoding.target import StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.models.pairs import Pair
 
 WHAT = "the Hydra heads"

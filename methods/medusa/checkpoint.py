@@ -28,7 +28,7 @@ from specbench.system.errors import UserError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from specbench.decoding.target import StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.models.pairs import Pair
 
 WHAT = "the heads"

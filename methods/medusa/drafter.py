@@ -15,15 +15,15 @@ from methods.medusa.checkpoint import load_heads
 from methods.rank_trees import chosen_paths, likeliest_ids, rank_tree
 from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
-from specbench.decoding.layers import weight_bytes
-from specbench.decoding.target import StagedModel
+from specbench.decoding.cpu.lean_modules import weight_bytes
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.pairs import Pair
 from specbench.data.questions import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from specbench.decoding.target import Prefill
+    from specbench.decoding.model.staged_model import Prefill
 
 
 class Medusa(Drafter):

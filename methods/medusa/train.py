@@ -19,7 +19,7 @@ from methods.medusa.checkpoint import save_for_vllm, save_heads
 from methods.medusa.heads import MedusaHeads
 from methods.training import SETTINGS, training_pair
 from specbench.config.compose import with_hydra
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import one_line_errors
 from specbench.models.pairs import load_pair
 from specbench.system.settings import Count, check_all

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from methods.heads import DraftHead
-    from specbench.decoding.target import StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.link import Inline, Process, Thread
 from methods.mirror_sd.streams import load_streams
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
-from specbench.decoding.layers import weight_bytes
-from specbench.decoding.linear import laid_linear
-from specbench.decoding.target import Prefill, StagedModel
+from specbench.decoding.cpu.lean_modules import weight_bytes
+from specbench.decoding.cpu.packed_linear import laid_linear
+from specbench.decoding.model.staged_model import Prefill, StagedModel
 from specbench.decoding.trace import Clock
 from specbench.system.errors import UserError
 from specbench.models.pairs import Pair, draft_of

@@ -21,7 +21,7 @@ import torch
 from torch import multiprocessing
 
 from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
-from specbench.decoding.layouts import choose_layouts
+from specbench.decoding.cpu.autotune import choose_layouts
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError, reason
 from specbench.system.processes import end_with_parent

@@ -25,7 +25,7 @@ from specbench.system.settings import Count, Probability
 if TYPE_CHECKING:
     import pandas as pd
 
-    from specbench.decoding.target import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import Prefill, StagedModel
 
 
 class SortedDraft(SpeculativeSampling):

@@ -29,7 +29,7 @@ from methods.training import (
 )
 from specbench.data import training
 from specbench.config.compose import with_hydra
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError, one_line_errors
 from specbench.models.pairs import cut, load_pair
 from specbench.system.settings import Count, check_all

@@ -8,8 +8,8 @@ import torch
 
 from methods.heads import StopTracker, draft_head, move_entries, target_ids
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
-from specbench.decoding.layout import RaggedLayout
-from specbench.decoding.target import Prefill, StagedModel
+from specbench.decoding.kv_layout import RaggedLayout
+from specbench.decoding.model.staged_model import Prefill, StagedModel
 from specbench.models.pairs import Pair, draft_of
 from specbench.system.settings import Count, Probability
 

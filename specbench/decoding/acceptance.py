@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.decoding.draft import Draft
-from specbench.decoding.passes import Graphs
+from specbench.decoding.model.graphs import Graphs
 from specbench.decoding.sampling import ACCEPT, TARGET, Decoding, invert
 from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:
-    from specbench.decoding.passes import Passes
+    from specbench.decoding.model.graphs import Passes
 
 
 @dataclass(slots=True)

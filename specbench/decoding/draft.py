@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench.decoding.device import on_device
-from specbench.decoding.layout import span
+from specbench.decoding.kv_layout import span
 from specbench.decoding.sampling import DRAFT
 from specbench.decoding.tree import Tree
 from specbench.system.settings import WRAPPED, parameters
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from omegaconf import DictConfig
 
-    from specbench.decoding.layout import RaggedLayout
+    from specbench.decoding.kv_layout import RaggedLayout
     from specbench.decoding.sampling import Decoding
-    from specbench.decoding.target import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import Prefill, StagedModel
     from specbench.decoding.trace import Mark
 
 UNKNOWN = 2**62  # a length on the host, where it is known on the device alone: whatever reads it fails

@@ -16,7 +16,7 @@ import torch
 from specbench.decoding.acceptance import Accepted, accept_at_once
 from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Request, Sequence, Verified
-from specbench.decoding.layout import RaggedLayout, span
+from specbench.decoding.kv_layout import RaggedLayout, span
 from specbench.decoding.sampling import TARGET, Decoding, all_drawn, position_draws
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.stop import truncate_at_stop
@@ -26,7 +26,7 @@ from specbench.system.errors import UserError, at_least
 
 if TYPE_CHECKING:
     from specbench.decoding.kv_cache import KVCache
-    from specbench.decoding.target import StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most requests
 FIXED_STEP = 1024  # where what was captured is lost with every cache

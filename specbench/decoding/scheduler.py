@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.decoding.layout import RaggedLayout
+from specbench.decoding.kv_layout import RaggedLayout
 from specbench.system.errors import at_least
 from specbench.system.settings import Count
 

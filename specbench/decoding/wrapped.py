@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from specbench.decoding.target import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import Prefill, StagedModel
 
 
 class WrappedDrafter(Drafter):

@@ -20,8 +20,8 @@ import numpy as np
 from tqdm import tqdm
 
 from specbench.decoding.draft import Request
-from specbench.decoding.layouts import PassShape, choose_layouts
-from specbench.decoding.passes import Graphs
+from specbench.decoding.cpu.autotune import PassShape, choose_layouts
+from specbench.decoding.model.graphs import Graphs
 from specbench.decoding.sampling import TARGET, Decoding, position_draws
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.decoding.turns import Turns
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from specbench.decoding.draft import Drafter
-    from specbench.decoding.target import StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.measure.arms import Arm
     from specbench.models.pairs import Pair
     from specbench.data.questions import Question

@@ -25,7 +25,7 @@ from specbench.decoding.draft import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.target import StagedModel, name_of
+from specbench.decoding.model.staged_model import StagedModel, name_of
 from specbench.decoding.trace import counted
 from specbench.system.errors import UserError, one_line_errors, reason
 from specbench.measure import provenance, store

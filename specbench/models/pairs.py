@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 
 from specbench.decoding.device import place_weights, prepare_device
-from specbench.decoding.passes import Options, set_options
+from specbench.decoding.model.graphs import Options, set_options
 from specbench.system.errors import UserError
 from specbench.models.expansion import Expansion, embedded, expand_model, expansion_of
 from specbench.models.gguf import converted, gguf_file, is_gguf, source_of

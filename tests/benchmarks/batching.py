@@ -20,7 +20,7 @@ from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure.statistics import speedup
 from specbench.system.threads import use_threads
 from tests.benchmarks.common import pair_and_requests, print_ratios

@@ -33,7 +33,7 @@ from methods.sps_tree import DraftModelTree
 from methods.suffix import SuffixDecoding
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import Pair
 from tests.benchmarks.common import pair_and_requests
 from tests.support.conf import composed

@@ -20,11 +20,11 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specbench.decoding import layouts
+from specbench.decoding.cpu import autotune as layouts
 from specbench.decoding.kv_cache import KVCache
-from specbench.decoding.layouts import Choice, PassShape, choose_layouts
-from specbench.decoding.linear import default
-from specbench.decoding.target import StagedModel
+from specbench.decoding.cpu.autotune import Choice, PassShape, choose_layouts
+from specbench.decoding.cpu.packed_linear import default
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.data.questions import packaged
 from specbench.report.tables import layouts_line
 

@@ -17,7 +17,7 @@ from methods.mirror_sd.streams import FILE
 from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure.arms import one_by_one
 from specbench.measure.statistics import speedup
 from specbench.data.questions import packaged

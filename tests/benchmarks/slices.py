@@ -18,7 +18,7 @@ from tqdm import tqdm
 from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.turns import Turns
 from specbench.measure.statistics import speedup
 from specbench.system.threads import use_threads

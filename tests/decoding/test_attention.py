@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specbench.decoding import attention
-from specbench.decoding.attention import NAME, SHORT, attend, fold_mask
+from specbench.decoding.cpu import grouped_attention as attention
+from specbench.decoding.cpu.grouped_attention import NAME, SHORT, attend, fold_mask
 from specbench.decoding.kv_cache import Pass
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.tree import Tree
 from tests.support.models import random_model
 

@@ -10,10 +10,11 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from specbench.decoding import layouts, linear
-from specbench.decoding.layouts import Choice, PassShape, choose_layouts, fastest
-from specbench.decoding.linear import LAYOUTS, ONE_TOKEN, Bags, laid_linear, product
-from specbench.decoding.target import StagedModel
+from specbench.decoding.cpu import autotune as layouts
+from specbench.decoding.cpu import packed_linear as linear
+from specbench.decoding.cpu.autotune import Choice, PassShape, choose_layouts, fastest
+from specbench.decoding.cpu.packed_linear import LAYOUTS, ONE_TOKEN, Bags, laid_linear, product
+from specbench.decoding.model.staged_model import StagedModel
 from tests.support.models import random_model
 
 TOLERANCES = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 0.05, "rtol": 0.05}}

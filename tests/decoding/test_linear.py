@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn.functional import linear as plain_linear
 
-from specbench.decoding import linear
-from specbench.decoding.layouts import choose_layouts
-from specbench.decoding.linear import JoinedLinear, LaidLinear, lay_out
-from specbench.decoding.target import StagedModel
+from specbench.decoding.cpu import packed_linear as linear
+from specbench.decoding.cpu.autotune import choose_layouts
+from specbench.decoding.cpu.packed_linear import JoinedLinear, LaidLinear, lay_out
+from specbench.decoding.model.staged_model import StagedModel
 from tests.support.models import random_model
 
 NAMES = ("q_proj", "k_proj", "v_proj")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specbench.decoding.engine import Engine
-from specbench.decoding.layout import AlignedLayout, RaggedLayout
+from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
 from specbench.decoding.scheduler import Scheduler
 from tests.support.batches import Chaos, Static
 from tests.support.schedules import FakeDrafter, FakeTarget, any_requests, expected_answers, run_schedules

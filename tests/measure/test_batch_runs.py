@@ -13,7 +13,7 @@ import torch
 
 from specbench.decoding.draft import Request
 from specbench.decoding.kv_cache import KVCache
-from specbench.decoding.layout import AlignedLayout, RaggedLayout
+from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
 from specbench.decoding.sampling import Decoding
 from specbench.measure import runner, store
 from specbench.measure.arms import hf_generate_arm

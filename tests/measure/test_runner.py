@@ -21,11 +21,12 @@ from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from specbench.system import threads
 from specbench.config.checks import check
 from specbench.config.compose import CONF
-from specbench.decoding import acceptance, layouts
+from specbench.decoding import acceptance
+from specbench.decoding.cpu import autotune as layouts
 from specbench.decoding.acceptance import outcome
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.layout import RaggedLayout
+from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.turns import Turns
 from specbench.system.errors import JobError, UserError
 from specbench.measure import pairing, runner, speed, store

@@ -23,7 +23,7 @@ from specbench.decoding.draft import NORMED, Drafter, Request
 from specbench.decoding.engine import CACHE_STEP, Engine
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.expansion import Expansion, expand_model
 from tests.support import batches

@@ -9,7 +9,7 @@ from methods.heads import DraftHead
 from methods.kangaroo import Kangaroo
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from tests.support.methods import drafts, saved_adapter, sorted_pair, trimmed
 
 METHODS = ("sps", "kangaroo", "s2d")

@@ -24,9 +24,9 @@ from methods.ragged import RaggedBatch
 from methods.rank_trees import MEDUSA_TREE
 from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
-from specbench.decoding.layers import weight_bytes
+from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.expansion import Expansion, expand_model
 from specbench.models.pairs import load_pair

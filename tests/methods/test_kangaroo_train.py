@@ -11,7 +11,7 @@ import torch
 from methods.kangaroo import train as kangaroo_train
 from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter
 from methods.training import agreement, batches
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
 from tests.support.decoding import random_pair
 from tests.support.training import Stopped, stop_after, training_settings, training_workplace

@@ -17,7 +17,7 @@ from specbench.decoding.draft import Batch, Request, Sequence
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure.frames import steps_frame
 from tests.support import batches
 from tests.support.decoding import random_pair

@@ -16,7 +16,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from tests.support.decoding import generate_with_transformers, random_pair, random_prompt
 from tests.support.lossless import (
     LENGTHS,

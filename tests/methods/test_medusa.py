@@ -22,7 +22,7 @@ from methods.rank_trees import MEDUSA_TREE
 from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.pairs import load_pair
 from tests.support import batches

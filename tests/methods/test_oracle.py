@@ -21,7 +21,7 @@ from specbench.decoding.acceptance import Accepted, outcome
 from specbench.decoding.draft import Drafter, Request, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.measure import store
 from tests.support import commands, lossless

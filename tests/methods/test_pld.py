@@ -12,7 +12,7 @@ from methods.exspec import ExSpec
 from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from tests.support import batches
 from tests.support.decoding import random_pair
 

@@ -14,7 +14,7 @@ from methods.rank_trees import grown, likeliest_ids, rank_tree
 from methods.recycling import CHILDREN, RANKS, ROOT_CHILDREN, TokenRecycling, chance
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.decoding import random_pair

@@ -21,7 +21,7 @@ from methods.suffix_array import suffix_array
 from specbench import ROOT
 from specbench.data.conversations import tokenizer_of
 from specbench.decoding.engine import Engine
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.data.contamination import WORDS, MeasuredTexts
 from specbench.system.errors import UserError
 from specbench.models.pairs import load_pair

@@ -9,7 +9,7 @@ import pytest
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from specbench.decoding.layout import AlignedLayout, RaggedLayout
+from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
 from specbench.decoding.scheduler import Scheduler
 from tests.support.schedules import run_schedules
 

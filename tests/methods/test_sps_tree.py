@@ -19,7 +19,7 @@ from methods.sps_tree.train import paths_of, ranks_of, train
 from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.conf import composed

@@ -13,7 +13,7 @@ from methods.kangaroo import train as kangaroo_train
 from methods.training import Goals, batches, soft_cross_entropy, target_states
 from specbench.data.conversations import batched
 from specbench.decoding.draft import NORMED
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.pairs import load_pair
 from specbench.data.training import RECORD

@@ -10,10 +10,10 @@ from methods.swift import Swift
 from methods.swift.search import LayerSearch, _evidence, _kernel
 from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
-from specbench.decoding.layers import thinned
+from specbench.decoding.cpu.lean_modules import thinned
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.pairs import load_pair
 from tests.support.conf import composed

@@ -22,7 +22,7 @@ from methods.sps import train as sps_train
 from methods.training import agreement, batches, held_out_batches, training_pair
 from specbench import ROOT
 from specbench.system import threads
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.pairs import cut, load_pair
 from specbench.data.training import LOG, RECORD, stages_of, train

@@ -11,12 +11,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from specbench.decoding import passes
+from specbench.decoding.model import graphs as passes
 from specbench.decoding.device import place_weights
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.measure import rounding
 from specbench.measure.rounding import shape_noise

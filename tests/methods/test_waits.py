@@ -21,7 +21,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Draft, Drafter, Request, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure.pairing import Bench
 from specbench.measure.runner import prepare
 from specbench.data.questions import packaged

@@ -17,7 +17,7 @@ from specbench.data.conversations import tokenizer_of
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.pairs import load_pair
 from specbench.data.warm_start import warm_answers, warm_record

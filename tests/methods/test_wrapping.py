@@ -11,7 +11,7 @@ from specbench.config.checks import check_method
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.measure.of_method import classes, of_method
 from tests.methods.test_stats import frame

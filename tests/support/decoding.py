@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import cut
 from tests.support.models import random_model
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbench.decoding import sampling
-from specbench.decoding import target as targets
-from specbench.decoding.passes import Captured, Graphs, within
+from specbench.decoding.model import staged_model as targets
+from specbench.decoding.model.graphs import Captured, Graphs, within
 
 HUGE = 2**61  # no id, position or index: whatever reads it fails
 

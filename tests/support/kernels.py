@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specbench.decoding import layers
+from specbench.decoding.cpu import lean_modules as layers
 from specbench.decoding.engine import Engine
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from tests.support.decoding import random_pair
 from tests.support.lossless import cases
 

@@ -21,11 +21,11 @@ from specbench.decoding.device import prepare_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
-from specbench.decoding.layout import RaggedLayout
-from specbench.decoding.passes import Graphs, Passes
+from specbench.decoding.kv_layout import RaggedLayout
+from specbench.decoding.model.graphs import Graphs, Passes
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.target import StagedModel
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.trace import Clock, Generation
 from specbench.system.errors import reason
 from specbench.measure import provenance

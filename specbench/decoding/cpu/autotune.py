@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specbench.decoding.draft import Draft, Resume
-from specbench.decoding.linear import (
+from specbench.decoding.cpu.packed_linear import (
     DRAFT,
     LAID,
     LAYOUTS,
@@ -40,8 +40,8 @@ from specbench.system.processes import free_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from specbench.decoding.linear import Laid, Product
-    from specbench.decoding.target import StagedModel
+    from specbench.decoding.cpu.packed_linear import Laid, Product
+    from specbench.decoding.model.staged_model import StagedModel
 
     Times = dict[str, list[float]]  # seconds by layout, of each round of measuring
     Made = torch.Tensor | Product

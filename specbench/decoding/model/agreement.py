@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.decoding.attention import attending
+from specbench.decoding.cpu.grouped_attention import attending
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

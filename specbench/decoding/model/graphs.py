@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from specbench.decoding.linear import assume_unchanged
+from specbench.decoding.cpu.packed_linear import assume_unchanged
 from specbench.system.errors import JobError, reason
 
 if TYPE_CHECKING:

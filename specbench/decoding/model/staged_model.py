@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from specbench.decoding.agreement import Agreement, agreement, own_ways
-from specbench.decoding.attention import SHORT, fold_mask, grouped_attention_config
+from specbench.decoding.model.agreement import Agreement, agreement, own_ways
+from specbench.decoding.cpu.grouped_attention import SHORT, fold_mask, grouped_attention_config
 from specbench.decoding.draft import NORMED, Draft
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
-from specbench.decoding.layers import PARTS, check_parts, experts_of, experts_wait, quick, thinned, weight_bytes
-from specbench.decoding.linear import lay_out
-from specbench.decoding.passes import Graphs, Passes, is_within, options_of
+from specbench.decoding.cpu.lean_modules import PARTS, check_parts, experts_of, experts_wait, quick, thinned, weight_bytes
+from specbench.decoding.cpu.packed_linear import lay_out
+from specbench.decoding.model.graphs import Graphs, Passes, is_within, options_of
 from specbench.system.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
