@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING
 from specbench.config.checks import check
 from specbench.config.compose import with_hydra
 from specbench.system.errors import LackingError, UserError, one_line_errors, tell
-from specbench.measure import store
+from specbench.measure.records import run_folder as store
 from specbench.system.processes import end_with_parent, heeding_sigterm
 from specbench.sweeps import OK, RUNNING, WAITING, Job, Place, open_sweep, print_failures
 from specbench.tracking import track

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbench.measure import store
+from specbench.measure.records import run_folder as store
 from specbench.system.files import held, new_folder
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from specbench.system import settings as values
 from specbench.bench import here, run, with_hydra
 from specbench.config.checks import check
 from specbench.system.errors import UserError, one_line_errors, optional
-from specbench.measure import provenance, store
+from specbench.measure.machine.summary import provenance
+from specbench.measure.records import run_folder as store
 from specbench.system.files import held, make_folder
 from specbench.data.questions import WARMUP
 from specbench.report import tables

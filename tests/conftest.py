@@ -26,7 +26,8 @@ import hypothesis
 import pytest
 import torch
 
-from specbench.measure import provenance, speed
+from specbench.measure.machine.summary import provenance
+from specbench.measure.machine.summary import speed
 from specbench.data.questions import cache_folder
 from tests.support.synthetic import QUIET
 

@@ -14,7 +14,8 @@ import pytest
 from specbench import bench
 from specbench.config import checks
 from specbench.system.errors import UserError
-from specbench.measure import runner, store
+from specbench.measure import runner
+from specbench.measure.records import run_folder as store
 from tests.support import conf
 from tests.support.commands import (
     TIMEOUT,

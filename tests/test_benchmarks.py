@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from specbench.measure.statistics import speedup
+from specbench.measure.metrics.statistics import speedup
 from tests.benchmarks import host
 from tests.benchmarks.common import print_ratios
 

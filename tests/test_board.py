@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from specbench import ROOT, bench
 from specbench.config.compose import CONF
-from specbench.measure import store
+from specbench.measure.records import run_folder as store
 from specbench.sweeps import FAILED, LEFT_OUT, OK, Job
 from tests.support.conf import composed
 

@@ -24,7 +24,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from specbench.models.expansion import Expansion, embedded, expand_model, wide
-from specbench.measure.provenance import differences
+from specbench.measure.machine.provenance import differences
 from specbench.measure.runner import prepare
 from specbench.models.pairs import load_pair
 from specbench.data.questions import load_questions
@@ -304,7 +304,7 @@ def test_on_a_gpu_nothing_is_allocated_twice():
 
 MEASURED = """
 import torch
-from specbench.measure.provenance import peak_memory
+from specbench.measure.machine.provenance import peak_memory
 from specbench.models.pairs import load_pair
 from tests.support.conf import composed
 

@@ -14,8 +14,10 @@ from omegaconf import OmegaConf
 
 from specbench import ROOT
 from specbench.system.errors import UserError
-from specbench.measure import metrics, speed, store
-from specbench.measure.speed import Probes
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.machine.summary import speed
+from specbench.measure.records import run_folder as store
+from specbench.measure.machine.speed import Probes
 from specbench.data.questions import load_questions
 from tests.support.messages import says
 from tests.support.samples import faster, run_of

@@ -20,7 +20,8 @@ from hydra_plugins import specbench_launchers
 from specbench import bench
 from specbench.config.compose import CONF
 from specbench.system.errors import UserError
-from specbench.measure import runner, store
+from specbench.measure import runner
+from specbench.measure.records import run_folder as store
 from tests.support.commands import cli, run_main, small_pair_and_questions
 from tests.support.conf import composed
 from tests.support.messages import says

@@ -7,7 +7,8 @@ import pytest
 from nbclient import NotebookClient
 
 from specbench import ROOT
-from specbench.measure import metrics, store
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.records import run_folder as store
 from tests.support.synthetic import CONFIG, FACTS, answered
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from specbench import bench, sweeps
 from specbench.system.errors import UserError
-from specbench.measure import store
+from specbench.measure.records import run_folder as store
 from specbench.sweeps import FAILED, LEFT_OUT, OK, RUNNING, WAITING, Job, open_sweep
 from tests.support.commands import (
     TIMEOUT,

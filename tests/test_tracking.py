@@ -22,7 +22,8 @@ import pytest
 
 from specbench import ROOT, tracking
 from specbench.system.errors import UserError
-from specbench.measure import metrics, store
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.records import run_folder as store
 from specbench.report.runs import read_runs, summary_frame
 from specbench.report.wandb_run import run_id, scalars
 from tests.support.messages import says

@@ -14,7 +14,8 @@ from specbench import bench, tune
 from specbench.config import checks
 from specbench.config.compose import CONF
 from specbench.system.errors import UserError
-from specbench.measure import runner, store
+from specbench.measure import runner
+from specbench.measure.records import run_folder as store
 from tests.support.commands import exit_code, small_pair_and_questions
 from tests.support.conf import composed
 from tests.support.messages import says

@@ -155,7 +155,7 @@ class SortedDraft(SpeculativeSampling):
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
         """`exit_shares`: share of the draft tokens that left the draft model after so many layers."""
-        from specbench.measure.frames import stat  # late: pandas takes a second to import
+        from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
 
         drafted = [
             exits[:n] for exits, n in zip(stat(rounds, "exits"), rounds["drafted"]) if exits is not None

@@ -168,7 +168,7 @@ class Swift(Drafter):
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
         """The last matchness, and how many sets were scored for it."""
-        from specbench.measure.frames import stat  # late: pandas takes a second to import
+        from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
 
         found = {name: stat(rounds, name).dropna() for name in ("matchness", "sets_scored")}
         return {name: None if values.empty else float(values.iloc[-1]) for name, values in found.items()}

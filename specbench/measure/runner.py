@@ -28,12 +28,13 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.model.staged_model import StagedModel, name_of
 from specbench.decoding.trace import counted
 from specbench.system.errors import UserError, one_line_errors, reason
-from specbench.measure import provenance, store
+from specbench.measure.machine.summary import provenance
+from specbench.measure.records import run_folder as store
 from specbench.measure.arms import Arm, Faster, generate_arm, one_by_one
-from specbench.measure.pairing import BASELINE, HF, METHOD, SINGLE, Bench, attempt
-from specbench.measure.passes import Passes, whole
-from specbench.measure.speed import Probes
-from specbench.measure.statistics import Speedup
+from specbench.measure.protocol import BASELINE, HF, METHOD, SINGLE, Bench, attempt
+from specbench.measure.plan import Passes, whole
+from specbench.measure.machine.speed import Probes
+from specbench.measure.metrics.statistics import Speedup
 from specbench.models.pairs import load_pair, with_part
 from specbench.data.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.system.settings import parameters, plain
@@ -235,7 +236,7 @@ class Job:
         if self.plan.precision is None or passes < self.plan.repeats:
             return None
         if self._passes != passes:
-            from specbench.measure import metrics  # late: pandas takes a second to import
+            from specbench.measure.metrics.summary import summary as metrics# late: pandas takes a second to import
 
             known = store.read_json(self.run_dir / store.FACTS)
             self._speedup = metrics.speedup_over_passes(self.journal.records, known)

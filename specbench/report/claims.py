@@ -11,8 +11,8 @@ import yaml
 from rich.text import Text
 
 from specbench.system.errors import UserError
-from specbench.measure import metrics
-from specbench.measure.statistics import Speedup
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.metrics.statistics import Speedup
 from specbench.report import formats, tables
 from specbench.report.runs import Run, method_label, named
 

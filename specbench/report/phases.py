@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specbench.measure.speed import BANDWIDTH, NAMES, OPERATIONS, PRODUCT, Figures, below, slow
+from specbench.measure.machine.speed import BANDWIDTH, NAMES, OPERATIONS, PRODUCT, Figures, below, slow
 from specbench.report.runs import row_names
 
 if TYPE_CHECKING:

@@ -12,8 +12,10 @@ import pandas as pd
 import yaml
 
 from specbench.system.errors import UserError
-from specbench.measure import metrics, provenance, store
-from specbench.measure.numbers import METRICS
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.machine.summary import provenance
+from specbench.measure.records import run_folder as store
+from specbench.measure.metrics.metrics import METRICS
 from specbench.data.questions import TASKS
 
 if TYPE_CHECKING:

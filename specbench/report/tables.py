@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specbench.measure.statistics import verdict
+from specbench.measure.metrics.statistics import verdict
 from specbench.data.questions import TASKS
 from specbench.report.phases import different_phases, slow_machine, slow_machines
 from specbench.report.runs import (

@@ -21,7 +21,7 @@ from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.measure.statistics import speedup
+from specbench.measure.metrics.statistics import speedup
 from specbench.system.threads import use_threads
 from tests.benchmarks.common import pair_and_requests, print_ratios
 

@@ -12,7 +12,7 @@ from specbench.decoding.draft import Request
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Generation
 from specbench.measure.arms import Arm
-from specbench.measure.statistics import Speedup
+from specbench.measure.metrics.statistics import Speedup
 from specbench.models.pairs import Pair, load_pair
 from specbench.data.questions import load_questions, warmup_questions
 from specbench.system.threads import use_threads

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
-from specbench.measure.statistics import Speedup, speedup
+from specbench.measure.metrics.statistics import Speedup, speedup
 
 SIZES = (6, 12, 36)  # questions
 SPREADS = (0.2, 0.35)  # standard deviation of the logarithm of a question's own ratio

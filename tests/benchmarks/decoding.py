@@ -18,7 +18,7 @@ from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
-from specbench.measure.statistics import speedup
+from specbench.measure.metrics.statistics import speedup
 from tests.benchmarks.common import interleave, pair_and_requests, print_ratios
 
 DRAFT_TOKENS = 5

@@ -19,7 +19,7 @@ from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure.arms import one_by_one
-from specbench.measure.statistics import speedup
+from specbench.measure.metrics.statistics import speedup
 from specbench.data.questions import packaged
 from tests.benchmarks.common import interleave, pair_and_requests, print_ratios
 

@@ -20,7 +20,7 @@ from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.turns import Turns
-from specbench.measure.statistics import speedup
+from specbench.measure.metrics.statistics import speedup
 from specbench.system.threads import use_threads
 from tests.benchmarks.common import pair_and_requests, ratio_text
 

@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--overrides", nargs="+", default=["data.limit=2", "generate=false"])
     options = parser.parse_args()
-    from specbench.measure.statistics import speedup
+    from specbench.measure.metrics.statistics import speedup
 
     for method in options.method:
         overrides = [f"method={method}", *options.overrides]

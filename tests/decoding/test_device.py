@@ -12,7 +12,8 @@ from specbench.decoding import trace
 from specbench.decoding.device import move_slots, on_device, place_weights, prepare_device
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError
-from specbench.measure import pairing, provenance
+from specbench.measure import protocol as pairing
+from specbench.measure.machine.summary import provenance
 from specbench.models.pairs import load_pair
 from tests.support.conf import composed
 

@@ -10,9 +10,10 @@ import torch
 from specbench.decoding.draft import Request
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Generation
-from specbench.measure import arms, pairing
+from specbench.measure import arms
+from specbench.measure import protocol as pairing
 from specbench.measure.arms import Faster, generate_arm, hf_generate_arm
-from specbench.measure.pairing import BASELINE, Bench
+from specbench.measure.protocol import BASELINE, Bench
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.graphs import PretendedGraphs
 

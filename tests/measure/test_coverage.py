@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specbench.measure.statistics import over_passes, ratio_of_means, speedup
+from specbench.measure.metrics.statistics import over_passes, ratio_of_means, speedup
 from tests.benchmarks.coverage import SIZES, SPREADS, misses, pools, processes, runs, runs_against_itself
 
 pytestmark = pytest.mark.slow

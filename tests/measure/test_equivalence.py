@@ -5,8 +5,8 @@ import torch
 
 from specbench.decoding.sampling import Decoding, invert
 from specbench.decoding.stop import truncate_at_stop
-from specbench.measure import rounding
-from specbench.measure.equivalence import Certificate, certify
+from specbench.measure import numeric_noise as rounding
+from specbench.measure.certify import Certificate, certify
 
 STOP = {0}
 LIMIT = 1e-3

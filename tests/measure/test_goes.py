@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbench.decoding.trace import Generation, Step
-from specbench.measure import pairing
-from specbench.measure.goes import STRETCH, Measured, Slice, least_disturbed
+from specbench.measure import protocol as pairing
+from specbench.measure.remeasure import STRETCH, Measured, Slice, least_disturbed
 from specbench.measure.runner import prepare
-from specbench.measure.watch import Watch
+from specbench.measure.machine.watch import Watch
 from tests.support.conf import composed
 
 TIME = {"seconds": 0.05}

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.measure import metrics, store
-from specbench.measure.frames import STEP_COLUMNS, generations_frame, steps_frame
-from specbench.measure.statistics import Speedup
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.records import run_folder as store
+from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
+from specbench.measure.metrics.statistics import Speedup
 from specbench.data.questions import TASKS
 from tests.support.synthetic import (
     CONFIG,
@@ -300,7 +301,7 @@ def test_frames_hold_every_generation_and_every_round(records):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("module", ["specbench.measure.metrics", "specbench.data.questions"])
+@pytest.mark.parametrize("module", ["specbench.measure.metrics.summary", "specbench.data.questions"])
 def test_imports_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

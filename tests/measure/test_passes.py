@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbench.measure.passes import LEAST_FOR_PRECISION, Passes, whole
+from specbench.measure.plan import LEAST_FOR_PRECISION, Passes, whole
 
 CONFIG = {"repeats": 1, "processes": 1, "precision": None, "max_minutes": 30}
 

@@ -29,8 +29,11 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.turns import Turns
 from specbench.system.errors import JobError, UserError
-from specbench.measure import pairing, runner, speed, store
-from specbench.measure.watch import Watch
+from specbench.measure import runner
+from specbench.measure import protocol as pairing
+from specbench.measure.machine.summary import speed
+from specbench.measure.records import run_folder as store
+from specbench.measure.machine.watch import Watch
 from tests.support import commands
 from tests.support.conf import composed
 from tests.support.messages import says

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from specbench.measure.statistics import (
+from specbench.measure.metrics.statistics import (
     LEAST_QUESTIONS,
     Speedup,
     over_passes,

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 
 from specbench import ROOT
 from specbench.system.errors import UserError
-from specbench.measure import metrics, store
-from specbench.measure.frames import STEP_COLUMNS
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.records import run_folder as store
+from specbench.measure.metrics.dataframes import STEP_COLUMNS
 from tests.support.messages import says
 from tests.support.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
 from tests.test_imports import imported
@@ -292,7 +293,7 @@ def test_damage_in_the_middle_is_an_error(run_dir):
 HOLD = """
 import sys, time
 from pathlib import Path
-from specbench.measure.store import open_journal
+from specbench.measure.records.run_folder import open_journal
 with open_journal(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

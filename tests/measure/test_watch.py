@@ -8,8 +8,8 @@ import time
 import psutil
 import pytest
 
-from specbench.measure import watch
-from specbench.measure.watch import Watch, added, between
+from specbench.measure.machine.summary import watch
+from specbench.measure.machine.watch import Watch, added, between
 from specbench.system.processes import cgroup_folder
 
 

@@ -18,7 +18,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.measure.frames import steps_frame
+from specbench.measure.metrics.dataframes import steps_frame
 from tests.support import batches
 from tests.support.decoding import random_pair
 from tests.support.lossless import (

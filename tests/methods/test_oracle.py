@@ -23,7 +23,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
-from specbench.measure import store
+from specbench.measure.records import run_folder as store
 from tests.support import commands, lossless
 from tests.support.batches import cases
 from tests.support.decoding import random_pair, random_prompt

@@ -7,7 +7,7 @@ import pytest
 from methods.mirror_sd import MirrorSD
 from methods.mirror_sd.overlap import NAMES
 from methods.s2d import SortedDraft
-from specbench.measure.frames import steps_frame
+from specbench.measure.metrics.dataframes import steps_frame
 from tests.support.synthetic import columns, generation, record, turn
 
 OWN = (

@@ -18,8 +18,8 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
-from specbench.measure import rounding
-from specbench.measure.rounding import shape_noise
+from specbench.measure import numeric_noise as rounding
+from specbench.measure.numeric_noise import shape_noise
 from specbench.measure.runner import prepare
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
 from tests.support.conf import composed

@@ -22,7 +22,7 @@ from specbench.decoding.draft import Draft, Drafter, Request, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.measure.pairing import Bench
+from specbench.measure.protocol import Bench
 from specbench.measure.runner import prepare
 from specbench.data.questions import packaged
 from tests.support.conf import composed, inline, is_scheduler, lacks_part, names

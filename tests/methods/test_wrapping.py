@@ -13,7 +13,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
-from specbench.measure.of_method import classes, of_method
+from specbench.measure.metrics.method_stats import classes, of_method
 from tests.methods.test_stats import frame
 from tests.support.conf import composed
 from tests.support.decoding import random_pair

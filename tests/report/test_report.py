@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from specbench import ROOT
-from specbench.measure import store
+from specbench.measure.records import run_folder as store
 from specbench.report import __main__ as command
 from specbench.report.beside import published_tables
 from tests.report.test_compare import records, seconds

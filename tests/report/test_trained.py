@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specbench.measure import provenance
+from specbench.measure.machine.summary import provenance
 from specbench.report import compare, formats
 from specbench.report.__main__ import report
 from specbench.report.trained import SAME, differing_training, training_table

@@ -6,7 +6,8 @@ import copy
 import json
 from pathlib import Path
 
-from specbench.measure import metrics, store
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.records import run_folder as store
 from specbench.report.runs import Run, read_run
 from tests.support.synthetic import record
 

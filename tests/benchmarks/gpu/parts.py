@@ -28,10 +28,10 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.trace import Clock, Generation
 from specbench.system.errors import reason
-from specbench.measure import provenance
+from specbench.measure.machine.summary import provenance
 from specbench.measure.arms import hf_generate_arm
-from specbench.measure.equivalence import certify
-from specbench.measure.rounding import margin, shape_noise
+from specbench.measure.certify import certify
+from specbench.measure.numeric_noise import margin, shape_noise
 from specbench.models.pairs import Pair, load_pair
 from specbench.data.questions import warmup_questions
 from tests.benchmarks.gpu.settings import Loaded, Settings, method_settings, names, pair_settings, read

@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from specbench.system.errors import UserError, warn
-from specbench.measure import provenance
+from specbench.measure.machine.summary import provenance
 from specbench.system.files import write_atomic
 from specbench.system.processes import own_cores
 from specbench.data.questions import cache_folder

@@ -27,7 +27,7 @@ from safetensors import safe_open
 
 from specbench import ROOT
 from specbench.system.errors import UserError
-from specbench.measure import store
+from specbench.measure.records import run_folder as store
 from specbench.system.files import file_sha256
 from specbench.models.packages import described, is_package
 from specbench.data.questions import packaged

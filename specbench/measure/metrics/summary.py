@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import pandas as pd
 
 from specbench.system import settings as values
-from specbench.measure.equivalence import VERDICTS
-from specbench.measure.frames import failed_questions, generations_frame, steps_frame
-from specbench.measure.machine import machine, speed
-from specbench.measure.numbers import Measured, bandwidth_fraction, equivalence, numbers
-from specbench.measure.of_method import classes, describe
-from specbench.measure.rounds import acceptance_length, acceptance_rate, ratio
-from specbench.measure.seconds import ARMS, paired_seconds, passes_seconds, pool_seconds, turn_means
-from specbench.measure.statistics import Speedup, over_passes, ratio_of_means
-from specbench.measure.thirds import learns, thirds, thirds_lines
+from specbench.measure.certify import VERDICTS
+from specbench.measure.metrics.dataframes import failed_questions, generations_frame, steps_frame
+from specbench.measure.machine.summary import machine, speed
+from specbench.measure.metrics.metrics import Measured, bandwidth_fraction, equivalence, numbers
+from specbench.measure.metrics.method_stats import classes, describe
+from specbench.measure.metrics.acceptance import acceptance_length, acceptance_rate, ratio
+from specbench.measure.metrics.timing import ARMS, paired_seconds, passes_seconds, pool_seconds, turn_means
+from specbench.measure.metrics.statistics import Speedup, over_passes, ratio_of_means
+from specbench.measure.metrics.drift import learns, thirds, thirds_lines
 from specbench.data.warm_start import warm_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specbench.measure.statistics import Run
+    from specbench.measure.metrics.statistics import Run
 
 SCHEMA = 4
 COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed

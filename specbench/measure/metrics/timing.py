@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from specbench.measure.frames import GENERATION_COLUMNS
+from specbench.measure.metrics.dataframes import GENERATION_COLUMNS
 
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
 

@@ -10,10 +10,10 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from specbench.measure.equivalence import VERDICTS
-from specbench.measure.frames import generations_frame, steps_frame
-from specbench.measure.of_method import of_method
-from specbench.measure.rounds import (
+from specbench.measure.certify import VERDICTS
+from specbench.measure.metrics.dataframes import generations_frame, steps_frame
+from specbench.measure.metrics.method_stats import of_method
+from specbench.measure.metrics.acceptance import (
     acceptance_at_positions,
     acceptance_length,
     acceptance_rate,
@@ -23,7 +23,7 @@ from specbench.measure.rounds import (
     ratio,
     total,
 )
-from specbench.measure.seconds import (
+from specbench.measure.metrics.timing import (
     ARMS,
     complete_questions,
     paired_seconds,
@@ -31,7 +31,7 @@ from specbench.measure.seconds import (
     pool_seconds,
     turn_means,
 )
-from specbench.measure.statistics import Speedup, over_passes, speedup
+from specbench.measure.metrics.statistics import Speedup, over_passes, speedup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

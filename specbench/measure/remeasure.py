@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from specbench.measure.watch import Counters, added
+from specbench.measure.machine.watch import Counters, added
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,11 +26,11 @@ from specbench.decoding.sampling import TARGET, Decoding, position_draws
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.decoding.turns import Turns
 from specbench.system.errors import JobError, UserError, reason
-from specbench.measure import provenance
-from specbench.measure.equivalence import VERDICTS, Certificate, certify
-from specbench.measure.goes import Measured, Slice, least_disturbed
-from specbench.measure.rounding import batch_noise, drawn_margin, margin, shape_noise
-from specbench.measure.watch import LOST, Counters, Watch, added, between
+from specbench.measure.machine.summary import provenance
+from specbench.measure.certify import VERDICTS, Certificate, certify
+from specbench.measure.remeasure import Measured, Slice, least_disturbed
+from specbench.measure.numeric_noise import batch_noise, drawn_margin, margin, shape_noise
+from specbench.measure.machine.watch import LOST, Counters, Watch, added, between
 from specbench.system.threads import Threads, use_threads
 
 if TYPE_CHECKING:
