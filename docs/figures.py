@@ -32,7 +32,7 @@ from specbench.measure.machine.speed import Probes
 from specbench.data.questions import load_questions
 from specbench.report import formats, phases, plots, tables
 from specbench.report.runs import Run, finished_runs
-from specbench.report.trained import SAME, differing_training, training_table
+from specbench.report.training_data import SAME, differing_training, training_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -12,7 +12,7 @@ from specbench.measure.metrics.statistics import LEAST_PASSES
 from specbench.report import tables
 from specbench.report.phases import different_phases, slow_machines
 from specbench.report.runs import Run, not_comparable, row_names, task_names
-from specbench.report.trained import differing_training
+from specbench.report.training_data import differing_training
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,7 +18,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from specbench.report.break_even import BreakEven, break_evens
-from specbench.report.regimes import baseline_fractions, by_size, of_other_models
+from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
 from specbench.report.runs import Run, grids, labels, latest, task_names
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbench.report import plots
-from specbench.report.regimes import baseline_fractions, by_size, of_other_models
+from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
 from tests.support.samples import SUMMARY, batched, changed, runs_of
 
 

@@ -11,7 +11,7 @@ import pytest
 from specbench import ROOT
 from specbench.measure.records import run_folder as store
 from specbench.report import __main__ as command
-from specbench.report.beside import published_tables
+from specbench.report.published_tables import published_tables
 from tests.report.test_compare import records, seconds
 from tests.support.messages import says
 from tests.support.samples import PROVENANCE, SUMMARY, batched, changed, faster, run_of, write_run, wrong

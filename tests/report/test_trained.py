@@ -7,7 +7,7 @@ import pytest
 from specbench.measure.machine.summary import provenance
 from specbench.report import compare, formats
 from specbench.report.__main__ import report
-from specbench.report.trained import SAME, differing_training, training_table
+from specbench.report.training_data import SAME, differing_training, training_table
 from specbench.data.training import DATASTORE, RECORD
 from tests.support.samples import SUMMARY, run_of
 
