@@ -46,7 +46,7 @@ class SweepLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Composes and measures the jobs of a sweep; what a job returns is its exit code."""
-        from specbench.sweeps import Job  # late: every program that uses Hydra looks at its plugins
+        from specbench.commands.sweep import Job  # late: every program that uses Hydra looks at its plugins
 
         jobs = [Job(list(overrides), self._compose(list(overrides))) for overrides in job_overrides]
         self.command.sweep(jobs, self.place)
@@ -63,7 +63,7 @@ class SweepLauncher(Launcher):
 
     @abstractmethod
     def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
-        """As `specbench.sweeps.Place`."""
+        """As `specbench.commands.sweep.Place`."""
 
 
 class Local(SweepLauncher):
@@ -71,7 +71,7 @@ class Local(SweepLauncher):
 
     def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
         """Measures the run folders on this machine, one after the other."""
-        from specbench.bench import here
+        from specbench.commands.run import here
 
         return here(run_dirs, logs)
 
@@ -93,7 +93,7 @@ class Submitit(SweepLauncher):
         Raises:
             UserError: submitit is not installed, or the cluster does not take its parameters.
         """
-        from specbench.bench import measure
+        from specbench.commands.run import measure
         from specbench.system.processes import heeding_sigterm
 
         submitit = optional("submitit", "slurm")
@@ -221,7 +221,7 @@ def measure_on_node(run_dir: Path, folder: str, variables: dict[str, str | None]
     Returns:
         The exit code.
     """
-    from specbench.bench import measure
+    from specbench.commands.run import measure
 
     os.chdir(folder)
     for name, value in variables.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specbench import bench
+from specbench.commands import run as bench
 from specbench.config import checks
 from specbench.system.errors import UserError
 from specbench.measure import runner
@@ -127,8 +127,8 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["run_dir=7"], "run_dir ... null ... 7"),
         (["method._target_=os.system"], "method._target_=os.system ... Drafter or Scheduler"),
         (["method._target_=nope.Nope"], "method._target_=nope.Nope ... ModuleNotFoundError"),
-        (["method._target_=specbench.bench.main"], "specbench.bench.main ... Drafter or Scheduler"),
-        (["method._target_=specbench.bench.Command"], "specbench.bench.Command ... Drafter or Scheduler"),
+        (["method._target_=specbench.commands.run.main"], "specbench.commands.run.main ... Drafter or Scheduler"),
+        (["method._target_=specbench.commands.run.Command"], "specbench.commands.run.Command ... Drafter or Scheduler"),
         (["method=ragged", "drafter._target_=methods.ragged.RaggedBatch"], "RaggedBatch ... Drafter"),
         (["method.max_draft_tokens=abc"], "method.max_draft_tokens ... 1 ... 'abc'"),
         (["method.max_draft_tokens=2.5"], "method.max_draft_tokens ... 1 ... 2.5"),
@@ -238,7 +238,7 @@ def endless_child(tmp_path):
     fake_python.chmod(0o755)
     code = (
         f"import sys; sys.executable = {str(fake_python)!r}; from pathlib import Path\n"
-        "from specbench.bench import measure; measure(Path('.'))"
+        "from specbench.commands.run import measure; measure(Path('.'))"
     )
     return [sys.executable, "-c", code], pid_file
 

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from specbench import __version__, cli
+from specbench import __version__
+from specbench.commands import cli
 from specbench.system.errors import UserError
 
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "matplotlib", "scipy", "hydra", "accelerate")
@@ -43,13 +44,13 @@ def called(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "module", "passed"),
     [
-        ("run method=pld", "specbench.bench", ["method=pld"]),
-        ("sweep method=pld,sps", "specbench.bench", ["-m", "method=pld,sps"]),
-        ("tune trials=3", "specbench.tune", ["trials=3"]),
+        ("run method=pld", "specbench.commands.run", ["method=pld"]),
+        ("sweep method=pld,sps", "specbench.commands.run", ["-m", "method=pld,sps"]),
+        ("tune trials=3", "specbench.commands.tune", ["trials=3"]),
         ("report runs/A", "specbench.report.__main__", ["runs/A"]),
         ("compare A B --json", "specbench.report.__main__", ["compare", "A", "B", "--json"]),
         ("claims runs", "specbench.report.__main__", ["claims", "runs"]),
-        ("log A", "specbench.tracking", ["log", "A"]),
+        ("log A", "specbench.commands.log", ["log", "A"]),
         ("train s2d steps=3", "methods.s2d.train", ["steps=3"]),
         ("answer count=3", "methods.answer", ["count=3"]),
         ("calibrate source=raw_text", "methods.vocab_trim.calibrate", ["source=raw_text"]),
@@ -120,7 +121,7 @@ def test_help_imports_nothing_heavy():
 def test_bad_input_is_answered_before_more_is_imported(inputs, allowed):
     """Each of pandas, transformers, accelerate and scipy takes a second or more to import."""
     code = f"""
-from specbench import cli
+from specbench.commands import cli
 for words in {inputs}:
     sys.argv = ["specbench", *words.split()]
     try:

@@ -25,7 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import methods
-from specbench import ROOT, cli
+from specbench import ROOT
+from specbench.commands import cli
 from specbench.config.checks import check_method
 from specbench.config.compose import CONF
 from specbench.decoding.draft import Drafter, needs_of
@@ -59,8 +60,8 @@ COMPOSED = {
     "calibrate": "calibrate_vocab",
 }
 MODULES = {  # python -m MODULE: the configuration that it composes
-    "specbench.bench": "bench",
-    "specbench.tune": "tune",
+    "specbench.commands.run": "bench",
+    "specbench.commands.tune": "tune",
     "methods.answer": "answer",
     "methods.vocab_trim.calibrate": "calibrate_vocab",
     **{f"methods.{name}.train": f"train_{name}" for name in cli.trainers()},

@@ -17,7 +17,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from hydra_plugins import specbench_launchers
-from specbench import bench
+from specbench.commands import run as bench
 from specbench.config.compose import CONF
 from specbench.system.errors import UserError
 from specbench.measure import runner

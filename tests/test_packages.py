@@ -12,7 +12,7 @@ import pytest
 
 from specbench.models import packages
 from specbench.system.errors import UserError
-from specbench.fetch import main
+from specbench.commands.fetch import main
 from specbench.models.packages import PARTIAL, described, fetched
 from tests.support.commands import exit_code, run_main
 

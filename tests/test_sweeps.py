@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from specbench import bench, sweeps
+from specbench.commands import run as bench
+from specbench.commands import sweep as sweeps
 from specbench.system.errors import UserError
 from specbench.measure.records import run_folder as store
-from specbench.sweeps import FAILED, LEFT_OUT, OK, RUNNING, WAITING, Job, open_sweep
+from specbench.commands.sweep import FAILED, LEFT_OUT, OK, RUNNING, WAITING, Job, open_sweep
 from tests.support.commands import (
     TIMEOUT,
     measure_here,

@@ -20,7 +20,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from specbench import ROOT, tracking
+from specbench import ROOT
+from specbench.commands import log as tracking
 from specbench.system.errors import UserError
 from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.records import run_folder as store
@@ -91,8 +92,8 @@ def run_dir(tmp_path) -> Path:
 
 
 def command(*arguments: object, **options) -> subprocess.CompletedProcess:
-    """`python -m specbench.tracking`, from the folder of this checkout."""
-    words = [sys.executable, "-m", "specbench.tracking", *map(str, arguments)]
+    """`python -m specbench.commands.log`, from the folder of this checkout."""
+    words = [sys.executable, "-m", "specbench.commands.log", *map(str, arguments)]
     usual = {
         "cwd": ROOT,
         "stdin": subprocess.DEVNULL,
@@ -326,7 +327,7 @@ def test_a_failing_tracker_is_one_line(run_dir, capsys, monkeypatch):
     assert not tracking.track(run_dir, OFFLINE)
     error = capsys.readouterr().err
     assert error.startswith("warning: not logged (ArrowInvalid: ") and error.count("\n") == 1
-    assert error.endswith(f"python -m specbench.tracking log {run_dir}\n")
+    assert error.endswith(f"python -m specbench.commands.log log {run_dir}\n")
     assert "Traceback" in (run_dir / "wandb" / "offline.log").read_text()
     assert digests(run_dir) == before
 
@@ -354,7 +355,7 @@ def test_a_service_that_never_answers(run_dir, capsys, environment):
 def test_ctrl_c_leaves_a_hint(run_dir, environment):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        words = [sys.executable, "-m", "specbench.tracking", "log", str(run_dir)]
+        words = [sys.executable, "-m", "specbench.commands.log", "log", str(run_dir)]
         user = environment | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}
         heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a test in the background ignores it
         child = subprocess.Popen(
@@ -366,7 +367,7 @@ def test_ctrl_c_leaves_a_hint(run_dir, environment):
             child.send_signal(signal.SIGINT)
             _, error = child.communicate(timeout=TIMEOUT)
     assert child.returncode == 130
-    assert says(error, f"stopped ... python -m specbench.tracking log {run_dir}")
+    assert says(error, f"stopped ... python -m specbench.commands.log log {run_dir}")
 
 
 def test_secrets_stay_here(tmp_path):

@@ -220,7 +220,7 @@ def test_tuned_files_of_ones_own(tmp_path, monkeypatch, capfd):
     assert "max_draft_tokens" in err and err.count("\n") == 1
 
     measured = []
-    monkeypatch.setattr("specbench.bench.measure", lambda folder: measured.append(folder) or 1)
+    monkeypatch.setattr("specbench.commands.run.measure", lambda folder: measured.append(folder) or 1)
     run_main(monkeypatch, capfd, "method=sps", "pair=mine", "data.limit=1")
     config = yaml.safe_load((measured[0] / "config.yaml").read_text())
     assert config["method"]["max_draft_tokens"] == 4

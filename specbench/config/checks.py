@@ -15,7 +15,7 @@ from specbench.system import settings as values
 from specbench.system.errors import LackingError, UserError, file_errors, near, reason
 from specbench.models.packages import described, is_package
 from specbench.data.questions import load_questions, packaged, warmup_questions
-from specbench.tracking import check as check_tracker
+from specbench.commands.log import check as check_tracker
 from specbench.config.tuned import settings_source
 from specbench.system.settings import LEARNS, WRAPPED, Count, Natural, Positive, Seed, Temperature
 from specbench.data.warm_start import WARM, check_warm

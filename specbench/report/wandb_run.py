@@ -1,6 +1,6 @@
 """A run folder as a run of Weights & Biases: `python -m specbench.report.wandb_run RUN_DIR TRACKER_AS_JSON`.
 
-`specbench.tracking` starts this as a process of its own: the service's client may hang, crash or end its process.
+`specbench.commands.log` starts this as a process of its own: the service's client may hang, crash or end its process.
 Prints one line: where the run is on the service or, offline, its folder; and when it fails, why.
 """
 

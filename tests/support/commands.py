@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from specbench import bench
+from specbench.commands import run as bench
 from specbench.measure import runner
 from tests.support.models import save_pair
 
@@ -20,7 +20,7 @@ TIMEOUT = 300  # s
 def start(cwd: Path, *arguments: str, **env: str) -> subprocess.Popen:
     """The command in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "specbench.bench", *arguments],
+        [sys.executable, "-m", "specbench.commands.run", *arguments],
         cwd=cwd,
         env=os.environ | env,
         stdout=subprocess.PIPE,

@@ -80,7 +80,7 @@ SUMMARY = {
 }
 PROVENANCE = {
     "time": "2026-01-02T03:04:05+0000",
-    "command": ["python", "-m", "specbench.bench", "method=kangaroo"],
+    "command": ["python", "-m", "specbench.commands.run", "method=kangaroo"],
     "config": {
         "method": {"name": "kangaroo"},
         "pair": {"target": "models/target", "dtype": "float32", "parts": {}},

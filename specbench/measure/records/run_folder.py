@@ -40,7 +40,7 @@ ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
 NOT_MEASURING = ("specbench/report", "specbench/tiny")
 MAKING = (
     *("methods/*/train.py", "methods/*/calibrate.py", "methods/training.py", "methods/head_training.py"),
-    *("methods/family.py", "methods/answer.py", "methods/states.py", "specbench/tune.py"),
+    *("methods/family.py", "methods/answer.py", "methods/states.py", "specbench/commands/tune.py"),
 )
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_MEASURED = (

@@ -39,7 +39,7 @@ COMPOSED = "Keys and choices are those of conf/ (Hydra): method=, pair=, data=, 
 
 COMMANDS = {
     "run": Command(
-        "specbench.bench",
+        "specbench.commands.run",
         KEYS,
         "Measure one method on a model pair, against autoregressive decoding.",
         (
@@ -51,7 +51,7 @@ COMMANDS = {
         notes=COMPOSED,
     ),
     "sweep": Command(
-        "specbench.bench",
+        "specbench.commands.run",
         KEYS,
         "Measure every combination of the values that are separated by commas, each in a process of its own.",
         (
@@ -63,7 +63,7 @@ COMMANDS = {
         notes=COMPOSED + "\nThe same command again goes on where a sweep was stopped.",
     ),
     "tune": Command(
-        "specbench.tune",
+        "specbench.commands.tune",
         KEYS,
         "Find a method's draft length and thresholds for a pair on this machine.",
         (("tune method=kangaroo trials=20", "20 trials on the warm-up questions"),),
@@ -106,14 +106,14 @@ COMMANDS = {
         ),
     ),
     "log": Command(
-        "specbench.tracking",
+        "specbench.commands.log",
         "RUN ... [--group NAME] [--mode online|offline] [--project NAME] [--entity NAME]",
         "Log finished runs to Weights & Biases; a run that is logged twice stays one run.",
         (("log runs/A --group trial", "one run, into a group"),),
         first=("log",),
     ),
     "fetch": Command(
-        "specbench.fetch",
+        "specbench.commands.fetch",
         f"PAIR {KEYS}",
         "Fetch a pair's models before a run needs them.",
         (

@@ -120,7 +120,7 @@ def print_failures(jobs: list[Job]) -> None:
         return
     from rich.text import Text
 
-    from specbench.report import tables  # late, as in specbench.bench
+    from specbench.report import tables  # late, as in specbench.commands.run
 
     out = tables.console()
     count = f"{len(failed)} of {len(jobs)} jobs failed; the same command runs them again:"

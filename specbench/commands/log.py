@@ -1,7 +1,7 @@
 """Weights & Biases: a view of finished run folders, which stay the truth. A tracker never costs a measurement.
 
-`python -m specbench.tracking log RUN_DIR ...` logs finished runs, again or for the first time.
-`python -m specbench.tracking compare GROUP` gets the run folders of a group back, and prints their tables.
+`python -m specbench.commands.log log RUN_DIR ...` logs finished runs, again or for the first time.
+`python -m specbench.commands.log compare GROUP` gets the run folders of a group back, and prints their tables.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def track(run_dir: Path, tracker: Mapping) -> bool:
     """
     if tracker["name"] == "none":
         return True
-    later = f"to log it later: python -m specbench.tracking log {shlex.quote(str(run_dir))}"
+    later = f"to log it later: python -m specbench.commands.log log {shlex.quote(str(run_dir))}"
     try:
         print(_log(run_dir, dict(tracker)), flush=True)
         return True
@@ -217,7 +217,7 @@ def _file_name(name: str) -> str:
 def main() -> int:
     """The commands `log` and `compare`; returns the exit code, 1 if a run was not logged."""
     parser = argparse.ArgumentParser(
-        prog="python -m specbench.tracking",
+        prog="python -m specbench.commands.log",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,9 +1,9 @@
-"""Finds a method's settings for a pair and this machine: `python -m specbench.tune method=... [trials=20] [key=value]`.
+"""Finds a method's settings for a pair and this machine: `python -m specbench.commands.tune method=... [trials=20] [key=value]`.
 
 Optuna chooses within the bounds of `conf/search/METHOD.yaml`. A trial is a run like any other, its score the speedup
 over all questions; it asks the warm-up questions, because a setting that was chosen on the test questions would flatter
 itself there. A study belongs to one configuration, code and machine: <runs_root>/tune/<method>_<pair>_<hash>/. It goes
-on when it was killed, or when more trials are asked for. Exit code: 1 if a trial failed, else as of specbench.bench.
+on when it was killed, or when more trials are asked for. Exit code: 1 if a trial failed, else as of specbench.commands.run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.text import Text
 
 from specbench import THREAD_VARIABLES
 from specbench.system import settings as values
-from specbench.bench import here, run, with_hydra
+from specbench.commands.run import here, run, with_hydra
 from specbench.config.checks import check
 from specbench.system.errors import UserError, one_line_errors, optional
 from specbench.measure.machine.summary import provenance
@@ -32,7 +32,7 @@ from specbench.system.files import held, make_folder
 from specbench.data.questions import WARMUP
 from specbench.report import tables
 from specbench.report.runs import read_run
-from specbench.sweeps import Job
+from specbench.commands.sweep import Job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -209,7 +209,7 @@ def report(study, folder: Path, overrides: list[str]) -> int:
     own = [place for place, trial in enumerate(scored, start=1) if trial.number == 0]
     place = f"the settings it began with came {own[0]} of {len(scored)}; " if own else ""
     print(f"{place}chance flatters the best, so measure it on the test questions:")
-    best = ["python", "-m", "specbench.bench", *overrides, *as_overrides(scored[0].params)]
+    best = ["python", "-m", "specbench.commands.run", *overrides, *as_overrides(scored[0].params)]
     print(shlex.join(best), flush=True)
     return len(trials) - len(scored)
 

@@ -1,4 +1,4 @@
-"""Entry point: `python -m specbench.bench key=value ...`, with `-m` for a sweep.
+"""Entry point: `python -m specbench.commands.run key=value ...`, with `-m` for a sweep.
 
 Hydra composes the configuration, all that needs no weights is checked, and each job is measured in a process
 of its own; `hydra/launcher=` says on which machine those of a sweep are. Exit code: 0 measured; 1 a run or some of
@@ -20,8 +20,8 @@ from specbench.config.compose import with_hydra
 from specbench.system.errors import LackingError, UserError, one_line_errors, tell
 from specbench.measure.records import run_folder as store
 from specbench.system.processes import end_with_parent, heeding_sigterm
-from specbench.sweeps import OK, RUNNING, WAITING, Job, Place, open_sweep, print_failures
-from specbench.tracking import track
+from specbench.commands.sweep import OK, RUNNING, WAITING, Job, Place, open_sweep, print_failures
+from specbench.commands.log import track
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
