@@ -25,14 +25,14 @@ from omegaconf import OmegaConf
 
 from specbench.config.checks import check
 from specbench.config.compose import CONF
-from specbench.system.errors import UserError, one_line_errors
-from specbench.measure.records import run_folder as store
-from specbench.measure.plan import Passes
-from specbench.measure.machine.speed import Probes
 from specbench.data.questions import load_questions
+from specbench.measure.machine.speed import Probes
+from specbench.measure.plan import Passes
+from specbench.measure.records import run_folder as store
 from specbench.report import formats, phases, plots, tables
 from specbench.report.runs import Run, finished_runs
 from specbench.report.training_data import SAME, differing_training, training_table
+from specbench.system.errors import UserError, one_line_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

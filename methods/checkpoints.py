@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from specbench.system.errors import UserError, reason
 from specbench.models.pairs import fetch_small_files
+from specbench.system.errors import UserError, reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

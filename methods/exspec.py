@@ -83,8 +83,8 @@ class ExSpec(Scheduler):
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
         """`grouping_rate`: of the rounds of several sequences, the share whose sequences had one length."""
-        from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
         from specbench.measure.metrics.acceptance import ratio
+        from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
 
         judged = rounds.assign(grouped=stat(rounds, "grouped"))
         judged = judged[judged["grouped"].notna()]

@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 from methods.sps_tree.drafter import FILE as TREE
 from methods.states import RECORD as STATES
-from specbench.system.errors import one_line_errors
+from specbench.data.training import RECORD
 from specbench.report.tables import console
+from specbench.system.errors import one_line_errors
 from specbench.tiny.soundness import RESULT, faults, table
 from specbench.tiny.train import FULL, SHIPPED, SMOKE, Build, Stage, checksums, install
-from specbench.data.training import RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
+    from specbench.data.training import Batch
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.models.pairs import Pair
-    from specbench.data.training import Batch
 
 RANKS, COUNTED_BATCHES = 10, 40  # of a tree: the lowest ranks, and batches that they are counted on
 

@@ -18,8 +18,8 @@ from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Batch
-    from specbench.decoding.sampling import Decoding
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.sampling import Decoding
     from specbench.models.pairs import Pair
 
 

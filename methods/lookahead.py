@@ -164,8 +164,8 @@ class Lookahead(Drafter):
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
         """`guess_rate`: share of the rounds with a guess; `looked_at`: mean tokens of the window in a round."""
-        from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
         from specbench.measure.metrics.acceptance import ratio
+        from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
 
         looked_at = stat(rounds, "looked_at")
         drafted, own = rounds["drafted"][looked_at.notna()], looked_at.dropna()

@@ -24,8 +24,8 @@ from specbench.decoding.draft import Batch, Draft, Needs, Verified, make_drafter
 from specbench.decoding.draft import Sequence as Decoded
 from specbench.decoding.kv_layout import span
 from specbench.decoding.wrapped import WrappedDrafter
-from specbench.system.errors import UserError
 from specbench.models.pairs import Pair
+from specbench.system.errors import UserError
 from specbench.system.settings import Count, Probability, Seed
 
 if TYPE_CHECKING:

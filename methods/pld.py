@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
-from specbench.system.errors import at_least
 from specbench.models.pairs import Pair
+from specbench.system.errors import at_least
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from methods.rank_trees import grown, likeliest_ids, rank_tree
+from specbench.data.warm_start import warm_rows
 from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Sequence, Verified
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
 from specbench.models.pairs import Pair
+from specbench.system.errors import UserError
 from specbench.system.settings import Count
-from specbench.data.warm_start import warm_rows
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import Prefill

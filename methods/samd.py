@@ -19,13 +19,13 @@ from methods.heads import move_entries
 from methods.rest.datastore import load_datastore, tree_behind
 from methods.suffix_array import SORTED, check_sorted
 from methods.suffix_automaton import SuffixAutomaton
+from specbench.data.warm_start import WARM
 from specbench.decoding.device import on_device
 from specbench.decoding.draft import Batch, Draft, Sequence, Verified, make_drafter
 from specbench.decoding.tree import Tree
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count
-from specbench.data.warm_start import WARM
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import Prefill, StagedModel

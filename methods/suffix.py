@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from methods.counted_trees import Counted, likeliest
 from methods.heads import move_entries
 from methods.suffix_automaton import Match, SuffixAutomaton
+from specbench.data.warm_start import warm_answers
 from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability, Range
-from specbench.data.warm_start import warm_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,8 +15,8 @@ from methods.states import batches_of_states, key_of, rows_of, states_of
 from specbench.data.conversations import batched, conversations
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import finished, logit_steps
+from specbench.decoding.sampling import Decoding
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.system.settings import Count, NotNegative, Positive, Range, Seed
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from specbench.decoding.model.staged_model import StagedModel
     from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
 
 Answered = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 

@@ -13,9 +13,9 @@ import pytest
 
 from specbench.commands import run as bench
 from specbench.config import checks
-from specbench.system.errors import UserError
 from specbench.measure import runner
 from specbench.measure.records import run_folder as store
+from specbench.system.errors import UserError
 from tests.support import conf
 from tests.support.commands import (
     TIMEOUT,

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from specbench import ROOT
 from specbench.commands import run as bench
+from specbench.commands.sweep import FAILED, LEFT_OUT, OK, Job
 from specbench.config.compose import CONF
 from specbench.measure.records import run_folder as store
-from specbench.commands.sweep import FAILED, LEFT_OUT, OK, Job
 from tests.support.conf import composed
 
 BOARD = OmegaConf.load(CONF / "experiment" / "spec_bench_board.yaml").hydra.sweeper.params.method.split(",")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from specbench.data.conversations import batched, conversations, packed_rows, parse, shuffled, tokenizer_of
-from specbench.system.errors import UserError
 from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError
 from tests.support.models import byte_tokenizer, save_pair
 
 NOWHERE = OmegaConf.create({"name": "mine", "training": None})

@@ -31,9 +31,9 @@ from specbench.config.checks import check_method
 from specbench.config.compose import CONF
 from specbench.decoding.draft import Drafter, needs_of
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from tests.support.samples import SUMMARY, faster, run_of, wrong
 

@@ -19,15 +19,15 @@ from methods.mirror_sd.streams import load_streams, save_streams
 from methods.s2d import SortedDraft
 from specbench import CONF, ROOT
 from specbench.config.checks import check
+from specbench.data.questions import load_questions
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
-from specbench.models.expansion import Expansion, embedded, expand_model, wide
+from specbench.decoding.sampling import Decoding
 from specbench.measure.machine.provenance import differences
 from specbench.measure.runner import prepare
+from specbench.models.expansion import Expansion, embedded, expand_model, wide
 from specbench.models.pairs import load_pair
-from specbench.data.questions import load_questions
+from specbench.system.errors import UserError
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.expanded import SHAPES, expanded_config

@@ -13,12 +13,12 @@ import torch
 from omegaconf import OmegaConf
 
 from specbench import ROOT
-from specbench.system.errors import UserError
-from specbench.measure.metrics.summary import summary as metrics
-from specbench.measure.machine.summary import speed
-from specbench.measure.records import run_folder as store
-from specbench.measure.machine.speed import Probes
 from specbench.data.questions import load_questions
+from specbench.measure.machine.speed import Probes
+from specbench.measure.machine.summary import speed
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.records import run_folder as store
+from specbench.system.errors import UserError
 from tests.support.messages import says
 from tests.support.samples import faster, run_of
 from tests.support.synthetic import CONFIG, FACTS, QUIET, passes, probed, record, slowed

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specbench.models import gguf as conversion
-from specbench.system.errors import UserError
 from specbench.models.gguf import MODEL, PARTIAL, converted, is_gguf, source_of
 from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError
 from tests.support.commands import measure_here, run_main
 from tests.support.conf import composed
 from tests.support.gguf import rounded, write_gguf

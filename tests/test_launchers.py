@@ -19,9 +19,9 @@ from hydra import compose, initialize_config_dir
 from hydra_plugins import specbench_launchers
 from specbench.commands import run as bench
 from specbench.config.compose import CONF
-from specbench.system.errors import UserError
 from specbench.measure import runner
 from specbench.measure.records import run_folder as store
+from specbench.system.errors import UserError
 from tests.support.commands import cli, run_main, small_pair_and_questions
 from tests.support.conf import composed
 from tests.support.messages import says

@@ -7,12 +7,12 @@ from contextlib import closing
 import pytest
 from omegaconf import OmegaConf
 
-from specbench.measure import runner
+from specbench.data.questions import warmup_questions
 from specbench.measure import protocol as pairing
+from specbench.measure import runner
 from specbench.measure.machine.summary import provenance
 from specbench.measure.records import run_folder as store
 from specbench.measure.runner import prepare
-from specbench.data.questions import warmup_questions
 from tests.support.conf import composed, drafts, inline, names
 
 pytestmark = pytest.mark.slow

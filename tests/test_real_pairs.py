@@ -17,10 +17,10 @@ from methods.pld import PromptLookup
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
+from specbench.decoding.sampling import Decoding
 from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError
 from tests.support.conf import composed, file_of, is_hub_id, names
 from tests.support.decoding import generate_with_transformers
 from tests.support.methods import saved_adapter, trimmed

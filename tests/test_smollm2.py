@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from specbench.data.questions import TASKS
 from specbench.decoding.draft import Drafter, Request, make_drafter, needs_of
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.packages import described
 from specbench.models.pairs import Pair, load_pair
-from specbench.data.questions import TASKS
 from tests.conftest import USERS_CACHE
 from tests.support.commands import measure_here, run_main
 from tests.support.conf import composed, drafts, file_of, is_scheduler, names

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from specbench.commands import run as bench
 from specbench.commands import sweep as sweeps
-from specbench.system.errors import UserError
-from specbench.measure.records import run_folder as store
 from specbench.commands.sweep import FAILED, LEFT_OUT, OK, RUNNING, WAITING, Job, open_sweep
+from specbench.measure.records import run_folder as store
+from specbench.system.errors import UserError
 from tests.support.commands import (
     TIMEOUT,
     measure_here,

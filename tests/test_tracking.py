@@ -22,11 +22,11 @@ import pytest
 
 from specbench import ROOT
 from specbench.commands import log as tracking
-from specbench.system.errors import UserError
 from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.report.runs import read_runs, summary_frame
 from specbench.report.wandb_run import run_id, scalars
+from specbench.system.errors import UserError
 from tests.support.messages import says
 from tests.support.synthetic import CONFIG, FACTS, TIE, answered, record
 from tests.support.wandb_server import KEY, serving

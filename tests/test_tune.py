@@ -14,9 +14,9 @@ from specbench.commands import run as bench
 from specbench.commands import tune
 from specbench.config import checks
 from specbench.config.compose import CONF
-from specbench.system.errors import UserError
 from specbench.measure import runner
 from specbench.measure.records import run_folder as store
+from specbench.system.errors import UserError
 from tests.support.commands import exit_code, small_pair_and_questions
 from tests.support.conf import composed
 from tests.support.messages import says
@@ -118,7 +118,9 @@ def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
     best = max(run_dirs, key=lambda run_dir: store.read_json(run_dir / store.SUMMARY)["overall"]["speedup"])
     method = store.read_config(best)["method"]
     command = shlex.split(again.splitlines()[-1])
-    assert command[:4] == ["python", "-m", "specbench.commands.run", "method=sps"] and "trials=3" not in command
+    assert (
+        command[:4] == ["python", "-m", "specbench.commands.run", "method=sps"] and "trials=3" not in command
+    )
     assert command[-2:] == [f"method.{k}={method[k]:g}" for k in ("max_draft_tokens", "confidence_threshold")]
     assert "settings=published" in command, "the tuned settings of the pair would be part of it"
     assert composed("bench", *command[3:]).data.path == "q.jsonl"

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from specbench import CONF
 from specbench.config import checks
 from specbench.config.compose import tuned_on
-from specbench.measure.metrics.summary import summary as metrics
 from specbench.config.tuned import settings_source
+from specbench.measure.metrics.summary import summary as metrics
 from specbench.system.settings import parameters
 from tests.measure.test_metrics import CONFIG, FACTS, answered
 from tests.support import conf

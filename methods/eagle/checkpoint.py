@@ -9,10 +9,10 @@ from transformers import LlamaConfig
 
 from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from methods.eagle.model import EagleModel, eagle_config
-from specbench.decoding.device import place_weights
 from specbench.decoding.cpu.packed_linear import lay_out
-from specbench.system.errors import UserError
+from specbench.decoding.device import place_weights
 from specbench.models.expansion import ADDED_ROW, Expansion
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,11 +13,11 @@ from transformers import LlamaConfig
 
 from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from methods.eagle3.model import DEPTHS, Eagle3Config, Eagle3Model, default_taps
-from specbench.decoding.device import place_weights
 from specbench.decoding.cpu.packed_linear import lay_out
+from specbench.decoding.device import place_weights
 from specbench.decoding.model.staged_model import check_rope
-from specbench.system.errors import UserError
 from specbench.models.expansion import Expansion
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,13 +28,13 @@ from methods.training import (
     target_states,
     training_pair,
 )
-from specbench.data import training
 from specbench.config.compose import with_hydra
+from specbench.data import training
 from specbench.decoding.draft import NORMED
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError, one_line_errors
 from specbench.models.expansion import Sizes
 from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError, one_line_errors
 from specbench.system.settings import Count, Range, check_all
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from methods.checkpoints import (
     write_checkpoint,
 )
 from methods.hydra_heads.heads import Heads, PrefixLayer, prefix_config
-from specbench.decoding.device import place_weights
 from specbench.decoding.cpu.packed_linear import lay_out
-from specbench.system.errors import UserError
+from specbench.decoding.device import place_weights
 from specbench.models.expansion import Expansion
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,8 +20,8 @@ from methods.head_training import HeadDistillation, train_heads
 from methods.training import SETTINGS, training_pair
 from specbench.config.compose import with_hydra
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import one_line_errors
 from specbench.models.pairs import load_pair
+from specbench.system.errors import one_line_errors
 from specbench.system.settings import Count, check_all
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 
 from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from methods.draft_layer import DraftLayer
-from specbench.decoding.device import place_weights
 from specbench.decoding.cpu.packed_linear import lay_out
-from specbench.system.errors import UserError
+from specbench.decoding.device import place_weights
 from specbench.models.expansion import Expansion
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path

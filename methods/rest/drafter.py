@@ -6,8 +6,8 @@ from methods.counted_trees import Counted
 from methods.rest.datastore import load_datastore, tree_behind
 from methods.suffix_array import check_sorted
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs
-from specbench.system.errors import at_least
 from specbench.models.pairs import Pair
+from specbench.system.errors import at_least
 from specbench.system.settings import Count
 
 

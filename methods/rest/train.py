@@ -13,13 +13,13 @@ from tqdm import tqdm
 
 from methods.rest.datastore import save_datastore
 from specbench.config.compose import with_hydra
-from specbench.data.conversations import conversations, read, tokenizer_of
 from specbench.data.contamination import MeasuredTexts
-from specbench.system.errors import UserError, one_line_errors
-from specbench.system.files import file_sha256
-from specbench.models.pairs import load_pair
+from specbench.data.conversations import conversations, read, tokenizer_of
 from specbench.data.questions import find_questions_file, read_questions
 from specbench.data.training import data_of
+from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.files import file_sha256
 from specbench.system.settings import Count, Seed, check_all
 
 if TYPE_CHECKING:

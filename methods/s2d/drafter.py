@@ -18,8 +18,8 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Needs, Sequence, Verified
 from specbench.decoding.kv_cache import Pass
-from specbench.system.errors import UserError
 from specbench.models.pairs import Pair
+from specbench.system.errors import UserError
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:

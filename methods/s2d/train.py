@@ -27,11 +27,11 @@ from methods.training import (
     text_cross_entropy,
     training_pair,
 )
-from specbench.data import training
 from specbench.config.compose import with_hydra
+from specbench.data import training
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError, one_line_errors
 from specbench.models.pairs import cut, load_pair
+from specbench.system.errors import UserError, one_line_errors
 from specbench.system.settings import Count, check_all
 
 if TYPE_CHECKING:

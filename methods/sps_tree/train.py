@@ -24,8 +24,8 @@ from methods.sps_tree.drafter import FILE
 from methods.training import Answered, answered
 from specbench.config.compose import with_hydra
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError, one_line_errors
 from specbench.models.pairs import draft_of, load_pair
+from specbench.system.errors import UserError, one_line_errors
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:

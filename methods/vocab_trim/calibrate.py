@@ -22,8 +22,8 @@ from methods.vocab_trim.vocab_map import rank, save_vocab_map
 from specbench.config.compose import with_hydra
 from specbench.data.conversations import conversations
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError, one_line_errors
 from specbench.models.pairs import Pair, draft_of, load_pair
+from specbench.system.errors import UserError, one_line_errors
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.system.errors import UserError, warn
 from specbench.data.questions import packaged
+from specbench.system.errors import UserError, warn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Literal
 
 import yaml
 
-from specbench.system import settings as values
 from specbench.config.compose import CONF
-from specbench.system.errors import UserError, one_line_errors, reason
 from specbench.measure.records import run_folder as store
+from specbench.system import settings as values
+from specbench.system.errors import UserError, one_line_errors, reason
 from specbench.system.processes import end_with_parent
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from specbench.commands.log import track
+from specbench.commands.sweep import OK, RUNNING, WAITING, Job, Place, open_sweep, print_failures
 from specbench.config.checks import check
 from specbench.config.compose import with_hydra
-from specbench.system.errors import LackingError, UserError, one_line_errors, tell
 from specbench.measure.records import run_folder as store
+from specbench.system.errors import LackingError, UserError, one_line_errors, tell
 from specbench.system.processes import end_with_parent, heeding_sigterm
-from specbench.commands.sweep import OK, RUNNING, WAITING, Job, Place, open_sweep, print_failures
-from specbench.commands.log import track
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -22,17 +22,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.text import Text
 
 from specbench import THREAD_VARIABLES
-from specbench.system import settings as values
 from specbench.commands.run import here, run, with_hydra
+from specbench.commands.sweep import Job
 from specbench.config.checks import check
-from specbench.system.errors import UserError, one_line_errors, optional
+from specbench.data.questions import WARMUP
 from specbench.measure.machine.summary import provenance
 from specbench.measure.records import run_folder as store
-from specbench.system.files import held, make_folder
-from specbench.data.questions import WARMUP
 from specbench.report import tables
 from specbench.report.runs import read_run
-from specbench.commands.sweep import Job
+from specbench.system import settings as values
+from specbench.system.errors import UserError, one_line_errors, optional
+from specbench.system.files import held, make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

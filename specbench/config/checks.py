@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Literal
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench.models import expansion as expand
-from specbench.system import settings as values
-from specbench.system.errors import LackingError, UserError, file_errors, near, reason
-from specbench.models.packages import described, is_package
-from specbench.data.questions import load_questions, packaged, warmup_questions
 from specbench.commands.log import check as check_tracker
 from specbench.config.tuned import settings_source
-from specbench.system.settings import LEARNS, WRAPPED, Count, Natural, Positive, Seed, Temperature
+from specbench.data.questions import load_questions, packaged, warmup_questions
 from specbench.data.warm_start import WARM, check_warm
+from specbench.models import expansion as expand
+from specbench.models.packages import described, is_package
+from specbench.system import settings as values
+from specbench.system.errors import LackingError, UserError, file_errors, near, reason
+from specbench.system.settings import LEARNS, WRAPPED, Count, Natural, Positive, Seed, Temperature
 
 if TYPE_CHECKING:
     from specbench.decoding.draft import Needs

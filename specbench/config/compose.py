@@ -24,8 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench import CONF
-from specbench.system.errors import UserError, near
 from specbench.models.expansion import layer_at
+from specbench.system.errors import UserError, near
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from specbench.config.compose import as_it_stands, choices_of, tuned_on
-from specbench.system.settings import LEARNS, settings
 from specbench.data.warm_start import WARM
+from specbench.system.settings import LEARNS, settings
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from specbench.system.errors import UserError
 from specbench.data.questions import packaged
-from specbench.system.threads import Threads, use_threads
+from specbench.system.errors import UserError
 from specbench.system.settings import plain
+from specbench.system.threads import Threads, use_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from specbench.decoding.kv_layout import RaggedLayout
-    from specbench.decoding.sampling import Decoding
     from specbench.decoding.model.staged_model import Prefill, StagedModel
+    from specbench.decoding.sampling import Decoding
     from specbench.decoding.trace import Mark
 
 UNKNOWN = 2**62  # a length on the host, where it is known on the device alone: whatever reads it fails

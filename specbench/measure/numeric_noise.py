@@ -15,8 +15,8 @@ import torch
 from specbench.decoding.draft import Draft
 
 if TYPE_CHECKING:
-    from specbench.decoding.sampling import Decoding
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.sampling import Decoding
 
 BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row
 NOT_ROUNDING = 4  # times the change in the model's own forward; on CPUs ours is 1.0 to 1.5 times as large

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from specbench.decoding.draft import Request
 from specbench.decoding.cpu.autotune import PassShape, choose_layouts
+from specbench.decoding.draft import Request
 from specbench.decoding.model.graphs import Graphs
 from specbench.decoding.sampling import TARGET, Decoding, position_draws
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.decoding.turns import Turns
-from specbench.system.errors import JobError, UserError, reason
-from specbench.measure.machine.summary import provenance
 from specbench.measure.certify import VERDICTS, Certificate, certify
-from specbench.measure.remeasure import Measured, Slice, least_disturbed
-from specbench.measure.numeric_noise import batch_noise, drawn_margin, margin, shape_noise
+from specbench.measure.machine.summary import provenance
 from specbench.measure.machine.watch import LOST, Counters, Watch, added, between
+from specbench.measure.numeric_noise import batch_noise, drawn_margin, margin, shape_noise
+from specbench.measure.remeasure import Measured, Slice, least_disturbed
+from specbench.system.errors import JobError, UserError, reason
 from specbench.system.threads import Threads, use_threads
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from specbench.data.questions import Question
     from specbench.decoding.draft import Drafter
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.measure.arms import Arm
     from specbench.models.pairs import Pair
-    from specbench.data.questions import Question
 
 WARM_UP_TOKENS = 16  # of each arm on a warm-up question, to warm up and to choose the number of threads by
 NOISE_TOKENS = 32  # of each warm-up question, on which the rounding noise is measured

@@ -21,24 +21,24 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from specbench.data.questions import Question, find_questions_file, load_questions, warmup_questions
+from specbench.data.warm_start import warm_record
 from specbench.decoding.draft import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.staged_model import StagedModel, name_of
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.model.staged_model import StagedModel, name_of
 from specbench.decoding.trace import counted
-from specbench.system.errors import UserError, one_line_errors, reason
-from specbench.measure.machine.summary import provenance
-from specbench.measure.records import run_folder as store
 from specbench.measure.arms import Arm, Faster, generate_arm, one_by_one
-from specbench.measure.protocol import BASELINE, HF, METHOD, SINGLE, Bench, attempt
-from specbench.measure.plan import Passes, whole
 from specbench.measure.machine.speed import Probes
+from specbench.measure.machine.summary import provenance
 from specbench.measure.metrics.statistics import Speedup
+from specbench.measure.plan import Passes, whole
+from specbench.measure.protocol import BASELINE, HF, METHOD, SINGLE, Bench, attempt
+from specbench.measure.records import run_folder as store
 from specbench.models.pairs import load_pair, with_part
-from specbench.data.questions import Question, find_questions_file, load_questions, warmup_questions
+from specbench.system.errors import UserError, one_line_errors, reason
 from specbench.system.settings import parameters, plain
-from specbench.data.warm_start import warm_record
 
 
 def prepare(cfg: DictConfig) -> Bench:
@@ -236,7 +236,9 @@ class Job:
         if self.plan.precision is None or passes < self.plan.repeats:
             return None
         if self._passes != passes:
-            from specbench.measure.metrics.summary import summary as metrics# late: pandas takes a second to import
+            from specbench.measure.metrics.summary import (
+                summary as metrics,  # late: pandas takes a second to import
+            )
 
             known = store.read_json(self.run_dir / store.FACTS)
             self._speedup = metrics.speedup_over_passes(self.journal.records, known)

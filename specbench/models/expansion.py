@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbench import CONF
-from specbench.system.errors import UserError, file_errors
 from specbench.data.questions import packaged
+from specbench.system.errors import UserError, file_errors
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:

@@ -24,13 +24,13 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError
 
+from specbench.data.questions import packaged
 from specbench.decoding.device import place_weights, prepare_device
 from specbench.decoding.model.graphs import Options, set_options
-from specbench.system.errors import UserError
 from specbench.models.expansion import Expansion, embedded, expand_model, expansion_of
 from specbench.models.gguf import converted, gguf_file, is_gguf, source_of
 from specbench.models.packages import fetched, is_package
-from specbench.data.questions import packaged
+from specbench.system.errors import UserError
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specbench.system.errors import file_errors, one_line_errors
-from specbench.system.files import make_folder
 from specbench.report import claims, compare, formats, gate, page, plots, tables
 from specbench.report.published_tables import published_tables
 from specbench.report.runs import LeftOut, Run, finished_runs, is_run, summary_frame
 from specbench.report.training_data import differing_training, training_table
+from specbench.system.errors import file_errors, one_line_errors
+from specbench.system.files import make_folder
 
 if TYPE_CHECKING:
     from rich.table import Table

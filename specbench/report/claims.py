@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import yaml
 from rich.text import Text
 
-from specbench.system.errors import UserError
-from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.metrics.statistics import Speedup
+from specbench.measure.metrics.summary import summary as metrics
 from specbench.report import formats, tables
 from specbench.report.runs import Run, method_label, named
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

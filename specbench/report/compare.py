@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specbench.system.errors import UserError
-from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.metrics.statistics import LEAST_PASSES
+from specbench.measure.metrics.summary import summary as metrics
 from specbench.report import tables
 from specbench.report.phases import different_phases, slow_machines
 from specbench.report.runs import Run, not_comparable, row_names, task_names
 from specbench.report.training_data import differing_training
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 from omegaconf import OmegaConf
 
-from specbench.system.errors import UserError, near
 from specbench.data.questions import TASKS
+from specbench.system.errors import UserError, near
 
 FILE = Path(__file__).with_suffix(".yaml")
 HANDS = ("first", "second")

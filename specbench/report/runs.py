@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import yaml
 
-from specbench.system.errors import UserError
-from specbench.measure.metrics.summary import summary as metrics
-from specbench.measure.machine.summary import provenance
-from specbench.measure.records import run_folder as store
-from specbench.measure.metrics.metrics import METRICS
 from specbench.data.questions import TASKS
+from specbench.measure.machine.summary import provenance
+from specbench.measure.metrics.metrics import METRICS
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.records import run_folder as store
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping

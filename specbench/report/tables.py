@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specbench.measure.metrics.statistics import verdict
 from specbench.data.questions import TASKS
+from specbench.data.warm_start import WARM, warmed_with
+from specbench.measure.metrics.statistics import verdict
 from specbench.report.phases import different_phases, slow_machine, slow_machines
 from specbench.report.runs import (
     LeftOut,
@@ -25,7 +26,6 @@ from specbench.report.runs import (
     named,
     task_names,
 )
-from specbench.data.warm_start import WARM, warmed_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -292,7 +292,9 @@ def repetition_line(summary: dict) -> str:
     """How much the answers repeat themselves, by task; nothing for older runs."""
     shares = {name: numbers.get("distinct_4grams") for name, numbers in summary["tasks"].items()}
     parts = [f"{name} {share:.0%}" for name, share in shares.items() if share is not None]
-    return f"4-grams of the answers that do not occur earlier in the answer: {', '.join(parts)}" if parts else ""
+    return (
+        f"4-grams of the answers that do not occur earlier in the answer: {', '.join(parts)}" if parts else ""
+    )
 
 
 def disturbed(summary: dict) -> str:

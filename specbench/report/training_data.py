@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specbench.data.warm_start import WARM
 from specbench.report.runs import labels, named
 from specbench.report.tables import UNKNOWN, PlainTable
-from specbench.data.warm_start import WARM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -22,12 +22,12 @@ import PIL.Image
 import wandb
 import yaml
 
-from specbench.system.errors import reason
-from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.machine.summary import provenance
+from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.report import plots
 from specbench.report.runs import Run, read_run, summary_frame
+from specbench.system.errors import reason
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

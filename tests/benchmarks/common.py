@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from specbench.data.questions import load_questions, warmup_questions
 from specbench.decoding.draft import Request
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Generation
 from specbench.measure.arms import Arm
 from specbench.measure.metrics.statistics import Speedup
 from specbench.models.pairs import Pair, load_pair
-from specbench.data.questions import load_questions, warmup_questions
 from specbench.system.threads import use_threads
 from tests.support.conf import composed
 

@@ -14,13 +14,13 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from specbench.data.questions import load_questions
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Generation
 from specbench.measure.runner import Bench, prepare
 from specbench.models.pairs import load_pair
-from specbench.data.questions import load_questions
 from tests.support.expanded import SHAPES, expanded_config
 
 METHODS = {

@@ -23,10 +23,10 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
-from specbench.measure.metrics.summary import summary as metrics
-from specbench.measure.machine.summary import provenance
-from specbench.measure.records import run_folder as store
 from specbench.data.questions import TASKS, find_questions_file
+from specbench.measure.machine.summary import provenance
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.records import run_folder as store
 from tests.support.conf import composed
 from tests.support.synthetic import CONFIG, FACTS, answered
 

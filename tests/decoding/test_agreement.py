@@ -9,14 +9,14 @@ from functools import cache
 import pytest
 import torch
 
-from specbench.decoding.model import staged_model as targets
-from specbench.decoding.model.agreement import agreement, own_ways
 from specbench.decoding.device import place_weights
 from specbench.decoding.draft import Draft
+from specbench.decoding.model import staged_model as targets
+from specbench.decoding.model.agreement import agreement, own_ways
 from specbench.decoding.model.staged_model import StagedModel, random_ids
-from specbench.system.errors import UserError
 from specbench.measure.runner import prepare
 from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError
 from tests.support.conf import composed
 from tests.support.models import random_model
 

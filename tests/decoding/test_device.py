@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specbench.models import pairs
 from specbench.decoding import trace
 from specbench.decoding.device import move_slots, on_device, place_weights, prepare_device
 from specbench.decoding.trace import Clock
-from specbench.system.errors import JobError
 from specbench.measure import protocol as pairing
 from specbench.measure.machine.summary import provenance
+from specbench.models import pairs
 from specbench.models.pairs import load_pair
+from specbench.system.errors import JobError
 from tests.support.conf import composed
 
 CPU, SECOND_GPU = torch.device("cpu"), torch.device("cuda:1")

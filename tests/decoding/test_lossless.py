@@ -7,8 +7,8 @@ import pytest
 from specbench.decoding import acceptance
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from tests.support.decoding import random_pair
 from tests.support.drafters import EarlyExit, ModelChain, ModelTree, Oracle
 from tests.support.lossless import (

@@ -9,8 +9,8 @@ import torch
 
 from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import NOT_DRAWN, Decoding, all_drawn, invert
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import NOT_DRAWN, Decoding, all_drawn, invert
 from specbench.system.errors import UserError
 from tests.support.decoding import random_pair
 from tests.support.distribution import PROMPT, SHAPE, p_value_alone

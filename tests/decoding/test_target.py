@@ -12,16 +12,16 @@ import transformers
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from specbench.decoding.cpu.lean_modules import quick
+from specbench.decoding.cpu.packed_linear import by_columns
 from specbench.decoding.draft import NORMED, Draft, Drafter, Resume
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
-from specbench.decoding.cpu.lean_modules import quick
-from specbench.decoding.cpu.packed_linear import by_columns
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from specbench.decoding.tree import Tree
-from specbench.system.errors import UserError
 from specbench.models.pairs import cut
+from specbench.system.errors import UserError
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain
 from tests.support.models import ARCHITECTURES, COMMON, random_model
@@ -57,7 +57,9 @@ def test_layers_spread_over_devices(arch, monkeypatch):
     """Two names of one device stand for two devices: what moves from one to the other is the same."""
     model = random_pair(arch).target
     places = chain(["cpu"], repeat("cpu:0"))  # of the layers, as the target asks for them
-    monkeypatch.setattr("specbench.decoding.model.staged_model.device_of", lambda layer: torch.device(next(places)))
+    monkeypatch.setattr(
+        "specbench.decoding.model.staged_model.device_of", lambda layer: torch.device(next(places))
+    )
     target = StagedModel(model)
     assert len(target.new_cache(8).segments) == 2
     target.check()

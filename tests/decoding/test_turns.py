@@ -9,8 +9,8 @@ import torch
 from specbench.decoding import turns
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Clock
 from specbench.decoding.turns import Turns, between_rounds
 from tests.support.decoding import random_pair

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from specbench.decoding.draft import Drafter
-from specbench.decoding.engine import Engine
 from specbench.decoding.cpu.lean_modules import Experts, weight_bytes
 from specbench.decoding.cpu.packed_linear import JoinedLinear, LaidLinear
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.draft import Drafter
+from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain
 from tests.support.models import random_model

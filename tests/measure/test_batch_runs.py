@@ -16,8 +16,8 @@ from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
 from specbench.decoding.sampling import Decoding
 from specbench.measure import runner
-from specbench.measure.records import run_folder as store
 from specbench.measure.arms import hf_generate_arm
+from specbench.measure.records import run_folder as store
 from tests.measure.test_runner import CATEGORIES, measured, start, workplace  # noqa: F401 - a fixture
 from tests.support.messages import says
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from specbench.decoding.trace import Generation, Step
 from specbench.measure import protocol as pairing
+from specbench.measure.machine.watch import Watch
 from specbench.measure.remeasure import STRETCH, Measured, Slice, least_disturbed
 from specbench.measure.runner import prepare
-from specbench.measure.machine.watch import Watch
 from tests.support.conf import composed
 
 TIME = {"seconds": 0.05}

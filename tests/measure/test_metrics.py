@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.measure.metrics.summary import summary as metrics
-from specbench.measure.records import run_folder as store
+from specbench.data.questions import TASKS
 from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
 from specbench.measure.metrics.statistics import Speedup
-from specbench.data.questions import TASKS
+from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.records import run_folder as store
 from tests.support.synthetic import (
     CONFIG,
     EXACT,
@@ -64,9 +64,14 @@ def test_repetition_is_counted_within_an_answer():
         plain = generation([0] * 9, drafted=0) | {"tokens": tokens}
         return record(number, turns=[turn(baseline=plain, method=generation([8]))])
 
-    loop, plain = [1, 2, 3, 4] * 2, [1, 2, 3, 4, 5]  # 5 4-grams, of which 4 differ; 2, one of them in the loop, too
+    loop, plain = (
+        [1, 2, 3, 4] * 2,
+        [1, 2, 3, 4, 5],
+    )  # 5 4-grams, of which 4 differ; 2, one of them in the loop, too
     assert overall([asked(1, loop)])["distinct_4grams"] == pytest.approx(4 / 5)
-    assert overall([asked(1, loop), asked(1, loop), asked(2, plain)])["distinct_4grams"] == pytest.approx(6 / 7)
+    assert overall([asked(1, loop), asked(1, loop), asked(2, plain)])["distinct_4grams"] == pytest.approx(
+        6 / 7
+    )
     assert overall([asked(1, [1, 2, 3])])["distinct_4grams"] is None
 
 

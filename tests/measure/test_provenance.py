@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specbench import ROOT
-from specbench.system.errors import UserError
+from specbench.measure.machine.provenance import buffer_bytes  # as it is, whatever size all tests get
 from specbench.measure.machine.summary import provenance
 from specbench.measure.records import run_folder as store
-from specbench.measure.machine.provenance import buffer_bytes  # as it is, whatever size all tests get
+from specbench.system.errors import UserError
 from tests.support.synthetic import CONFIG
 
 PAIR = {"name": "tiny", "target": "none/such-model", "target_revision": "main", "draft": None, "parts": {}}

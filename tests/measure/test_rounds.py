@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.measure.metrics.dataframes import steps_frame
 from specbench.measure.metrics.acceptance import acceptance_length, mbsu
+from specbench.measure.metrics.dataframes import steps_frame
 from tests.support.synthetic import (
     FACTS,
     columns,

@@ -18,22 +18,22 @@ import torch
 from transformers import AutoConfig
 
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
-from specbench.system import threads
 from specbench.config.checks import check
 from specbench.config.compose import CONF
 from specbench.decoding import acceptance
-from specbench.decoding.cpu import autotune as layouts
 from specbench.decoding.acceptance import outcome
+from specbench.decoding.cpu import autotune as layouts
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.turns import Turns
-from specbench.system.errors import JobError, UserError
-from specbench.measure import runner
 from specbench.measure import protocol as pairing
+from specbench.measure import runner
 from specbench.measure.machine.summary import speed
-from specbench.measure.records import run_folder as store
 from specbench.measure.machine.watch import Watch
+from specbench.measure.records import run_folder as store
+from specbench.system import threads
+from specbench.system.errors import JobError, UserError
 from tests.support import commands
 from tests.support.conf import composed
 from tests.support.messages import says

@@ -13,10 +13,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench import ROOT
-from specbench.system.errors import UserError
+from specbench.measure.metrics.dataframes import STEP_COLUMNS
 from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.records import run_folder as store
-from specbench.measure.metrics.dataframes import STEP_COLUMNS
+from specbench.system.errors import UserError
 from tests.support.messages import says
 from tests.support.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
 from tests.test_imports import imported

@@ -8,8 +8,8 @@ import pytest
 
 from methods.answer import answer
 from specbench.data.conversations import read
-from specbench.system.errors import UserError
 from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers
 from tests.support.models import save_pair

@@ -17,9 +17,9 @@ from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.draft import Drafter, Request, Sequence
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from tests.methods import test_sampling
 from tests.support.batches import (

@@ -18,9 +18,9 @@ from specbench.config.checks import check_method
 from specbench.config.compose import CONF
 from specbench.decoding.draft import NORMED, Request
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.settings import parameters
 from tests.support.batches import Chaos, Static, assert_lossless, cases
 from tests.support.decoding import random_pair

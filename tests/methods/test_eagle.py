@@ -22,10 +22,10 @@ from methods.ragged import RaggedBatch
 from specbench.decoding.draft import NORMED, Drafter, Request
 from specbench.decoding.engine import CACHE_STEP, Engine
 from specbench.decoding.kv_cache import Pass
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
+from specbench.decoding.sampling import Decoding
 from specbench.models.expansion import Expansion, expand_model
+from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair

@@ -19,11 +19,11 @@ from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
-from specbench.system.errors import UserError
+from specbench.decoding.sampling import Decoding
 from specbench.models.expansion import Expansion, expand_model
 from specbench.models.expansion import wide as wide_shape
+from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.decoding import random_pair
 from tests.support.lossless import (

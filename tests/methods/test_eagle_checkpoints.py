@@ -13,8 +13,8 @@ from methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from methods.eagle3.model import Eagle3Config, Eagle3Model
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from specbench.system.errors import UserError
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair

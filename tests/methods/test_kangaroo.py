@@ -14,8 +14,8 @@ from methods.kangaroo import Kangaroo
 from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from specbench.system.errors import UserError
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair, tokens_through_layers

@@ -12,8 +12,8 @@ from methods.ragged import RaggedBatch
 from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from tests.support import batches
 from tests.support.decoding import random_pair, tokens_through_layers
 from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding, assert_stops_anywhere

@@ -21,10 +21,10 @@ from methods.ragged import RaggedBatch
 from methods.rank_trees import MEDUSA_TREE
 from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
+from specbench.decoding.sampling import Decoding
 from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair

@@ -27,8 +27,8 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError, UserError
 from tests.support.decoding import random_pair

@@ -20,10 +20,10 @@ from specbench.decoding import acceptance as acceptance_rules
 from specbench.decoding.acceptance import Accepted, outcome
 from specbench.decoding.draft import Drafter, Request, needs_of
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
+from specbench.decoding.sampling import Decoding
 from specbench.measure.records import run_folder as store
+from specbench.system.errors import UserError
 from tests.support import commands, lossless
 from tests.support.batches import cases
 from tests.support.decoding import random_pair, random_prompt

@@ -13,8 +13,8 @@ from methods.ragged import RaggedBatch
 from methods.rank_trees import grown, likeliest_ids, rank_tree
 from methods.recycling import CHILDREN, RANKS, ROOT_CHILDREN, TokenRecycling, chance
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.decoding import random_pair

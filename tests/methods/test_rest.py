@@ -19,13 +19,13 @@ from methods.rest.datastore import PLACES, RECORD, TOKENS, load_datastore, save_
 from methods.rest.train import train
 from methods.suffix_array import suffix_array
 from specbench import ROOT
+from specbench.data.contamination import WORDS, MeasuredTexts
 from specbench.data.conversations import tokenizer_of
+from specbench.data.questions import TASKS, Question, read_questions
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.data.contamination import WORDS, MeasuredTexts
-from specbench.system.errors import UserError
 from specbench.models.pairs import load_pair
-from specbench.data.questions import TASKS, Question, read_questions
+from specbench.system.errors import UserError
 from specbench.tiny.tokenizer import load_tokenizer
 from tests.support import batches
 from tests.support.conf import composed

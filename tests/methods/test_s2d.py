@@ -10,10 +10,10 @@ import torch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
+from specbench.decoding.sampling import Decoding
 from specbench.models.pairs import cut
+from specbench.system.errors import UserError
 from tests.support.methods import drafts, sorted_pair
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]

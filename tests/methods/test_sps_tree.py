@@ -18,8 +18,8 @@ from methods.sps_tree.drafter import FILE, draws_without_replacement, load_tree
 from methods.sps_tree.train import paths_of, ranks_of, train
 from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.conf import composed

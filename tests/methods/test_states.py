@@ -12,11 +12,11 @@ from methods import states
 from methods.kangaroo import train as kangaroo_train
 from methods.training import Goals, batches, soft_cross_entropy, target_states
 from specbench.data.conversations import batched
+from specbench.data.training import RECORD
 from specbench.decoding.draft import NORMED
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
 from specbench.models.pairs import load_pair
-from specbench.data.training import RECORD
+from specbench.system.errors import UserError
 from tests.support.conf import composed
 from tests.support.training import training_settings, training_workplace
 

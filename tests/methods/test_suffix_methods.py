@@ -19,8 +19,8 @@ from methods.suffix import SuffixDecoding
 from specbench.config.checks import check_method
 from specbench.decoding.draft import Draft, Drafter, Request
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from specbench.decoding.tree import Tree
 from specbench.system.errors import UserError
 from tests.support import batches

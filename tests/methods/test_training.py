@@ -21,11 +21,11 @@ from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from methods.training import agreement, batches, held_out_batches, training_pair
 from specbench import ROOT
-from specbench.system import threads
-from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
-from specbench.models.pairs import cut, load_pair
 from specbench.data.training import LOG, RECORD, stages_of, train
+from specbench.decoding.model.staged_model import StagedModel
+from specbench.models.pairs import cut, load_pair
+from specbench.system import threads
+from specbench.system.errors import UserError
 from tests.support.decoding import random_pair
 from tests.support.messages import says
 from tests.support.models import EVERY_ARCHITECTURE

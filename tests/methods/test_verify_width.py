@@ -11,16 +11,16 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from specbench.decoding.model import graphs as passes
 from specbench.decoding.device import place_weights
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.model import graphs as passes
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
+from specbench.decoding.sampling import Decoding
 from specbench.measure import numeric_noise as rounding
 from specbench.measure.numeric_noise import shape_noise
 from specbench.measure.runner import prepare
+from specbench.system.errors import UserError
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
 from tests.support.conf import composed
 from tests.support.decoding import random_prompt

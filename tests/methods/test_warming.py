@@ -14,13 +14,13 @@ from methods.suffix import SuffixDecoding
 from methods.suffix_automaton import SuffixAutomaton
 from specbench.config.checks import check
 from specbench.data.conversations import tokenizer_of
+from specbench.data.warm_start import warm_answers, warm_record
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
+from specbench.decoding.sampling import Decoding
 from specbench.models.pairs import load_pair
-from specbench.data.warm_start import warm_answers, warm_record
+from specbench.system.errors import UserError
 from tests.support.conf import composed
 
 TALKS = [

@@ -10,10 +10,10 @@ from methods.samd import SAMDecoding
 from specbench.config.checks import check_method
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.system.errors import UserError
+from specbench.decoding.sampling import Decoding
 from specbench.measure.metrics.method_stats import classes, of_method
+from specbench.system.errors import UserError
 from tests.methods.test_stats import frame
 from tests.support.conf import composed
 from tests.support.decoding import random_pair

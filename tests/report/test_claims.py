@@ -9,11 +9,11 @@ from safetensors.numpy import save_file
 
 from specbench import ROOT
 from specbench.config.compose import CONF
-from specbench.system.errors import UserError
 from specbench.measure.machine.summary import provenance
 from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.metrics.statistics import Speedup
 from specbench.report import claims, formats
+from specbench.system.errors import UserError
 from tests.support.samples import (
     SUMMARY,
     batched,

@@ -3,8 +3,8 @@ import random
 import numpy as np
 import pytest
 
-from specbench.system.errors import UserError
 from specbench.report import compare, formats
+from specbench.system.errors import UserError
 from tests.support.messages import says
 from tests.support.samples import PROVENANCE, SUMMARY, batched, changed, run_of
 from tests.support.synthetic import generation, record, turn

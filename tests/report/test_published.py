@@ -3,10 +3,10 @@ import pytest
 from yaml.constructor import ConstructorError
 
 from specbench import ROOT
-from specbench.system.errors import UserError
 from specbench.data.questions import TASKS
 from specbench.report import published as module
 from specbench.report.published import Published, beside, frame, published, rows_of
+from specbench.system.errors import UserError
 
 OUR_METHODS = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")}
 MINIMAL = {"method": "pld", "paper": "A 2024", "source": "there", "hand": "first"}

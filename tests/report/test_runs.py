@@ -4,13 +4,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from specbench.system.errors import UserError
+from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.records import run_folder as store
-from specbench.measure.metrics.metrics import METRICS
 from specbench.report import __main__ as command
 from specbench.report import formats, plots, runs, tables
 from specbench.report.runs import Run, finished_runs, labels, read_run, read_runs, task_names
+from specbench.system.errors import UserError
 from tests.support.messages import says
 from tests.support.samples import (
     PROVENANCE,

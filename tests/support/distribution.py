@@ -9,9 +9,9 @@ from scipy.stats import chisquare
 
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.model.staged_model import StagedModel
 
 VOCAB, ANSWERS, LENGTH = 5, 500, 4
 PROMPT = [1, 3, 4, 1, 3]

@@ -7,8 +7,8 @@ import random
 import torch
 
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Resume, Sequence, Verified
-from specbench.decoding.sampling import invert
 from specbench.decoding.model.staged_model import Prefill, StagedModel
+from specbench.decoding.sampling import invert
 from specbench.decoding.tree import Tree
 
 

@@ -8,9 +8,9 @@ from functools import cache
 
 from specbench.decoding.draft import Drafter, Request
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.model.staged_model import StagedModel
 from tests.support.decoding import STOP, generate_with_transformers, random_pair, random_prompt
 
 # Caps and stop ids: answers that end by either, and some that nothing ends early.

@@ -17,8 +17,8 @@ from methods.heads import DraftHead
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import Decoding
 from tests.support.decoding import random_pair
 from tests.support.lossless import cases
 

@@ -15,9 +15,9 @@ import torch
 from specbench.decoding.draft import Batch, Draft, Drafter, Request, Sequence
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache, Pass
+from specbench.decoding.model.staged_model import Prefill, attention_mask
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.model.staged_model import Prefill, attention_mask
 from specbench.decoding.tree import Tree
 from tests.support.drafters import branched
 

@@ -9,12 +9,12 @@ import torch
 from accelerate.state import AcceleratorState
 from omegaconf import OmegaConf
 
+from specbench.data.training import RECORD, train
 from specbench.tiny import models
 from specbench.tiny.muon import Muon, orthogonalise
 from specbench.tiny.optimise import Schedule, Text
 from specbench.tiny.tokenizer import load_tokenizer
 from specbench.tiny.train import MODELS, SHIPPED, SUMS, checksums
-from specbench.data.training import RECORD, train
 
 WEIGHTS = SHIPPED / "weights"
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from specbench.decoding.draft import Draft, Resume
 from specbench.decoding.cpu.packed_linear import (
     DRAFT,
     LAID,
@@ -35,6 +34,7 @@ from specbench.decoding.cpu.packed_linear import (
     default,
     product,
 )
+from specbench.decoding.draft import Draft, Resume
 from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:

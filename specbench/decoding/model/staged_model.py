@@ -20,12 +20,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from specbench.decoding.model.agreement import Agreement, agreement, own_ways
 from specbench.decoding.cpu.grouped_attention import SHORT, fold_mask, grouped_attention_config
+from specbench.decoding.cpu.lean_modules import (
+    PARTS,
+    check_parts,
+    experts_of,
+    experts_wait,
+    quick,
+    thinned,
+    weight_bytes,
+)
+from specbench.decoding.cpu.packed_linear import lay_out
 from specbench.decoding.draft import NORMED, Draft
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
-from specbench.decoding.cpu.lean_modules import PARTS, check_parts, experts_of, experts_wait, quick, thinned, weight_bytes
-from specbench.decoding.cpu.packed_linear import lay_out
+from specbench.decoding.model.agreement import Agreement, agreement, own_ways
 from specbench.decoding.model.graphs import Graphs, Passes, is_within, options_of
 from specbench.system.errors import UserError, reason
 

@@ -26,11 +26,11 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 
 from specbench import ROOT
-from specbench.system.errors import UserError
-from specbench.measure.records import run_folder as store
-from specbench.system.files import file_sha256
-from specbench.models.packages import described, is_package
 from specbench.data.questions import packaged
+from specbench.measure.records import run_folder as store
+from specbench.models.packages import described, is_package
+from specbench.system.errors import UserError
+from specbench.system.files import file_sha256
 from specbench.system.settings import parameters
 
 if TYPE_CHECKING:

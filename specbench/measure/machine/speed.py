@@ -16,11 +16,11 @@ import time
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from specbench.system.errors import UserError, warn
+from specbench.data.questions import cache_folder
 from specbench.measure.machine.summary import provenance
+from specbench.system.errors import UserError, warn
 from specbench.system.files import write_atomic
 from specbench.system.processes import own_cores
-from specbench.data.questions import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import statistics
 
-from specbench.measure.metrics.acceptance import ratio
 from specbench.measure.machine.speed import NAMES, Figures, below
+from specbench.measure.metrics.acceptance import ratio
 
 
 def machine(records: list[dict]) -> dict[str, float | int | None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.measure.metrics.metrics import Measured
 from specbench.measure.metrics.acceptance import acceptance_length
+from specbench.measure.metrics.metrics import Measured
 from specbench.system.settings import LEARNS, WRAPPED
 
 if TYPE_CHECKING:

@@ -11,8 +11,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from specbench.measure.certify import VERDICTS
-from specbench.measure.metrics.dataframes import generations_frame, steps_frame
-from specbench.measure.metrics.method_stats import of_method
 from specbench.measure.metrics.acceptance import (
     acceptance_at_positions,
     acceptance_length,
@@ -23,6 +21,9 @@ from specbench.measure.metrics.acceptance import (
     ratio,
     total,
 )
+from specbench.measure.metrics.dataframes import generations_frame, steps_frame
+from specbench.measure.metrics.method_stats import of_method
+from specbench.measure.metrics.statistics import Speedup, over_passes, speedup
 from specbench.measure.metrics.timing import (
     ARMS,
     complete_questions,
@@ -31,7 +32,6 @@ from specbench.measure.metrics.timing import (
     pool_seconds,
     turn_means,
 )
-from specbench.measure.metrics.statistics import Speedup, over_passes, speedup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,23 +17,23 @@ from typing import Any
 import torch
 
 from methods.sps import SpeculativeSampling
+from specbench.data.questions import warmup_questions
 from specbench.decoding.device import prepare_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.graphs import Graphs, Passes
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.trace import Clock, Generation
-from specbench.system.errors import reason
-from specbench.measure.machine.summary import provenance
 from specbench.measure.arms import hf_generate_arm
 from specbench.measure.certify import certify
+from specbench.measure.machine.summary import provenance
 from specbench.measure.numeric_noise import margin, shape_noise
 from specbench.models.pairs import Pair, load_pair
-from specbench.data.questions import warmup_questions
+from specbench.system.errors import reason
 from tests.benchmarks.gpu.settings import Loaded, Settings, method_settings, names, pair_settings, read
 
 GB, MS = 1e9, 1e3
