@@ -26,9 +26,9 @@ import hypothesis
 import pytest
 import torch
 
-from specbench.measure.machine.summary import provenance
-from specbench.measure.machine.summary import speed
-from specbench.data.questions import cache_folder
+from specbench.measure.machine import provenance
+from specbench.measure.machine import speed
+from specbench.system.paths import cache_folder
 from tests.support.synthetic import QUIET
 
 USERS_CACHE = cache_folder()  # no test writes there but those of `model`

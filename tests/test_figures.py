@@ -14,11 +14,12 @@ from omegaconf import OmegaConf
 
 from specbench import ROOT
 from specbench.data.questions import load_questions
+from specbench.measure.machine import speed
 from specbench.measure.machine.speed import Probes
-from specbench.measure.machine.summary import speed
-from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
+from specbench.system.files import write_json
 from tests.support.messages import says
 from tests.support.samples import faster, run_of
 from tests.support.synthetic import CONFIG, FACTS, QUIET, passes, probed, record, slowed
@@ -148,7 +149,7 @@ def test_rows_are_measured_in_rounds_and_gone_on_with(figures, tmp_path, monkeyp
             stops.clear()
             raise KeyboardInterrupt
         if repeat == 2:
-            store.write_json(folder / store.SUMMARY, {})
+            write_json(folder / store.SUMMARY, {})
 
     monkeypatch.setattr(figures, "measure_process", measure_process)
     rows = {"a b": ("method=pld",), "b": ("method=sps",)}

@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 from specbench.data.questions import warmup_questions
 from specbench.measure import protocol as pairing
 from specbench.measure import runner
-from specbench.measure.machine.summary import provenance
+from specbench.measure.machine import provenance
 from specbench.measure.records import run_folder as store
 from specbench.measure.runner import prepare
+from specbench.system.files import read_json
 from tests.support.conf import composed, drafts, inline, names
 
 pytestmark = pytest.mark.slow
@@ -107,7 +108,7 @@ def check(monkeypatch, tmp_path, *settings: str, accepts: bool) -> None:
     OmegaConf.resolve(cfg)
     run_dir = store.find_or_create(cfg)
     assert runner.run(run_dir) == 0
-    summary = store.read_json(run_dir / store.SUMMARY)
+    summary = read_json(run_dir / store.SUMMARY)
     assert set(summary["tasks"]) == set(TASKS)
     for block in [summary["equivalence"]] + [summary["baseline"]["equivalence"]] * cfg.generate:
         assert block["answers"] == len(TASKS) + 1 and block["violation"] == 0

@@ -7,8 +7,9 @@ import pytest
 from nbclient import NotebookClient
 
 from specbench import ROOT
-from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.records import run_folder as store
+from specbench.system.files import finite, write_json
 from tests.support.synthetic import CONFIG, FACTS, answered
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -22,8 +23,8 @@ def run_folder(root, method, slow):
         answered(i, task, accepted[i % 3], slow=slow) for i, task in enumerate(["qa", "rag"] * 4, start=1)
     ]
     config = CONFIG | {"method": CONFIG["method"] | {"name": method}}
-    store.write_json(folder / store.CODE, {})
-    store.write_json(folder / store.SUMMARY, store.finite(metrics.summary(records, FACTS, config)))
+    write_json(folder / store.CODE, {})
+    write_json(folder / store.SUMMARY, finite(metrics.summary(records, FACTS, config)))
     (folder / store.RECORDS).write_text("".join(store.json.dumps(record) + "\n" for record in records))
     store._write_steps(folder / store.STEPS, records)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from specbench.data.questions import TASKS, find_questions_file, load_questions, packaged, warmup_questions
+from specbench.data.questions import TASKS, find_questions_file, load_questions, warmup_questions
 from specbench.system.errors import UserError
+from specbench.system.paths import packaged
 
 SPEC_BENCH_SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 ALL = {"name": "all", "tasks": TASKS}

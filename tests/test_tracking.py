@@ -22,11 +22,12 @@ import pytest
 
 from specbench import ROOT
 from specbench.commands import log as tracking
-from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.report.runs import read_runs, summary_frame
 from specbench.report.wandb_run import run_id, scalars
 from specbench.system.errors import UserError
+from specbench.system.files import read_json, write_json
 from tests.support.messages import says
 from tests.support.synthetic import CONFIG, FACTS, TIE, answered, record
 from tests.support.wandb_server import KEY, serving
@@ -49,7 +50,7 @@ TIMEOUT = 120
 def finished_run(root: Path, *records: dict, **config) -> Path:
     """A complete run folder of these records."""
     run_dir = store.find_or_create(CONFIG | {"runs_root": str(root), "tracker": TRACKER} | config)
-    store.write_json(run_dir / store.FACTS, FACTS)
+    write_json(run_dir / store.FACTS, FACTS)
     with store.open_journal(run_dir) as journal:
         journal.append(*records)
     store.finalise(run_dir)
@@ -157,7 +158,7 @@ def test_a_log_holds_the_configuration_and_the_summary(runs, logged):
     assert run["run_id"] == run_id(runs[0]) and run["display_name"] == runs[0].name
     assert (run["run_group"], run["job_type"], run["project"]) == ("g", "sps", "specbench")
     assert run["config"]["update"] | store.read_config(runs[0]) == run["config"]["update"]
-    summary, expected = values(logged, "summary"), scalars(store.read_json(runs[0] / store.SUMMARY))
+    summary, expected = values(logged, "summary"), scalars(read_json(runs[0] / store.SUMMARY))
     assert expected["overall/speedup"] > 1 and expected["failed"] == 1
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
 
@@ -165,7 +166,7 @@ def test_a_log_holds_the_configuration_and_the_summary(runs, logged):
 @pytest.mark.process
 def test_a_log_holds_the_tables(runs, offline, logged):
     tasks = logged_table(offline, logged, "tasks").set_index("task")
-    summary = store.read_json(runs[0] / store.SUMMARY)
+    summary = read_json(runs[0] / store.SUMMARY)
     assert list(tasks.index) == ["qa", "rag", "overall"]
     for task, numbers in [*summary["tasks"].items(), ("overall", summary["overall"])]:
         for name in ("questions", "tokens_per_second", "speedup", "acceptance_length", "mbsu"):
@@ -192,7 +193,7 @@ def test_a_log_holds_the_histograms_and_acceptance_by_position(runs, offline, lo
     assert history["emitted_per_round.values"] == [0, 1, 1, 1, 1, 0, 1]
     assert history["emitted_per_round.bins"] == list(range(8))
     lines = logged_table(offline, logged, "acceptance_by_position_table")
-    overall = store.read_json(runs[0] / store.SUMMARY)["overall"]
+    overall = read_json(runs[0] / store.SUMMARY)["overall"]
     for name, key in (("unconditional", ""), ("conditional", "_conditional")):
         line = lines[lines["lineKey"] == name]
         assert list(line["step"]) == [1, 2, 3, 4, 5]
@@ -241,7 +242,7 @@ def test_the_service_gets_every_run_once(service, runs):
         assert (run["displayName"], run["groupName"], run["jobType"]) == (run_dir.name, "g", "sps")
         assert json.loads(run["config"])["seed"]["value"] == store.read_config(run_dir)["seed"]
         summary = json.loads(there.files[f"{run_id(run_dir)}/wandb-summary.json"])
-        speedup = store.read_json(run_dir / store.SUMMARY)["overall"]["speedup"]
+        speedup = read_json(run_dir / store.SUMMARY)["overall"]["speedup"]
         assert summary["overall/speedup"] == pytest.approx(speedup)
         assert "accepted_per_round" in there.history[run_id(run_dir)][0]
 
@@ -394,7 +395,7 @@ def test_no_file_that_is_sent_holds_a_secret(tmp_path):
     data = CONFIG["data"] | {"url": SECRET_URL}
     run_dir = finished_run(tmp_path, answered(1), data=data)
     # As an older version wrote it, or a child on another machine.
-    store.write_json(run_dir / store.PROVENANCE, {"config": {"data": data}, "git": None})
+    write_json(run_dir / store.PROVENANCE, {"config": {"data": data}, "git": None})
     (run_dir / "log.txt").write_text(f"cannot download {SECRET_URL}\n")
     store.note_failure(run_dir, f"cannot download {SECRET_URL}")
     sent = sent_files(run_dir)
@@ -407,7 +408,7 @@ def test_no_file_that_is_sent_holds_a_secret(tmp_path):
 def test_the_code_stays_here_unless_asked_for(tmp_path):
     run_dir = finished_run(tmp_path, answered(1))
     git = {"commit": "c" * 40, "diff_sha256": "d" * 64, "diff": "+unpublished = 1\n"}
-    store.write_json(run_dir / store.PROVENANCE, {"git": git})
+    write_json(run_dir / store.PROVENANCE, {"git": git})
     (sent,) = [json.loads(text) for name, text in sent_files(run_dir).items() if name == store.PROVENANCE]
     assert sent["git"] == {"commit": "c" * 40, "diff_sha256": "d" * 64}
     (sent,) = [
@@ -415,4 +416,4 @@ def test_the_code_stays_here_unless_asked_for(tmp_path):
         for name, text in sent_files(run_dir, upload_diff=True).items()
         if name == store.PROVENANCE
     ]
-    assert sent["git"] == git == store.read_json(run_dir / store.PROVENANCE)["git"]
+    assert sent["git"] == git == read_json(run_dir / store.PROVENANCE)["git"]

@@ -17,6 +17,7 @@ from specbench.config.compose import CONF
 from specbench.measure import runner
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
+from specbench.system.files import read_json
 from tests.support.commands import exit_code, small_pair_and_questions
 from tests.support.conf import composed
 from tests.support.messages import says
@@ -111,11 +112,11 @@ def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
     assert len(run_dirs) == 3
     for run_dir in run_dirs:
         assert [record["question_id"] for record in store.read_records(run_dir)] == [9]
-        assert store.read_json(run_dir / store.SUMMARY)["data"] == "tiny_warmup"
+        assert read_json(run_dir / store.SUMMARY)["data"] == "tiny_warmup"
 
     code, again, _ = tuned("trials=3")
     assert code == 0 and "trial " not in again
-    best = max(run_dirs, key=lambda run_dir: store.read_json(run_dir / store.SUMMARY)["overall"]["speedup"])
+    best = max(run_dirs, key=lambda run_dir: read_json(run_dir / store.SUMMARY)["overall"]["speedup"])
     method = store.read_config(best)["method"]
     command = shlex.split(again.splitlines()[-1])
     assert (

@@ -13,7 +13,7 @@ from specbench import CONF
 from specbench.config import checks
 from specbench.config.compose import tuned_on
 from specbench.config.tuned import settings_source
-from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.metrics import summary as metrics
 from specbench.system.settings import parameters
 from tests.measure.test_metrics import CONFIG, FACTS, answered
 from tests.support import conf

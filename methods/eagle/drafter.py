@@ -20,7 +20,6 @@ import torch
 from methods.dynamic_trees import Growth, most_nodes
 from methods.heads import draft_head
 from methods.rank_trees import grown, rank_tree
-from specbench.data.questions import packaged
 from specbench.decoding.cpu.lean_modules import quick, weight_bytes
 from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
@@ -29,6 +28,7 @@ from specbench.decoding.kv_layout import RaggedLayout, span
 from specbench.decoding.model.staged_model import Prefill, StagedModel, attention_mask, rope_of
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair
+from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:

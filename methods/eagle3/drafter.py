@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from methods.eagle.drafter import DynamicEagle
-from specbench.data.questions import packaged
 from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.draft import Batch, Draft, Needs
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import Pair
+from specbench.system.paths import packaged
 from specbench.system.settings import Count, Natural, Positive
 
 if TYPE_CHECKING:

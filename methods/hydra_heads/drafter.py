@@ -14,7 +14,6 @@ import torch
 
 from methods.heads import draft_head
 from methods.rank_trees import chosen_paths, rank_tree
-from specbench.data.questions import packaged
 from specbench.decoding.cpu.lean_modules import quick, weight_bytes
 from specbench.decoding.cpu.packed_linear import laid_linear
 from specbench.decoding.device import move_slots
@@ -23,6 +22,7 @@ from specbench.decoding.kv_cache import KVCache, Pass
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
 from specbench.models.pairs import Pair
+from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:

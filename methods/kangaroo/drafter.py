@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from methods.heads import StopTracker, draft_head, move_entries
-from specbench.data.questions import packaged
 from specbench.decoding.cpu.lean_modules import quick, weight_bytes
 from specbench.decoding.device import move_slots
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Resume, Sequence, Verified
@@ -22,6 +21,7 @@ from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.staged_model import Prefill, StagedModel, attention_mask, rope_of
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
+from specbench.system.paths import packaged
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:

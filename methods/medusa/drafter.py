@@ -13,13 +13,13 @@ import torch
 from methods.heads import DraftHead, draft_head, target_ids
 from methods.medusa.checkpoint import load_heads
 from methods.rank_trees import chosen_paths, likeliest_ids, rank_tree
-from specbench.data.questions import packaged
 from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.device import move_slots
 from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
+from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:

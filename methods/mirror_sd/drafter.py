@@ -19,7 +19,6 @@ from methods.heads import DraftHead, draft_head
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.link import Inline, Process, Thread
 from methods.mirror_sd.streams import load_streams
-from specbench.data.questions import packaged
 from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.cpu.packed_linear import laid_linear
 from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
@@ -27,6 +26,7 @@ from specbench.decoding.model.staged_model import Prefill, StagedModel
 from specbench.decoding.trace import Clock
 from specbench.models.pairs import Pair, draft_of
 from specbench.system.errors import UserError
+from specbench.system.paths import packaged
 from specbench.system.settings import Count, Positive, Probability, Range
 
 if TYPE_CHECKING:

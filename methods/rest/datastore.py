@@ -15,10 +15,10 @@ import numpy as np
 from methods.counted_trees import Counted, likeliest, most_frequent
 from methods.suffix_array import READ, Index, Interval, suffix_array
 from methods.vocab_trim.vocab_map import tokenizer_checksum
-from specbench.data.questions import packaged
 from specbench.data.training import DATASTORE
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256, make_folder
+from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -3,8 +3,8 @@
 SoFT (Kavehzadeh et al. 2024, from the authors' code): the draft model is cut from the target's first layers, with its
 embeddings, final norm and head; every step trains all exits at once, with the mean of their cross-entropies on the text
 itself. No target is its teacher, so one draft model serves them all. Not as the authors do, but as with all trained
-parts here (`specbench.data.training.train`): the learning rate falls linearly, not by a cosine, weight decay is 0.01, not
-0, and the warm-up takes 5 % of the steps, not 4 %.
+parts here (`specbench.data.training.train`): the learning rate falls linearly, not by a cosine, weight decay is 0.01,
+not 0, and the warm-up takes 5 % of the steps, not 4 %.
 """
 
 from __future__ import annotations

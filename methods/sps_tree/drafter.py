@@ -14,11 +14,11 @@ import torch
 from methods.heads import drawable
 from methods.rank_trees import Level, Path, checked_paths, rank_tree, shaped
 from methods.sps import SpeculativeSampling
-from specbench.data.questions import packaged
 from specbench.decoding.draft import Batch, Draft, Verified
 from specbench.decoding.sampling import Decoding, invert
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
+from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:

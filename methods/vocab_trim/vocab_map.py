@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.data.questions import packaged
 from specbench.system.errors import UserError, warn
+from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,13 +16,13 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import yaml
 
+from specbench.config.checks import check_tracker
 from specbench.config.compose import CONF
 from specbench.measure.records import run_folder as store
-from specbench.system import settings as values
 from specbench.system.errors import UserError, one_line_errors, reason
 from specbench.system.processes import end_with_parent
 
@@ -40,16 +40,6 @@ API_SECONDS = 20  # to wait for an answer of the service
 
 
 # -- logging
-
-
-def check(tracker: Mapping) -> None:
-    """Raises UserError for a setting of `conf/tracker/` that cannot work."""
-    if tracker["name"] == "none":
-        return
-    values.check("tracker.mode", tracker["mode"], Literal[MODES])
-    values.check("tracker.upload_diff", tracker["upload_diff"], bool)
-    if type(tracker["timeout"]) not in (int, float) or not 1 <= tracker["timeout"] < float("inf"):
-        raise UserError(f"tracker.timeout must be seconds, at least 1, not {tracker['timeout']!r}")
 
 
 def track(run_dir: Path, tracker: Mapping) -> bool:
@@ -73,7 +63,7 @@ def track(run_dir: Path, tracker: Mapping) -> bool:
 
 def _log(run_dir: Path, tracker: dict) -> str:
     """Logs a run, offline if it cannot be done online; returns what to tell the user."""
-    check(tracker)
+    check_tracker(tracker)
     failed = ""
     if tracker["mode"] == "online":
         try:

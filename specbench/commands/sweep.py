@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.measure.records import run_folder as store
-from specbench.system.files import held, new_folder
+from specbench.measure.records.source import source_sha256
+from specbench.system.files import held, new_folder, read_json, write_json
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -64,7 +65,7 @@ class Sweep:
     def save(self) -> None:
         """Writes what is known by now."""
         runs = self.folder.parents[1]
-        store.write_json(
+        write_json(
             self.folder / SWEEP,
             {
                 "source_sha256": self.source_sha256,
@@ -83,7 +84,7 @@ class Sweep:
 
     def load(self) -> None:
         """Gives the jobs back what an earlier process knew of them."""
-        for job, known in zip(self.jobs, store.read_json(self.folder / SWEEP)["jobs"]):
+        for job, known in zip(self.jobs, read_json(self.folder / SWEEP)["jobs"]):
             job.state = known["state"]
             if known["run_dir"] is not None:
                 job.run_dir = self.folder.parents[1] / known["run_dir"]
@@ -99,7 +100,7 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
     Raises:
         UserError: another process holds the sweep.
     """
-    asked, code = [job.overrides for job in jobs], store.source_sha256()
+    asked, code = [job.overrides for job in jobs], source_sha256()
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:8]
     root = Path(jobs[0].cfg.runs_root) / SWEEPS
     last = max(root.glob(f"*_{digest}"), default=None)  # names begin with the date
@@ -139,7 +140,7 @@ def label(job: Job, jobs: list[Job]) -> str:
 def _can_go_on(folder: Path, asked: list[list[str]], code: str, rerun: bool) -> bool:
     if not (folder / SWEEP).exists():  # killed before it was written
         return False
-    known = store.read_json(folder / SWEEP)
+    known = read_json(folder / SWEEP)
     same = known["source_sha256"] == code and [job["overrides"] for job in known["jobs"]] == asked
     return same and (not rerun or any(job["state"] not in ENDED_WELL for job in known["jobs"]))
 

@@ -1,9 +1,9 @@
-"""Finds a method's settings for a pair and this machine: `python -m specbench.commands.tune method=... [trials=20] [key=value]`.
+"""Finds a method's settings for a pair and this machine: `specbench tune method=... [trials=20] [key=value]`.
 
 Optuna chooses within the bounds of `conf/search/METHOD.yaml`. A trial is a run like any other, its score the speedup
 over all questions; it asks the warm-up questions, because a setting that was chosen on the test questions would flatter
 itself there. A study belongs to one configuration, code and machine: <runs_root>/tune/<method>_<pair>_<hash>/. It goes
-on when it was killed, or when more trials are asked for. Exit code: 1 if a trial failed, else as of specbench.commands.run.
+on when it was killed, or when more trials are asked for. Exit code: 1 if a trial failed, else as of `specbench run`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from specbench.commands.run import here, run, with_hydra
 from specbench.commands.sweep import Job
 from specbench.config.checks import check
 from specbench.data.questions import WARMUP
-from specbench.measure.machine.summary import provenance
+from specbench.measure.machine import provenance
 from specbench.measure.records import run_folder as store
+from specbench.measure.records.source import source_sha256
 from specbench.report import tables
 from specbench.report.runs import read_run
 from specbench.system import settings as values
@@ -164,7 +165,7 @@ def study_folder(base: DictConfig, space: str) -> Path:
     checked = OmegaConf.create(OmegaConf.to_container(base))
     check(checked)
     threads = [os.environ.get(name) for name in THREAD_VARIABLES]
-    same = [store.config_hash(checked), space, store.source_sha256(), provenance.machine(), threads]
+    same = [store.config_hash(checked), space, source_sha256(), provenance.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]
     folder = Path(base.runs_root) / "tune" / f"{base.method.name}_{base.pair.name}_{digest}"
     return make_folder(folder)

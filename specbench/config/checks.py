@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Literal
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench.commands.log import check as check_tracker
 from specbench.config.tuned import settings_source
-from specbench.data.questions import load_questions, packaged, warmup_questions
+from specbench.data.questions import load_questions, warmup_questions
 from specbench.data.warm_start import WARM, check_warm
 from specbench.models import expansion as expand
 from specbench.models.packages import described, is_package
 from specbench.system import settings as values
 from specbench.system.errors import LackingError, UserError, file_errors, near, reason
+from specbench.system.paths import packaged
 from specbench.system.settings import LEARNS, WRAPPED, Count, Natural, Positive, Seed, Temperature
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from specbench.decoding.draft import Needs
 
 GROUPS = ("method", "drafter", "pair", "vocab", "data", "task", "decoding", "tracker")
@@ -282,7 +284,7 @@ def parameters(cls: type, what: str, group: DictConfig) -> dict[str, inspect.Par
 
 def check_folders(cfg: DictConfig, needs: Needs) -> None:
     """Raises UserError when a model, tokenizer or part that will be read is a path where no folder is."""
-    from specbench.models.pairs import local_folder  # late: a misspelt name need not wait for torch
+    from specbench.models.names import local_folder  # late: a misspelt name need not wait for torch
 
     names = [cfg.pair.target, cfg.pair.tokenizer, needs.draft_of(cfg.pair)]
     if needs.part is not None:
@@ -294,3 +296,13 @@ def check_folders(cfg: DictConfig, needs: Needs) -> None:
                 described(name, cfg.pair.packages)
     if cfg.vocab.map is not None and not packaged(cfg.vocab.map).is_dir():
         raise UserError(f"there is no folder '{cfg.vocab.map}' with a vocabulary map")
+
+
+def check_tracker(tracker: Mapping) -> None:
+    """Raises UserError for a setting of `conf/tracker/` that cannot work."""
+    if tracker["name"] == "none":
+        return
+    values.check("tracker.mode", tracker["mode"], Literal["online", "offline"])
+    values.check("tracker.upload_diff", tracker["upload_diff"], bool)
+    if type(tracker["timeout"]) not in (int, float) or not 1 <= tracker["timeout"] < float("inf"):
+        raise UserError(f"tracker.timeout must be seconds, at least 1, not {tracker['timeout']!r}")

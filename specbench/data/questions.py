@@ -12,17 +12,18 @@ import json
 import os
 import urllib.request
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
-from specbench import CONF, ROOT
+from specbench import CONF
 from specbench.system.errors import UserError, near
 from specbench.system.files import file_sha256, write_atomic
+from specbench.system.paths import cache_folder, packaged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 DOWNLOAD_TIMEOUT_SECONDS = 30
 WARMUP = "specbench/tiny/warmup.jsonl"
@@ -89,12 +90,6 @@ def find_questions_file(data: Mapping) -> Path:
     return path
 
 
-def packaged(path: str | Path) -> Path:
-    """A path from a configuration: `specbench/...` lies inside this repository, any other stands as it is."""
-    path = Path(path).expanduser()
-    return ROOT / path if path.parts[:1] == ("specbench",) else path
-
-
 def read_questions(path: Path, tasks: Mapping) -> list[Question]:
     """Every question of a file. Raises UserError with file and line number for a line that is not one."""
     task_of = {category: name for known in (TASKS, tasks) for name in known for category in known[name]}
@@ -151,13 +146,6 @@ def _existing(path: str | Path, source: str) -> Path:
     if not found.is_file():
         raise UserError(f"{source}: there is no file {found}")
     return found
-
-
-def cache_folder() -> Path:
-    """This project's cache: $SPECBENCH_CACHE, or the folder specbench of $XDG_CACHE_HOME or ~/.cache."""
-    if own := os.environ.get("SPECBENCH_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench"
 
 
 def _check_sha256(source: Path | str, found: str, expected: str | None) -> None:

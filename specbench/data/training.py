@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from specbench.data.questions import packaged
 from specbench.system.errors import UserError
+from specbench.system.paths import packaged
 from specbench.system.settings import plain
 from specbench.system.threads import Threads, use_threads
 

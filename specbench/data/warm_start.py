@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.data.contamination import MeasuredTexts
-from specbench.data.questions import find_questions_file, packaged, read_questions
+from specbench.data.questions import find_questions_file, read_questions
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256
+from specbench.system.paths import packaged
 from specbench.system.settings import WRAPPED
 
 if TYPE_CHECKING:

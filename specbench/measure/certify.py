@@ -11,8 +11,6 @@ from specbench.decoding.stop import truncate_at_stop
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-VERDICTS = ("exact", "tie", "violation")
-
 
 @dataclass(frozen=True, slots=True)
 class Certificate:

@@ -25,9 +25,10 @@ from specbench.decoding.model.graphs import Graphs
 from specbench.decoding.sampling import TARGET, Decoding, position_draws
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.decoding.turns import Turns
-from specbench.measure.certify import VERDICTS, Certificate, certify
-from specbench.measure.machine.summary import provenance
+from specbench.measure.certify import Certificate, certify
+from specbench.measure.machine import provenance
 from specbench.measure.machine.watch import LOST, Counters, Watch, added, between
+from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import batch_noise, drawn_margin, margin, shape_noise
 from specbench.measure.remeasure import Measured, Slice, least_disturbed
 from specbench.system.errors import JobError, UserError, reason

@@ -30,14 +30,15 @@ from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted
 from specbench.measure.arms import Arm, Faster, generate_arm, one_by_one
+from specbench.measure.machine import provenance
 from specbench.measure.machine.speed import Probes
-from specbench.measure.machine.summary import provenance
 from specbench.measure.metrics.statistics import Speedup
 from specbench.measure.plan import Passes, whole
 from specbench.measure.protocol import BASELINE, HF, METHOD, SINGLE, Bench, attempt
 from specbench.measure.records import run_folder as store
 from specbench.models.pairs import load_pair, with_part
 from specbench.system.errors import UserError, one_line_errors, reason
+from specbench.system.files import read_json, write_json
 from specbench.system.settings import parameters, plain
 
 
@@ -177,7 +178,7 @@ class Job:
                     bar.update(len(pool))
                     if bench.peak_memory != known["peak_memory_bytes"]:
                         known["peak_memory_bytes"] = bench.peak_memory
-                        store.write_json(self.run_dir / store.FACTS, known)
+                        write_json(self.run_dir / store.FACTS, known)
                 repeat = self.next_pass()
                 if repeat is not None:
                     bar.total = max(bar.total or 0, (repeat + 1) * len(self.questions))
@@ -191,7 +192,7 @@ class Job:
         """
         asked, begun, path = self.cfg.threads, {}, self.run_dir / store.PROVENANCE
         if path.exists():  # gone on with: the same threads and layouts, not measured anew
-            begun = store.read_json(path)
+            begun = read_json(path)
             asked = begun["threads"]["torch"]
         chosen = bench.use_threads(asked)
         layouts = bench.choose_layouts(begun.get("layouts"))
@@ -209,9 +210,9 @@ class Job:
         more = {"thread_choice": asdict(chosen), "layouts": layouts, "unfit": reasons, "speed": speed}
         provenance.record(self.run_dir, found | more)
         if (self.run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
-            bench.peak_memory = store.read_json(self.run_dir / store.FACTS)["peak_memory_bytes"]
+            bench.peak_memory = read_json(self.run_dir / store.FACTS)["peak_memory_bytes"]
         known = facts(bench) | {"layouts": layouts, "speed": {"machine": probes.machine, "best": probes.best}}
-        store.write_json(self.run_dir / store.FACTS, known)
+        write_json(self.run_dir / store.FACTS, known)
         return known, probes
 
     def _bar(self, bench: Bench) -> tqdm:
@@ -240,7 +241,7 @@ class Job:
                 summary as metrics,  # late: pandas takes a second to import
             )
 
-            known = store.read_json(self.run_dir / store.FACTS)
+            known = read_json(self.run_dir / store.FACTS)
             self._speedup = metrics.speedup_over_passes(self.journal.records, known)
             self._passes = passes
         return self._speedup.width

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbench import CONF
-from specbench.data.questions import packaged
 from specbench.system.errors import UserError, file_errors
+from specbench.system.paths import packaged
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def embedded(pair_cfg: DictConfig) -> DictConfig:
     """
     if pair_cfg.init != "expanded":
         return pair_cfg
-    from specbench.models.pairs import local_folder  # late: a misspelt name need not wait for torch
+    from specbench.models.names import local_folder  # late: a misspelt name need not wait for torch
 
     if local_folder(pair_cfg.target):
         return pair_cfg

@@ -12,9 +12,9 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from specbench.data.questions import cache_folder, packaged
 from specbench.system.errors import UserError, reason
 from specbench.system.files import file_sha256, held, make_folder, write_atomic
+from specbench.system.paths import cache_folder, packaged
 
 if TYPE_CHECKING:
     from pathlib import Path

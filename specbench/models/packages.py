@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from specbench.data.questions import cache_folder
 from specbench.system.errors import UserError, near
 from specbench.system.files import file_sha256, held, make_folder
+from specbench.system.paths import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -24,13 +24,14 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError
 
-from specbench.data.questions import packaged
 from specbench.decoding.device import place_weights, prepare_device
 from specbench.decoding.model.graphs import Options, set_options
 from specbench.models.expansion import Expansion, embedded, expand_model, expansion_of
 from specbench.models.gguf import converted, gguf_file, is_gguf, source_of
+from specbench.models.names import local_folder
 from specbench.models.packages import fetched, is_package
 from specbench.system.errors import UserError
+from specbench.system.paths import packaged
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:
@@ -214,26 +215,6 @@ def draft_of(pair: Pair) -> PreTrainedModel:
     if pair.draft is None:
         raise UserError(f"pair '{pair.name}' was loaded without a draft model")
     return pair.draft
-
-
-def local_folder(name: str) -> Path | None:
-    """The folder that `name` means, None if it is a hub id, a package or a GGUF file.
-
-    Raises UserError for a path where nothing is.
-    """
-    if is_package(name):
-        return None
-    folder = packaged(name)
-    if folder.is_dir():
-        return folder
-    if is_gguf(name):
-        gguf_file(name)
-        return None
-    if name.startswith("specbench/tiny/"):
-        raise UserError(f"there is no folder '{name}': `make tiny` trains the embedded family")
-    if name.startswith(("/", ".", "~", "specbench/")) or name.count("/") > 1:
-        raise UserError(f"there is no folder '{name}'")
-    return None
 
 
 def model_folder(name: str, packages: Mapping) -> Path | None:

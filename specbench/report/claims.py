@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import yaml
 from rich.text import Text
 
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import Speedup
-from specbench.measure.metrics.summary import summary as metrics
 from specbench.report import formats, tables
 from specbench.report.runs import Run, method_label, named
 from specbench.system.errors import UserError

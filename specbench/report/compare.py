@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import LEAST_PASSES
-from specbench.measure.metrics.summary import summary as metrics
 from specbench.report import tables
 from specbench.report.phases import different_phases, slow_machines
 from specbench.report.runs import Run, not_comparable, row_names, task_names

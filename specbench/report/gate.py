@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from specbench.measure.machine.summary import provenance
+from specbench.measure.machine import provenance
 from specbench.report import tables
 from specbench.report.compare import SPEEDUP, differing_questions, relative, without_difference
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import yaml
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from specbench.measure.machine.summary import provenance
+from specbench.measure.machine import provenance
 from specbench.report import formats, tables
 from specbench.report.runs import LeftOut, Run, labels
 

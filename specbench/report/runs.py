@@ -12,11 +12,12 @@ import pandas as pd
 import yaml
 
 from specbench.data.questions import TASKS
-from specbench.measure.machine.summary import provenance
+from specbench.measure.machine import provenance
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS
-from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
+from specbench.system.files import finite, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -77,7 +78,7 @@ class Run:
     def provenance(self) -> dict | None:
         """What provenance.json holds; None where it is missing or damaged."""
         try:
-            found = store.read_json(self.folder / store.PROVENANCE)
+            found = read_json(self.folder / store.PROVENANCE)
         except (OSError, ValueError):
             return None
         return None if any(_lacking(found, PROVENANCE)) else found
@@ -158,7 +159,7 @@ def _summary(folder: Path) -> dict:
     if not is_run(folder):
         raise UserError("there is no run in it")
     try:
-        summary = store.read_json(path)
+        summary = read_json(path)
     except FileNotFoundError:
         raise UserError("unfinished: the command that began it goes on with it") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -190,10 +191,10 @@ def _derived(folder: Path) -> dict:
     That version had no number of pools, and other intervals and another share of hidden drafting.
     """
     try:
-        facts, config = store.read_json(folder / store.FACTS), store.read_config(folder)
+        facts, config = read_json(folder / store.FACTS), store.read_config(folder)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"damaged: {store.SUMMARY} cannot be derived ({error})") from error
-    return store.finite(metrics.summary(_records(folder), facts, config))
+    return finite(metrics.summary(_records(folder), facts, config))
 
 
 def _records(folder: Path) -> list[dict]:

@@ -22,8 +22,8 @@ import PIL.Image
 import wandb
 import yaml
 
-from specbench.measure.machine.summary import provenance
-from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.machine import provenance
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.report import plots
 from specbench.report.runs import Run, read_run, summary_frame

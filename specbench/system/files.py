@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
+import math
 import os
 import sys
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbench.system.errors import UserError, file_errors
 
@@ -91,3 +93,22 @@ def held(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
             )
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Writes JSON atomically; a number that is not finite becomes null."""
+    write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict:
+    """The content of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def finite(value: Any) -> Any:
+    """The same value with null for each NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

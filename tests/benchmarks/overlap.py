@@ -15,12 +15,12 @@ import torch
 from methods.mirror_sd import MirrorSD, StreamingSampling
 from methods.mirror_sd.streams import FILE
 from methods.sps import SpeculativeSampling
-from specbench.data.questions import packaged
 from specbench.decoding.draft import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure.arms import one_by_one
 from specbench.measure.metrics.statistics import speedup
+from specbench.system.paths import packaged
 from tests.benchmarks.common import interleave, pair_and_requests, print_ratios
 
 SORTED, MAP = "specbench/tiny/weights/s2d", "specbench/tiny/weights/vocab_map"

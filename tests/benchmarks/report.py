@@ -24,9 +24,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from specbench.data.questions import TASKS, find_questions_file
-from specbench.measure.machine.summary import provenance
-from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.machine import provenance
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.records import run_folder as store
+from specbench.system.files import finite, write_json
 from tests.support.conf import composed
 from tests.support.synthetic import CONFIG, FACTS, answered
 
@@ -59,7 +60,7 @@ def example() -> tuple[dict, dict]:
     noted = provenance.collect(config, find_questions_file(config["data"]))
     if noted["git"]:
         noted["git"]["diff"] = DIFF
-    return store.finite(metrics.summary(records, FACTS, CONFIG)), noted
+    return finite(metrics.summary(records, FACTS, CONFIG)), noted
 
 
 def variants(count: int) -> list[dict]:
@@ -98,7 +99,7 @@ def make_runs(root: Path, count: int) -> None:
         folder.mkdir()
         (folder / store.CONFIG).write_text(config)
         (folder / store.RECORDS).write_text("{}\n" * QUESTIONS)
-        store.write_json(folder / store.CODE, {"source_sha256": noted["source_sha256"]})
+        write_json(folder / store.CODE, {"source_sha256": noted["source_sha256"]})
         (folder / store.PROVENANCE).write_text(json.dumps(noted | {"time": f"run {number}"}, indent=2))
         text = json.dumps(one, indent=2)
         (folder / store.SUMMARY).write_text(text if number % 100 != 50 else text[:-100])

@@ -11,7 +11,7 @@ from specbench.decoding import trace
 from specbench.decoding.device import move_slots, on_device, place_weights, prepare_device
 from specbench.decoding.trace import Clock
 from specbench.measure import protocol as pairing
-from specbench.measure.machine.summary import provenance
+from specbench.measure.machine import provenance
 from specbench.models import pairs
 from specbench.models.pairs import load_pair
 from specbench.system.errors import JobError

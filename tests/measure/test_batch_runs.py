@@ -18,6 +18,7 @@ from specbench.decoding.sampling import Decoding
 from specbench.measure import runner
 from specbench.measure.arms import hf_generate_arm
 from specbench.measure.records import run_folder as store
+from specbench.system.files import read_json
 from tests.measure.test_runner import CATEGORIES, measured, start, workplace  # noqa: F401 - a fixture
 from tests.support.messages import says
 
@@ -130,7 +131,7 @@ def test_a_torn_pool_is_measured_again_as_a_whole(workplace, tmp_path, monkeypat
     run_dir = start(workplace, "ragged", tmp_path, "batch_size=2", "pool=4", "repeats=1")
     assert runner.run(run_dir) == 0
     journal = run_dir / store.RECORDS
-    whole, first = store.read_json(run_dir / store.SUMMARY), store.read_records(run_dir)
+    whole, first = read_json(run_dir / store.SUMMARY), store.read_records(run_dir)
     assert [record["pool"] for record in first] == [0, 0, 0, 0, 1, 1, 1]
     lines = journal.read_bytes().splitlines(keepends=True)
     (run_dir / store.SUMMARY).unlink()
@@ -148,7 +149,7 @@ def test_a_torn_pool_is_measured_again_as_a_whole(workplace, tmp_path, monkeypat
     assert says(capsys.readouterr().err, "pool 2 of 2 ... 1 of ... 3")
     again = journal.read_bytes().splitlines(keepends=True)
     assert again[:4] == lines[:4] and lines[4] not in again and len(again) == len(lines)
-    assert store.read_json(run_dir / store.SUMMARY)["overall"]["occupancy"] == whole["overall"]["occupancy"]
+    assert read_json(run_dir / store.SUMMARY)["overall"]["occupancy"] == whole["overall"]["occupancy"]
     tokens = [
         {r["question_id"]: [t["arms"]["method"][0]["tokens"] for t in r["turns"]] for r in records}
         for records in (first, store.read_records(run_dir))

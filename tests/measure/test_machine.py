@@ -1,6 +1,6 @@
 import pytest
 
-from specbench.measure.machine.summary import machine
+from specbench.measure.metrics.machine import machine
 from tests.support.synthetic import passes
 
 GPU = ("gpu_mhz", "gpu_watts", "gpu_celsius")

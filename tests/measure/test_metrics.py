@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbench.data.questions import TASKS
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
 from specbench.measure.metrics.statistics import Speedup
-from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.records import run_folder as store
+from specbench.system.files import read_json, write_json
 from tests.support.synthetic import (
     CONFIG,
     EXACT,
@@ -443,11 +444,11 @@ def spec_bench_records(repeats: int) -> list[dict]:
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_spec_benchs_own_numbers_follow_from_its_answer_files(tmp_path, repeats):
     run_dir = store.find_or_create(CONFIG | {"runs_root": str(tmp_path), "repeats": repeats})
-    store.write_json(run_dir / store.FACTS, FACTS)
+    write_json(run_dir / store.FACTS, FACTS)
     with store.open_journal(run_dir) as journal:
         journal.append(*spec_bench_records(repeats))
         store.finalise(run_dir)
-    ours, theirs = store.read_json(run_dir / store.SUMMARY), spec_bench(run_dir, TASKS)
+    ours, theirs = read_json(run_dir / store.SUMMARY), spec_bench(run_dir, TASKS)
     assert set(theirs) == {"mt_bench", "translation", "qa", "rag", "overall"}
     for task, (ratio, accepted) in theirs.items():
         numbers = ours["overall"] if task == "overall" else ours["tasks"][task]

@@ -3,9 +3,9 @@
 import pandas as pd
 import pytest
 
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import generations_frame, steps_frame
 from specbench.measure.metrics.statistics import over_passes
-from specbench.measure.metrics.summary import summary as metrics
 from tests.support.synthetic import CONFIG, FACTS, TIE, VIOLATION, overall, passes, record, turn
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specbench import ROOT
+from specbench.measure.machine import provenance
 from specbench.measure.machine.provenance import buffer_bytes  # as it is, whatever size all tests get
-from specbench.measure.machine.summary import provenance
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
 from tests.support.synthetic import CONFIG

@@ -29,11 +29,12 @@ from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.turns import Turns
 from specbench.measure import protocol as pairing
 from specbench.measure import runner
-from specbench.measure.machine.summary import speed
+from specbench.measure.machine import speed
 from specbench.measure.machine.watch import Watch
 from specbench.measure.records import run_folder as store
 from specbench.system import threads
 from specbench.system.errors import JobError, UserError
+from specbench.system.files import read_json
 from tests.support import commands
 from tests.support.conf import composed
 from tests.support.messages import says
@@ -95,7 +96,7 @@ def measured(workplace: Path, method: str, runs: Path, *more: str) -> tuple[int,
     """Exit code, summary and records of a run in this process."""
     run_dir = start(workplace, method, runs, *more)
     code = to_the_end(run_dir)[-1]
-    return code, store.read_json(run_dir / store.SUMMARY), store.read_records(run_dir)
+    return code, read_json(run_dir / store.SUMMARY), store.read_records(run_dir)
 
 
 def to_the_end(run_dir: Path) -> list[int]:
@@ -166,9 +167,9 @@ def test_the_machine_is_probed_before_between_and_after(workplace, tmp_path, mon
     per_pass = len(records) // 2
     counts = [len(record["speed"]) for record in records]
     assert per_pass > 1 and counts == ([1] + [0] * (per_pass - 2) + [1]) * 2
-    found = store.read_json(run_dir / store.SUMMARY)["machine"]["speed"]
+    found = read_json(run_dir / store.SUMMARY)["machine"]["speed"]
     assert found["first"] == slowed(product=0) and found["last"] == found["worst"] == slowed(product=0.03)
-    began = store.read_json(run_dir / store.PROVENANCE)["speed"]
+    began = read_json(run_dir / store.PROVENANCE)["speed"]
     assert began["first"] == began["best"] == found["best"] == slowed(product=0)
     assert began["machine"] == found["machine"]
     monkeypatch.setattr(speed, "SECONDS_BETWEEN", 0.0)
@@ -205,17 +206,17 @@ def test_threads_are_measured_written_down_and_kept(
     monkeypatch.setattr(threads, "fewest_worth", lambda seconds: min(seconds))
     monkeypatch.setattr(layouts, "_remembered", lambda key, _: pytest.fail(f"{key} was measured anew"))
     torch.set_num_threads(1)
-    chosen = store.read_json(run_dir / store.PROVENANCE)["layouts"]
+    chosen = read_json(run_dir / store.PROVENANCE)["layouts"]
     assert {name.split()[0] for name in chosen["groups"]} == {"head", "layers", "drafter"}
     assert runner.run(run_dir) == 0
     assert used[:3] == [2, 2, 2]
-    found = store.read_json(run_dir / store.PROVENANCE)
+    found = read_json(run_dir / store.PROVENANCE)
     assert found["threads"]["torch"] == found["thread_choice"]["threads"] == 2
     assert found["thread_choice"]["chosen_by"] == "measuring" and found["thread_choice"][
         "seconds"
     ].keys() == {"1", "2"}
     assert found["environment"]["OMP_WAIT_POLICY"] == os.environ["OMP_WAIT_POLICY"]
-    summary = store.read_json(run_dir / store.SUMMARY)
+    summary = read_json(run_dir / store.SUMMARY)
     assert summary["threads"] == 2 and summary["layouts"] == found["layouts"] == chosen
 
 
@@ -246,7 +247,7 @@ def test_layouts_are_chosen_in_passes_of_this_run(workplace, tmp_path, monkeypat
 def test_threads_by_hand(workplace, tmp_path, _same_threads_afterwards):
     run_dir = start(workplace, "sps", tmp_path, "task=rag", "threads=2")
     assert runner.run(run_dir) == 0
-    found = store.read_json(run_dir / store.PROVENANCE)
+    found = read_json(run_dir / store.PROVENANCE)
     assert found["threads"]["torch"] == 2 and found["thread_choice"]["chosen_by"] == "threads="
 
 
@@ -381,14 +382,12 @@ def test_a_run_tells_which_file_its_memory_was_warmed_with(workplace, tmp_path, 
     what = "drafter" if len(group) > 1 else "method"
     run_dir = start(workplace, group[0], tmp_path, *group[1:], f"{what}.warm={file}")
     assert to_the_end(run_dir)[-1] == 0
-    summary = store.read_json(run_dir / store.SUMMARY)
+    summary = read_json(run_dir / store.SUMMARY)
     assert summary["equivalence"]["violation"] == 0
     record = summary["training"]["warm"]
     assert (record["source"], record["data"]) == (str(file), f"sha256:{sha256}") and record["tokens"] > 10
     assert summary["notes"] == [f"memory warmed with talk.jsonl ({record['tokens']} tokens)"]
-    assert store.read_json(run_dir / store.PROVENANCE)["weights"]["method.warm"]["files"] == {
-        "talk.jsonl": sha256
-    }
+    assert read_json(run_dir / store.PROVENANCE)["weights"]["method.warm"]["files"] == {"talk.jsonl": sha256}
     # A run that goes on does so with the same file.
     (run_dir / store.SUMMARY).unlink()
     lines = (run_dir / store.RECORDS).read_text().splitlines(keepends=True)
@@ -629,4 +628,4 @@ def test_killed_and_started_again(workplace, tmp_path, monkeypatch, more, passes
     assert [(r["question_id"], r["repeat"], r["process"]) for r in records] == expected
     assert records[: len(finished)] == finished
     _, undisturbed, _ = measured(workplace, "sps", tmp_path / "whole", *more)
-    assert without_times(store.read_json(run_dir / store.SUMMARY)) == without_times(undisturbed)
+    assert without_times(read_json(run_dir / store.SUMMARY)) == without_times(undisturbed)

@@ -9,9 +9,9 @@ import os
 import pytest
 import torch
 
+from specbench.measure.machine import speed
 from specbench.measure.machine.speed import BANDWIDTH, NAMES, OPERATIONS, PRODUCT, SLOW
-from specbench.measure.machine.summary import speed
-from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.metrics import summary as metrics
 from tests.support.messages import says
 from tests.support.synthetic import CONFIG, FACTS, QUIET, passes, probed, slowed
 

@@ -13,10 +13,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench import ROOT
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import STEP_COLUMNS
-from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.records import run_folder as store
+from specbench.measure.records.source import MAKING, measuring_files, source_sha256
 from specbench.system.errors import UserError
+from specbench.system.files import read_json, write_json
 from tests.support.messages import says
 from tests.support.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
 from tests.test_imports import imported
@@ -31,7 +33,7 @@ def config(tmp_path) -> dict:
 def run_dir(config) -> Path:
     """A run folder with facts, and nothing measured yet."""
     folder = store.find_or_create(config)
-    store.write_json(folder / store.FACTS, FACTS)
+    write_json(folder / store.FACTS, FACTS)
     return folder
 
 
@@ -114,7 +116,7 @@ def test_measured_is_what_this_code_completed_without_failures(config, run_dir, 
     assert store.is_measured(run_dir, config)
     assert not store.is_measured(run_dir, config | {"seed": 7})
     failed = store.find_or_create(config)
-    store.write_json(failed / store.FACTS, FACTS)
+    write_json(failed / store.FACTS, FACTS)
     append(failed, answered(1), record(2, error="out of memory"))
     store.finalise(failed)
     assert not store.is_measured(failed, config)
@@ -143,8 +145,8 @@ def test_a_given_folder_is_used(config, tmp_path):
 
 
 def test_the_code_is_known_by_its_content():
-    digest = store.source_sha256()
-    assert len(digest) == 64 and digest == store.source_sha256()
+    digest = source_sha256()
+    assert len(digest) == 64 and digest == source_sha256()
 
 
 def test_only_what_code_does_tells_it_apart(tmp_path, monkeypatch):
@@ -154,7 +156,7 @@ def test_only_what_code_does_tells_it_apart(tmp_path, monkeypatch):
 
     def digest(text: str) -> str:
         file.write_text(text)
-        return store.source_sha256()
+        return source_sha256()
 
     first = digest('"""Mine."""\n\ndef draft(n):\n    """Drafts."""\n    return n + 1\n')
     assert digest("# a comment\ndef draft(n):\n    'Other words.'\n\n    return (n + 1)\n") == first
@@ -170,7 +172,7 @@ def test_what_trains_or_tunes_may_change_while_a_run_is_interrupted(tmp_path, mo
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        return store.source_sha256()
+        return source_sha256()
 
     first = digest("methods/mine/drafter.py", "k = 1\n")
     assert digest("methods/mine/train.py", "rate = 1\n") == first
@@ -181,12 +183,12 @@ def test_what_trains_or_tunes_may_change_while_a_run_is_interrupted(tmp_path, mo
 
 def test_no_file_that_measures_imports_one_that_may_change():
     """Else a run could go on with other code."""
-    files = store.measuring_files()
+    files = measuring_files()
     every = [path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")]
     making = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in every
-        if any(path.match(pattern) for pattern in store.MAKING)
+        if any(path.match(pattern) for pattern in MAKING)
     }
     assert {"methods.sps.train", "methods.training", "specbench.commands.tune"} <= making
     for file in files:
@@ -335,7 +337,7 @@ def test_a_finished_folder_never_changes(finished, config):
     before = contents(finished)
     assert not [name for name in before if name.endswith(".tmp")]
     summary = store.finalise(finished)
-    assert summary == store.read_json(finished / store.SUMMARY)
+    assert summary == read_json(finished / store.SUMMARY)
     store.find_or_create(config | {"run_dir": str(finished)})
     assert contents(finished) == before
 
@@ -438,7 +440,7 @@ def test_spec_bench_readers_find_what_they_need(finished):
     # equal.py: the texts of the first choice, line by line
     assert len([str(d["choices"][0]["turns"]) for d in method]) == len(plain)
     pooled = np.mean(accepted)
-    summary = store.read_json(finished / store.SUMMARY)["tasks"]
+    summary = read_json(finished / store.SUMMARY)["tasks"]
     assert (
         pooled == pytest.approx((11 - 0 + 4 * 2) / (3 + 4)) and summary["rag"]["acceptance_length"] == 11 / 3
     )
@@ -446,12 +448,12 @@ def test_spec_bench_readers_find_what_they_need(finished):
 
 def test_writes_leave_no_half_file(tmp_path, monkeypatch):
     target = tmp_path / "summary.json"
-    store.write_json(target, {"a": 1})
+    write_json(target, {"a": 1})
 
     def crash(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", crash)
     with pytest.raises(UserError, match=f"{target}: No space left on device"):
-        store.write_json(target, {"a": 2})
-    assert store.read_json(target) == {"a": 1} and os.listdir(tmp_path) == ["summary.json"]
+        write_json(target, {"a": 2})
+    assert read_json(target) == {"a": 1} and os.listdir(tmp_path) == ["summary.json"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.metrics import summary as metrics
 from tests.support.synthetic import CONFIG, FACTS, answered, record
 
 LEARNT = {"_target_": "methods.suffix.SuffixDecoding", "name": "suffix", "memory": "run"}

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from specbench.measure.machine.summary import watch
+from specbench.measure.machine import watch
 from specbench.measure.machine.watch import Watch, added, between
 from specbench.system.processes import cgroup_folder
 

@@ -24,6 +24,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
+from specbench.system.files import read_json
 from tests.support import commands, lossless
 from tests.support.batches import cases
 from tests.support.decoding import random_pair, random_prompt
@@ -289,7 +290,7 @@ def test_a_run_has_the_asked_acceptance(monkeypatch, capfd, place, chosen, accep
     code, out, err = commands.run_main(monkeypatch, capfd, *place, *settings, "runs_root=runs")
     assert code == 0, err
     run_dir = Path(out.splitlines()[-1])
-    summary = store.read_json(run_dir / store.SUMMARY)
+    summary = read_json(run_dir / store.SUMMARY)
     assert summary["equivalence"]["violation"] == 0 and summary["equivalence"]["answers"] == 3
     overall, k = summary["overall"], 3
     if acceptance in (0.0, 1.0):
@@ -316,5 +317,5 @@ def test_a_wrong_token_that_is_taken_is_found(monkeypatch, capfd, place):
     monkeypatch.setattr(acceptance_rules, "greedy_chain", takes_all)
     settings = ["method=oracle", "method.acceptance=0.6", "runs_root=runs", "repeats=1"]
     _, out, _ = commands.run_main(monkeypatch, capfd, *place, *settings)
-    summary = store.read_json(Path(out.splitlines()[-1]) / store.SUMMARY)
+    summary = read_json(Path(out.splitlines()[-1]) / store.SUMMARY)
     assert summary["equivalence"]["violation"] == 3

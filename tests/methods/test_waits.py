@@ -18,13 +18,13 @@ from methods.exspec import ExSpec
 from methods.mirror_sd import MirrorSD
 from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
-from specbench.data.questions import packaged
 from specbench.decoding.draft import Draft, Drafter, Request, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.measure.protocol import Bench
 from specbench.measure.runner import prepare
+from specbench.system.paths import packaged
 from tests.support.conf import composed, inline, is_scheduler, lacks_part, names
 from tests.support.decoding import random_pair
 from tests.support.waits import Waits, watched

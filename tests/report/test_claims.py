@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from specbench import ROOT
 from specbench.config.compose import CONF
-from specbench.measure.machine.summary import provenance
+from specbench.measure.machine import provenance
 from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.metrics.statistics import Speedup
 from specbench.report import claims, formats

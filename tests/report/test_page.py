@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specbench.measure.machine.summary import provenance
+from specbench.measure.machine import provenance
 from specbench.report import page, tables
 from specbench.report.runs import LeftOut, Run
 from tests.support.samples import PROVENANCE, SUMMARY, changed, faster, nothing, run_of, wrong

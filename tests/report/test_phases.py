@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.metrics import summary as metrics
 from specbench.report import compare, formats, phases, tables
 from specbench.report.runs import Run
 from tests.support.messages import says

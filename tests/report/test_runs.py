@@ -4,13 +4,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS
-from specbench.measure.metrics.summary import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.report import __main__ as command
 from specbench.report import formats, plots, runs, tables
 from specbench.report.runs import Run, finished_runs, labels, read_run, read_runs, task_names
 from specbench.system.errors import UserError
+from specbench.system.files import finite, write_json
 from tests.support.messages import says
 from tests.support.samples import (
     PROVENANCE,
@@ -137,10 +138,10 @@ def test_a_record_that_lacks_something_is_told_in_one_line(tmp_path, name, capsy
 def test_a_folder_of_an_earlier_version_is_derived_from_its_records(tmp_path):
     """It knew no number of pools, its interval was a bootstrap's, and its share of hidden drafting another."""
     records = [answered(i, slow=1 + i % 4, accepted=[i % 6]) for i in range(12)]
-    today = store.finite(metrics.summary(records, FACTS, CONFIG))
+    today = finite(metrics.summary(records, FACTS, CONFIG))
     older = without(changed(today, overall__speedup_low=1.9, tasks__qa__speedup_low=1.9), "overall", "pools")
     run_dir = write_run(tmp_path, "older", without(older, "tasks", "qa", "pools"), records=records)
-    store.write_json(run_dir / store.FACTS, FACTS)
+    write_json(run_dir / store.FACTS, FACTS)
     (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))  # JSON is YAML
     assert read_run(run_dir).summary == today
     (run_dir / store.FACTS).unlink()
@@ -150,10 +151,8 @@ def test_a_folder_of_an_earlier_version_is_derived_from_its_records(tmp_path):
 
 def test_a_metric_of_ones_own_is_one_function(tmp_path, monkeypatch):
     records = [answered(i) for i in range(3)]
-    run_dir = write_run(
-        tmp_path, "older", store.finite(metrics.summary(records, FACTS, CONFIG)), records=records
-    )
-    store.write_json(run_dir / store.FACTS, FACTS)
+    run_dir = write_run(tmp_path, "older", finite(metrics.summary(records, FACTS, CONFIG)), records=records)
+    write_json(run_dir / store.FACTS, FACTS)
     (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))
     monkeypatch.setitem(METRICS, "longest", lambda measured: int(measured.method["tokens"].max()))
     monkeypatch.setitem(runs.NUMBERS, "longest", None)
@@ -165,9 +164,9 @@ def test_a_metric_of_ones_own_is_one_function(tmp_path, monkeypatch):
 @pytest.mark.parametrize("missing", [("overall", "mbsu"), ("tasks", "qa", "acceptance_rate"), ("weights",)])
 def test_a_number_that_is_newer_than_a_folder_is_made_of_its_records(tmp_path, missing):
     records = [answered(i, slow=1 + i % 4, accepted=[i % 6]) for i in range(12)]
-    today = store.finite(metrics.summary(records, FACTS, CONFIG))
+    today = finite(metrics.summary(records, FACTS, CONFIG))
     run_dir = write_run(tmp_path, "older", without(today, *missing), records=records)
-    store.write_json(run_dir / store.FACTS, FACTS)
+    write_json(run_dir / store.FACTS, FACTS)
     (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))
     assert read_run(run_dir).summary == today
     (run_dir / store.RECORDS).unlink()
@@ -212,7 +211,7 @@ def test_what_the_runner_writes_is_whole(tmp_path):
     for name, records in {"some": failed, "none": []}.items():
         for batch in (False, True):
             facts = FACTS | {"batched": batch}
-            summary = store.finite(metrics.summary(records, facts, CONFIG | {"batch_size": 2}))
+            summary = finite(metrics.summary(records, facts, CONFIG | {"batch_size": 2}))
             found = run_of(tmp_path, f"{name}_{batch}", summary, records=records)
             assert found.summary == summary
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specbench.data.training import DATASTORE, RECORD
-from specbench.measure.machine.summary import provenance
+from specbench.measure.machine import provenance
 from specbench.report import compare, formats
 from specbench.report.__main__ import report
 from specbench.report.training_data import SAME, differing_training, training_table

@@ -6,9 +6,10 @@ import copy
 import json
 from pathlib import Path
 
-from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.report.runs import Run, read_run
+from specbench.system.files import write_json
 from tests.support.synthetic import record
 
 NUMBERS = {
@@ -158,16 +159,16 @@ def write_run(
     """A finished run folder. records: None for as many empty ones as the summary counts; else it counts these."""
     run_dir = folder / name
     run_dir.mkdir(parents=True)
-    store.write_json(run_dir / store.CODE, {"source_sha256": "a" * 64})
+    write_json(run_dir / store.CODE, {"source_sha256": "a" * 64})
     if provenance is not None:
-        store.write_json(run_dir / store.PROVENANCE, provenance)
+        write_json(run_dir / store.PROVENANCE, provenance)
     if records is None:
         records = [record(i) for i in range(summary["overall"]["questions"] + summary["failed"])]
     else:
         failed = sum(one["error"] is not None for one in records)
         summary = changed(summary, failed=failed, overall__questions=len(records) - failed)
     (run_dir / store.RECORDS).write_text("".join(f"{json.dumps(one)}\n" for one in records))
-    store.write_json(run_dir / store.SUMMARY, summary)
+    write_json(run_dir / store.SUMMARY, summary)
     return run_dir
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from hypothesis import strategies as st
 
 from specbench.measure.machine.speed import BANDWIDTH, OPERATIONS, PRODUCT
-from specbench.measure.metrics.summary import summary as metrics
+from specbench.measure.metrics import summary as metrics
 
 FACTS = {
     "target_pass_bytes": 1000,

@@ -26,11 +26,11 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 
 from specbench import ROOT
-from specbench.data.questions import packaged
-from specbench.measure.records import run_folder as store
+from specbench.measure.records.source import source_sha256
 from specbench.models.packages import described, is_package
 from specbench.system.errors import UserError
-from specbench.system.files import file_sha256
+from specbench.system.files import file_sha256, finite, read_json, write_json
+from specbench.system.paths import packaged
 from specbench.system.settings import parameters
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ COMPARABLE = (
         "config.protocol",
     ),
 )
+PROVENANCE = "provenance.json"
 SAME_RUN = ("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights")
 
 LEAST_BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # so much that starting a pass is small beside it
@@ -98,7 +99,7 @@ def collect(config: Any, questions_file: Path, command: Sequence[str] | None = N
         "load_average": list(os.getloadavg()),
         "threads": threads(),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-        "source_sha256": store.source_sha256(),
+        "source_sha256": source_sha256(),
         "git": git_state(ROOT),
         "questions": {"path": str(questions_file), "sha256": file_sha256(questions_file)},
         "weights": without_secrets(weights(config["pair"], {**config["drafter"], **config["method"]})),
@@ -110,11 +111,11 @@ def record(run_dir: Path, provenance: dict) -> None:
 
     Raises UserError naming what has: half a run from another machine is no measurement.
     """
-    path = run_dir / store.PROVENANCE
+    path = run_dir / PROVENANCE
     if not path.exists():
-        store.write_json(path, provenance)
+        write_json(path, provenance)
         return
-    changed = differences(store.read_json(path), store.finite(provenance), SAME_RUN)
+    changed = differences(read_json(path), finite(provenance), SAME_RUN)
     if changed:
         raise UserError(
             f"{run_dir} was begun under other conditions ({'; '.join(changed)}): remove it to start anew"
@@ -252,9 +253,7 @@ def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dic
     records = (
         (name, packaged(source) / file) for name, source in sources.items() for file in (DATASTORE, RECORD)
     )
-    return {
-        name: {"source": sources[name], **store.read_json(path)} for name, path in records if path.is_file()
-    }
+    return {name: {"source": sources[name], **read_json(path)} for name, path in records if path.is_file()}
 
 
 def trained_weights(drafting: Mapping) -> dict[str, dict]:
@@ -275,7 +274,7 @@ def trained_weights(drafting: Mapping) -> dict[str, dict]:
         if folder is None or not files:
             continue
         settings = folder / "config.json"
-        form = store.read_json(settings) if settings.is_file() else {}
+        form = read_json(settings) if settings.is_file() else {}
         found[name] = {
             "source": value,
             "parameters": sum(map(_floats, files)),

@@ -16,10 +16,10 @@ import time
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from specbench.data.questions import cache_folder
-from specbench.measure.machine.summary import provenance
+from specbench.measure.machine import provenance
 from specbench.system.errors import UserError, warn
 from specbench.system.files import write_atomic
+from specbench.system.paths import cache_folder
 from specbench.system.processes import own_cores
 
 if TYPE_CHECKING:

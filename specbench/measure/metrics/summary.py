@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import pandas as pd
 
 from specbench.data.warm_start import warm_lines
-from specbench.measure.certify import VERDICTS
-from specbench.measure.machine.summary import machine, speed
 from specbench.measure.metrics.acceptance import acceptance_length, acceptance_rate, ratio
 from specbench.measure.metrics.dataframes import failed_questions, generations_frame, steps_frame
 from specbench.measure.metrics.drift import learns, thirds, thirds_lines
+from specbench.measure.metrics.machine import machine, speed
 from specbench.measure.metrics.method_stats import classes, describe
-from specbench.measure.metrics.metrics import Measured, bandwidth_fraction, equivalence, numbers
+from specbench.measure.metrics.metrics import VERDICTS, Measured, bandwidth_fraction, equivalence, numbers
 from specbench.measure.metrics.statistics import Speedup, over_passes, ratio_of_means
 from specbench.measure.metrics.timing import ARMS, paired_seconds, passes_seconds, pool_seconds, turn_means
 from specbench.system import settings as values

@@ -7,25 +7,22 @@ Truth is `records.jsonl`, one line per finished question; all that `finalise` wr
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
-import math
 import os
 import re
 import time
 import uuid
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
-from specbench import ROOT
+from specbench.measure.records.source import source_sha256
 from specbench.system.errors import UserError, file_errors
-from specbench.system.files import held, make_folder, new_folder, write_atomic
+from specbench.system.files import finite, held, make_folder, new_folder, read_json, write_atomic, write_json
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:
@@ -36,13 +33,6 @@ RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
 AGAIN = 75  # exit code of a process that has measured its share: another one is to go on (EX_TEMPFAIL)
 FAILURE = "failure.json"  # why the last attempt ended early
 ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
-# Code that may change while a run is interrupted: folders, and files that make what is measured or choose its settings.
-NOT_MEASURING = ("specbench/report", "specbench/tiny")
-MAKING = (
-    *("methods/*/train.py", "methods/*/calibrate.py", "methods/training.py", "methods/head_training.py"),
-    *("methods/family.py", "methods/answer.py", "methods/states.py", "specbench/commands/tune.py"),
-)
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_MEASURED = (
     "run_dir",
     "runs_root",
@@ -111,41 +101,6 @@ def why_failed(run_dir: Path) -> str | None:
 def config_hash(config: Mapping) -> str:
     """8 hex digits of the configuration, less what does not change what is measured."""
     return hashlib.sha256(_canonical(plain(config)).encode()).hexdigest()[:8]
-
-
-def source_sha256() -> str:
-    """Hex digest of the code that measures: the Python files of harness and methods, known to git or not.
-
-    Comments, docstrings and the layout of lines are no part of it: they change no measurement.
-    """
-    digest = hashlib.sha256()
-    for path in measuring_files():
-        digest.update(f"{path.relative_to(ROOT)}\0{_code_sha256(path.read_bytes())}\0".encode())
-    return digest.hexdigest()
-
-
-def measuring_files() -> list[Path]:
-    """The Python files that a run may import: neither reports nor what trains, calibrates or tunes."""
-    files = [path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")]
-    return sorted(path for path in files if _measures(path.relative_to(ROOT)))
-
-
-def _measures(file: Path) -> bool:
-    within = any(file.is_relative_to(folder) for folder in NOT_MEASURING)
-    return not within and not any(file.match(pattern) for pattern in MAKING)
-
-
-@lru_cache(maxsize=1024)
-def _code_sha256(source: bytes) -> str:
-    """Hex digest of the syntax tree of a file, without docstrings."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # in a file that this run need not import
-        return hashlib.sha256(source).hexdigest()
-    for node in ast.walk(tree):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
 def read_config(run_dir: Path) -> dict:
@@ -301,7 +256,7 @@ def finalise(run_dir: Path) -> dict:
         answers = spec_bench_answers(records, arm, config)
         write_atomic(run_dir / name, "".join(json.dumps(a, ensure_ascii=False) + "\n" for a in answers))
     _write_steps(run_dir / STEPS, records)
-    from specbench.measure.metrics.summary import summary as metrics  # late: pandas takes a second to import
+    from specbench.measure.metrics import summary as metrics  # late: pandas takes a second to import
 
     summary = finite(metrics.summary(records, read_json(run_dir / FACTS), config))
     write_json(run_dir / SUMMARY, summary)
@@ -369,22 +324,3 @@ def _write_steps(path: Path, records: list[dict]) -> None:
 
 
 # -- JSON
-
-
-def write_json(path: Path, value: dict) -> None:
-    """Writes JSON atomically; a number that is not finite becomes null."""
-    write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def read_json(path: Path) -> dict:
-    """The content of a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def finite(value: Any) -> Any:
-    """The same value with null for each NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.part:
         measure(options.part, options.device, options.small, sys.stdout)
         return 0
-    from specbench.measure.machine.summary import provenance
+    from specbench.measure.machine import provenance
     from tests.benchmarks.gpu.parts import PARTS
 
     machine = provenance.machine()

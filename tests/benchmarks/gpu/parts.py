@@ -30,7 +30,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import Clock, Generation
 from specbench.measure.arms import hf_generate_arm
 from specbench.measure.certify import certify
-from specbench.measure.machine.summary import provenance
+from specbench.measure.machine import provenance
 from specbench.measure.numeric_noise import margin, shape_noise
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import reason

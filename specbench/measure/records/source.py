@@ -1,0 +1,56 @@
+"""The code that measures, as a checksum: a run goes on only with the code that began it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from specbench import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Code that may change while a run is interrupted: folders, and files that make what is measured or choose its settings.
+NOT_MEASURING = ("specbench/report", "specbench/tiny")
+MAKING = (
+    *("methods/*/train.py", "methods/*/calibrate.py", "methods/training.py", "methods/head_training.py"),
+    *("methods/family.py", "methods/answer.py", "methods/states.py", "specbench/commands/tune.py"),
+)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def source_sha256() -> str:
+    """Hex digest of the code that measures: the Python files of harness and methods, known to git or not.
+
+    Comments, docstrings and the layout of lines are no part of it: they change no measurement.
+    """
+    digest = hashlib.sha256()
+    for path in measuring_files():
+        digest.update(f"{path.relative_to(ROOT)}\0{_code_sha256(path.read_bytes())}\0".encode())
+    return digest.hexdigest()
+
+
+def measuring_files() -> list[Path]:
+    """The Python files that a run may import: neither reports nor what trains, calibrates or tunes."""
+    files = [path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")]
+    return sorted(path for path in files if _measures(path.relative_to(ROOT)))
+
+
+def _measures(file: Path) -> bool:
+    within = any(file.is_relative_to(folder) for folder in NOT_MEASURING)
+    return not within and not any(file.match(pattern) for pattern in MAKING)
+
+
+@lru_cache(maxsize=1024)
+def _code_sha256(source: bytes) -> str:
+    """Hex digest of the syntax tree of a file, without docstrings."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # in a file that this run need not import
+        return hashlib.sha256(source).hexdigest()
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()

@@ -1,0 +1,33 @@
+"""What the name of a model means."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specbench.models.gguf import gguf_file, is_gguf
+from specbench.models.packages import is_package
+from specbench.system.errors import UserError
+from specbench.system.paths import packaged
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder that `name` means, None if it is a hub id, a package or a GGUF file.
+
+    Raises UserError for a path where nothing is.
+    """
+    if is_package(name):
+        return None
+    folder = packaged(name)
+    if folder.is_dir():
+        return folder
+    if is_gguf(name):
+        gguf_file(name)
+        return None
+    if name.startswith("specbench/tiny/"):
+        raise UserError(f"there is no folder '{name}': `make tiny` trains the embedded family")
+    if name.startswith(("/", ".", "~", "specbench/")) or name.count("/") > 1:
+        raise UserError(f"there is no folder '{name}'")
+    return None

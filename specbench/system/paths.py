@@ -1,0 +1,21 @@
+"""Where files lie: those that the project brings, and those that it keeps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from specbench import ROOT
+
+
+def packaged(path: str | Path) -> Path:
+    """A path from a configuration: `specbench/...` lies inside this repository, any other stands as it is."""
+    path = Path(path).expanduser()
+    return ROOT / path if path.parts[:1] == ("specbench",) else path
+
+
+def cache_folder() -> Path:
+    """This project's cache: $SPECBENCH_CACHE, or the folder specbench of $XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("SPECBENCH_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench"
