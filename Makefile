@@ -13,7 +13,7 @@ METHOD ?= kangaroo
 LIMIT ?= 2
 THREADS ?= 1
 # Given again, a sweep of the claims measures what it lacks. Acceptance lengths need neither repeats nor a quiet machine.
-CLAIM = $(PY) -m specbench.commands.run -m runs_root=runs/claims rerun=false threads=$(THREADS)
+CLAIM = $(PY) -m specbench run -m runs_root=runs/claims rerun=false threads=$(THREADS)
 SOME = $(CLAIM) data.limit=$(LIMIT) decoding.max_new_tokens=64
 UNTIMED = $(SOME) generate=false repeats=1 remeasure=0
 BATCHES = $(CLAIM) experiment=batch_scaling pair=tiny_wide,tiny data.limit=3 decoding.max_new_tokens=32 repeats=3 generate=false
@@ -26,11 +26,11 @@ help: ## List the targets
 install: $(STAMP) ## Make .venv and install into it: . .venv/bin/activate gives the command specbench
 
 bench: $(STAMP) ## Measure a method: METHOD=kangaroo [DRAFTER=sps PAIR=tiny DATA=tiny TASK=all ARGS="key=value ..."]
-	@$(PY) -m specbench.commands.run method=$(METHOD) $(if $(DRAFTER),drafter=$(DRAFTER)) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) \
+	@$(PY) -m specbench run method=$(METHOD) $(if $(DRAFTER),drafter=$(DRAFTER)) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) \
 		$(if $(TASK),task=$(TASK)) $(ARGS)
 
 tune: $(STAMP) ## Find a method's draft length and thresholds for a pair, here: METHOD=kangaroo [PAIR=tiny ARGS="trials=20 ..."]
-	@$(PY) -m specbench.commands.tune method=$(METHOD) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) $(if $(TASK),task=$(TASK)) $(ARGS)
+	@$(PY) -m specbench tune method=$(METHOD) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) $(if $(TASK),task=$(TASK)) $(ARGS)
 
 test: $(STAMP) ## Run all tests, in some fifteen minutes on two cores [ARGS="-k name"]
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)

@@ -328,7 +328,7 @@ def test_a_failing_tracker_is_one_line(run_dir, capsys, monkeypatch):
     assert not tracking.track(run_dir, OFFLINE)
     error = capsys.readouterr().err
     assert error.startswith("warning: not logged (ArrowInvalid: ") and error.count("\n") == 1
-    assert error.endswith(f"python -m specbench.commands.log log {run_dir}\n")
+    assert error.endswith(f"python -m specbench log {run_dir}\n")
     assert "Traceback" in (run_dir / "wandb" / "offline.log").read_text()
     assert digests(run_dir) == before
 
@@ -356,7 +356,7 @@ def test_a_service_that_never_answers(run_dir, capsys, environment):
 def test_ctrl_c_leaves_a_hint(run_dir, environment):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        words = [sys.executable, "-m", "specbench.commands.log", "log", str(run_dir)]
+        words = [sys.executable, "-m", "specbench", "log", str(run_dir)]
         user = environment | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}
         heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a test in the background ignores it
         child = subprocess.Popen(
@@ -368,7 +368,7 @@ def test_ctrl_c_leaves_a_hint(run_dir, environment):
             child.send_signal(signal.SIGINT)
             _, error = child.communicate(timeout=TIMEOUT)
     assert child.returncode == 130
-    assert says(error, f"stopped ... python -m specbench.commands.log log {run_dir}")
+    assert says(error, f"stopped ... python -m specbench log {run_dir}")
 
 
 def test_secrets_stay_here(tmp_path):

@@ -1,6 +1,6 @@
 """Weights & Biases: a view of finished run folders, which stay the truth. A tracker never costs a measurement.
 
-`python -m specbench.commands.log log RUN_DIR ...` logs finished runs, again or for the first time.
+`python -m specbench log RUN_DIR ...` logs finished runs, again or for the first time.
 `python -m specbench.commands.log compare GROUP` gets the run folders of a group back, and prints their tables.
 """
 
@@ -49,7 +49,7 @@ def track(run_dir: Path, tracker: Mapping) -> bool:
     """
     if tracker["name"] == "none":
         return True
-    later = f"to log it later: python -m specbench.commands.log log {shlex.quote(str(run_dir))}"
+    later = f"to log it later: python -m specbench log {shlex.quote(str(run_dir))}"
     try:
         print(_log(run_dir, dict(tracker)), flush=True)
         return True

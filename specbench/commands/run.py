@@ -1,4 +1,4 @@
-"""Entry point: `python -m specbench.commands.run key=value ...`, with `-m` for a sweep.
+"""Entry point: `python -m specbench run key=value ...`, with `-m` for a sweep.
 
 Hydra composes the configuration, all that needs no weights is checked, and each job is measured in a process
 of its own; `hydra/launcher=` says on which machine those of a sweep are. Exit code: 0 measured; 1 a run or some of

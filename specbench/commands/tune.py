@@ -210,7 +210,7 @@ def report(study, folder: Path, overrides: list[str]) -> int:
     own = [place for place, trial in enumerate(scored, start=1) if trial.number == 0]
     place = f"the settings it began with came {own[0]} of {len(scored)}; " if own else ""
     print(f"{place}chance flatters the best, so measure it on the test questions:")
-    best = ["python", "-m", "specbench.commands.run", *overrides, *as_overrides(scored[0].params)]
+    best = ["python", "-m", "specbench", "run", *overrides, *as_overrides(scored[0].params)]
     print(shlex.join(best), flush=True)
     return len(trials) - len(scored)
 

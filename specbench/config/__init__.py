@@ -1,1 +1,1 @@
-"""config"""
+"""The configuration: composed, its settings chosen, and checked before anything is loaded."""

@@ -1,1 +1,1 @@
-"""data"""
+"""Texts: questions, conversations to train on, and checks that the two do not share any."""

@@ -1,1 +1,1 @@
-"""models"""
+"""Model pairs: where their weights come from, and how they are loaded."""

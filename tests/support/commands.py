@@ -20,7 +20,7 @@ TIMEOUT = 300  # s
 def start(cwd: Path, *arguments: str, **env: str) -> subprocess.Popen:
     """The command in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "specbench.commands.run", *arguments],
+        [sys.executable, "-m", "specbench", "run", *arguments],
         cwd=cwd,
         env=os.environ | env,
         stdout=subprocess.PIPE,

@@ -81,7 +81,7 @@ SUMMARY = {
 }
 PROVENANCE = {
     "time": "2026-01-02T03:04:05+0000",
-    "command": ["python", "-m", "specbench.commands.run", "method=kangaroo"],
+    "command": ["python", "-m", "specbench", "run", "method=kangaroo"],
     "config": {
         "method": {"name": "kangaroo"},
         "pair": {"target": "models/target", "dtype": "float32", "parts": {}},

@@ -1,1 +1,1 @@
-"""decoding"""
+"""A stock model driven layer by layer, and how its passes are captured and replayed."""

@@ -1,1 +1,1 @@
-"""measure"""
+"""The machine: its speed, what else runs on it, and the provenance of a run."""

@@ -1,1 +1,1 @@
-"""measure"""
+"""From journal records to numbers: pure functions."""

@@ -1,1 +1,1 @@
-"""measure"""
+"""Run folders: what is written while measuring, and which code wrote it."""
