@@ -18,11 +18,12 @@ from tqdm import tqdm
 
 from specbench.config.compose import with_hydra
 from specbench.data.conversations import Messages, conversations
-from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import one_line_errors
 from specbench.system.settings import Count, Seed, Temperature, check_all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.models.pairs import Pair
 
 

@@ -12,8 +12,8 @@ from specbench.system.settings import Count, NotNegative
 if TYPE_CHECKING:
     import pandas as pd
 
-    from specbench.decoding.draft import Sequence
     from specbench.decoding.kv_cache import KVCache
+    from specbench.decoding.state import Sequence
 
 
 class ExSpec(Scheduler):

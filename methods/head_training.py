@@ -23,7 +23,7 @@ from methods.training import (
     target_states,
 )
 from specbench.data import training
-from specbench.decoding.draft import NORMED
+from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -17,9 +17,9 @@ from specbench.decoding.cpu.packed_linear import laid_linear
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from specbench.decoding.draft import Batch
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.sampling import Decoding
+    from specbench.decoding.state import Batch
     from specbench.models.pairs import Pair
 
 

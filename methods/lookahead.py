@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 
 from specbench.decoding.device import on_device
-from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.sampling import likeliest
+from specbench.decoding.state import Batch, Draft, Sequence, Verified
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Range
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from specbench.decoding.model.staged_model import Prefill
+    from specbench.decoding.state import Prefill
 
 PENDING = -1  # as a parent
 

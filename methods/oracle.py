@@ -19,10 +19,8 @@ import torch
 from torch.nn.functional import pad
 
 from methods.heads import move_entries
-from specbench.decoding.device import move_slots
-from specbench.decoding.draft import Batch, Draft, Needs, Verified, make_drafter
-from specbench.decoding.draft import Sequence as Decoded
-from specbench.decoding.kv_layout import span
+from specbench.decoding.device import move_slots, span
+from specbench.decoding.drafter import Needs, make_drafter
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
@@ -31,7 +29,9 @@ from specbench.system.settings import Count, Probability, Seed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from specbench.decoding.model.staged_model import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.state import Batch, Draft, Prefill, Verified
+    from specbench.decoding.state import Sequence as Decoded
 
 UNKNOWN = -1  # in place of a token: the wrapped drafter's own is proposed
 

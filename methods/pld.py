@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.state import Batch, Draft, Sequence, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import at_least
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from specbench.decoding.model.staged_model import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.state import Prefill
 
 
 class PromptLookup(Drafter):

@@ -15,14 +15,15 @@ import torch
 from methods.rank_trees import grown, likeliest_ids, rank_tree
 from specbench.data.warm_start import warm_rows
 from specbench.decoding.device import move_slots
-from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Sequence, Verified
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import NORMED, Batch, Draft, Sequence, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from specbench.decoding.model.staged_model import Prefill
+    from specbench.decoding.state import Prefill
 
 RANKS = 8  # followers that are kept of each token
 CHUNK = 256  # positions of a prompt whose logits exist at a time

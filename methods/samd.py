@@ -21,14 +21,16 @@ from methods.suffix_array import SORTED, check_sorted
 from methods.suffix_automaton import SuffixAutomaton
 from specbench.data.warm_start import WARM
 from specbench.decoding.device import on_device
-from specbench.decoding.draft import Batch, Draft, Sequence, Verified, make_drafter
+from specbench.decoding.drafter import make_drafter
+from specbench.decoding.state import Batch, Draft, Sequence, Verified
 from specbench.decoding.tree import Tree
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from specbench.decoding.model.staged_model import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.state import Prefill
 
 
 class SAMDecoding(WrappedDrafter):

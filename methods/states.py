@@ -22,7 +22,7 @@ from tqdm import tqdm
 from specbench.config.compose import with_hydra
 from specbench.data.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.data.training import data_of
-from specbench.decoding.draft import NORMED
+from specbench.decoding.state import NORMED
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.settings import Count, Seed, check_all

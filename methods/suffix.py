@@ -14,14 +14,16 @@ from methods.counted_trees import Counted, likeliest
 from methods.heads import move_entries
 from methods.suffix_automaton import Match, SuffixAutomaton
 from specbench.data.warm_start import warm_answers
-from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.state import Batch, Draft, Sequence, Verified
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability, Range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from specbench.decoding.model.staged_model import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.state import Prefill
 
 
 class SuffixDecoding(Drafter):

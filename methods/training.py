@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from methods.states import batches_of_states, key_of, rows_of, states_of
 from specbench.data.conversations import batched, conversations
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import finished, logit_steps
 from specbench.decoding.sampling import Decoding

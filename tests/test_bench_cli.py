@@ -213,7 +213,7 @@ def test_the_runner_without_a_configuration(monkeypatch, capfd, tmp_path):
 
 def test_sampling_needs_a_method_that_can(monkeypatch):
     from methods.pld import PromptLookup
-    from specbench.decoding.draft import Needs
+    from specbench.decoding.drafter import Needs
 
     monkeypatch.setattr(PromptLookup, "needs", Needs(sampling=False))
     checks.check_method(composed("method=pld"))

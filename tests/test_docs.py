@@ -29,7 +29,7 @@ from specbench import ROOT
 from specbench.commands import cli
 from specbench.config.checks import check_method
 from specbench.config.compose import CONF
-from specbench.decoding.draft import Drafter, needs_of
+from specbench.decoding.drafter import Drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding

@@ -14,11 +14,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from specbench.data.questions import TASKS
-from specbench.decoding.draft import Drafter, Request, make_drafter, needs_of
+from specbench.decoding.drafter import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
 from specbench.models.packages import described
 from specbench.models.pairs import Pair, load_pair
 from tests.conftest import USERS_CACHE

@@ -12,7 +12,8 @@ from specbench import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 MINE = """
-from specbench.decoding.draft import Draft, Drafter
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.state import Draft
 
 
 class Repeat(Drafter):

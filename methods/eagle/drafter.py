@@ -21,11 +21,12 @@ from methods.dynamic_trees import Growth, most_nodes
 from methods.heads import draft_head
 from methods.rank_trees import grown, rank_tree
 from specbench.decoding.cpu.lean_modules import quick, weight_bytes
-from specbench.decoding.device import move_slots, on_device
-from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
+from specbench.decoding.device import move_slots, on_device, span
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.kv_cache import KVCache, Pass
-from specbench.decoding.kv_layout import RaggedLayout, span
-from specbench.decoding.model.staged_model import Prefill, StagedModel, attention_mask, rope_of
+from specbench.decoding.kv_layout import RaggedLayout
+from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
+from specbench.decoding.state import Batch, Draft, Prefill, Sequence, Verified
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair
 from specbench.system.paths import packaged

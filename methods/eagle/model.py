@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from methods.eagle.layer import DraftingModel, EagleLayer
-from specbench.decoding.draft import NORMED
+from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

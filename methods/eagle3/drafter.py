@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from methods.eagle.drafter import DynamicEagle
 from specbench.decoding.cpu.lean_modules import weight_bytes
-from specbench.decoding.draft import Batch, Draft, Needs
+from specbench.decoding.drafter import Needs
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import Pair
 from specbench.system.paths import packaged
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from methods.eagle3.model import Eagle3Model
+    from specbench.decoding.state import Batch, Draft
 
 
 class DraftVocabulary:

@@ -30,8 +30,8 @@ from methods.training import (
 )
 from specbench.config.compose import with_hydra
 from specbench.data import training
-from specbench.decoding.draft import NORMED
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import NORMED
 from specbench.models.expansion import Sizes
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError, one_line_errors

@@ -17,17 +17,18 @@ from methods.rank_trees import chosen_paths, rank_tree
 from specbench.decoding.cpu.lean_modules import quick, weight_bytes
 from specbench.decoding.cpu.packed_linear import laid_linear
 from specbench.decoding.device import move_slots
-from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.kv_cache import KVCache, Pass
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
+from specbench.decoding.state import NORMED, Batch, Draft, Sequence, Verified
 from specbench.models.pairs import Pair
 from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from methods.hydra_heads.heads import PrefixLayer
-    from specbench.decoding.model.staged_model import Prefill
+    from specbench.decoding.state import Prefill
 
 
 class HydraHeads(Drafter):

@@ -15,10 +15,11 @@ import torch
 from methods.heads import StopTracker, draft_head, move_entries
 from specbench.decoding.cpu.lean_modules import quick, weight_bytes
 from specbench.decoding.device import move_slots
-from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Resume, Sequence, Verified
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.kv_cache import KVCache, Pass
 from specbench.decoding.kv_layout import RaggedLayout
-from specbench.decoding.model.staged_model import Prefill, StagedModel, attention_mask, rope_of
+from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
+from specbench.decoding.state import Batch, Draft, Prefill, Resume, Sequence, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.paths import packaged

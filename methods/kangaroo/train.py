@@ -26,8 +26,8 @@ from methods.training import (
 )
 from specbench.config.compose import with_hydra
 from specbench.data import training
-from specbench.decoding.draft import NORMED
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import one_line_errors
 from specbench.system.settings import Count, Range, check_all

@@ -11,7 +11,7 @@ import torch
 from methods.heads import StopTracker
 from methods.kangaroo.drafter import Kangaroo
 from methods.rank_trees import likeliest_ids
-from specbench.decoding.draft import Batch, Draft, Resume
+from specbench.decoding.state import Batch, Draft, Resume
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability

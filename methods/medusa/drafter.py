@@ -15,15 +15,16 @@ from methods.medusa.checkpoint import load_heads
 from methods.rank_trees import chosen_paths, likeliest_ids, rank_tree
 from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.device import move_slots
-from specbench.decoding.draft import NORMED, Batch, Draft, Drafter, Needs, Sequence, Verified
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import NORMED, Batch, Draft, Sequence, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from specbench.decoding.model.staged_model import Prefill
+    from specbench.decoding.state import Prefill
 
 
 class Medusa(Drafter):

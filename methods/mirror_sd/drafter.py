@@ -21,8 +21,9 @@ from methods.mirror_sd.link import Inline, Process, Thread
 from methods.mirror_sd.streams import load_streams
 from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.cpu.packed_linear import laid_linear
-from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
-from specbench.decoding.model.staged_model import Prefill, StagedModel
+from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import Batch, Draft, Prefill, Sequence, Verified
 from specbench.decoding.trace import Clock
 from specbench.models.pairs import Pair, draft_of
 from specbench.system.errors import UserError

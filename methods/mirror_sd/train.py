@@ -33,8 +33,8 @@ from methods.training import (
 )
 from specbench.config.compose import with_hydra
 from specbench.data import training
-from specbench.decoding.draft import NORMED
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
 from specbench.system.errors import one_line_errors
 from specbench.system.settings import Count, NotNegative, check_all

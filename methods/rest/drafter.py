@@ -5,7 +5,8 @@ from __future__ import annotations
 from methods.counted_trees import Counted
 from methods.rest.datastore import load_datastore, tree_behind
 from methods.suffix_array import check_sorted
-from specbench.decoding.draft import Batch, Draft, Drafter, Needs
+from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.state import Batch, Draft
 from specbench.models.pairs import Pair
 from specbench.system.errors import at_least
 from specbench.system.settings import Count

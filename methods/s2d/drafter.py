@@ -16,7 +16,7 @@ import torch
 from methods.heads import confidence, move_entries
 from methods.sps import SpeculativeSampling
 from specbench.decoding.device import move_slots, on_device
-from specbench.decoding.draft import Batch, Needs, Sequence, Verified
+from specbench.decoding.drafter import Needs
 from specbench.decoding.kv_cache import Pass
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
@@ -25,7 +25,8 @@ from specbench.system.settings import Count, Probability
 if TYPE_CHECKING:
     import pandas as pd
 
-    from specbench.decoding.model.staged_model import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.state import Batch, Prefill, Sequence, Verified
 
 
 class SortedDraft(SpeculativeSampling):

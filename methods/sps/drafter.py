@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from methods.heads import StopTracker, draft_head, move_entries, target_ids
-from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Sequence, Verified
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.kv_layout import RaggedLayout
-from specbench.decoding.model.staged_model import Prefill, StagedModel
+from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import Batch, Draft, Prefill, Sequence, Verified
 from specbench.models.pairs import Pair, draft_of
 from specbench.system.settings import Count, Probability
 

@@ -14,8 +14,8 @@ import torch
 from methods.heads import drawable
 from methods.rank_trees import Level, Path, checked_paths, rank_tree, shaped
 from methods.sps import SpeculativeSampling
-from specbench.decoding.draft import Batch, Draft, Verified
 from specbench.decoding.sampling import Decoding, invert
+from specbench.decoding.state import Batch, Draft, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.paths import packaged

@@ -15,14 +15,16 @@ import torch
 
 from methods.swift.search import LayerSearch
 from specbench.decoding.cpu.lean_modules import check_parts
-from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.state import Batch, Draft, Sequence, Verified
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from specbench.decoding.model.staged_model import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.state import Prefill
 
 # How many of the likeliest tokens stand at a depth, by the top-1 probability there: above 0.95, above 0.8 ...
 WIDTHS = ((0.95, 3), (0.8, 5), (0.5, 8))

@@ -23,7 +23,7 @@ from specbench.system.settings import LEARNS, WRAPPED, Count, Natural, Positive,
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from specbench.decoding.draft import Needs
+    from specbench.decoding.drafter import Needs
 
 GROUPS = ("method", "drafter", "pair", "vocab", "data", "task", "decoding", "tracker")
 KEYS = {
@@ -111,7 +111,7 @@ def check_values(cfg: DictConfig) -> None:
 
 def check_method(cfg: DictConfig) -> Needs:
     """What the drafter needs. Raises UserError when pair or decoding lack it, or for an unknown parameter."""
-    from specbench.decoding.draft import Drafter, needs_of
+    from specbench.decoding.drafter import Drafter, needs_of
     from specbench.decoding.scheduler import Scheduler  # late: a misspelt name need not wait for torch
 
     cls = located(cfg.method, "method", Drafter, Scheduler)
@@ -183,7 +183,7 @@ def innermost(
     Raises:
         UserError: It wraps a drafter itself, or has a parameter that it lacks.
     """
-    from specbench.decoding.draft import Drafter
+    from specbench.decoding.drafter import Drafter
 
     if WRAPPED not in group:
         return group, takes

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.draft import Draft
 from specbench.decoding.model.graphs import Graphs
 from specbench.decoding.sampling import ACCEPT, TARGET, Decoding, invert
+from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:

@@ -47,6 +47,11 @@ def on_device(
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def span(starts: torch.Tensor, n: int) -> torch.Tensor:
+    """[b, n] the n positions from `starts` [b] on."""
+    return starts.unsqueeze(1) + torch.arange(n, device=starts.device)
+
+
 def move_slots(buffer: torch.Tensor, sources: Sequence[int], destinations: Sequence[int]) -> None:
     """Copies entries of a buffer [slots, ...] to others, all at once, without a wait; see `Drafter.move`."""
     both = on_device([sources, destinations], buffer.device)

@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench.decoding.acceptance import Accepted, accept_at_once
-from specbench.decoding.device import move_slots, on_device
-from specbench.decoding.draft import Batch, Draft, Drafter, Request, Sequence, Verified
-from specbench.decoding.kv_layout import RaggedLayout, span
+from specbench.decoding.device import move_slots, on_device, span
 from specbench.decoding.sampling import TARGET, Decoding, all_drawn, position_draws
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Batch, Draft, Request, Sequence, Verified
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Mark, Step, counted
 from specbench.decoding.turns import between_rounds
 from specbench.system.errors import UserError, at_least
 
 if TYPE_CHECKING:
+    from specbench.decoding.drafter import Drafter
     from specbench.decoding.kv_cache import KVCache
+    from specbench.decoding.kv_layout import RaggedLayout
     from specbench.decoding.model.staged_model import StagedModel
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most requests

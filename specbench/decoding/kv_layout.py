@@ -6,21 +6,26 @@ in its own sequence, whatever lies around it; that alone makes a batch exact.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specbench.decoding.device import move_slots, on_device
+from specbench.decoding.device import move_slots, on_device, span
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
 
 if TYPE_CHECKING:
-    from specbench.decoding.draft import Batch
     from specbench.decoding.tree import Tree
 
 
-def span(starts: torch.Tensor, n: int) -> torch.Tensor:
-    """[b, n] the n positions from `starts` [b] on."""
-    return starts.unsqueeze(1) + torch.arange(n, device=starts.device)
+class Lengths(Protocol):
+    """What a layout reads of a `Batch`: the lengths of its sequences, on the host and on the device."""
+
+    lengths: list[int]
+    reach: int | None
+
+    @property
+    def known(self) -> torch.Tensor:
+        """[b] `lengths` on the device."""
 
 
 class RaggedLayout:
@@ -42,7 +47,7 @@ class RaggedLayout:
     def begin_round(self, lengths: list[int], n: int) -> None:
         """Begins a round of sequences of `lengths` tokens, the last one pending; each may get `n` more."""
 
-    def place(self, batch: Batch, n: int, offset: int = 0, tree: Tree | None = None) -> Pass:
+    def place(self, batch: Lengths, n: int, offset: int = 0, tree: Tree | None = None) -> Pass:
         """The pass of `n` tokens of each sequence.
 
         Args:
@@ -91,7 +96,7 @@ class RaggedLayout:
         positions = span(starts, n)
         return Pass(kv_len, self._write_index(positions), None, positions, self._entries[:, :kv_len])
 
-    def replay(self, batch: Batch, i: int, start: int, n: int) -> tuple[KVCache, Pass]:
+    def replay(self, batch: Lengths, i: int, start: int, n: int) -> tuple[KVCache, Pass]:
         """The pass that computes known tokens of one sequence again, before a draft is placed; it changes none of them.
 
         It writes to the entries behind the sequence's end. Its tokens attend to what is before the first of them, and
@@ -111,11 +116,13 @@ class RaggedLayout:
         seen = torch.cat([held.masked_fill(held >= start, EMPTY), positions])
         return self.cache.slot(i), Pass(end + n, end, None, positions.unsqueeze(0), seen.unsqueeze(0))
 
-    def _held_by(self, batch: Batch, i: int) -> torch.Tensor:
+    def _held_by(self, batch: Lengths, i: int) -> torch.Tensor:
         """[end] the position that each entry of a sequence holds, up to the first entry of this round."""
         return self._entries[0, : batch.lengths[i] - 1]
 
-    def commit(self, batch: Batch, count: torch.Tensor, counts: list[int], path: torch.Tensor | None) -> None:
+    def commit(
+        self, batch: Lengths, count: torch.Tensor, counts: list[int], path: torch.Tensor | None
+    ) -> None:
         """Ends a round.
 
         Args:
@@ -185,7 +192,7 @@ class AlignedLayout(RaggedLayout):
         if realign or self._end + n > self.cache.capacity:
             self._realign(b, longest)
 
-    def place(self, batch: Batch, n: int, offset: int = 0, tree: Tree | None = None) -> Pass:
+    def place(self, batch: Lengths, n: int, offset: int = 0, tree: Tree | None = None) -> Pass:
         """The pass of `n` tokens of each sequence, in entries behind the common end; arguments as in `RaggedLayout`."""
         b, entry = len(batch.lengths), self._end + offset
         self._width = max(self._width, offset + n)
@@ -202,10 +209,12 @@ class AlignedLayout(RaggedLayout):
         self._held[:b, entry:kv_len] = positions
         return Pass(kv_len, entry, None, positions, self._held[:b, :kv_len], visible)
 
-    def _held_by(self, batch: Batch, i: int) -> torch.Tensor:
+    def _held_by(self, batch: Lengths, i: int) -> torch.Tensor:
         return self._held[i, : self._end]
 
-    def commit(self, batch: Batch, count: torch.Tensor, counts: list[int], path: torch.Tensor | None) -> None:
+    def commit(
+        self, batch: Lengths, count: torch.Tensor, counts: list[int], path: torch.Tensor | None
+    ) -> None:
         """Ends a round: the entries of the tokens that were not kept become holes. Nothing moves."""
         b, end, width = len(counts), self._end, self._width
         steps = self._entries[:, :width]  # 0 is the pending token

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.decoding.draft import Batch, Draft, Drafter, Sequence, Verified
+from specbench.decoding.drafter import Drafter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Several
 
     import torch
 
-    from specbench.decoding.model.staged_model import Prefill, StagedModel
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.state import Batch, Draft, Prefill, Sequence, Verified
 
 
 class WrappedDrafter(Drafter):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.draft import Draft
+from specbench.decoding.state import Draft
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel

@@ -20,9 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from specbench.decoding.cpu.autotune import PassShape, choose_layouts
-from specbench.decoding.draft import Request
 from specbench.decoding.model.graphs import Graphs
 from specbench.decoding.sampling import TARGET, Decoding, position_draws
+from specbench.decoding.state import Request
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.decoding.turns import Turns
 from specbench.measure.certify import Certificate, certify
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from specbench.data.questions import Question
-    from specbench.decoding.draft import Drafter
+    from specbench.decoding.drafter import Drafter
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.measure.arms import Arm
     from specbench.models.pairs import Pair

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from specbench.data.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
-from specbench.decoding.draft import Drafter, make_drafter, needs_of
+from specbench.decoding.drafter import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel, name_of
 from specbench.decoding.sampling import Decoding

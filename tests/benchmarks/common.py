@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from specbench.data.questions import load_questions, warmup_questions
-from specbench.decoding.draft import Request
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure.arms import Arm
 from specbench.measure.metrics.statistics import Speedup

@@ -14,7 +14,7 @@ import argparse
 import torch
 
 from methods.sps import SpeculativeSampling
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure.arms import Arm, hf_generate_arm, one_by_one

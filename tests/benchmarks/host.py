@@ -31,7 +31,7 @@ from methods.rest import REST
 from methods.samd import SAMDecoding
 from methods.sps_tree import DraftModelTree
 from methods.suffix import SuffixDecoding
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import Pair

@@ -15,7 +15,7 @@ import torch
 from methods.mirror_sd import MirrorSD, StreamingSampling
 from methods.mirror_sd.streams import FILE
 from methods.sps import SpeculativeSampling
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure.arms import one_by_one

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from methods.sps import SpeculativeSampling
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.turns import Turns

@@ -18,8 +18,8 @@ from specbench.decoding.acceptance import (
     residual,
     sampled_chain,
 )
-from specbench.decoding.draft import Draft
 from specbench.decoding.sampling import Decoding, invert, position_draws
+from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree, ancestors
 
 SMALL = st.integers(0, 2)

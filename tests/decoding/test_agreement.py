@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from specbench.decoding.device import place_weights
-from specbench.decoding.draft import Draft
 from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.agreement import agreement, own_ways
 from specbench.decoding.model.staged_model import StagedModel, random_ids
+from specbench.decoding.state import Draft
 from specbench.measure.runner import prepare
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError

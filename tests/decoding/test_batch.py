@@ -9,11 +9,12 @@ import time
 import pytest
 
 from specbench.decoding import acceptance
-from specbench.decoding.draft import Drafter, Needs, Request
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
 from specbench.system.errors import UserError
 from tests.support.batches import (
     REQUESTS,

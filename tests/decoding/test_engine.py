@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.decoding.draft import Draft, Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Draft, Request
 from specbench.decoding.tree import Tree
 from specbench.system.errors import UserError
 from tests.support.decoding import STOP, random_pair, random_prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbench.decoding import acceptance
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding

@@ -13,12 +13,13 @@ import torch._dynamo
 from specbench.decoding import engine as engines
 from specbench.decoding.cpu import packed_linear as linear
 from specbench.decoding.cpu.lean_modules import experts_wait
-from specbench.decoding.draft import NORMED, Draft, Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.graphs import Graphs, Options, Passes, compiled, set_options, uncollected
 from specbench.decoding.model.staged_model import StagedModel, passes_of
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import NORMED, Draft
 from tests.support.decoding import random_pair
 from tests.support.graphs import PretendedGraphs, pretend
 from tests.support.models import ARCHITECTURES, FAMILIES, SLIDING, random_model

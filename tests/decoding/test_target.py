@@ -14,11 +14,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specbench.decoding.cpu.lean_modules import quick
 from specbench.decoding.cpu.packed_linear import by_columns
-from specbench.decoding.draft import NORMED, Draft, Drafter, Resume
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import NORMED, Draft, Resume
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import cut
 from specbench.system.errors import UserError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specbench.decoding import turns
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding

@@ -9,7 +9,7 @@ import torch
 
 from specbench.decoding.cpu.lean_modules import Experts, weight_bytes
 from specbench.decoding.cpu.packed_linear import JoinedLinear, LaidLinear
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from specbench.decoding.draft import Drafter, Needs
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.wrapped import WrappedDrafter
 
 

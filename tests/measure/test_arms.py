@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specbench.decoding.draft import Request
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure import arms
 from specbench.measure import protocol as pairing

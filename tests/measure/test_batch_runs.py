@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specbench.decoding.draft import Request
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from specbench.measure import runner
 from specbench.measure.arms import hf_generate_arm
 from specbench.measure.records import run_folder as store

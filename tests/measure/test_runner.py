@@ -23,7 +23,7 @@ from specbench.config.compose import CONF
 from specbench.decoding import acceptance
 from specbench.decoding.acceptance import outcome
 from specbench.decoding.cpu import autotune as layouts
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.turns import Turns

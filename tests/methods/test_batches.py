@@ -15,11 +15,12 @@ from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.decoding.draft import Drafter, Request, Sequence
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request, Sequence
 from specbench.system.errors import UserError
 from tests.methods import test_sampling
 from tests.support.batches import (

@@ -16,11 +16,11 @@ from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from specbench.config.checks import check_method
 from specbench.config.compose import CONF
-from specbench.decoding.draft import NORMED, Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import NORMED, Request
 from specbench.system.settings import parameters
 from tests.support.batches import Chaos, Static, assert_lossless, cases
 from tests.support.decoding import random_pair
@@ -30,7 +30,8 @@ MODULE = '''
 
 import torch
 
-from specbench.decoding.draft import NORMED, Draft, Drafter
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.state import NORMED, Draft
 from specbench.decoding.tree import Tree
 from specbench.system.settings import Count
 

@@ -21,12 +21,13 @@ from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.device import place_weights
-from specbench.decoding.draft import Draft, Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import graphs as passes
 from specbench.decoding.model.graphs import Passes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Draft, Request
 from tests.support.decoding import STOP, generate_with_transformers, random_prompt
 from tests.support.drafters import EarlyExit, ModelChain, ModelTree
 from tests.support.methods import sorted_pair

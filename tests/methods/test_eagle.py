@@ -19,11 +19,12 @@ from methods.eagle.train import Distillation, fresh_model
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from specbench.decoding.draft import NORMED, Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import CACHE_STEP, Engine
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import NORMED, Request
 from specbench.models.expansion import Expansion, expand_model
 from specbench.system.errors import UserError
 from tests.support import batches

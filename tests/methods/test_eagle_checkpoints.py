@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from methods.eagle3 import Eagle3
 from methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from methods.eagle3.model import Eagle3Config, Eagle3Model
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding

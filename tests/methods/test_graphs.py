@@ -30,12 +30,13 @@ from methods.recycling import TokenRecycling
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from methods.sps_tree import DraftModelTree
-from specbench.decoding.draft import Batch, Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.graphs import compiled, is_within, within
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Batch, Request
 from specbench.measure.runner import prepare
 from tests.support.conf import composed, inline, names
 from tests.support.decoding import random_pair, random_prompt

@@ -23,10 +23,10 @@ from methods.hydra_heads.train import train as train_hydra_heads
 from methods.ragged import RaggedBatch
 from methods.rank_trees import MEDUSA_TREE
 from specbench.decoding.cpu.lean_modules import weight_bytes
-from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from specbench.models.expansion import Expansion, expand_model
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError

@@ -9,11 +9,11 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.kangaroo import Kangaroo, KangarooTree
 from methods.ragged import RaggedBatch
-from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from tests.support import batches
 from tests.support.decoding import random_pair, tokens_through_layers
 from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding, assert_stops_anywhere

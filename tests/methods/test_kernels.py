@@ -32,10 +32,10 @@ from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.recycling import TokenRecycling
 from methods.sps import SpeculativeSampling
-from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from tests.support.kernels import Kernels, counts_by_round, without_data
 
 LAYERS, DRAFT_LAYERS = 3, 2

@@ -13,11 +13,11 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.lookahead import Lookahead, Pool, Search, merged
 from methods.ragged import RaggedBatch
-from specbench.decoding.draft import Batch, Request, Sequence
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Batch, Request, Sequence
 from specbench.measure.metrics.dataframes import steps_frame
 from tests.support import batches
 from tests.support.decoding import random_pair

@@ -13,10 +13,10 @@ from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from tests.support.decoding import generate_with_transformers, random_pair, random_prompt
 from tests.support.lossless import (
     LENGTHS,

@@ -19,10 +19,10 @@ from methods.medusa.train import Distillation
 from methods.medusa.train import train as train_medusa
 from methods.ragged import RaggedBatch
 from methods.rank_trees import MEDUSA_TREE
-from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support import batches

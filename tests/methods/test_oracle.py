@@ -18,10 +18,11 @@ from methods.oracle import Foretold, Oracle
 from methods.ragged import RaggedBatch
 from specbench.decoding import acceptance as acceptance_rules
 from specbench.decoding.acceptance import Accepted, outcome
-from specbench.decoding.draft import Drafter, Request, needs_of
+from specbench.decoding.drafter import Drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
 from specbench.system.files import read_json

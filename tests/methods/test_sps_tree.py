@@ -16,10 +16,10 @@ from methods.sps import SpeculativeSampling
 from methods.sps_tree import DraftModelTree, drafter
 from methods.sps_tree.drafter import FILE, draws_without_replacement, load_tree
 from methods.sps_tree.train import paths_of, ranks_of, train
-from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.conf import composed

@@ -13,8 +13,8 @@ from methods.kangaroo import train as kangaroo_train
 from methods.training import Goals, batches, soft_cross_entropy, target_states
 from specbench.data.conversations import batched
 from specbench.data.training import RECORD
-from specbench.decoding.draft import NORMED
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.conf import composed

@@ -17,10 +17,11 @@ from methods.rest.datastore import save_datastore
 from methods.samd import SAMDecoding, merged, repeated
 from methods.suffix import SuffixDecoding
 from specbench.config.checks import check_method
-from specbench.decoding.draft import Draft, Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Draft, Request
 from specbench.decoding.tree import Tree
 from specbench.system.errors import UserError
 from tests.support import batches

@@ -9,11 +9,11 @@ import torch
 from methods.swift import Swift
 from methods.swift.search import LayerSearch, _evidence, _kernel
 from specbench.decoding.cpu.lean_modules import thinned
-from specbench.decoding.draft import Request
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.conf import composed

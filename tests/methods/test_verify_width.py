@@ -12,11 +12,12 @@ import torch
 from omegaconf import OmegaConf
 
 from specbench.decoding.device import place_weights
-from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import graphs as passes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from specbench.measure import numeric_noise as rounding
 from specbench.measure.numeric_noise import shape_noise
 from specbench.measure.runner import prepare

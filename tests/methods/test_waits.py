@@ -18,10 +18,11 @@ from methods.exspec import ExSpec
 from methods.mirror_sd import MirrorSD
 from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
-from specbench.decoding.draft import Draft, Drafter, Request, needs_of
+from specbench.decoding.drafter import Drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Draft, Request
 from specbench.measure.protocol import Bench
 from specbench.measure.runner import prepare
 from specbench.system.paths import packaged

@@ -15,10 +15,11 @@ from methods.suffix_automaton import SuffixAutomaton
 from specbench.config.checks import check
 from specbench.data.conversations import tokenizer_of
 from specbench.data.warm_start import warm_answers, warm_record
-from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.conf import composed

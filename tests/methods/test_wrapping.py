@@ -8,7 +8,7 @@ from methods.oracle import Oracle
 from methods.s2d import SortedDraft
 from methods.samd import SAMDecoding
 from specbench.config.checks import check_method
-from specbench.decoding.draft import Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding

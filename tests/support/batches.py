@@ -8,12 +8,13 @@ from functools import cache
 
 import pytest
 
-from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
 from tests.support.decoding import STOP, generate_with_transformers, random_pair, random_prompt
 
 SIZES = (1, 3, 8, 16)

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from specbench.config.compose import CONF
-from specbench.decoding.draft import Drafter, needs_of
+from specbench.decoding.drafter import Drafter, needs_of
 from specbench.decoding.scheduler import Scheduler
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 import torch
 from scipy.stats import chisquare
 
-from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
 
 VOCAB, ANSWERS, LENGTH = 5, 500, 4
 PROMPT = [1, 3, 4, 1, 3]

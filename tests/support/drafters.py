@@ -6,9 +6,10 @@ import random
 
 import torch
 
-from specbench.decoding.draft import Batch, Draft, Drafter, Needs, Resume, Sequence, Verified
-from specbench.decoding.model.staged_model import Prefill, StagedModel
+from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import invert
+from specbench.decoding.state import Batch, Draft, Prefill, Resume, Sequence, Verified
 from specbench.decoding.tree import Tree
 
 

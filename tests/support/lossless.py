@@ -6,11 +6,12 @@ import random
 from collections.abc import Callable
 from functools import cache
 
-from specbench.decoding.draft import Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
 from tests.support.decoding import STOP, generate_with_transformers, random_pair, random_prompt
 
 # Caps and stop ids: answers that end by either, and some that nothing ends early.

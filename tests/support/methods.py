@@ -15,10 +15,11 @@ from methods.eagle.layer import DraftingModel
 from methods.eagle.model import EagleModel, eagle_config
 from methods.heads import DraftHead
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
-from specbench.decoding.draft import NORMED, Batch, Draft, Drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import NORMED, Batch, Draft
 from tests.support.decoding import random_pair
 from tests.support.lossless import cases
 

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import torch
 
-from specbench.decoding.draft import Batch, Draft, Drafter, Request, Sequence
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache, Pass
-from specbench.decoding.model.staged_model import Prefill, attention_mask
+from specbench.decoding.model.staged_model import attention_mask
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Batch, Draft, Prefill, Request, Sequence
 from specbench.decoding.tree import Tree
 from tests.support.drafters import branched
 

@@ -34,7 +34,7 @@ from specbench.decoding.cpu.packed_linear import (
     default,
     product,
 )
-from specbench.decoding.draft import Draft, Resume
+from specbench.decoding.state import Draft, Resume
 from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:

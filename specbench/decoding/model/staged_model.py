@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
 from itertools import chain, pairwise
@@ -31,10 +30,10 @@ from specbench.decoding.cpu.lean_modules import (
     weight_bytes,
 )
 from specbench.decoding.cpu.packed_linear import lay_out
-from specbench.decoding.draft import NORMED, Draft
 from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
 from specbench.decoding.model.agreement import Agreement, agreement, own_ways
 from specbench.decoding.model.graphs import Graphs, Passes, is_within, options_of
+from specbench.decoding.state import NORMED, Draft, Prefill
 from specbench.system.errors import UserError, reason
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
@@ -42,7 +41,7 @@ if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a metho
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from specbench.decoding.draft import Batch
+    from specbench.decoding.state import Batch
 
 NORMS = ("norm", "final_layer_norm", "final_layernorm")  # what families call the norm in front of the head
 CACHES = ("past_key_values", "layer_past")  # what layers call the cache
@@ -68,21 +67,6 @@ STATES, NORMED_STATES, LOGITS = "states", "normed states", "logits"
 # What layers of one kind have in common: the window that they look back on, and the type that names their angles in a
 # model that has several tables of them; None for all positions and for the one table.
 Kind = tuple[int | None, str | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """The outcome of a prompt's pass.
-
-    Attributes:
-        ids: [1, n] the prompt.
-        logits: [1, vocab] after the prompt's last token.
-        hidden_states: of each tapped layer [1, n, d].
-    """
-
-    ids: torch.Tensor
-    logits: torch.Tensor
-    hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class StagedModel:

@@ -19,7 +19,7 @@ import torch
 from methods.sps import SpeculativeSampling
 from specbench.data.questions import warmup_questions
 from specbench.decoding.device import prepare_device
-from specbench.decoding.draft import Batch, Draft, Drafter, Request
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import Pass
 from specbench.decoding.kv_layout import RaggedLayout
@@ -27,6 +27,7 @@ from specbench.decoding.model.graphs import Graphs, Passes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Batch, Draft, Request
 from specbench.decoding.trace import Clock, Generation
 from specbench.measure.arms import hf_generate_arm
 from specbench.measure.certify import certify

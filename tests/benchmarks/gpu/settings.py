@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from specbench import CONF
-from specbench.decoding.draft import Drafter, needs_of
+from specbench.decoding.drafter import Drafter, needs_of
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.settings import parameters
 

@@ -1,28 +1,21 @@
-"""What drafters are given and give: `Batch`, `Draft`, `Verified`; their interface (`Drafter`) and its `Needs`."""
+"""What drafting and verification hand to each other: requests, sequences, `Batch`, `Draft`, `Prefill`, `Verified`."""
 
 from __future__ import annotations
 
-import pkgutil
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.decoding.device import on_device
-from specbench.decoding.kv_layout import span
+from specbench.decoding.device import on_device, span
 from specbench.decoding.sampling import DRAFT
 from specbench.decoding.tree import Tree
-from specbench.system.settings import WRAPPED, parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from collections.abc import Sequence as Several
 
-    import pandas as pd
-    from omegaconf import DictConfig
-
     from specbench.decoding.kv_layout import RaggedLayout
-    from specbench.decoding.model.staged_model import Prefill, StagedModel
     from specbench.decoding.sampling import Decoding
     from specbench.decoding.trace import Mark
 
@@ -169,6 +162,21 @@ class Draft:
         return (torch.arange(k, device=self.tokens.device) < counts).view(-1, k)
 
 
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The outcome of a prompt's pass.
+
+    Attributes:
+        ids: [1, n] the prompt.
+        logits: [1, vocab] after the prompt's last token.
+        hidden_states: of each tapped layer [1, n, d].
+    """
+
+    ids: torch.Tensor
+    logits: torch.Tensor
+    hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Verified:
     """The outcome of a verification.
@@ -312,190 +320,3 @@ class Batch:
             reach=reach,
             _known=known,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a drafter requires, as data, so that a combination is refused before a weight is loaded.
-
-    Attributes:
-        draft_model: a draft model in the pair.
-        part: a trained part in the pair's `parts`, by that name; with `draft_model` that part is the draft model, in
-            place of the pair's own.
-        sampling: whether it can draft at temperature > 0.
-        batching: whether it can serve more than one sequence.
-        continuation: the target's own greedy answer to a prompt, which `Drafter.foretell` is given before it is timed.
-    """
-
-    draft_model: bool = False
-    part: str | None = None
-    sampling: bool = True
-    batching: bool = True
-    continuation: bool = False
-
-    def around(self, inner: Needs) -> Needs:
-        """What a drafter with these needs requires when it wraps one that needs `inner`."""
-        return replace(
-            inner,
-            sampling=self.sampling and inner.sampling,
-            batching=self.batching and inner.batching,
-            continuation=self.continuation or inner.continuation,
-        )
-
-    def draft_of(self, pair_cfg: DictConfig) -> str | None:
-        """The draft model that a pair's configuration has for this drafter, None if it has none or none is needed."""
-        if not self.draft_model:
-            return None
-        return pair_cfg.draft if self.part is None else pair_cfg.parts.get(self.part)
-
-
-def needs_of(group: Mapping) -> Needs:
-    """What the drafter of a configuration requires, together with the drafter that it wraps, if it does.
-
-    Args:
-        group: with `_target_`; `drafter` holds the configuration of the wrapped one.
-    """
-    own = pkgutil.resolve_name(group["_target_"]).needs
-    return own.around(needs_of(group[WRAPPED])) if WRAPPED in group else own
-
-
-def make_drafter(group: Mapping, **given: Any) -> Drafter:
-    """Makes the drafter of a configuration: that of a run, or one that another drafter wraps.
-
-    Args:
-        group: with `_target_` and parameters.
-        given: the pair, and parameters in place of those in `group`.
-
-    Raises:
-        UserError: as the drafter's class.
-    """
-    # Not hydra's instantiate, which would wrap what a method says is wrong.
-    return pkgutil.resolve_name(group["_target_"])(**parameters(group) | given)
-
-
-class Drafter:
-    """Base of every method: `Method(pair, **parameters)`. One instance serves many generations.
-
-    It is written once, for a batch: one sequence is a batch of one. The base itself drafts nothing, which is
-    autoregressive decoding.
-
-    Attributes:
-        needs: what it requires.
-        taps: depths of the target whose hidden states the drafter gets, of the prompt and of every verification: i for
-            the states in front of layer i (the number of layers: behind the last one), `NORMED` behind the final norm.
-        siblings: the most tokens of a tree that were drawn by chance behind one and the same token; 1 for chains.
-        certain: whether it drafts without chance at any temperature. Its answers are then those of autoregressive
-            decoding with the same seed, token by token.
-        max_draft_tokens: the longest path of a draft.
-        max_nodes: the most nodes of a draft; 0: as `max_draft_tokens`, for chains.
-        uninterrupted: whether it works, or holds cores, between its rounds: no other arm may then run in between.
-        extra_cores: cores that it computes on beside those of torch's threads.
-    """
-
-    needs = Needs()
-    taps: tuple[int, ...] = ()
-    siblings = 1
-    certain: bool = False
-    max_draft_tokens = 0
-    max_nodes = 0
-    uninterrupted: bool = False
-    extra_cores: int = 0
-
-    def foretell(self, prompts: Several[list[int]], answers: Several[list[int]]) -> None:
-        """For a drafter with `needs.continuation`: the answers to the prompts that come next, outside of what is timed.
-
-        Args:
-            prompts: token ids.
-            answers: to each of them the new token ids of the target's own greedy decoding.
-        """
-
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
-        """Makes room for `slots` sequences of up to `capacity` tokens. Called when buffers are made, and made anew.
-
-        Args:
-            slots: sequences in memory.
-            capacity: tokens of the longest of them, with what a draft may need behind its end.
-            target: the model that verifies.
-        """
-
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
-        """Starts a sequence: its prompt was prefilled, and its first new token is known and pending.
-
-        Args:
-            slot: its place in the buffers.
-            sequence: prompt, first token and request.
-            prefill: token ids, logits, and the hidden states of `taps`.
-        """
-
-    def draft(self, batch: Batch) -> Draft:
-        """Drafts to follow the pending tokens; no tokens make the round autoregressive.
-
-        A path may be longer than `batch.limits` of its sequence: what lies behind is not accepted.
-        """
-        return Draft(batch.tokens[: batch.size, :0])
-
-    @property
-    def works_on_the_way(self) -> bool:
-        """Whether it has an `on_hidden` of its own: a captured verification is then cut at its taps."""
-        return type(self).on_hidden is not Drafter.on_hidden
-
-    def on_hidden(self, layer: int, hidden_states: torch.Tensor) -> None:
-        """Told on the way through a verification, for each of `taps` as it is reached. It must not wait for the device.
-
-        Args:
-            layer: the tap.
-            hidden_states: [b, 1 + k, d] of the pending token and the draft.
-        """
-
-    def commit(self, batch: Batch, verified: Verified) -> None:
-        """Learns what the target made of the draft.
-
-        Args:
-            batch: as it was given to `draft`; its sequences already have their new tokens.
-            verified: the outcome.
-        """
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies all that belongs to the slots `sources` to the slots `destinations`, all at once; see `move_slots`.
-
-        Args:
-            sources: slots to copy from.
-            destinations: slots to copy to, as many.
-            kv_len: a bound on the lengths of the sequences there.
-        """
-
-    def end(self, slot: int) -> None:
-        """Stops all work for the sequence in a slot, which is complete or was given up."""
-
-    # -- numbers of its own
-
-    @staticmethod
-    def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
-        """Sums up the `Draft.stats` of some rounds, for `stats` in a run's summary.
-
-        Args:
-            rounds: rows of `measure.frames.steps_frame`; `measure.frames.stat` reads a number of theirs.
-
-        Returns:
-            Numbers by name. A number that could not be measured is None.
-        """
-        return {}
-
-    @staticmethod
-    def describe(stats: dict[str, Any]) -> list[str]:
-        """Lines about such a summary, for the foot of a run's table."""
-        return []
-
-    # -- state that outlives an answer
-
-    def forget(self) -> None:
-        """Drops what was learnt from earlier answers."""
-
-    def snapshot(self) -> Any:
-        """What was learnt from earlier answers, for `restore`."""
-
-    def restore(self, state: Any) -> None:
-        """Goes back to what `snapshot` gave."""
-
-    def close(self) -> None:
-        """Releases what is kept between answers, such as processes. The drafter must not be used afterwards."""
