@@ -10,6 +10,9 @@ import pytest
 
 from specbench import ROOT
 
+# The rooms of the harness: each imports those in front of it, and no other.
+ROOMS = ("system", "decoding", "models", "data", "config", "measure", "report", "tiny", "commands")
+
 
 def imported(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it; of `from a import b` both `a` and `a.b`."""
@@ -57,3 +60,42 @@ def test_an_import_is_seen_wherever_it_stands(tmp_path):
     helper = ROOT / "tests" / "support" / "methods.py"
     path.write_text("from tests.support import methods\n")
     assert helper in set(files_behind([path]))
+
+
+def graph() -> dict[str, set[str]]:
+    """The modules of the program that each of them imports, also for types alone."""
+    paths = [path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")]
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in paths
+    }
+    return {name: imported(path) & names.keys() - {name} for name, path in names.items()}
+
+
+def room(module: str) -> str | None:
+    """None for `specbench` itself, `specbench.__main__` and methods."""
+    found = [*module.split("."), ""][1]
+    return found if module.startswith("specbench.") and found in ROOMS else None
+
+
+def test_rooms_import_those_in_front_of_them():
+    order = {name: i for i, name in enumerate(ROOMS)}
+    assert {path.name for path in (ROOT / "specbench").iterdir() if (path / "__init__.py").exists()} == {
+        *ROOMS
+    }
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in graph().items()
+        for other in others
+        if room(module) and room(other) and order[room(other)] > order[room(module)]
+    ]
+    assert not wrong
+
+
+def test_no_circle_of_imports():
+    """Packages import what lies in them, which imports its package by its mere name: those arrows count for nothing."""
+    arrows = graph()
+    arrows = {a: {b for b in others if not a.startswith(f"{b}.")} for a, others in arrows.items()}
+    while leaves := {name for name, others in arrows.items() if not others}:
+        arrows = {name: others - leaves for name, others in arrows.items() if name not in leaves}
+    assert not arrows, f"in circles, or importing them: {', '.join(sorted(arrows))}"
