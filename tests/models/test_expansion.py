@@ -28,12 +28,12 @@ from specbench.measure.runner import prepare
 from specbench.models.expansion import Expansion, embedded, expand_model, wide
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
+from tests.models.test_real_pairs import REAL, SIZES
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.expanded import SHAPES, expanded_config
 from tests.support.methods import near_identity_adapter
 from tests.support.models import random_model
-from tests.test_real_pairs import REAL, SIZES
 
 CPU = torch.device("cpu")
 # Of the small random model: 64 wide, 4 heads of 16 over 2 key/value heads, 5 layers, 61 tokens, no ties.
