@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 import torch
 import torch._dynamo
-from omegaconf import DictConfig, OmegaConf
 
 from methods.ar import Autoregressive
 from methods.eagle import Eagle, Eagle2
@@ -37,8 +36,6 @@ from specbench.decoding.model.graphs import compiled, is_within, within
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import Decoding
 from specbench.decoding.state import Batch, Request
-from specbench.measure.runner import prepare
-from tests.support.conf import composed, inline, names
 from tests.support.decoding import random_pair, random_prompt
 from tests.support.graphs import PretendedGraphs, Unguarded, pretend
 from tests.support.methods import drafts, saved_eagle, sorted_pair, trimmed
@@ -68,11 +65,6 @@ SCHEDULERS = {
     "exspec": lambda: ExSpec(3, window=6, slack=0.1, max_skipped_rounds=2),
 }
 SLOW = ("sps with a stop", "mirror, without an exit")
-# Of a round, as methods are configured.
-REPLAYS = {
-    **{"ar": 1, "pld": 1, "sps": 2, "vocabtrim": 2, "sps_tree": 3, "oracle": 2, "medusa": 3},
-    **{"hydra_heads": 4, "eagle": 4, "eagle2": 4, "eagle3": 4},
-}
 
 
 def what_was_drafted(answers) -> list[list[tuple[int, int]]]:
@@ -422,48 +414,3 @@ def test_entries_behind_the_last_one_must_be_masked_in_batches(monkeypatch):
     drafter = DRAFTERS["sps"](sorted_pair("llama"), None)
     engine = Engine(StagedModel(sorted_pair("llama").target), drafter, frozenset(), RaggedBatch(3))
     assert [answer.tokens for answer in engine.generate(requests("llama", 6))] != right
-
-
-# -- as commands run them --------------------------------------------------------------------------------------------
-
-
-ASKED = [Request([11, 23, 35, 47, 59] * 2, Decoding(8)), Request([5, 6, 7, 8, 5, 6], Decoding(6))]
-
-
-def configured(*settings: str) -> DictConfig:
-    """On the shallow pair: of as many kinds of passes as the deep one, each of half the layers."""
-    cfg = composed("bench", "pair=tiny_shallow", *settings, "pair.device=cpu", "generate=false")
-    OmegaConf.resolve(cfg)
-    return cfg
-
-
-@cache
-def plainly() -> list[list[int]]:
-    """What the baseline of the embedded pair says without graphs."""
-    return [answer.tokens for answer in prepare(configured("method=ar")).arms["baseline"](ASKED)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", names("method"))
-def test_every_method_as_it_is_configured(monkeypatch, method):
-    """On the embedded pair: the baseline, and every method, through graphs say what the baseline says without."""
-    settings = [f"method={method}", *inline(method)]
-    settings += ["drafter=sps"] * (method in ("eqspec", "exspec", "ragged"))
-    plain = prepare(configured(*settings))
-    plain._foretell(ASKED)
-    with closing(plain.drafter):
-        drafted = what_was_drafted(plain.arms["method"](ASKED))
-    right = plainly()
-    counts = replays_by_round(monkeypatch, pretend(monkeypatch))
-    bench = prepare(configured(*settings))
-    bench._foretell(ASKED)
-    with closing(bench.drafter):
-        if method == "ar":  # the baseline of all others is the same
-            assert [answer.tokens for answer in bench.arms["baseline"](ASKED)] == right
-        counts.clear()
-        for _ in range(2):
-            answers = bench.arms["method"](ASKED)
-            assert method not in REPLAYS or counts[0] == REPLAYS[method]
-            assert [answer.tokens for answer in answers] == right
-            # A draft that is wrong where it should not be costs time alone, and would not be seen in an answer.
-            assert what_was_drafted(answers) == drafted

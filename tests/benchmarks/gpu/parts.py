@@ -38,7 +38,7 @@ from specbench.system.errors import reason
 from tests.benchmarks.gpu.settings import Loaded, Settings, method_settings, names, pair_settings, read
 
 GB, MS = 1e9, 1e3
-# They look at confidences, exits or branches, see tests/methods/test_waits.py; torch counts those of all threads.
+# They look at confidences, exits or branches, see tests/test_conformance.py; torch counts those of all threads.
 LOOKS = ("kangaroo", "s2d", "sps_ss", "mirror_sd", "mirror_ss", "ssd")
 # Where there is no time for every method.
 SOME = ("sps", "pld", "recycling", "medusa", "kangaroo")

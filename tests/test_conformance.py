@@ -1,0 +1,249 @@
+"""What every method of conf/method/ must do, each prepared once: answers, samples, batches, waits, and graphs.
+
+A new method is found here by its file; nothing has to be entered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import cache
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.ragged import RaggedBatch
+from specbench.data.questions import warmup_questions
+from specbench.decoding.drafter import needs_of
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import Decoding
+from specbench.decoding.state import Request
+from specbench.decoding.trace import Generation
+from specbench.measure.protocol import BASELINE, METHOD, Bench
+from specbench.measure.runner import prepare
+from specbench.system.paths import packaged
+from tests.support.conf import composed, drafts, inline, is_scheduler, lacks_part, names
+from tests.support.graphs import PretendedGraphs, pretend
+from tests.support.waits import Waits, watched
+
+METHODS = [name for name in names("method") if not is_scheduler(name)]
+FAST = ("ar", "pld", "recycling", "sps")
+TASKS = ("mt_bench", "summarization")  # a short prompt, a long one
+NEW_TOKENS = 20
+# Each drafter with one of them, each with a third of the drafters.
+SCHEDULERS = (RaggedBatch, EqSpec, ExSpec)
+# Where a drafter looks at the device, and how often in a round at most. Each costs the time until all that is queued is
+# done; a drafter says why in its module.
+CONFIDENCE = {"goes_on_at": 6}  # a draft ends behind a token of low confidence: one look at each
+BRANCHES = {"likely": 1}  # in the draft's thread: which branches there are
+# How many guesses of the streams came true says how many passes there are, and which entries stay.
+STREAMS = {"_grown": 2 * 7, "settle": 1, "joined": 1}
+LOOKS: dict[str, dict[str, int]] = {
+    "kangaroo": CONFIDENCE,
+    "kangaroo_tree": CONFIDENCE,
+    "s2d": {"_next": 2 * 5},  # whether a token goes on to the next of three exits
+    "swift": {"_look": 25},  # likewise, and how many tokens stand beside it
+    "mirror_sd": BRANCHES,
+    "mirror_hybrid": BRANCHES,
+    "ssd": BRANCHES,
+    "sps_ss": STREAMS,
+    "mirror_ss": STREAMS | BRANCHES | {"_pick": 1},
+}
+# Replays of a round, as methods are configured.
+REPLAYS = {
+    **{"ar": 1, "pld": 1, "sps": 2, "vocabtrim": 2, "sps_tree": 3, "oracle": 2, "medusa": 3},
+    **{"hydra_heads": 4, "eagle": 4, "eagle2": 4, "eagle3": 4},
+}
+
+
+def pair_of(method: str) -> str:
+    """The pair to run a method on: layers are all alike, so the one with fewer where it has what the method needs.
+
+    Only against the deep target do the streams of mirror_ss have to pick a branch so soon.
+    """
+    return "tiny" if method == "mirror_ss" or lacks_part(method, "tiny_shallow") else "tiny_shallow"
+
+
+def prepared(method: str, *settings: str, pair: str | None = None) -> Bench:
+    """A method on its pair, or another one, with one warm-up question of each of TASKS."""
+    chosen = (f"method={method}", f"pair={pair or pair_of(method)}", *settings)
+    cfg = composed("bench", *inline(method), *chosen, "pair.device=cpu", "generate=false")
+    OmegaConf.resolve(cfg)
+    bench = prepare(cfg)
+    questions = {question.task: question for question in reversed(warmup_questions(cfg.data))}
+    bench.warmup = [questions[task] for task in TASKS]
+    return bench
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(m, marks=[] if m in FAST else pytest.mark.slow) for m in METHODS]
+)
+def method(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def bench(method) -> Iterator[Bench]:
+    made = prepared(method)
+    with closing(made.drafter):
+        yield made
+
+
+def requests_of(bench: Bench, temperature: float = 0.0, count: int = 2) -> list[Request]:
+    """Requests of different lengths, two of each prompt where there are four."""
+    prompts = [request.prompt for request in bench._warm_up_requests(NEW_TOKENS)]
+    return [Request(prompts[i % 2], Decoding(NEW_TOKENS - 2 * i, temperature), i) for i in range(count)]
+
+
+@cache
+def expected(pair: str, temperature: float, count: int) -> list[list[int]]:
+    """What autoregressive decoding says."""
+    plain = prepared("ar", pair=pair)
+    return [answer.tokens for answer in plain.arms[BASELINE](requests_of(plain, temperature, count))]
+
+
+def answered(bench: Bench, requests: list[Request]) -> list[Generation]:
+    """The method's answers, by a drafter that remembers none of them."""
+    bench.drafter.forget()
+    bench._foretell(requests)
+    return bench.arms[METHOD](requests)
+
+
+def what_was_drafted(answers: list[Generation]) -> list[list[tuple[int, int]]]:
+    return [[(step.drafted, step.accepted) for step in answer.steps] for answer in answers]
+
+
+def temperatures(method: str) -> Sequence[float]:
+    return (0.0, 0.8) if needs_of(composed("bench", f"method={method}").method).sampling else (0.0,)
+
+
+def test_answers_are_the_targets_and_drafts_are_worth_something(bench, method):
+    answers = answered(bench, requests_of(bench))
+    assert [answer.tokens for answer in answers] == expected(pair_of(method), 0.0, 2)
+    assert (sum(step.accepted for answer in answers for step in answer.steps) > 0) == drafts(method)
+
+
+def test_samples_of_drafts_without_chance_are_those_of_autoregressive_decoding(bench, method):
+    if 0.8 not in temperatures(method) or not bench.drafter.certain:
+        pytest.skip(f"the drafts of {method} are drawn, or it does not sample")
+    answers = answered(bench, requests_of(bench, 0.8))
+    assert [answer.tokens for answer in answers] == expected(pair_of(method), 0.8, 2)
+
+
+def test_in_a_batch(monkeypatch, bench, method):
+    """Each sequence gets its answer, and the batch waits for the device as often as one sequence does."""
+    if not bench.drafter.needs.batching:
+        pytest.skip(f"{method} decodes one sequence at a time")
+    scheduler = SCHEDULERS[METHODS.index(method) % len(SCHEDULERS)](3)
+    engine = Engine(bench.target, bench.drafter, bench.pair.stop_ids, scheduler, bench.pair.context_length)
+    requests = requests_of(bench, count=4)
+    bench.drafter.forget()
+    bench._foretell(requests)
+    with watched(monkeypatch) as waits:
+        answers = engine.generate(requests)
+    assert [answer.tokens for answer in answers] == expected(pair_of(method), 0.0, 4)
+    assert_one_wait(waits, LOOKS.get(method, {}))
+
+
+def test_it_waits_once_a_round(monkeypatch, bench, method):
+    for temperature in temperatures(method):
+        requests = requests_of(bench, temperature, 1)
+        bench.drafter.forget()
+        bench._foretell(requests)
+        with watched(monkeypatch) as waits:
+            bench.arms[METHOD](requests)
+        assert_one_wait(waits, LOOKS.get(method, {}), temperature == 0)
+
+
+def assert_one_wait(waits: Waits, looks: dict[str, int], greedy: bool = True) -> None:
+    """One read a round, by the engine; one for each sequence that joins; and those that the drafter says.
+
+    greedy: every drafter then comes by all its places; what is drawn may miss every branch.
+    """
+    assert len(waits.found["round"]) > 1 and waits.found["join"]
+    looked = set()
+    for found in waits.found["round"]:
+        # On a CPU, in float32, NumPy finds the likeliest token: no wait on any other device.
+        found = [wait for wait in found if not wait.endswith(" in likeliest")]
+        own = [wait for wait in found if wait.endswith(" in _on_host")]
+        assert len(own) == 1, found
+        rest = [re.sub(".* in ", "", wait) for wait in found if wait not in own]
+        assert all(rest.count(place) <= looks.get(place, 0) for place in rest), found
+        looked |= set(rest)
+    assert looked == set(looks) or not greedy, "what is no longer looked at need not be excused"
+    assert not any(waits.found["retire"])
+
+
+def test_graphs_change_neither_an_answer_nor_a_draft(monkeypatch, bench, method):
+    """A draft that is wrong where it should not be costs time alone, and would not be seen in an answer."""
+    requests = requests_of(bench)
+    plain = answered(bench, requests)
+    counts = replays_by_round(monkeypatch, pretend(monkeypatch))
+    captured = prepared(method)
+    with closing(captured.drafter):
+        for _ in range(2):  # what was captured, then what is replayed
+            counts.clear()
+            answers = answered(captured, requests)
+            assert method not in REPLAYS or counts[0] == REPLAYS[method]
+            assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+            assert what_was_drafted(answers) == what_was_drafted(plain)
+
+
+def replays_by_round(monkeypatch, made: list[PretendedGraphs]) -> list[int]:
+    """The replays of all rounds to come; the list grows."""
+    counts: list[int] = []
+    inner = Engine._round
+
+    def counted(self, *given):
+        before = sum(graphs.replays for graphs in made)
+        done = inner(self, *given)
+        counts.append(sum(graphs.replays for graphs in made) - before)
+        return done
+
+    monkeypatch.setattr(Engine, "_round", counted)
+    return counts
+
+
+@pytest.mark.slow
+def test_the_targets_thread_never_waits_for_the_drafts(monkeypatch):
+    """The watch is of this thread alone: the draft's side reads in its own."""
+    bench = prepared("mirror_sd", "method.placement=thread")
+    with closing(bench.drafter), watched(monkeypatch) as waits:
+        bench.arms[METHOD](requests_of(bench, count=1))
+    assert_one_wait(waits, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_angles_of_positions_are_not_rounded(name):
+    """Trained in float32, a part with other angles drafts worse the longer the text is; nothing else would tell."""
+    cfg = composed("bench", f"method={name}", f"pair={pair_of(name)}")
+    needs = needs_of(cfg.method)
+    folder = None if needs.part is None else packaged(cfg.pair.parts[needs.part])
+    if not needs.draft_model and (folder is None or not any(folder.glob("*.safetensors"))):
+        pytest.skip(f"{name} brings no weights")
+    with closing(prepared(name, "pair.dtype=bfloat16").drafter) as drafter:
+        modules = [module for module in modules_of(drafter, set()) if [*module.parameters()]]
+        assert modules
+        for module in modules:
+            assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+            assert {b.dtype for _, b in module.named_buffers() if b.is_floating_point()} <= {torch.float32}
+
+
+def modules_of(thing: object, seen: set[int]) -> Iterator[torch.nn.Module]:
+    """Modules that an object of this project holds, directly or not."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, torch.nn.Module):
+        yield thing
+    elif isinstance(thing, list | tuple | dict):
+        for part in thing.values() if isinstance(thing, dict) else thing:
+            yield from modules_of(part, seen)
+    elif type(thing).__module__.startswith(("methods.", "specbench.")):
+        for part in vars(thing).values() if hasattr(thing, "__dict__") else ():
+            yield from modules_of(part, seen)
