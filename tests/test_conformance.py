@@ -141,11 +141,12 @@ def test_in_a_batch(monkeypatch, bench, method):
     scheduler = SCHEDULERS[METHODS.index(method) % len(SCHEDULERS)](3)
     engine = Engine(bench.target, bench.drafter, bench.pair.stop_ids, scheduler, bench.pair.context_length)
     requests = requests_of(bench, count=4)
+    right = expected(pair_of(method), 0.0, 4)
     bench.drafter.forget()
     bench._foretell(requests)
     with watched(monkeypatch) as waits:
         answers = engine.generate(requests)
-    assert [answer.tokens for answer in answers] == expected(pair_of(method), 0.0, 4)
+    assert [answer.tokens for answer in answers] == right
     assert_one_wait(waits, LOOKS.get(method, {}))
 
 

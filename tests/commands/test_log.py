@@ -22,6 +22,7 @@ import pytest
 
 from specbench import ROOT
 from specbench.commands import log as tracking
+from specbench.config.checks import check_tracker
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.report.runs import read_runs, summary_frame
@@ -307,7 +308,7 @@ def test_nothing_is_written_without_a_tracker(run_dir):
 )
 def test_a_setting_that_cannot_work(wrong, message):
     with pytest.raises(UserError) as caught:
-        tracking.check(TRACKER | wrong)
+        check_tracker(TRACKER | wrong)
     assert says(str(caught.value), message)
 
 

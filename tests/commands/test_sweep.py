@@ -106,13 +106,13 @@ def test_a_finished_sweep_stays_where_that_is_asked_for(jobs, monkeypatch):
     folder = swept(kept("ar", "pld"), 0, 0)
     again = kept("ar", "pld")
     assert swept(again) == folder and [job.state for job in again] == [OK, OK]
-    monkeypatch.setattr(store, "source_sha256", lambda: "other")
+    monkeypatch.setattr(sweeps, "source_sha256", lambda: "other")
     assert swept(kept("ar", "pld")) != folder
 
 
 def test_other_jobs_or_other_code_are_another_sweep(jobs, monkeypatch):
     folders = {swept(jobs("ar", "pld")), swept(jobs("pld", "ar")), swept(jobs("ar"))}
-    monkeypatch.setattr(store, "source_sha256", lambda: "other")
+    monkeypatch.setattr(sweeps, "source_sha256", lambda: "other")
     assert len(folders | {swept(jobs("ar"))}) == 4
 
 

@@ -16,6 +16,7 @@ from specbench import ROOT
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import STEP_COLUMNS
 from specbench.measure.records import run_folder as store
+from specbench.measure.records import source
 from specbench.measure.records.source import MAKING, measuring_files, source_sha256
 from specbench.system.errors import UserError
 from specbench.system.files import read_json, write_json
@@ -150,7 +151,7 @@ def test_the_code_is_known_by_its_content():
 
 
 def test_only_what_code_does_tells_it_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "ROOT", tmp_path)
+    monkeypatch.setattr(source, "ROOT", tmp_path)
     file = tmp_path / "methods" / "mine.py"
     file.parent.mkdir()
 
@@ -166,7 +167,7 @@ def test_only_what_code_does_tells_it_apart(tmp_path, monkeypatch):
 
 
 def test_what_trains_or_tunes_may_change_while_a_run_is_interrupted(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "ROOT", tmp_path)
+    monkeypatch.setattr(source, "ROOT", tmp_path)
 
     def digest(file: str, text: str) -> str:
         path = tmp_path / file

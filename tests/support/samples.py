@@ -31,6 +31,7 @@ NUMBERS = {
     "acceptance_by_position": [0.8, 0.6],
     "acceptance_by_position_conditional": [0.8, 0.75],
     "judged_by_position": [1000, 800],
+    "distinct_4grams": None,
     "stats": {},
     "mbsu": 1.9,
     "bandwidth_fraction": 0.9,
