@@ -21,7 +21,7 @@ from specbench.data.conversations import Messages, conversations
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
@@ -41,7 +41,7 @@ POOL = 8  # batches that are answered together, so that few places are empty at 
 
 
 def answered(
-    pair: Pair, engine: Engine, asked: list[Messages], decoding: Decoding, seed: int
+    pair: Pair, engine: Engine, asked: list[Messages], decoding: SamplingParams, seed: int
 ) -> list[Messages]:
     """The conversations with the target's own answers; what does not fit the context is cut off."""
     told: list[Messages] = [[m for m in messages[:1] if m["role"] == "system"] for messages in asked]
@@ -54,7 +54,7 @@ def answered(
             prompt = pair.prompt_ids([*told[place], questions[turn]])
             room = min(decoding.max_new_tokens, pair.context_length - len(prompt))
             if room > 0:
-                requests.append(Request(prompt, Decoding(room, decoding.temperature), seed + place))
+                requests.append(Request(prompt, SamplingParams(room, decoding.temperature), seed + place))
                 places.append(place)
         for place, answer in zip(places, engine.generate(requests) if requests else []):
             text = pair.decode(answer.tokens)
@@ -68,7 +68,7 @@ def answer(cfg: DictConfig) -> Path:
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     scheduler = Scheduler(cfg.batch_size)
     engine = Engine(StagedModel(pair.target), Drafter(), pair.stop_ids, scheduler, pair.context_length)
-    decoding = Decoding(cfg.max_new_tokens, cfg.temperature)
+    decoding = SamplingParams(cfg.max_new_tokens, cfg.temperature)
     out = Path(cfg.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     done = whole_lines(out)

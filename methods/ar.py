@@ -9,7 +9,7 @@ from specbench.models.pairs import Pair
 class Autoregressive(Drafter):
     """Drafts nothing, so that every round is one target pass and one token."""
 
-    certain = True
+    deterministic = True
 
     def __init__(self, pair: Pair):
         """A pair's target is all it takes, and that the engine has."""

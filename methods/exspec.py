@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from specbench.decoding.kv_cache import KVCache
-    from specbench.decoding.state import Sequence
+    from specbench.decoding.state import SequenceState
 
 
 class ExSpec(Scheduler):
@@ -55,7 +55,7 @@ class ExSpec(Scheduler):
         self._last = 0
         return AlignedLayout(cache, self.slack)
 
-    def choose(self, held: list[Sequence]) -> list[int]:
+    def choose(self, held: list[SequenceState]) -> list[int]:
         """A group of one length, or else the oldest sequences."""
         b = min(self.batch_size, len(held))
         by_age = sorted(range(len(held)), key=lambda slot: held[slot].request_index)
@@ -66,7 +66,7 @@ class ExSpec(Scheduler):
         self._last = b
         return sorted(chosen)
 
-    def _group(self, held: list[Sequence], by_age: list[int], b: int) -> list[int]:
+    def _group(self, held: list[SequenceState], by_age: list[int], b: int) -> list[int]:
         """`b` sequences of one length of which at least half ran in the last round; empty if there are none."""
         groups = defaultdict(list)
         for slot in by_age:

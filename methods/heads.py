@@ -13,12 +13,12 @@ import torch
 
 from methods.vocab_trim.vocab_map import kept_ids
 from specbench.decoding.cpu.lean_modules import weight_bytes
-from specbench.decoding.cpu.packed_linear import laid_linear
+from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
-    from specbench.decoding.sampling import Decoding
+    from specbench.decoding.sampling import SamplingParams
     from specbench.decoding.state import Batch
     from specbench.models.pairs import Pair
 
@@ -41,7 +41,7 @@ class DraftHead:
         if not isinstance(head, torch.nn.Linear) or type(head.weight) is not torch.nn.Parameter:
             raise UserError("a head with quantised weights cannot be trimmed: set vocab=full")
         # A copy: the rows of a tied embedding stay whole.
-        self.trimmed = laid_linear(head.weight[kept], None if head.bias is None else head.bias[kept])
+        self.trimmed = packed_linear(head.weight[kept], None if head.bias is None else head.bias[kept])
         self.bytes = weight_bytes(model.norm) + weight_bytes(self.trimmed)
 
     @property
@@ -65,7 +65,7 @@ class DraftHead:
     def choose(
         self,
         logits: torch.Tensor,
-        decoding: Decoding,
+        decoding: SamplingParams,
         uniforms: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chooses draft tokens.
@@ -73,7 +73,7 @@ class DraftHead:
         Args:
             logits: [n, rows] of this head.
             decoding: how tokens are chosen.
-            uniforms: to draw with, as in `Decoding.select`.
+            uniforms: to draw with, as in `SamplingParams.select`.
 
         Returns:
             Token ids [n] of the target and, when sampling, the distributions [n, rows] they were drawn from.
@@ -105,9 +105,10 @@ class DraftHead:
 
 
 def drawable(rows: torch.Tensor) -> torch.Tensor:
-    """Rows as `Decoding.select` draws them with uniforms, with row 0 where nothing could be drawn (`NOT_DRAWN`).
+    """Rows as `SamplingParams.select` draws them with uniforms, with row 0 where nothing could be drawn (`NOT_DRAWN`).
 
-    A row is looked up before `all_drawn` is called. The target's own draw then fails, as NaN stay in the distribution.
+    A row is looked up before `check_sampled` is called. The target's own draw then fails, as NaN stay in the
+    distribution.
     """
     return rows.clamp(min=0)
 

@@ -17,8 +17,8 @@ import torch
 
 from specbench.decoding.device import on_device
 from specbench.decoding.drafter import Drafter
-from specbench.decoding.sampling import likeliest
-from specbench.decoding.state import Batch, Draft, Sequence, Verified
+from specbench.decoding.sampling import argmax_token
+from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Range
 
@@ -105,7 +105,7 @@ class Lookahead(Drafter):
             the prompt as reference.
     """
 
-    certain = True
+    deterministic = True
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Lookahead(Drafter):
         self.max_nodes = (window + guesses) * (ngram - 1) - 1
         self._searches: dict[int, Search] = {}  # by slot
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Begins with a random window and an empty pool."""
         prompt, rng = sequence.request.prompt, random.Random(0)
         columns = [tuple(rng.choices(prompt, k=self.ngram - 1)) for _ in range(self.window)]
@@ -146,7 +146,7 @@ class Lookahead(Drafter):
         draft.candidates = on_device(candidates, device)
         ends = on_device([[*some, *[0] * (widest - len(some))] for some in rows], device)
         slots = torch.arange(batch.size, device=device).unsqueeze(1)
-        draft.report = lambda logits: likeliest(logits[slots, ends])
+        draft.report = lambda logits: argmax_token(logits[slots, ends])
         draft.stats = {"looked_at": [len(own) - n for own, n in zip(tokens, candidates)]}
         return draft
 

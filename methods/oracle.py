@@ -3,8 +3,8 @@
 It wraps another drafter. The passes of that one take their real time, but the tokens that come out of them are the
 oracle's: the target's own next token with the chosen probability, else another one. A drafter with a head gets its
 tokens there, so that it goes on from them: its cache, and the states that it may hand to the verification, belong to
-the tokens that are verified. The target's own answers are known beforehand (`Drafter.foretell`); they are verified and
-certified like those of any method.
+the tokens that are verified. The target's own answers are known beforehand (`Drafter.set_reference_answers`); they are
+verified and certified like those of any method.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count, Probability, Seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from specbench.decoding.model.staged_model import StagedModel
-    from specbench.decoding.state import Batch, Draft, Prefill, Verified
-    from specbench.decoding.state import Sequence as Decoded
+    from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 
 UNKNOWN = -1  # in place of a token: the wrapped drafter's own is proposed
 
@@ -107,7 +106,7 @@ class Oracle(WrappedDrafter):
         UserError: the wrapped drafter drafts trees, or works during verification.
     """
 
-    needs = Needs(sampling=False, continuation=True)
+    needs = Needs(sampling=False, reference_answer=True)
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class Oracle(WrappedDrafter):
         seed: Seed = 0,
     ):
         super().__init__(make_drafter(drafter, pair=pair, **_fixed(drafter, max_draft_tokens)))
-        if self.inner.max_nodes or self.inner.works_on_the_way:
+        if self.inner.max_nodes or self.inner.overlaps_verification:
             raise UserError(f"the oracle proposes chains in turn with the target, which {cost_of} does not")
         self.max_draft_tokens = max_draft_tokens
         self.acceptance, self.vocab_size, self.seed = acceptance, pair.vocab_size, seed
@@ -129,7 +128,9 @@ class Oracle(WrappedDrafter):
             self.inner.head = OracleHead(self.inner.head, self._propose, self._next)  # type: ignore[attr-defined]
         self._foretold: dict[tuple[int, ...], Foretold] = {}
 
-    def foretell(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+    def set_reference_answers(
+        self, prompts: SequenceState[list[int]], answers: SequenceState[list[int]]
+    ) -> None:
         """Draws what will be proposed."""
         drawn = (self.acceptance, self.vocab_size, self.seed, self.max_draft_tokens)
         self._foretold = {
@@ -143,7 +144,7 @@ class Oracle(WrappedDrafter):
         self._known: list[Foretold | None] = [None] * slots  # of each sequence, while it is what was foretold
         super().open(slots, capacity, target)
 
-    def begin(self, slot: int, sequence: Decoded, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Looks the answer up, and begins the wrapped drafter's."""
         prompt = sequence.request.prompt
         known = self._known[slot] = self._foretold.get(tuple(prompt))
@@ -197,12 +198,12 @@ class Oracle(WrappedDrafter):
     def _propose(self, batch: Batch) -> None:
         """Looks up the tokens [b, k] of a draft; where `_unknown` [b, k], the wrapped drafter's own are proposed."""
         b, k = batch.size, self.max_draft_tokens
-        if b == 1 and batch.reach is None:
+        if b == 1 and batch.kv_bucket is None:
             proposed = self._table[:1, batch.lengths[0] : batch.lengths[0] + k]
         else:
             proposed = self._table[:b].gather(1, span(batch.known, k))
         # In what is captured, answers are to be left later on.
-        surely = batch.reach is None and None not in self._known[:b]
+        surely = batch.kv_bucket is None and None not in self._known[:b]
         self._proposed, self._unknown, self._step = proposed, None if surely else proposed == UNKNOWN, 0
 
     def _next(self, own: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from specbench.decoding.drafter import Drafter
-from specbench.decoding.state import Batch, Draft, Sequence, Verified
+from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import at_least
 from specbench.system.settings import Count
@@ -32,7 +32,7 @@ class PromptLookup(Drafter):
         UserError: `min_ngram` is above `max_ngram`.
     """
 
-    certain = True
+    deterministic = True
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class PromptLookup(Drafter):
         """Makes room for the known tokens, on the host: a look-up there waits for nothing."""
         self._tokens = np.zeros((slots, capacity), dtype=np.int64)
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Notes the prompt and the first token."""
         self._tokens[slot, : sequence.length] = sequence.tokens
 

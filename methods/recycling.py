@@ -17,7 +17,7 @@ from specbench.data.warm_start import warm_rows
 from specbench.decoding.device import move_slots
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.state import NORMED, Batch, Draft, Sequence, Verified
+from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.settings import Count
@@ -61,7 +61,7 @@ class TokenRecycling(Drafter):
         UserError: more nodes than the tree has.
     """
 
-    certain = True
+    deterministic = True
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class TokenRecycling(Drafter):
             self._followers = self._start.expand(shape).clone()
         self._newest = torch.full((tables, target.vocab_size), -1, device=self.device)
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Sets the sequence's table back, and fills it from the prompt."""
         if not self.shared:
             self._followers[slot] = self._start
@@ -107,7 +107,7 @@ class TokenRecycling(Drafter):
         paths = tuple(self.paths[: min(batch.max_nodes, self.max_nodes)])
         tree, levels = rank_tree(paths, batch.max_draft, self.device)
         table = torch.arange(batch.size, device=self.device).unsqueeze(1) * (not self.shared)
-        tokens = [batch.newest(1)]
+        tokens = [batch.last_tokens(1)]
         for level in levels:
             # An unknown follower becomes token 0, which is verified like any other.
             followers = self._followers[table, tokens[-1][:, level.parents], level.ranks]
@@ -116,7 +116,7 @@ class TokenRecycling(Drafter):
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Gives the table the followers of every token that was verified, whoever drafted it."""
-        draft, pending = verified.draft, batch.newest(1)
+        draft, pending = verified.draft, batch.last_tokens(1)
         b, k = draft.tokens.shape
         if draft.tree is None:
             depths = torch.arange(1 + k, device=self.device).expand(b, -1)
@@ -200,10 +200,10 @@ class TokenRecycling(Drafter):
         # Which one counts is found by a maximum and every equal token writes the same row: in whatever order a device
         # writes them, the table is the same.
         order = priority * n + torch.arange(n, device=self.device)
-        newest, tables = self._newest[slots], self._followers[slots]
-        newest.scatter_reduce_(1, tokens, order, "amax")
-        winner = newest.gather(1, tokens) % n
-        newest.scatter_(1, tokens, -1)
+        last_tokens, tables = self._newest[slots], self._followers[slots]
+        last_tokens.scatter_reduce_(1, tokens, order, "amax")
+        winner = last_tokens.gather(1, tokens) % n
+        last_tokens.scatter_(1, tokens, -1)
         rows = best.gather(1, winner.unsqueeze(-1).expand(-1, -1, RANKS))
         tables.scatter_(1, tokens.unsqueeze(-1).expand(-1, -1, RANKS), rows)
 

@@ -22,7 +22,7 @@ from methods.suffix_automaton import SuffixAutomaton
 from specbench.data.warm_start import WARM
 from specbench.decoding.device import on_device
 from specbench.decoding.drafter import make_drafter
-from specbench.decoding.state import Batch, Draft, Sequence, Verified
+from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.decoding.tree import Tree
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.models.pairs import Pair
@@ -92,7 +92,7 @@ class SAMDecoding(WrappedDrafter):
         self._texts = [SuffixAutomaton() for _ in range(slots)]
         super().open(slots, capacity, target)
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Makes the automaton of the prompt and the first token."""
         self._texts[slot] = SuffixAutomaton()
         self._texts[slot].extend(sequence.tokens)

@@ -15,7 +15,7 @@ from methods.heads import move_entries
 from methods.suffix_automaton import Match, SuffixAutomaton
 from specbench.data.warm_start import warm_answers
 from specbench.decoding.drafter import Drafter
-from specbench.decoding.state import Batch, Draft, Sequence, Verified
+from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability, Range
 
@@ -41,7 +41,7 @@ class SuffixDecoding(Drafter):
         warm: a file of conversations whose answers are known from the beginning.
     """
 
-    certain = True
+    deterministic = True
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class SuffixDecoding(Drafter):
 
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
         """Makes room for what is known of each sequence."""
-        self._sequences: list[Sequence | None] = [None] * slots
+        self._sequences: list[SequenceState | None] = [None] * slots
         self._texts = [self._automaton() for _ in range(slots)]
         self._matches = [Match(self._answers, self.max_match) for _ in range(slots)]
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Counts the prompt and the first token, and looks them up among earlier answers."""
         self._sequences[slot] = sequence
         self._texts[slot] = self._automaton()

@@ -16,7 +16,7 @@ from specbench.data.conversations import batched, conversations
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import finished, logit_steps
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.system.settings import Count, NotNegative, Positive, Range, Seed
 
@@ -68,7 +68,7 @@ def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = F
         prompt = pair.prompt_ids(messages)
         room = min(cfg.max_new_tokens, pair.context_length - len(prompt))
         if room > 0:
-            decoding = Decoding(room, cfg.temperature)
+            decoding = SamplingParams(room, cfg.temperature)
             yield prompt, engine.answer(prompt, decoding, seed=cfg.seed + number).tokens
 
 

@@ -20,7 +20,7 @@ from methods.ragged import RaggedBatch
 from specbench.data.questions import warmup_questions
 from specbench.decoding.drafter import needs_of
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure.protocol import BASELINE, METHOD, Bench
@@ -96,7 +96,7 @@ def bench(method) -> Iterator[Bench]:
 def requests_of(bench: Bench, temperature: float = 0.0, count: int = 2) -> list[Request]:
     """Requests of different lengths, two of each prompt where there are four."""
     prompts = [request.prompt for request in bench._warm_up_requests(NEW_TOKENS)]
-    return [Request(prompts[i % 2], Decoding(NEW_TOKENS - 2 * i, temperature), i) for i in range(count)]
+    return [Request(prompts[i % 2], SamplingParams(NEW_TOKENS - 2 * i, temperature), i) for i in range(count)]
 
 
 @cache
@@ -109,7 +109,7 @@ def expected(pair: str, temperature: float, count: int) -> list[list[int]]:
 def answered(bench: Bench, requests: list[Request]) -> list[Generation]:
     """The method's answers, by a drafter that remembers none of them."""
     bench.drafter.forget()
-    bench._foretell(requests)
+    bench._set_reference_answers(requests)
     return bench.arms[METHOD](requests)
 
 
@@ -128,7 +128,7 @@ def test_answers_are_the_targets_and_drafts_are_worth_something(bench, method):
 
 
 def test_samples_of_drafts_without_chance_are_those_of_autoregressive_decoding(bench, method):
-    if 0.8 not in temperatures(method) or not bench.drafter.certain:
+    if 0.8 not in temperatures(method) or not bench.drafter.deterministic:
         pytest.skip(f"the drafts of {method} are drawn, or it does not sample")
     answers = answered(bench, requests_of(bench, 0.8))
     assert [answer.tokens for answer in answers] == expected(pair_of(method), 0.8, 2)
@@ -143,7 +143,7 @@ def test_in_a_batch(monkeypatch, bench, method):
     requests = requests_of(bench, count=4)
     right = expected(pair_of(method), 0.0, 4)
     bench.drafter.forget()
-    bench._foretell(requests)
+    bench._set_reference_answers(requests)
     with watched(monkeypatch) as waits:
         answers = engine.generate(requests)
     assert [answer.tokens for answer in answers] == right
@@ -154,7 +154,7 @@ def test_it_waits_once_a_round(monkeypatch, bench, method):
     for temperature in temperatures(method):
         requests = requests_of(bench, temperature, 1)
         bench.drafter.forget()
-        bench._foretell(requests)
+        bench._set_reference_answers(requests)
         with watched(monkeypatch) as waits:
             bench.arms[METHOD](requests)
         assert_one_wait(waits, LOOKS.get(method, {}), temperature == 0)
@@ -169,7 +169,7 @@ def assert_one_wait(waits: Waits, looks: dict[str, int], greedy: bool = True) ->
     looked = set()
     for found in waits.found["round"]:
         # On a CPU, in float32, NumPy finds the likeliest token: no wait on any other device.
-        found = [wait for wait in found if not wait.endswith(" in likeliest")]
+        found = [wait for wait in found if not wait.endswith(" in argmax_token")]
         own = [wait for wait in found if wait.endswith(" in _on_host")]
         assert len(own) == 1, found
         rest = [re.sub(".* in ", "", wait) for wait in found if wait not in own]

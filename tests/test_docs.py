@@ -32,7 +32,7 @@ from specbench.config.compose import CONF
 from specbench.decoding.drafter import Drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.system.errors import UserError
 from tests.support.samples import SUMMARY, faster, run_of, wrong
@@ -581,14 +581,14 @@ def test_an_example_is_lossless(written, name):
     accepted = branches = 0
     for prompt in ([5, 9, 5, 9, 5], [1, 2, 3, 4, 2, 3, 1], [7]):
         for cap, stop in ((1, 2), (2, 2), (40, 2), (60, 28)):
-            plain = Engine(target, Drafter(), frozenset({stop})).answer(prompt, Decoding(cap))
-            answer = Engine(target, drafter, frozenset({stop})).answer(prompt, Decoding(cap))
+            plain = Engine(target, Drafter(), frozenset({stop})).answer(prompt, SamplingParams(cap))
+            answer = Engine(target, drafter, frozenset({stop})).answer(prompt, SamplingParams(cap))
             assert answer.tokens == plain.tokens
             accepted += sum(step.accepted for step in answer.steps)
             branches += sum(step.drafted - step.depth for step in answer.steps)
     assert accepted > 20
     assert (branches > 0) == (name == "bigram_tree")
-    sampled = Engine(target, drafter, frozenset()).answer([5, 9, 5], Decoding(30, 0.7), seed=1)
+    sampled = Engine(target, drafter, frozenset()).answer([5, 9, 5], SamplingParams(30, 0.7), seed=1)
     assert len(sampled.tokens) == 30
 
 

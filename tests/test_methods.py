@@ -61,7 +61,7 @@ def check_answers(*settings: str, accepts: bool) -> None:
     questions = [question for question in warmup_questions(cfg.data) if question.task in TASKS][:4]
     bench.warmup = questions
     requests = bench._warm_up_requests(24)
-    bench._foretell(requests)
+    bench._set_reference_answers(requests)
     with closing(bench.drafter):
         right, given = (bench.arms[arm](requests) for arm in ("baseline", "method"))
     assert [answer.tokens for answer in given] == [answer.tokens for answer in right]

@@ -17,7 +17,7 @@ from specbench.data.questions import TASKS
 from specbench.decoding.drafter import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.packages import described
@@ -83,7 +83,7 @@ def needs_nothing(method: str) -> bool:
     if is_scheduler(method) or not drafts(method):
         return False
     needs = needs_of(composed("bench", f"method={method}").method)
-    return not (needs.draft_model or needs.part or needs.continuation)
+    return not (needs.draft_model or needs.part or needs.reference_answer)
 
 
 METHODS = [method for method in names("method") if needs_nothing(method)]
@@ -105,7 +105,7 @@ def generated(
 ) -> list[list[int]]:
     target = StagedModel(pair.target, width=width)
     engine = Engine(target, drafter, pair.stop_ids, scheduler, pair.context_length)
-    requests = [Request(prompt, Decoding(NEW_TOKENS)) for prompt in prompts]
+    requests = [Request(prompt, SamplingParams(NEW_TOKENS)) for prompt in prompts]
     return [answer.tokens for answer in engine.generate(requests)]
 
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from methods.eagle.model import EagleModel, eagle_config
-from specbench.decoding.cpu.packed_linear import lay_out
+from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
 from specbench.models.expansion import ADDED_ROW, Expansion
 from specbench.system.errors import UserError
@@ -68,7 +68,7 @@ def load_eagle(
         model.eval().requires_grad_(False)
     else:
         model = _expanded(model.float(), own, device, dtype, expansion)
-    lay_out(model)
+    pack_linears(model)
     return model, settings
 
 

@@ -20,21 +20,20 @@ import torch
 from methods.dynamic_trees import Growth, most_nodes
 from methods.heads import draft_head
 from methods.rank_trees import grown, rank_tree
-from specbench.decoding.cpu.lean_modules import quick, weight_bytes
+from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
 from specbench.decoding.device import move_slots, on_device, span
 from specbench.decoding.drafter import Drafter, Needs
-from specbench.decoding.kv_cache import KVCache, Pass
+from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
-from specbench.decoding.state import Batch, Draft, Prefill, Sequence, Verified
+from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair
 from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-    from collections.abc import Sequence as Several
+    from collections.abc import Callable, Hashable, Sequence
 
     from methods.eagle.layer import DraftingModel
 
@@ -75,11 +74,11 @@ class EagleDrafter(Drafter):
         expanded: a bound on the nodes of a draft that go through the layer, where they may be more than `max_nodes`.
     """
 
-    certain = True
+    deterministic = True
     expanded = 0
 
     def __init__(self, model: DraftingModel, head: Head):
-        self.model, self.head = quick(model), head
+        self.model, self.head = lean_copy(model), head
         self.taps = model.taps
         self._bytes = weight_bytes(model) + head.bytes
 
@@ -94,13 +93,13 @@ class EagleDrafter(Drafter):
         # The output of each sequence's last true pair.
         self._outputs = torch.zeros(slots, width, dtype=target.dtype, device=target.device)
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Feeds the prompt's pairs, the last of which ends with the pending token."""
         n = prefill.ids.shape[1]
         tokens = on_device([sequence.tokens[1:]], prefill.ids.device)
         features = self.model.features(prefill.hidden_states)
         cache = self._layout.prefill_view(slot, n)
-        self._outputs[slot] = self._feed(features, tokens, cache, Pass.consecutive(0, n))[0, -1]
+        self._outputs[slot] = self._feed(features, tokens, cache, ForwardContext.consecutive(0, n))[0, -1]
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Feeds the tokens that stay with the target's own states, over the entries of the draft."""
@@ -110,9 +109,9 @@ class EagleDrafter(Drafter):
 
         def feed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
             # A sequence that keeps fewer tokens than another is fed others behind its end: the next round writes there.
-            where = self._layout.place(_pairs(batch), n, 1)
+            ctx = self._layout.place(_pairs(batch), n, 1)
             features = self.model.features(dict(zip(self.taps, states, strict=True)))
-            out = self._feed(features, _behind(batch, n), self._layout.cache, where)
+            out = self._feed(features, _behind(batch, n), self._layout.cache, ctx)
             return [out[torch.arange(batch.size, device=out.device), count]]
 
         states = [verified.kept(verified.hidden_states[tap])[:, :n] for tap in self.taps]
@@ -127,7 +126,7 @@ class EagleDrafter(Drafter):
 
     def _as_one(
         self, batch: Batch, key: Hashable, function: Callable[..., list[torch.Tensor]], nodes: int
-    ) -> Several[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         """A function of the batch and the outputs [b, h] of its last true pairs, which takes nodes through the layer.
 
         Args:
@@ -154,16 +153,16 @@ class EagleDrafter(Drafter):
         Returns:
             Outputs [b, n, h].
         """
-        where = self._layout.place(_pairs(batch), tokens.shape[1], 1 + first, tree)
-        return self._feed(features, tokens, self._layout.cache, where)
+        ctx = self._layout.place(_pairs(batch), tokens.shape[1], 1 + first, tree)
+        return self._feed(features, tokens, self._layout.cache, ctx)
 
     def _feed(
-        self, features: torch.Tensor, tokens: torch.Tensor, cache: KVCache, where: Pass
+        self, features: torch.Tensor, tokens: torch.Tensor, cache: KVCache, ctx: ForwardContext
     ) -> torch.Tensor:
         """Pairs of features [b, n, h] and tokens [b, n] -> outputs [b, n, h]."""
         b, n = tokens.shape
-        cache.begin_pass(0, 1, where, b, n)
-        rope, mask = rope_of(self._rope, where, n), attention_mask(where, n, features)
+        cache.begin_pass(0, 1, ctx, b, n)
+        rope, mask = rope_of(self._rope, ctx, n), attention_mask(ctx, n, features)
         return self.model(features, self._embed(tokens), rope, mask, cache)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -315,7 +314,7 @@ def _loaded(pair: Pair, part: str) -> tuple[DraftingModel, dict[str, Any]]:
 def _behind(batch: Batch, n: int) -> torch.Tensor:
     """[b, n] the tokens that have come behind the pending ones."""
     first = batch.lengths[0]
-    if len({*batch.lengths}) == 1 and batch.reach is None:
+    if len({*batch.lengths}) == 1 and batch.kv_bucket is None:
         return batch.tokens[: batch.size, first : first + n]
     return batch.tokens[: batch.size].gather(1, span(batch.known, n))
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from methods.eagle3.model import DEPTHS, Eagle3Config, Eagle3Model, default_taps
-from specbench.decoding.cpu.packed_linear import lay_out
+from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
 from specbench.decoding.model.staged_model import check_rope
 from specbench.models.expansion import Expansion
@@ -100,7 +100,7 @@ def load_eagle3(
     else:
         model = _expanded(model.float(), target, expansion)
     model.eval().requires_grad_(False)
-    lay_out(model)
+    pack_linears(model)
     return model
 
 

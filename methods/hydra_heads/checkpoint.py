@@ -21,7 +21,7 @@ from methods.checkpoints import (
     write_checkpoint,
 )
 from methods.hydra_heads.heads import Heads, PrefixLayer, prefix_config
-from specbench.decoding.cpu.packed_linear import lay_out
+from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
@@ -115,7 +115,7 @@ def load_heads(folder: str | Path, target: StagedModel, pair: Pair) -> tuple[Hea
     else:
         heads = _expanded(folder, heads, target, pair)
     heads.eval().requires_grad_(False)
-    lay_out(heads)
+    pack_linears(heads)
     return heads, settings
 
 

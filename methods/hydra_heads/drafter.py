@@ -14,14 +14,14 @@ import torch
 
 from methods.heads import draft_head
 from methods.rank_trees import chosen_paths, rank_tree
-from specbench.decoding.cpu.lean_modules import quick, weight_bytes
-from specbench.decoding.cpu.packed_linear import laid_linear
+from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
+from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.device import move_slots
 from specbench.decoding.drafter import Drafter, Needs
-from specbench.decoding.kv_cache import KVCache, Pass
+from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
-from specbench.decoding.state import NORMED, Batch, Draft, Sequence, Verified
+from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.paths import packaged
 from specbench.system.settings import Count
@@ -50,7 +50,7 @@ class HydraHeads(Drafter):
     """
 
     needs = Needs(part="hydra_heads")
-    certain = True
+    deterministic = True
     taps = (NORMED,)
 
     def __init__(
@@ -66,7 +66,7 @@ class HydraHeads(Drafter):
 
         target = StagedModel(pair.target)
         loaded, settings = load_heads(packaged(heads), target, pair)
-        self.heads = quick(loaded)
+        self.heads = lean_copy(loaded)
         self.head = draft_head(pair, target, vocab_map, vocab_size)
         self.paths = chosen_paths(settings.get("tree"), loaded.heads, nodes, self.head.rows)
         self.max_nodes = len(self.paths)
@@ -85,11 +85,13 @@ class HydraHeads(Drafter):
             self._layout = RaggedLayout(prefix.new_cache(capacity, slots))
             self._rope = prefix.rope(torch.arange(capacity, device=target.device).unsqueeze(0), self._states)
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Notes the state to draft from, in front of the first pending token."""
         states, n = prefill.hidden_states[NORMED], prefill.ids.shape[1]
         if self.heads.prefix is not None:
-            states = self._prefix(states, self._layout.prefill_view(slot, n), Pass.consecutive(0, n))
+            states = self._prefix(
+                states, self._layout.prefill_view(slot, n), ForwardContext.consecutive(0, n)
+            )
         self._states[slot] = states[0, -1]
 
     def draft(self, batch: Batch) -> Draft:
@@ -99,7 +101,7 @@ class HydraHeads(Drafter):
 
         def filled(batch: Batch, states: torch.Tensor) -> list[torch.Tensor]:
             # Of each node with children: the state, and the embeddings of the tokens from the pending one to its own.
-            read = torch.cat([states.unsqueeze(1), self._target.embed(batch.newest(1))], dim=-1)
+            read = torch.cat([states.unsqueeze(1), self._target.embed(batch.last_tokens(1))], dim=-1)
             inner: list[torch.Tensor] = []
             leaves: list[torch.Tensor] = []
             for depth, level in enumerate(levels):
@@ -144,13 +146,13 @@ class HydraHeads(Drafter):
         if self.heads.prefix is not None:
             self._layout.move(sources, destinations, kv_len)
 
-    def _prefix(self, states: torch.Tensor, cache: KVCache, where: Pass) -> torch.Tensor:
+    def _prefix(self, states: torch.Tensor, cache: KVCache, ctx: ForwardContext) -> torch.Tensor:
         """The target's states [b, n, d] -> the prefix layer's."""
         states = states.to(self._states.device)  # of a target that is spread over several
         b, n = states.shape[:2]
-        cache.begin_pass(0, 1, where, b, n)
+        cache.begin_pass(0, 1, ctx, b, n)
         return cast("PrefixLayer", self.heads.prefix)(
-            states, rope_of(self._rope, where, n), attention_mask(where, n, states), cache
+            states, rope_of(self._rope, ctx, n), attention_mask(ctx, n, states), cache
         )
 
     def _own_output(self, i: int) -> torch.nn.Module | None:
@@ -159,7 +161,7 @@ class HydraHeads(Drafter):
             return None
         output = cast("torch.nn.Linear", self.heads.output[i])
         kept = self.head.kept
-        return output if kept is None else laid_linear(output.weight[kept], output.bias[kept])
+        return output if kept is None else packed_linear(output.weight[kept], output.bias[kept])
 
     def _logits(self, states: torch.Tensor, i: int) -> torch.Tensor:
         """States [b, n, d] of head i -> logits [b, n, rows]."""

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 
 from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from methods.draft_layer import DraftLayer
-from specbench.decoding.cpu.packed_linear import lay_out
+from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
@@ -126,7 +126,7 @@ def load_adapter(
         adapter.eval().requires_grad_(False)
     else:
         adapter = _expanded(adapter.float(), target_config, device, dtype, expansion)
-    lay_out(adapter)
+    pack_linears(adapter)
     return adapter
 
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from methods.heads import StopTracker, draft_head, move_entries
-from specbench.decoding.cpu.lean_modules import quick, weight_bytes
+from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
 from specbench.decoding.device import move_slots
 from specbench.decoding.drafter import Drafter, Needs
-from specbench.decoding.kv_cache import KVCache, Pass
+from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
-from specbench.decoding.state import Batch, Draft, Prefill, Resume, Sequence, Verified
+from specbench.decoding.state import Batch, Draft, Prefill, Resume, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.paths import packaged
@@ -63,7 +63,7 @@ class Kangaroo(Drafter):
         from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
 
         loaded = load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype, pair.expansion)
-        self.adapter = quick(loaded)
+        self.adapter = lean_copy(loaded)
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)
@@ -84,10 +84,10 @@ class Kangaroo(Drafter):
         self._before = torch.zeros(slots, 1, target.hidden_size, dtype=target.dtype, device=target.device)
         self._adapted = [0] * slots  # known tokens of each sequence whose exit states the adapter has seen
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Fills a slot of the adapter's cache with the prompt's exit states."""
         states, n = prefill.hidden_states[self.exit_layer], prefill.ids.shape[1]
-        self._adapt(states, self._layout.prefill_view(slot, n), Pass.consecutive(0, n))
+        self._adapt(states, self._layout.prefill_view(slot, n), ForwardContext.consecutive(0, n))
         self._before[slot] = states[0, -1:]
         self._adapted[slot] = n
 
@@ -135,7 +135,7 @@ class Kangaroo(Drafter):
 
         After a full acceptance the last draft token went through the shallow layers but not through the adapter.
         """
-        state = self._shallow(batch, batch.newest(1), 0)
+        state = self._shallow(batch, batch.last_tokens(1), 0)
         missing = max(length - 1 - adapted for length, adapted in zip(batch.lengths, self._adapted))
         return (torch.cat([self._before[: batch.size], state], dim=1) if missing else state), -missing
 
@@ -155,8 +155,8 @@ class Kangaroo(Drafter):
             tree: of these nodes.
         """
         layout = batch.layout
-        where = layout.place(batch, ids.shape[1], offset, tree)
-        return self.target.run_layers(self.target.embed(ids), layout.cache, where, 0, self.exit_layer)
+        ctx = layout.place(batch, ids.shape[1], offset, tree)
+        return self.target.run_layers(self.target.embed(ids), layout.cache, ctx, 0, self.exit_layer)
 
     def _logits(self, batch: Batch, feed: torch.Tensor, offset: int) -> torch.Tensor:
         """Exit states [b, n, d], the first `offset` behind the pending token's -> logits [b, rows] behind the last."""
@@ -169,11 +169,11 @@ class Kangaroo(Drafter):
         key, entries = ("draft", n, offset), offset + n
         return self.target.run_batch(batch, cache, key, adapted, feed, entries=entries)[0]
 
-    def _adapt(self, states: torch.Tensor, cache: KVCache, where: Pass) -> torch.Tensor:
+    def _adapt(self, states: torch.Tensor, cache: KVCache, ctx: ForwardContext) -> torch.Tensor:
         """Exit states [b, n, d] -> states [b, n, d] for the head."""
         b, n = states.shape[:2]
-        cache.begin_pass(0, 1, where, b, n)
-        return self.adapter(states, rope_of(self._rope, where, n), attention_mask(where, n, states), cache)
+        cache.begin_pass(0, 1, ctx, b, n)
+        return self.adapter(states, rope_of(self._rope, ctx, n), attention_mask(ctx, n, states), cache)
 
 
 def _exit_layer(asked: int | None, adapter: Adapter, layers: int) -> int:

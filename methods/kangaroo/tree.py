@@ -43,7 +43,7 @@ class KangarooTree(Kangaroo):
         UserError: as in `Kangaroo`.
     """
 
-    certain = True
+    deterministic = True
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.device import move_slots
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.state import NORMED, Batch, Draft, Sequence, Verified
+from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.paths import packaged
@@ -46,7 +46,7 @@ class Medusa(Drafter):
     """
 
     needs = Needs(part="medusa")
-    certain = True
+    deterministic = True
     taps = (NORMED,)
 
     def __init__(
@@ -86,7 +86,7 @@ class Medusa(Drafter):
         self._target = target
         self._states = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Notes the state of the prompt's last token."""
         self._states[slot] = prefill.hidden_states[NORMED][0, -1]
 

@@ -20,8 +20,8 @@ from methods.heads import drawable
 from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_products
 from methods.mirror_sd.growth import Growth, Written, joined
 from specbench.decoding.device import on_device
-from specbench.decoding.kv_cache import Pass
-from specbench.decoding.sampling import Decoding, likeliest
+from specbench.decoding.kv_cache import ForwardContext
+from specbench.decoding.sampling import SamplingParams, argmax_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,7 +140,7 @@ class Brancher:
         if self._cache.capacity < needed:
             self._cache = self.model.new_cache(needed)
         self._fed = 0
-        self._decoding = Decoding(1, temperature)
+        self._decoding = SamplingParams(1, temperature)
         self._generator = None if self._decoding.greedy else torch.Generator(self.device).manual_seed(seed)
         self._base, self._path, self._rows = prompt.shape[0], prompt[:0], prompt[:0]
         self._own = torch.empty(0, 0, device=self.device)
@@ -255,7 +255,7 @@ class Brancher:
         (m, w), n = growth.guesses.shape, growth.ahead.shape[0]
         v = 1 + w  # tokens of each continuation that are fed: the newest and the guesses
         before: torch.Tensor = growth.seen  # type: ignore[assignment] # with streams there always is one
-        fed = torch.cat([growth.newest.unsqueeze(1), growth.guesses], dim=1)
+        fed = torch.cat([growth.last_tokens.unsqueeze(1), growth.guesses], dim=1)
         steps = torch.arange(v, device=self.device)
         offsets = growth.offsets.unsqueeze(1) + steps
         own = torch.eye(m, dtype=torch.bool, device=self.device)
@@ -283,17 +283,17 @@ class Brancher:
         kept = own.unsqueeze(2) & (steps <= right.unsqueeze(1)).unsqueeze(1)
         growth.seen = torch.cat([before, kept.reshape(m, m * v)], dim=1)
         growth.columns, growth.ahead = columns, growth.ahead[:0]
-        growth.newest = tokens.gather(1, right.unsqueeze(1)).squeeze(1)
+        growth.last_tokens = tokens.gather(1, right.unsqueeze(1)).squeeze(1)
         last = torch.arange(m, device=self.device) * v + right
         states = hidden[n + m * v :].view(m * v, s, -1)[last]
-        growth.guesses = self.head.ids(likeliest(self.head.logits(model.norm(states))))
+        growth.guesses = self.head.ids(argmax_token(self.head.logits(model.norm(states))))
         growth.written.append(Written(tokens, rows, logits, right + 1))
         growth.counts = growth.counts + right + 1
         growth.offsets = growth.offsets + right + 1
 
     def _grow_by_one(self, growth: Growth) -> None:
         """The same without streams: one token each."""
-        feed, m = torch.cat([growth.ahead, growth.newest]), growth.newest.shape[0]
+        feed, m = torch.cat([growth.ahead, growth.last_tokens]), growth.last_tokens.shape[0]
         if growth.seen is not None:  # several: `foresee` has fed what was missing
             own = torch.eye(m, dtype=torch.bool, device=self.device)
             growth.seen = torch.cat([growth.seen, own], dim=1)
@@ -303,7 +303,7 @@ class Brancher:
         logits = self.head.logits(self.model.norm(hidden)).unsqueeze(1)
         rows, tokens = self._choose(growth, logits)
         growth.written.append(Written(tokens, rows, logits, None))
-        growth.newest, growth.ahead = tokens[:, 0], growth.ahead[:0]
+        growth.last_tokens, growth.ahead = tokens[:, 0], growth.ahead[:0]
         growth.counts, growth.offsets = growth.counts + 1, growth.offsets + 1
 
     def _run(
@@ -316,10 +316,10 @@ class Brancher:
             columns: [m] offsets of the last m entries, these n the last, where they are no sequence.
             seen: [n, m] which of them each token attends to; None where they are a sequence.
         """
-        n, where = hidden.shape[1], None
+        n, ctx = hidden.shape[1], None
         if columns is not None and seen is not None:
-            where = Pass.nodes(self._fed + n - columns.shape[0], columns, seen)
-        out = self.model.run_layers(hidden, self._cache, self._fed if where is None else where)
+            ctx = ForwardContext.nodes(self._fed + n - columns.shape[0], columns, seen)
+        out = self.model.run_layers(hidden, self._cache, self._fed if ctx is None else ctx)
         self._fed += n
         return out
 
@@ -373,7 +373,7 @@ class Brancher:
         none = growth.columns[:0]
         return Growth(
             at + nodes.shape[0],
-            growth.newest[own],
+            growth.last_tokens[own],
             none.new_zeros(1),
             growth.guesses[own],
             seen[own, :0] if self.streams.shape[0] else None,

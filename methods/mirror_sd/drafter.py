@@ -20,10 +20,10 @@ from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.link import Inline, Process, Thread
 from methods.mirror_sd.streams import load_streams
 from specbench.decoding.cpu.lean_modules import weight_bytes
-from specbench.decoding.cpu.packed_linear import laid_linear
+from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.state import Batch, Draft, Prefill, Sequence, Verified
+from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.trace import Clock
 from specbench.models.pairs import Pair, draft_of
 from specbench.system.errors import UserError
@@ -96,7 +96,7 @@ class MirrorSD(Drafter):
         self.taps = (0,) if candidates == "draft" else (exit_layer,)
         self.max_draft_tokens = max_draft_tokens
         self.ratio = acceptance == "ratio"
-        self.certain = not self.ratio
+        self.deterministic = not self.ratio
         plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates, floor)
 
         draft: Any = draft_of(pair)
@@ -112,7 +112,7 @@ class MirrorSD(Drafter):
         if placement == "auto":
             placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
         # A worker drafts while the target verifies, on cores of its own.
-        self.uninterrupted = placement != "inline"
+        self.exclusive = placement != "inline"
         self.extra_cores = {"process": draft_cores, "thread": 1, "inline": 0}[placement]
         guessing = None if streams is None else load_streams(packaged(streams), draft, pair.draft_expansion)
         made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, exit_parts, plan, guessing)
@@ -140,7 +140,7 @@ class MirrorSD(Drafter):
         self._capacity = capacity
         self._clock = Clock(target.device)
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Prefills the draft model, and asks for the first draft."""
         limit = sequence.remaining - 1
         if limit <= 0:
@@ -238,7 +238,7 @@ class StreamingSampling(Drafter):
         self.head = draft_head(pair, model, vocab_map, vocab_size)
         self.max_draft_tokens = max_draft_tokens
         self.ratio = acceptance == "ratio"
-        self.certain = not self.ratio
+        self.deterministic = not self.ratio
         guessing = None if streams is None else load_streams(packaged(streams), draft, pair.draft_expansion)
         plan = Plan(max_draft_tokens, 1, guesses="none")
         made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, None, plan, guessing)
@@ -249,7 +249,7 @@ class StreamingSampling(Drafter):
         """Notes how long a sequence can get."""
         self._capacity = capacity
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Prefills the draft model."""
         temperature, seed = draws_of(sequence, self.ratio)
         self.brancher.begin(prefill.ids[0], self._capacity, temperature, seed)
@@ -267,7 +267,7 @@ class StreamingSampling(Drafter):
         self._decision = verified.counts[0], batch.sequences[0].tokens[-1]
 
 
-def draws_of(sequence: Sequence, ratio: bool) -> tuple[float, int]:
+def draws_of(sequence: SequenceState, ratio: bool) -> tuple[float, int]:
     """Temperature and seed of a drafter's own draws; temperature 0 where it takes the likeliest tokens.
 
     Numbers of its own: drawn from the very ones that acceptance uses, drafts would not be independent of it.
@@ -315,7 +315,7 @@ def make_brancher(
     exit_head = None
     if exit_parts is not None:
         norm, weight, *bias = exit_parts
-        head = laid_linear(weight, bias[0] if bias else None)
+        head = packed_linear(weight, bias[0] if bias else None)
 
         def exit_head(states: torch.Tensor) -> torch.Tensor:
             return head(norm(states))

@@ -37,7 +37,7 @@ class Growth:
 
     Attributes:
         base: positions before them.
-        newest: [m] the token of each that no pass has processed.
+        last_tokens: [m] the token of each that no pass has processed.
         offsets: [m] its position behind base.
         guesses: [m, w] what may follow it.
         seen: [m, c] which of the columns from base on each attends to.
@@ -49,7 +49,7 @@ class Growth:
     """
 
     base: int
-    newest: torch.Tensor
+    last_tokens: torch.Tensor
     offsets: torch.Tensor
     guesses: torch.Tensor
     seen: torch.Tensor | None

@@ -31,7 +31,7 @@ class REST(Drafter):
     """
 
     needs = Needs(part="rest")
-    certain = True
+    deterministic = True
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from methods.heads import confidence, move_entries
 from methods.sps import SpeculativeSampling
 from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.drafter import Needs
-from specbench.decoding.kv_cache import Pass
+from specbench.decoding.kv_cache import ForwardContext
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.settings import Count, Probability
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from specbench.decoding.model.staged_model import StagedModel
-    from specbench.decoding.state import Batch, Prefill, Sequence, Verified
+    from specbench.decoding.state import Batch, Prefill, SequenceState, Verified
 
 
 class SortedDraft(SpeculativeSampling):
@@ -91,7 +91,7 @@ class SortedDraft(SpeculativeSampling):
         # For each exit but the last, how many tokens of each sequence went deeper.
         self._deeper = [[0] * slots for _ in range(inner)]
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Prefills the draft model with the prompt, exit by exit."""
         hidden, start, n = self.model.embed(prefill.ids), 0, prefill.ids.shape[1]
         cache = self._layout.prefill_view(slot, n)
@@ -123,11 +123,11 @@ class SortedDraft(SpeculativeSampling):
         model, cache, (b, n) = self.model, self._layout.cache, ids.shape
         # Tokens given to the model, these included.
         fed = [length - 1 + offset + n for length in batch.lengths]
-        where, hidden, lo = self._layout.place(batch, n, offset), model.embed(ids), 0
+        ctx, hidden, lo = self._layout.place(batch, n, offset), model.embed(ids), 0
         deciding: torch.Tensor | None = None
         for i, (end, threshold) in enumerate(zip(self.exits, self.thresholds)):
-            hidden = model.run_layers(hidden, cache, where, lo, end)
-            logits = self.head.logits(model.norm(newest(hidden, fed)))
+            hidden = model.run_layers(hidden, cache, ctx, lo, end)
+            logits = self.head.logits(model.norm(last_tokens(hidden, fed)))
             if deciding is None:
                 chosen, layers = logits, torch.full((b,), end, device=ids.device)
             else:
@@ -135,7 +135,7 @@ class SortedDraft(SpeculativeSampling):
                 layers = layers.masked_fill(deciding, end)
             if i == len(self._deeper):
                 break
-            self._keep(i, where, hidden)
+            self._keep(i, ctx, hidden)
             unsure = confidence(logits) <= threshold
             deciding = unsure if deciding is None else deciding & unsure
             if not bool(deciding.any()):
@@ -145,8 +145,8 @@ class SortedDraft(SpeculativeSampling):
             deeper = self._deeper[i]
             width = max(known - held for known, held in zip(fed, deeper))
             deeper[:b] = fed
-            where, lo = self._behind(fed, width), end
-            hidden = self._kept(i, where, b)
+            ctx, lo = self._behind(fed, width), end
+            hidden = self._kept(i, ctx, b)
         return chosen, layers, self._exit_bytes[end]
 
     def _stats(self, passes: list[Any]) -> dict[str, Any]:
@@ -173,29 +173,29 @@ class SortedDraft(SpeculativeSampling):
         left = ", ".join(f"{layers} layers {share:.0%}" for layers, share in shares.items())
         return [f"draft tokens left the draft model after: {left}"] if len(shares) > 1 else []
 
-    def _behind(self, fed: list[int], width: int) -> Pass:
+    def _behind(self, fed: list[int], width: int) -> ForwardContext:
         """The pass of the last `width` of the tokens that the model was given."""
         starts = [max(known - width, 0) for known in fed]
         if min(fed) == max(fed):
-            return Pass.consecutive(starts[0], width)
+            return ForwardContext.consecutive(starts[0], width)
         return self._layout.place_at(on_device(starts, self.model.device), width, max(starts) + width)
 
-    def _keep(self, i: int, where: Pass, hidden: torch.Tensor) -> None:
+    def _keep(self, i: int, ctx: ForwardContext, hidden: torch.Tensor) -> None:
         """Keeps the states [b, n, d] that the tokens of a pass leave exit i with."""
-        if where.start is not None:
-            self._left[i, : hidden.shape[0], where.start : where.kv_len] = hidden
+        if ctx.start is not None:
+            self._left[i, : hidden.shape[0], ctx.start : ctx.kv_len] = hidden
         else:
-            self._left[i].flatten(0, 1).index_copy_(0, where.write_index, hidden.flatten(0, 1))  # type: ignore[arg-type] # no start, so a tensor
+            self._left[i].flatten(0, 1).index_copy_(0, ctx.write_index, hidden.flatten(0, 1))  # type: ignore[arg-type] # no start, so a tensor
 
-    def _kept(self, i: int, where: Pass, b: int) -> torch.Tensor:
+    def _kept(self, i: int, ctx: ForwardContext, b: int) -> torch.Tensor:
         """The states [b, n, d] that the tokens of a pass left exit i with."""
-        if where.start is not None:
-            return self._left[i, :b, where.start : where.kv_len]
-        states = self._left[i].flatten(0, 1).index_select(0, where.write_index)  # type: ignore[arg-type] # as in `_keep`
+        if ctx.start is not None:
+            return self._left[i, :b, ctx.start : ctx.kv_len]
+        states = self._left[i].flatten(0, 1).index_select(0, ctx.write_index)  # type: ignore[arg-type] # as in `_keep`
         return states.view(b, -1, states.shape[-1])
 
 
-def newest(hidden: torch.Tensor, fed: list[int]) -> torch.Tensor:
+def last_tokens(hidden: torch.Tensor, fed: list[int]) -> torch.Tensor:
     """The state [b, d] of the last token of each sequence that was fed `fed` tokens, of which hidden [b, n, d] has n.
 
     A sequence of fewer tokens begins with its first one; what lies behind its end is of no use.

@@ -10,7 +10,7 @@ from methods.heads import StopTracker, draft_head, move_entries, target_ids
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.state import Batch, Draft, Prefill, Sequence, Verified
+from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.models.pairs import Pair, draft_of
 from specbench.system.settings import Count, Probability
 
@@ -50,7 +50,7 @@ class SpeculativeSampling(Drafter):
         self._drafted = 0
         self._fed = [0] * slots  # known tokens of each sequence that the draft model has been given
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Prefills the draft model with the prompt. The first draft pass feeds the pending token."""
         n = prefill.ids.shape[1]
         cache = self._layout.prefill_view(slot, n)
@@ -102,7 +102,7 @@ class SpeculativeSampling(Drafter):
 
     def _steps(self, batch: Batch, n: int, k: int) -> Draft:
         """Drafts up to k tokens; the first pass feeds the n newest ones."""
-        feed, offset = batch.newest(n), 1 - n
+        feed, offset = batch.last_tokens(n), 1 - n
         tokens, probs, passes = [], [], []
         stop = StopTracker(self.confidence_threshold)
         self.head.begin(batch)
@@ -130,8 +130,8 @@ class SpeculativeSampling(Drafter):
             Logits [b, rows] after the last of them, what `_stats` wants to know, and the bytes of weights that were
             read.
         """
-        where = self._layout.place(batch, ids.shape[1], offset)
-        hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, where)[:, -1]
+        ctx = self._layout.place(batch, ids.shape[1], offset)
+        hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, ctx)[:, -1]
         return self.head.logits(self.model.norm(hidden)), None, self._pass_bytes(ids.numel())
 
     def _pass_bytes(self, tokens: int) -> float:

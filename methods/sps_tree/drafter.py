@@ -14,7 +14,7 @@ import torch
 from methods.heads import drawable
 from methods.rank_trees import Level, Path, checked_paths, rank_tree, shaped
 from methods.sps import SpeculativeSampling
-from specbench.decoding.sampling import Decoding, invert
+from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
 from specbench.decoding.state import Batch, Draft, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
@@ -67,8 +67,8 @@ class DraftModelTree(SpeculativeSampling):
             paths = [path for path in load_tree(tree) if len(path) <= deepest][:nodes]
         self.paths = [path for path in paths if max(path) < self.head.rows]
         self.max_nodes, self.max_draft_tokens = len(self.paths), max(map(len, self.paths))
-        self.sampling, self.certain = sampling, sampling == "likeliest"
-        if not self.certain:
+        self.sampling, self.deterministic = sampling, sampling == "likeliest"
+        if not self.deterministic:
             _, levels = rank_tree(tuple(self.paths), self.max_draft_tokens, pair.device, leaves_last=True)
             self.siblings = max(level.most_siblings for level in levels)
 
@@ -90,7 +90,7 @@ class DraftModelTree(SpeculativeSampling):
 
     def _filled(self, batch: Batch, n: int, tree: Tree, levels: list[Level]) -> list[torch.Tensor]:
         """Tokens [b, k] and, where they were drawn, the distributions [b, k, vocab]; n tokens are fed first."""
-        first, _, _ = self._next(batch, batch.newest(n), 1 - n)
+        first, _, _ = self._next(batch, batch.last_tokens(n), 1 - n)
         logits = first.unsqueeze(1)
         inner: list[torch.Tensor] = []
         leaves: list[torch.Tensor] = []
@@ -120,12 +120,12 @@ class DraftModelTree(SpeculativeSampling):
 
     def _level(self, batch: Batch, ids: torch.Tensor, offset: int, tree: Tree) -> torch.Tensor:
         """One pass over the nodes [b, n] of a level, the first of them node `offset` - 1 -> logits [b, n, rows]."""
-        where = self._layout.place(batch, ids.shape[1], offset, tree)
-        hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, where)
+        ctx = self._layout.place(batch, ids.shape[1], offset, tree)
+        hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, ctx)
         return self.head.logits(self.model.norm(hidden))
 
     def _children(
-        self, logits: torch.Tensor, level: Level, decoding: Decoding, uniforms: torch.Tensor | None
+        self, logits: torch.Tensor, level: Level, decoding: SamplingParams, uniforms: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chooses the nodes of a level.
 
@@ -139,14 +139,14 @@ class DraftModelTree(SpeculativeSampling):
             Tokens [b, n] and, where they were drawn, the distributions [b, n, rows] that they were drawn from.
         """
         parents, order = level.parents, level.order
-        if uniforms is None or self.certain:
+        if uniforms is None or self.deterministic:
             return self.head.ids(level.likeliest(logits)), None
         probs = decoding.probs(logits)
         if self.sampling == "distinct":
             tokens, drawn_from = draws_without_replacement(probs, uniforms)
             return self.head.ids(tokens[:, parents, order]), drawn_from[:, parents, order]
         drawn_from = probs[:, parents]
-        return self.head.ids(drawable(invert(drawn_from, uniforms[:, order]))), drawn_from
+        return self.head.ids(drawable(sample_inverse_cdf(drawn_from, uniforms[:, order]))), drawn_from
 
 
 def draws_without_replacement(
@@ -171,7 +171,7 @@ def draws_without_replacement(
         if tokens:
             total = left.sum(-1, keepdim=True)
             q = torch.where(total == 0, others / others.sum(-1, keepdim=True), left / total)
-        token = drawable(invert(q, uniform.unsqueeze(1).expand(q.shape[:2])))
+        token = drawable(sample_inverse_cdf(q, uniform.unsqueeze(1).expand(q.shape[:2])))
         tokens.append(token)
         drawn_from.append(q)
         left, others = (rest.scatter(-1, token.unsqueeze(-1), 0.0) for rest in (left, others))

@@ -16,7 +16,7 @@ import torch
 from methods.swift.search import LayerSearch
 from specbench.decoding.cpu.lean_modules import check_parts
 from specbench.decoding.drafter import Drafter
-from specbench.decoding.state import Batch, Draft, Sequence, Verified
+from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability
 
@@ -51,7 +51,7 @@ class Swift(Drafter):
         UserError: the layers have no parts that can be left out.
     """
 
-    certain = True
+    deterministic = True
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Swift(Drafter):
         self.target = target
         self._take_best()
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Begins the search anew where it does not go on."""
         if not self.shared:
             self.forget()
@@ -97,10 +97,10 @@ class Swift(Drafter):
         tokens: list[list[int]] = [[] for _ in range(b)]
         parents: list[list[int]] = [[] for _ in range(b)]
         ends, going = [-1] * b, [True] * b  # the chain's last node, and whether it goes on
-        ids, passes = batch.newest(1), 0
+        ids, passes = batch.last_tokens(1), 0
         while any(going) and passes < min(self.max_draft_tokens, batch.max_draft):
-            where = batch.layout.place(batch, 1, passes)
-            logits = self.model.head(self.model.run_layers(self.model.embed(ids), cache, where)[:, -1])
+            ctx = batch.layout.place(batch, 1, passes)
+            logits = self.model.head(self.model.run_layers(self.model.embed(ids), cache, ctx)[:, -1])
             ids, rows = _look(logits)
             passes += 1
             for i, (sure, *likeliest) in enumerate(rows):
@@ -138,8 +138,8 @@ class Swift(Drafter):
         sequence = batch.sequences[i]
         start = len(sequence.request.prompt)
         ids = batch.tokens[i : i + 1, start : start + window + 1]
-        cache, where = batch.layout.replay(batch, i, start, window)
-        states = model.run_layers(model.embed(ids[:, :-1]), cache, where)
+        cache, ctx = batch.layout.replay(batch, i, start, window)
+        states = model.run_layers(model.embed(ids[:, :-1]), cache, ctx)
         agreed = model.head(states).argmax(-1) == ids[:, 1:]
         self._search.tell(agreed.float().mean().item())
         if self._search.best is skipped:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.decoding.model.graphs import Graphs
-from specbench.decoding.sampling import ACCEPT, TARGET, Decoding, invert
+from specbench.decoding.sampling import ACCEPT, TARGET, SamplingParams, sample_inverse_cdf
 from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
 
@@ -51,7 +51,7 @@ def accept_at_once(
     memory: object,
     logits: torch.Tensor,
     draft: Draft,
-    decoding: Decoding,
+    decoding: SamplingParams,
     uniforms: torch.Tensor | None,
     limits: torch.Tensor | None = None,
 ) -> Accepted:
@@ -92,7 +92,7 @@ def accept_at_once(
 def accept(
     logits: torch.Tensor,
     draft: Draft,
-    decoding: Decoding,
+    decoding: SamplingParams,
     uniforms: torch.Tensor | None,
     limits: torch.Tensor | None = None,
 ) -> Accepted:
@@ -110,15 +110,15 @@ def accept(
     if k == 0:
         choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, :1, TARGET])
         return Accepted(draft.tokens.new_zeros(b), choices[:, 0], choices)
-    live = _live(draft, limits)
+    valid_mask = _valid_mask(draft, limits)
     if draft.tree is not None:
-        return _accept_tree(logits, draft, draft.tree, decoding, uniforms, live)
+        return _accept_tree(logits, draft, draft.tree, decoding, uniforms, valid_mask)
     if uniforms is None or draft.probs is None:
         choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, : 1 + k, TARGET])
-        return greedy_chain(choices, draft.tokens, live)
+        return greedy_chain(choices, draft.tokens, valid_mask)
     probs = decoding.probs(logits)
-    count, rest = sampled_chain(probs, draft.tokens, draft.probs, uniforms[:, :k, ACCEPT], live)
-    return outcome(draft.tokens, count, invert(rest, _at(uniforms[..., TARGET], count)))
+    count, rest = sampled_chain(probs, draft.tokens, draft.probs, uniforms[:, :k, ACCEPT], valid_mask)
+    return outcome(draft.tokens, count, sample_inverse_cdf(rest, _at(uniforms[..., TARGET], count)))
 
 
 def outcome(
@@ -135,9 +135,9 @@ def _accept_tree(
     logits: torch.Tensor,
     draft: Draft,
     tree: Tree,
-    decoding: Decoding,
+    decoding: SamplingParams,
     uniforms: torch.Tensor | None,
-    live: torch.Tensor | None,
+    valid_mask: torch.Tensor | None,
 ) -> Accepted:
     b = draft.tokens.shape[0]
     parents, depths = tree.parents.expand(b, -1), tree.depths.expand(b, -1)
@@ -147,19 +147,19 @@ def _accept_tree(
             numbers = uniforms[..., TARGET].gather(1, tree.offsets().expand(b, -1))
         choices, _ = decoding.select(logits, numbers)
         fits = choices.gather(1, parents + 1) == draft.tokens
-        fits = fits if live is None else fits & live
+        fits = fits if valid_mask is None else fits & valid_mask
         count, path, last = longest_path(fits, tree)
         return outcome(draft.tokens, count, _at(choices, last), path)
     siblings = tree.siblings_before().expand(b, -1)
     column = (depths - 1) * uniforms.shape[2] + ACCEPT + siblings
     accepting = uniforms.flatten(1).gather(1, column)
     probs = decoding.probs(logits)
-    count, path, rest = sampled_tree(probs, draft.tokens, draft.probs, tree, accepting, live)
-    following = invert(rest, _at(uniforms[..., TARGET], count))
+    count, path, rest = sampled_tree(probs, draft.tokens, draft.probs, tree, accepting, valid_mask)
+    following = sample_inverse_cdf(rest, _at(uniforms[..., TARGET], count))
     return outcome(draft.tokens, count, following, path)
 
 
-def _live(draft: Draft, limits: torch.Tensor | None) -> torch.Tensor | None:
+def _valid_mask(draft: Draft, limits: torch.Tensor | None) -> torch.Tensor | None:
     """Which nodes [b, k] may be accepted: candidates that lie within the limits; None: all."""
     k, device = draft.tokens.shape[1], draft.tokens.device
     candidates = draft.acceptable()
@@ -177,16 +177,18 @@ def _at(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return rows.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
 
-def greedy_chain(choices: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor | None = None) -> Accepted:
+def greedy_chain(
+    choices: torch.Tensor, tokens: torch.Tensor, valid_mask: torch.Tensor | None = None
+) -> Accepted:
     """Accepts draft tokens while each equals the target's own choice. Sequences of a batch are independent.
 
     Args:
         choices: [..., k + 1] the target's own tokens.
         tokens: [..., k] the draft.
-        live: [..., k], which of the tokens were drafted at all; None for all of them.
+        valid_mask: [..., k], which of the tokens were drafted at all; None for all of them.
     """
     fits = choices[..., :-1] == tokens
-    count = (fits if live is None else fits & live).cumprod(-1).sum(-1)
+    count = (fits if valid_mask is None else fits & valid_mask).cumprod(-1).sum(-1)
     # What is kept are choices of the target, too.
     return Accepted(count, choices.gather(-1, count.unsqueeze(-1)).squeeze(-1), choices)
 
@@ -196,7 +198,7 @@ def sampled_chain(
     tokens: torch.Tensor,
     draft_probs: torch.Tensor,
     uniforms: torch.Tensor,
-    live: torch.Tensor | None = None,
+    valid_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accepts draft tokens by speculative sampling.
 
@@ -205,7 +207,7 @@ def sampled_chain(
         tokens: [..., k] the draft.
         draft_probs: [..., k, vocab] the distributions the tokens were drawn from.
         uniforms: [..., k] numbers in [0, 1) to accept with.
-        live: as in `greedy_chain`.
+        valid_mask: as in `greedy_chain`.
 
     Returns:
         The kept count [...] and the (unnormalised) distribution [..., vocab] of the token that follows.
@@ -214,8 +216,8 @@ def sampled_chain(
     p = probs[..., :-1, :].gather(-1, index).squeeze(-1)
     q = draft_probs.gather(-1, index).squeeze(-1)
     kept = uniforms * q < p
-    if live is not None:
-        kept = kept & live
+    if valid_mask is not None:
+        kept = kept & valid_mask
     count = kept.cumprod(-1).sum(-1)
     following = _row(probs, count)
     if k == 0:
@@ -225,8 +227,8 @@ def sampled_chain(
     own = _row(draft_probs, last)
     # Where nothing was drafted, behind the draft's end, the next token is drawn from p.
     drafted = count < k
-    if live is not None:
-        drafted = drafted & live.gather(-1, last.unsqueeze(-1)).squeeze(-1)
+    if valid_mask is not None:
+        drafted = drafted & valid_mask.gather(-1, last.unsqueeze(-1)).squeeze(-1)
     return count, residual(following, own.masked_fill_(~drafted.unsqueeze(-1), 0.0))
 
 
@@ -272,7 +274,7 @@ def sampled_tree(
     draft_probs: torch.Tensor,
     tree: Tree,
     uniforms: torch.Tensor,
-    live: torch.Tensor | None = None,
+    valid_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walks down trees of drawn tokens.
 
@@ -288,14 +290,14 @@ def sampled_tree(
         draft_probs: [b, k, vocab] the distribution that each node was drawn from.
         tree: their shape.
         uniforms: [b, k] a number in [0, 1) for each node to accept it with.
-        live: [b, k] which nodes may be accepted; the others are not tried. None: all.
+        valid_mask: [b, k] which nodes may be accepted; the others are not tried. None: all.
 
     Returns:
         The kept count [b], the path [b, k] as in `Accepted`, and the (unnormalised) distribution [b, vocab] of the
         token that follows.
     """
     b, k = tokens.shape
-    tried = torch.ones_like(tokens, dtype=torch.bool) if live is None else live
+    tried = torch.ones_like(tokens, dtype=torch.bool) if valid_mask is None else valid_mask
     parents, order = (tree.parents + 1).expand(b, -1), tree.siblings_before().expand(b, -1)
     p, slots = probs, torch.arange(b, device=tokens.device).unsqueeze(1)
     open_ = torch.ones(b, k + 1, dtype=torch.bool, device=tokens.device)  # nodes without an accepted child

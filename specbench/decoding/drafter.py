@@ -10,15 +10,14 @@ from specbench.decoding.state import Draft
 from specbench.system.settings import WRAPPED, parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Sequence as Several
+    from collections.abc import Mapping, Sequence
 
     import pandas as pd
     import torch
     from omegaconf import DictConfig
 
     from specbench.decoding.model.staged_model import StagedModel
-    from specbench.decoding.state import Batch, Prefill, Sequence, Verified
+    from specbench.decoding.state import Batch, Prefill, SequenceState, Verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,15 @@ class Needs:
             place of the pair's own.
         sampling: whether it can draft at temperature > 0.
         batching: whether it can serve more than one sequence.
-        continuation: the target's own greedy answer to a prompt, which `Drafter.foretell` is given before it is timed.
+        reference_answer: the target's own greedy answer to a prompt, which `Drafter.set_reference_answers` is given
+            before it is timed.
     """
 
     draft_model: bool = False
     part: str | None = None
     sampling: bool = True
     batching: bool = True
-    continuation: bool = False
+    reference_answer: bool = False
 
     def around(self, inner: Needs) -> Needs:
         """What a drafter with these needs requires when it wraps one that needs `inner`."""
@@ -46,7 +46,7 @@ class Needs:
             inner,
             sampling=self.sampling and inner.sampling,
             batching=self.batching and inner.batching,
-            continuation=self.continuation or inner.continuation,
+            reference_answer=self.reference_answer or inner.reference_answer,
         )
 
     def draft_of(self, pair_cfg: DictConfig) -> str | None:
@@ -91,25 +91,25 @@ class Drafter:
         taps: depths of the target whose hidden states the drafter gets, of the prompt and of every verification: i for
             the states in front of layer i (the number of layers: behind the last one), `NORMED` behind the final norm.
         siblings: the most tokens of a tree that were drawn by chance behind one and the same token; 1 for chains.
-        certain: whether it drafts without chance at any temperature. Its answers are then those of autoregressive
+        deterministic: whether it drafts without chance at any temperature. Its answers are then those of autoregressive
             decoding with the same seed, token by token.
         max_draft_tokens: the longest path of a draft.
         max_nodes: the most nodes of a draft; 0: as `max_draft_tokens`, for chains.
-        uninterrupted: whether it works, or holds cores, between its rounds: no other arm may then run in between.
+        exclusive: whether it works, or holds cores, between its rounds: no other arm may then run in between.
         extra_cores: cores that it computes on beside those of torch's threads.
     """
 
     needs = Needs()
     taps: tuple[int, ...] = ()
     siblings = 1
-    certain: bool = False
+    deterministic: bool = False
     max_draft_tokens = 0
     max_nodes = 0
-    uninterrupted: bool = False
+    exclusive: bool = False
     extra_cores: int = 0
 
-    def foretell(self, prompts: Several[list[int]], answers: Several[list[int]]) -> None:
-        """For a drafter with `needs.continuation`: the answers to the prompts that come next, outside of what is timed.
+    def set_reference_answers(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+        """Takes the answers to the prompts that come next, if `needs.reference_answer` says so. This is not timed.
 
         Args:
             prompts: token ids.
@@ -125,7 +125,7 @@ class Drafter:
             target: the model that verifies.
         """
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Starts a sequence: its prompt was prefilled, and its first new token is known and pending.
 
         Args:
@@ -142,7 +142,7 @@ class Drafter:
         return Draft(batch.tokens[: batch.size, :0])
 
     @property
-    def works_on_the_way(self) -> bool:
+    def overlaps_verification(self) -> bool:
         """Whether it has an `on_hidden` of its own: a captured verification is then cut at its taps."""
         return type(self).on_hidden is not Drafter.on_hidden
 

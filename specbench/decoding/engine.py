@@ -15,11 +15,11 @@ import torch
 
 from specbench.decoding.acceptance import Accepted, accept_at_once
 from specbench.decoding.device import move_slots, on_device, span
-from specbench.decoding.sampling import TARGET, Decoding, all_drawn, position_draws
+from specbench.decoding.sampling import TARGET, SamplingParams, check_sampled, position_draws
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.state import Batch, Draft, Request, Sequence, Verified
+from specbench.decoding.state import Batch, Draft, Request, SequenceState, Verified
 from specbench.decoding.stop import truncate_at_stop
-from specbench.decoding.trace import Clock, Generation, Mark, Step, counted
+from specbench.decoding.trace import Clock, Generation, Step, Timestamp, counted
 from specbench.decoding.turns import between_rounds
 from specbench.system.errors import UserError, at_least
 
@@ -44,7 +44,7 @@ class Round:
     draft_bytes: float
     target_bytes: float
     stats: dict[str, Any]
-    marks: tuple[Mark, ...]
+    marks: tuple[Timestamp, ...]
 
 
 class Engine:
@@ -93,7 +93,7 @@ class Engine:
             )
         self._cache: KVCache | None = None
 
-    def answer(self, prompt: list[int], decoding: Decoding, seed: int = 0) -> Generation:
+    def answer(self, prompt: list[int], decoding: SamplingParams, seed: int = 0) -> Generation:
         """Decodes one sequence; the arguments are those of `Request`, all else is as in `generate`."""
         return self.generate([Request(prompt, decoding, seed)])[0]
 
@@ -117,7 +117,7 @@ class Engine:
         if not requests:
             return []
         self._check(requests)
-        held: list[Sequence] = []
+        held: list[SequenceState] = []
         try:
             return self._generate(requests, held)
         except BaseException:
@@ -128,13 +128,13 @@ class Engine:
                 if not one.done:  # given up
                     self.drafter.end(slot)
 
-    def _generate(self, requests: list[Request], held: list[Sequence]) -> list[Generation]:
+    def _generate(self, requests: list[Request], held: list[SequenceState]) -> list[Generation]:
         self.clock.synchronize()
         begun = self._last = self.clock.mark()
         self._open(requests)
         opened = self._last = self.clock.mark()
         waiting = deque(
-            Sequence(i, request, self.stop_ids if request.stop_ids is None else request.stop_ids)
+            SequenceState(i, request, self.stop_ids if request.stop_ids is None else request.stop_ids)
             for i, request in enumerate(requests)
         )
         sequences = [*waiting]
@@ -156,7 +156,7 @@ class Engine:
 
     # -- a round
 
-    def _round(self, held: list[Sequence], number: int) -> Round:
+    def _round(self, held: list[SequenceState], number: int) -> Round:
         """Runs one round; returns what its steps have in common."""
         clock, scheduler, layout, drafter = self.clock, self.scheduler, self._layout, self.drafter
         begun = self._last
@@ -167,7 +167,7 @@ class Engine:
         arranged = clock.mark()
         draft = drafter.draft(batch) if batch.max_draft else Draft(self._tokens[: batch.size, :0])
         drafted = clock.mark()
-        where = layout.place(batch, 1 + draft.tokens.shape[1], tree=draft.tree)
+        ctx = layout.place(batch, 1 + draft.tokens.shape[1], tree=draft.tree)
         states: dict[int, torch.Tensor] = {}
 
         def on_hidden(layer: int, hidden: torch.Tensor) -> None:
@@ -177,13 +177,13 @@ class Engine:
 
         taps = drafter.taps
         logits = self.target.verify(
-            batch.newest(1),
+            batch.last_tokens(1),
             draft,
             layout.cache,
-            where,
+            ctx,
             taps,
             on_hidden if taps else None,
-            drafter.works_on_the_way,
+            drafter.overlaps_verification,
         )
         verified_at = clock.mark()
         verified = self._settle(batch, draft, logits, states, number)
@@ -199,7 +199,7 @@ class Engine:
         read = self.target.pass_bytes(layer, tokens=batch.size * (1 + draft.tokens.shape[1]))
         return Round(batch.size, draft.bytes_read, read, stats | draft.stats, marks)
 
-    def _batch(self, running: list[Sequence]) -> Batch:
+    def _batch(self, running: list[SequenceState]) -> Batch:
         most, nodes = self.drafter.max_draft_tokens, self._nodes
         if self.scheduler.longest_draft is not None:
             most, nodes = min(most, self.scheduler.longest_draft), min(nodes, self.scheduler.longest_draft)
@@ -218,7 +218,7 @@ class Engine:
             self.drafter.siblings,
         )
 
-    def _seat(self, held: list[Sequence]) -> int:
+    def _seat(self, held: list[SequenceState]) -> int:
         """Brings the sequences that run to the first slots of every buffer; returns their number."""
         chosen = self.scheduler.choose(held)
         b = len(chosen)
@@ -252,7 +252,7 @@ class Engine:
         self._layout.commit(batch, accepted.count, counts, accepted.path)
         tokens, report = [], []
         for slot, (one, (count, *rest)) in enumerate(zip(batch.sequences, facts)):
-            own, rest = truncate_at_stop(all_drawn(rest[: count + 1]), one.stop_ids), rest[1 + k :]
+            own, rest = truncate_at_stop(check_sampled(rest[: count + 1]), one.stop_ids), rest[1 + k :]
             limit = batch.limits[slot]
             depth = limit if draft.tree is None else min(rest.pop(0), limit)
             drafted = k if draft.candidates is None else draft.candidates
@@ -309,7 +309,7 @@ class Engine:
         k = draft.tokens.shape[1]
         return k if draft.tree is None else min(k, self.drafter.max_draft_tokens)
 
-    def _retire(self, held: list[Sequence]) -> None:
+    def _retire(self, held: list[SequenceState]) -> None:
         """Takes out the sequences that are done and were not replaced; the last one takes the slot of each."""
         for slot in reversed([slot for slot, one in enumerate(held) if one.done]):
             last = held.pop()
@@ -327,7 +327,7 @@ class Engine:
 
     # -- the start of a sequence
 
-    def _admit(self, waiting: deque[Sequence], held: list[Sequence]) -> None:
+    def _admit(self, waiting: deque[SequenceState], held: list[SequenceState]) -> None:
         """Lets waiting sequences join, first of all in the slots of sequences that are done."""
         room = self.scheduler.joining(sum(not one.done for one in held))
         while room > 0 and waiting:
@@ -338,7 +338,7 @@ class Engine:
                 held[slot : slot + 1] = [one]
                 room -= 1
 
-    def _join(self, one: Sequence, slot: int) -> None:
+    def _join(self, one: SequenceState, slot: int) -> None:
         """Prefills a sequence on its own."""
         begun = self._last
         request, device = one.request, self.target.device
@@ -354,7 +354,7 @@ class Engine:
         draw = None if self._uniforms is None else self._uniforms[slot, n : n + 1, TARGET]
         first, _ = request.decoding.select(prefill.logits, draw)
         self._tokens[slot, n : n + 1] = first
-        one.tokens += all_drawn(first.tolist())
+        one.tokens += check_sampled(first.tolist())
         try:
             self.drafter.begin(slot, one, prefill)
         except BaseException:  # whatever it was, what was begun is given up
@@ -428,7 +428,7 @@ class Engine:
         return each
 
     def _generation(
-        self, one: Sequence, rounds: list[Round], timed: list[tuple], opening: float
+        self, one: SequenceState, rounds: list[Round], timed: list[tuple], opening: float
     ) -> Generation:
         steps = []
         for number, slot, drafted, depth, accepted, emitted in one.rounds:

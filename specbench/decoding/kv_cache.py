@@ -1,8 +1,8 @@
 """Keys and values of attention layers, preallocated.
 
-Whoever runs a pass says where its tokens go and what they attend to (`Pass`). So rolling back costs nothing: what was
-not accepted is overwritten. An accepted tree path is one gather over all layers. The stock `DynamicCache` copies the
-whole cache in every pass instead.
+A `ForwardContext` says where the tokens of a pass are written and what they attend to. So rolling back costs nothing:
+what was not accepted is overwritten. An accepted tree path is one gather over all layers. The stock
+`DynamicCache` copies the whole cache in every pass instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EMPTY = 2**62  # the position of an entry that holds nothing: behind every token
 
 
 @dataclass(slots=True)  # one is made in every pass: a frozen one takes four times as long to make
-class Pass:
+class ForwardContext:
     """Write positions and visibility of one pass over the first b slots of a cache, n tokens each.
 
     Attributes:
@@ -40,12 +40,12 @@ class Pass:
     visible: torch.Tensor | None = None
 
     @classmethod
-    def consecutive(cls, start: int, n: int) -> Pass:
+    def consecutive(cls, start: int, n: int) -> ForwardContext:
         """Of n tokens that follow `start` others."""
         return cls(start + n, start, start)
 
     @classmethod
-    def nodes(cls, base: int, offsets: torch.Tensor, visible: torch.Tensor) -> Pass:
+    def nodes(cls, base: int, offsets: torch.Tensor, visible: torch.Tensor) -> ForwardContext:
         """Of the last n of m entries of one sequence that are no sequence themselves.
 
         Args:
@@ -108,21 +108,21 @@ class KVCache:
         cache.segments = [segment[:, :, slot : slot + 1] for segment in self.segments]
         return cache
 
-    def begin_pass(self, lo: int, hi: int, where: Pass, b: int, n: int) -> None:
+    def begin_pass(self, lo: int, hi: int, ctx: ForwardContext, b: int, n: int) -> None:
         """Prepares a pass of n tokens of each of the first b slots through the layers [lo, hi).
 
         The views of all layers are made at once: made in every layer anew they cost more than the copy of an entry.
         """
-        self._first, self._write = lo, where.write_index
+        self._first, self._write = lo, ctx.write_index
         self._whole: tuple[torch.Tensor, ...] = ()  # keys and values of one layer after the other
         self._new: tuple[torch.Tensor, ...] = ()  # the part that the pass fills
         first = 0
         for segment in self.segments:
             flat = segment[max(lo - first, 0) : max(hi - first, 0)].flatten(0, 1)
             whole = flat.narrow(1, 0, b).transpose(2, 3)
-            self._whole += whole.narrow(3, 0, where.kv_len).unbind(0)
-            if isinstance(where.write_index, int):
-                self._new += whole.narrow(3, where.write_index, n).unbind(0)
+            self._whole += whole.narrow(3, 0, ctx.kv_len).unbind(0)
+            if isinstance(ctx.write_index, int):
+                self._new += whole.narrow(3, ctx.write_index, n).unbind(0)
             else:
                 self._new += flat.flatten(1, 2).unbind(0)
             first += segment.shape[0]

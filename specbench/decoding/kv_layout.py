@@ -1,7 +1,7 @@
 """Layouts of the sequences of a batch in memory: each with an end of its own, or all with the same end.
 
-Both make the `Pass` of a model: where its tokens are written and what they attend to. A token's position is its index
-in its own sequence, whatever lies around it; that alone makes a batch exact.
+Both make the `ForwardContext` of a pass: where its tokens are written and what they attend to. A token's position is
+its index in its own sequence, whatever lies around it; that alone makes a batch exact.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specbench.decoding.device import move_slots, on_device, span
-from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
+from specbench.decoding.kv_cache import EMPTY, ForwardContext, KVCache
 
 if TYPE_CHECKING:
     from specbench.decoding.tree import Tree
@@ -21,7 +21,7 @@ class Lengths(Protocol):
     """What a layout reads of a `Batch`: the lengths of its sequences, on the host and on the device."""
 
     lengths: list[int]
-    reach: int | None
+    kv_bucket: int | None
 
     @property
     def known(self) -> torch.Tensor:
@@ -47,7 +47,7 @@ class RaggedLayout:
     def begin_round(self, lengths: list[int], n: int) -> None:
         """Begins a round of sequences of `lengths` tokens, the last one pending; each may get `n` more."""
 
-    def place(self, batch: Lengths, n: int, offset: int = 0, tree: Tree | None = None) -> Pass:
+    def place(self, batch: Lengths, n: int, offset: int = 0, tree: Tree | None = None) -> ForwardContext:
         """The pass of `n` tokens of each sequence.
 
         Args:
@@ -59,17 +59,17 @@ class RaggedLayout:
         """
         lengths = batch.lengths
         start = longest = lengths[0] - 1 + offset
-        if batch.reach is not None:
-            start, longest = -1, batch.reach - n  # the positions are known on the device alone
+        if batch.kv_bucket is not None:
+            start, longest = -1, batch.kv_bucket - n  # the positions are known on the device alone
         elif len(lengths) > 1:
             start, longest = min(lengths) - 1 + offset, max(lengths) - 1 + offset
         if tree is None and start == longest:
-            return Pass.consecutive(start, n)
+            return ForwardContext.consecutive(start, n)
         kv_len = longest + n
         held = self._entries[:, :kv_len]
         if tree is None:
             entries = span(batch.known - 1 + offset, n)
-            return Pass(kv_len, self._write_index(entries), None, entries, held)
+            return ForwardContext(kv_len, self._write_index(entries), None, entries, held)
         # Of a tree the entries are consecutive, the positions are not.
         there, b = offset + n, len(lengths)
         positions = batch.known.unsqueeze(1) - 1 + tree.offsets()[:, :there]
@@ -77,15 +77,17 @@ class RaggedLayout:
         if start == longest:
             own = positions[: tree.depths.shape[0]]
             held = torch.cat([held[:, : start - offset].expand(own.shape[0], -1), own], dim=1)
-            return Pass(kv_len, start, None, positions[:, offset:], held, visible)
+            return ForwardContext(kv_len, start, None, positions[:, offset:], held, visible)
         # The trees begin at different entries: what each token sees of all of them is written out.
         of_tree = span(batch.known - 1, there)
         held = held.expand(b, -1).scatter(1, of_tree, positions)
         sees = (self._entries[:, :kv_len] < (batch.known - 1).unsqueeze(1)).unsqueeze(1).expand(b, n, kv_len)
         sees = sees.scatter(2, of_tree.unsqueeze(1).expand(b, n, there), visible.expand(b, n, there))
-        return Pass(kv_len, self._write_index(of_tree[:, offset:]), None, positions[:, offset:], held, sees)
+        return ForwardContext(
+            kv_len, self._write_index(of_tree[:, offset:]), None, positions[:, offset:], held, sees
+        )
 
-    def place_at(self, starts: torch.Tensor, n: int, kv_len: int) -> Pass:
+    def place_at(self, starts: torch.Tensor, n: int, kv_len: int) -> ForwardContext:
         """The pass of `n` tokens that follow one another from the position `starts` [b] of each sequence on.
 
         Args:
@@ -94,9 +96,11 @@ class RaggedLayout:
             kv_len: a bound on all positions, exclusive.
         """
         positions = span(starts, n)
-        return Pass(kv_len, self._write_index(positions), None, positions, self._entries[:, :kv_len])
+        return ForwardContext(
+            kv_len, self._write_index(positions), None, positions, self._entries[:, :kv_len]
+        )
 
-    def replay(self, batch: Lengths, i: int, start: int, n: int) -> tuple[KVCache, Pass]:
+    def replay(self, batch: Lengths, i: int, start: int, n: int) -> tuple[KVCache, ForwardContext]:
         """The pass that computes known tokens of one sequence again, before a draft is placed; it changes none of them.
 
         It writes to the entries behind the sequence's end. Its tokens attend to what is before the first of them, and
@@ -114,7 +118,9 @@ class RaggedLayout:
         held = self._held_by(batch, i)
         end, positions = held.shape[0], torch.arange(start, start + n, device=held.device)
         seen = torch.cat([held.masked_fill(held >= start, EMPTY), positions])
-        return self.cache.slot(i), Pass(end + n, end, None, positions.unsqueeze(0), seen.unsqueeze(0))
+        return self.cache.slot(i), ForwardContext(
+            end + n, end, None, positions.unsqueeze(0), seen.unsqueeze(0)
+        )
 
     def _held_by(self, batch: Lengths, i: int) -> torch.Tensor:
         """[end] the position that each entry of a sequence holds, up to the first entry of this round."""
@@ -192,14 +198,14 @@ class AlignedLayout(RaggedLayout):
         if realign or self._end + n > self.cache.capacity:
             self._realign(b, longest)
 
-    def place(self, batch: Lengths, n: int, offset: int = 0, tree: Tree | None = None) -> Pass:
+    def place(self, batch: Lengths, n: int, offset: int = 0, tree: Tree | None = None) -> ForwardContext:
         """The pass of `n` tokens of each sequence, in entries behind the common end; arguments as in `RaggedLayout`."""
         b, entry = len(batch.lengths), self._end + offset
         self._width = max(self._width, offset + n)
         kv_len = entry + n
         if tree is None and min(batch.lengths) - 1 == self._end:  # no holes
             self._held[:b, entry:kv_len] = self._entries[:, entry:kv_len]
-            return Pass.consecutive(entry, n)
+            return ForwardContext.consecutive(entry, n)
         if tree is None:
             positions, visible = span(batch.known - 1 + offset, n), None
         else:
@@ -207,7 +213,7 @@ class AlignedLayout(RaggedLayout):
             positions = batch.known.unsqueeze(1) - 1 + tree.offsets()[:, offset:there]
             visible = tree.visible[:, offset:there, :there]
         self._held[:b, entry:kv_len] = positions
-        return Pass(kv_len, entry, None, positions, self._held[:b, :kv_len], visible)
+        return ForwardContext(kv_len, entry, None, positions, self._held[:b, :kv_len], visible)
 
     def _held_by(self, batch: Lengths, i: int) -> torch.Tensor:
         return self._held[i, : self._end]

@@ -18,7 +18,7 @@ NOT_DRAWN = -1  # in place of a token, where there was no distribution to draw i
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
+class SamplingParams:
     """How tokens are chosen.
 
     Attributes:
@@ -51,13 +51,13 @@ class Decoding:
 
         Returns:
             Tokens [...] and, when sampling, the distributions [..., vocab] they were drawn from. A token is `NOT_DRAWN`
-            where its logits are NaN or infinite: the caller has to call `all_drawn`.
+            where its logits are NaN or infinite: the caller has to call `check_sampled`.
         """
         if self.greedy:
-            return likeliest(logits), None
+            return argmax_token(logits), None
         assert uniforms is not None  # given whenever tokens are drawn
         probs = self.probs(logits)
-        return invert(probs, uniforms), probs
+        return sample_inverse_cdf(probs, uniforms), probs
 
 
 def position_draws(seed: int, positions: int, siblings: int, device: torch.device) -> torch.Tensor:
@@ -81,7 +81,7 @@ def position_draws(seed: int, positions: int, siblings: int, device: torch.devic
     return torch.cat([numbers(1), numbers(2 * siblings)], dim=1)
 
 
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
+def argmax_token(logits: torch.Tensor) -> torch.Tensor:
     """Logits [..., n, vocab] -> tokens [..., n]; the first of several likeliest.
 
     On a CPU NumPy's argmax is vectorised: over six rows of 16384 it takes a twentieth of the time.
@@ -91,7 +91,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(logits.detach().numpy().argmax(-1))
 
 
-def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def sample_inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Draws by the inverse of the distribution function, in float64, so that no token of weight zero is ever drawn.
 
     Args:
@@ -108,8 +108,8 @@ def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return drawn.masked_fill_(~total.isfinite(), NOT_DRAWN).squeeze(-1)
 
 
-def all_drawn(tokens: list[int]) -> list[int]:
-    """The tokens, as the host has read them. Raises UserError if `invert` could not draw one of them.
+def check_sampled(tokens: list[int]) -> list[int]:
+    """The tokens, as the host has read them. Raises UserError if `sample_inverse_cdf` could not draw one of them.
 
     It is called when the host reads the tokens anyway, so that there is no further wait for the device.
     """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from specbench.decoding.kv_cache import KVCache
-    from specbench.decoding.state import Sequence
+    from specbench.decoding.state import SequenceState
 
 
 class Scheduler:
@@ -45,7 +45,7 @@ class Scheduler:
         """How many waiting sequences may be prefilled now, when `held` are in memory."""
         return self.slots - held
 
-    def choose(self, held: list[Sequence]) -> list[int]:
+    def choose(self, held: list[SequenceState]) -> list[int]:
         """Indices of the held sequences that run in this round, `batch_size` at most.
 
         held: in memory, those that ran in the last round first.

@@ -12,12 +12,11 @@ from specbench.decoding.sampling import DRAFT
 from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Sequence as Several
+    from collections.abc import Callable, Sequence
 
     from specbench.decoding.kv_layout import RaggedLayout
-    from specbench.decoding.sampling import Decoding
-    from specbench.decoding.trace import Mark
+    from specbench.decoding.sampling import SamplingParams
+    from specbench.decoding.trace import Timestamp
 
 UNKNOWN = 2**62  # a length on the host, where it is known on the device alone: whatever reads it fails
 NORMED = -1  # among taps: the output of the final norm
@@ -35,13 +34,13 @@ class Request:
     """
 
     prompt: list[int]
-    decoding: Decoding
+    decoding: SamplingParams
     seed: int = 0
     stop_ids: frozenset[int] | None = None
 
 
 @dataclass(slots=True)
-class Sequence:
+class SequenceState:
     """A sequence that is being decoded, on the host.
 
     Attributes:
@@ -60,7 +59,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     skipped_rounds: int = 0
     rounds: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
-    prefill: tuple[Mark, ...] = ()
+    prefill: tuple[Timestamp, ...] = ()
 
     @property
     def length(self) -> int:
@@ -132,7 +131,7 @@ class Draft:
 
     @classmethod
     def of(
-        cls, tokens: Several[list[int]], device: torch.device, parents: Several[list[int]] | None = None
+        cls, tokens: Sequence[list[int]], device: torch.device, parents: Sequence[list[int]] | None = None
     ) -> Draft:
         """A draft of certain tokens that were chosen on the host, of different lengths.
 
@@ -240,21 +239,21 @@ class Batch:
         uniforms: [slots, capacity, 1 + 2 * siblings] the numbers of `position_draws` by sequence and position; None
             when greedy. A sequence's samples depend on its seed alone, not on batch composition or scheduling.
         siblings: as in `Drafter`.
-        reach: None, but where a function of a batch is captured: `lengths` are then known on the device alone
+        kv_bucket: None, but where a function of a batch is captured: `lengths` are then known on the device alone
             (`known`), and passes attend to so many entries, those too many masked.
     """
 
-    sequences: list[Sequence]
+    sequences: list[SequenceState]
     lengths: list[int]
     limits: list[int]
     max_draft: int
     max_nodes: int
     tokens: torch.Tensor
-    decoding: Decoding
+    decoding: SamplingParams
     layout: RaggedLayout
     uniforms: torch.Tensor | None = None
     siblings: int = 1
-    reach: int | None = None
+    kv_bucket: int | None = None
     _known: torch.Tensor | None = None
 
     @property
@@ -269,10 +268,10 @@ class Batch:
             self._known = on_device(self.lengths, self.tokens.device)
         return self._known
 
-    def newest(self, n: int) -> torch.Tensor:
+    def last_tokens(self, n: int) -> torch.Tensor:
         """[b, n] the last n known tokens of each sequence, a shorter one padded with its first token in front."""
         first, last = min(self.lengths), max(self.lengths)
-        if first == last >= n and self.reach is None:
+        if first == last >= n and self.kv_bucket is None:
             return self.tokens[: self.size, first - n : first]
         return self.tokens[: self.size].gather(1, span(self.known - n, n).clamp(min=0))
 
@@ -289,20 +288,20 @@ class Batch:
         if self.uniforms is None:
             return None
         first = DRAFT + self.siblings - 1
-        if self.size == 1 and self.reach is None:
+        if self.size == 1 and self.kv_bucket is None:
             numbers = self.uniforms[:1, self.lengths[0] + offset]
         else:
             slots = torch.arange(self.size, device=self.uniforms.device)
             numbers = self.uniforms[slots, self.known + offset]
         return numbers[:, first] if siblings is None else numbers[:, first : first + siblings]
 
-    def on_device_alone(
-        self, reach: int, known: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor | None
+    def device_only(
+        self, kv_bucket: int, known: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor | None
     ) -> Batch:
         """This batch with nothing of its sequences on the host but their number.
 
         Args:
-            reach: as the attribute.
+            kv_bucket: as the attribute.
             known: [b].
             tokens: [b, capacity].
             uniforms: [b, capacity, ...], or None.
@@ -317,6 +316,6 @@ class Batch:
             tokens=tokens,
             layout=None,  # type: ignore[arg-type] # that of the target may know more on the host than lengths
             uniforms=uniforms,
-            reach=reach,
+            kv_bucket=kv_bucket,
             _known=known,
         )

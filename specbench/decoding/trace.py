@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-Mark = Any  # seconds on a CPU, a torch.cuda.Event on a GPU: a `Clock` makes only one kind
-Span = float | tuple[Mark, Mark]  # seconds, or the marks between which they passed
+Timestamp = Any  # seconds on a CPU, a torch.cuda.Event on a GPU: a `Clock` makes only one kind
+Span = float | tuple[Timestamp, Timestamp]  # seconds, or the marks between which they passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Clock:
         self._cuda = device.type == "cuda"
         self._device = device
 
-    def mark(self) -> Mark:
+    def mark(self) -> Timestamp:
         """A mark to hand to `seconds`."""
         if not self._cuda:
             return time.perf_counter()
@@ -95,10 +95,10 @@ class Clock:
         if self._cuda:
             torch.cuda.synchronize(self._device)
 
-    def seconds(self, start: Mark, end: Mark) -> float:
+    def seconds(self, start: Timestamp, end: Timestamp) -> float:
         """Seconds from mark `start` to mark `end`, also of another clock's; on a GPU only after `synchronize`."""
         return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
-    def span(self, start: Mark, end: Mark) -> Span:
+    def span(self, start: Timestamp, end: Timestamp) -> Span:
         """Seconds from mark `start` to mark `end`; on a GPU the marks, for they cannot be read yet."""
         return (start, end) if self._cuda else end - start

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from specbench.decoding.trace import Clock, Mark
+    from specbench.decoding.trace import Clock, Timestamp
 
 T = TypeVar("T")
 
 _active: Turns | None = None
 
 
-def between_rounds(clock: Clock, tokens: int) -> tuple[Mark, Mark] | None:
+def between_rounds(clock: Clock, tokens: int) -> tuple[Timestamp, Timestamp] | None:
     """Lets other arms run, if they take turns and this one's slice is over.
 
     Args:

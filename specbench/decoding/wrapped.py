@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from specbench.decoding.drafter import Drafter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Several
+    from collections.abc import Sequence
 
     import torch
 
     from specbench.decoding.model.staged_model import StagedModel
-    from specbench.decoding.state import Batch, Draft, Prefill, Sequence, Verified
+    from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 
 
 class WrappedDrafter(Drafter):
@@ -31,19 +31,19 @@ class WrappedDrafter(Drafter):
     def __init__(self, inner: Drafter):
         self.inner = inner
         self.needs = self.needs.around(inner.needs)
-        self.taps, self.siblings, self.certain = inner.taps, inner.siblings, inner.certain
+        self.taps, self.siblings, self.deterministic = inner.taps, inner.siblings, inner.deterministic
         self.max_draft_tokens, self.max_nodes = inner.max_draft_tokens, inner.max_nodes
-        self.uninterrupted, self.extra_cores = inner.uninterrupted, inner.extra_cores
+        self.exclusive, self.extra_cores = inner.exclusive, inner.extra_cores
 
-    def foretell(self, prompts: Several[list[int]], answers: Several[list[int]]) -> None:
+    def set_reference_answers(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
         """As the inner drafter."""
-        self.inner.foretell(prompts, answers)
+        self.inner.set_reference_answers(prompts, answers)
 
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
         """As the inner drafter."""
         self.inner.open(slots, capacity, target)
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """As the inner drafter."""
         self.inner.begin(slot, sequence, prefill)
 
@@ -52,9 +52,9 @@ class WrappedDrafter(Drafter):
         return self.inner.draft(batch)
 
     @property
-    def works_on_the_way(self) -> bool:
+    def overlaps_verification(self) -> bool:
         """As the inner drafter."""
-        return self.inner.works_on_the_way
+        return self.inner.overlaps_verification
 
     def on_hidden(self, layer: int, hidden_states: torch.Tensor) -> None:
         """As the inner drafter."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria
 
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Mark, Step
@@ -106,7 +106,7 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0,
 
     @without_gradients()
     def generate(requests: list[Request]) -> list[Generation]:
-        decoding = Decoding(
+        decoding = SamplingParams(
             max(r.decoding.max_new_tokens for r in requests), requests[0].decoding.temperature
         )
         sampling = {} if decoding.greedy else {"temperature": decoding.temperature, "top_k": 0, "top_p": 1.0}

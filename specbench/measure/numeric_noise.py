@@ -16,7 +16,7 @@ from specbench.decoding.state import Draft
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
-    from specbench.decoding.sampling import Decoding
+    from specbench.decoding.sampling import SamplingParams
 
 BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row
 NOT_ROUNDING = 4  # times the change in the model's own forward; on CPUs ours is 1.0 to 1.5 times as large
@@ -51,7 +51,7 @@ def drawn_margin(
     answer: list[int],
     index: int,
     other: int,
-    decoding: Decoding,
+    decoding: SamplingParams,
     uniform: float,
 ) -> float:
     """How far the logits must move, at the least, for the draw of token `index` to give `other` instead.

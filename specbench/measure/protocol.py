@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from specbench.decoding.cpu.autotune import PassShape, choose_layouts
 from specbench.decoding.model.graphs import Graphs
-from specbench.decoding.sampling import TARGET, Decoding, position_draws
+from specbench.decoding.sampling import TARGET, SamplingParams, position_draws
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.decoding.turns import Turns
@@ -82,7 +82,7 @@ class Bench:
     target: StagedModel
     drafter: Drafter
     arms: dict[str, Arm]
-    decoding: Decoding
+    decoding: SamplingParams
     protocol: str
     seed: int
     batch_size: int | None = None
@@ -113,14 +113,14 @@ class Bench:
         messages.append({"role": "user", "content": question.turns[len(answers)]})
         return self.pair.prompt_ids(messages)
 
-    def capped(self, prompt: list[int]) -> Decoding:
+    def capped(self, prompt: list[int]) -> SamplingParams:
         """The decoding with a cap that the context still holds, the same for every arm."""
         room = self.pair.context_length - len(prompt)
         if room < 1:
             raise UserError(
                 f"the prompt has {len(prompt)} tokens, the context only {self.pair.context_length}"
             )
-        return Decoding(min(self.decoding.max_new_tokens, room), self.decoding.temperature)
+        return SamplingParams(min(self.decoding.max_new_tokens, room), self.decoding.temperature)
 
     def recall(self, records: list[dict]) -> None:
         """Takes the answers of earlier repeats from the journal: later ones are certified against the first."""
@@ -212,7 +212,7 @@ class Bench:
             order.insert(len(order) * (repeat % 2), SINGLE)
         seeds = [answer_seed(self.seed, q.question_id, turn, repeat) for q in questions]
         seeded = {name: [replace(r, seed=seed) for r, seed in zip(requests[name], seeds)] for name in order}
-        self._foretell(requests[METHOD])
+        self._set_reference_answers(requests[METHOD])
         self.watch.find_children()
         heat = self.watch.heat()
         learnt = self.drafter.snapshot()
@@ -252,11 +252,11 @@ class Bench:
             )
         return records
 
-    def _foretell(self, requests: list[Request]) -> None:
+    def _set_reference_answers(self, requests: list[Request]) -> None:
         """Gives a drafter that needs them the target's own answers to what it is asked next; not timed."""
-        if self.drafter.needs.continuation:
+        if self.drafter.needs.reference_answer:
             answers = self.arms[BASELINE](requests)
-            self.drafter.foretell([r.prompt for r in requests], [a.tokens for a in answers])
+            self.drafter.set_reference_answers([r.prompt for r in requests], [a.tokens for a in answers])
 
     def _go(self, requests: dict[str, list[Request]]) -> Measured:
         """Lets every arm answer its requests, in turns that begin in the order of `requests`."""
@@ -314,7 +314,7 @@ class Bench:
 
         answers: of each arm, in every go: also one that is not timed must be right. seed: of the answers.
         """
-        same_draws = self.decoding.greedy or (arm != HF and self.drafter.certain)
+        same_draws = self.decoding.greedy or (arm != HF and self.drafter.deterministic)
         if not same_draws or prompts[arm] != prompts[self.reference]:
             return Certificate(None, None, None, None)
         prompt = prompts[self.reference]
@@ -341,7 +341,7 @@ class Bench:
         requests = self._warm_up_requests(self.decoding.max_new_tokens if whole else WARM_UP_TOKENS)
         by_length = sorted(requests, key=lambda request: len(request.prompt))
         ends = [by_length[0], by_length[-1]]
-        self._foretell(ends)
+        self._set_reference_answers(ends)
         for name, arm in self.arms.items():
             arm(ends if name == SINGLE else self._filled(ends))
 
@@ -365,7 +365,7 @@ class Bench:
         It is measured on the first warm-up question (batches: on as many as fill one).
         """
         requests = self._filled(self._warm_up_requests(WARM_UP_TOKENS))[: self.batch_size or 1]
-        self._foretell(requests)
+        self._set_reference_answers(requests)
 
         def work() -> None:
             for name in (BASELINE, METHOD):
@@ -390,7 +390,7 @@ class Bench:
         for question in self.warmup:
             prompt = self.prompt(question, [])
             cap = min(self.capped(prompt).max_new_tokens, most_tokens)
-            requests.append(Request(prompt, Decoding(cap, self.decoding.temperature), self.seed))
+            requests.append(Request(prompt, SamplingParams(cap, self.decoding.temperature), self.seed))
         return requests
 
     def _filled(self, requests: list[Request]) -> list[Request]:

@@ -26,7 +26,7 @@ from specbench.data.warm_start import warm_record
 from specbench.decoding.drafter import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel, name_of
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted
 from specbench.measure.arms import Arm, Faster, generate_arm, one_by_one
@@ -71,7 +71,7 @@ def prepare(cfg: DictConfig) -> Bench:
         arms[SINGLE] = single
     if cfg.generate:
         arms[HF] = generate_arm(pair, size or 1, counted(target.pass_bytes()))
-    decoding = Decoding(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
+    decoding = SamplingParams(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
     warmup = warmup_questions(cfg.data)
     return Bench(
         pair=pair,
@@ -84,7 +84,7 @@ def prepare(cfg: DictConfig) -> Bench:
         batch_size=size,
         widest=measured.widest,
         warmup=warmup,
-        slice_seconds=None if drafter.uninterrupted else cfg.slice_seconds,
+        slice_seconds=None if drafter.exclusive else cfg.slice_seconds,
         remeasure=cfg.remeasure,
         training=provenance.trained(pair_cfg, plain(drafting), needs.draft_model)
         | warm_record(plain(drafting), pair),

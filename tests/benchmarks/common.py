@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from specbench.data.questions import load_questions, warmup_questions
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure.arms import Arm
@@ -26,7 +26,7 @@ def pair_and_requests(
     questions per task; or of the warm-up questions, which are there to choose settings by."""
     cfg = composed("bench", f"pair={name}", f"data.limit={limit}", *overrides)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=True)
-    decoding = Decoding(cfg.decoding.max_new_tokens)
+    decoding = SamplingParams(cfg.decoding.max_new_tokens)
     questions = warmup_questions(cfg.data) if warmup else load_questions(cfg.data, cfg.task)
     return pair, [
         Request(pair.prompt_ids([{"role": "user", "content": q.turns[0]}]), decoding) for q in questions

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from specbench.data.questions import load_questions
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.trace import Generation
 from specbench.measure.runner import Bench, prepare
 from specbench.models.pairs import load_pair
@@ -45,7 +45,7 @@ def prompts(bench: Bench, cfg: DictConfig) -> list[list[int]]:
 def answers(bench: Bench, drafter: Drafter, asked: list[list[int]], tokens: int) -> list[Generation]:
     """What a drafter makes of some prompts."""
     engine = Engine(bench.target, drafter, bench.pair.stop_ids, context_length=bench.pair.context_length)
-    return [engine.answer(prompt, Decoding(tokens)) for prompt in tqdm(asked, leave=False)]
+    return [engine.answer(prompt, SamplingParams(tokens)) for prompt in tqdm(asked, leave=False)]
 
 
 def acceptance(generations: list[Generation]) -> float:

@@ -18,7 +18,7 @@ from specbench.data.warm_start import warm_answers, warm_record
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
@@ -69,7 +69,7 @@ def said(pair, text: str) -> list[int]:
 
 
 def requests(pair, *texts: str, new: int = 12) -> list[Request]:
-    return [Request(pair.prompt_ids(messages([text])), Decoding(new)) for text in texts]
+    return [Request(pair.prompt_ids(messages([text])), SamplingParams(new)) for text in texts]
 
 
 def drafts(pair, drafter: Drafter, text: str = ASKED) -> list[tuple[list[int], list[int]]]:
@@ -97,7 +97,7 @@ def with_history(pair, name: str) -> Drafter:
     engine = Engine(StagedModel(pair.target), drafter, frozenset())
     for talk in TALKS:
         for ids, _ in tokenizer_of(pair)(messages(talk)):
-            engine.answer(ids, Decoding(1))  # no round: the prompt alone is learnt
+            engine.answer(ids, SamplingParams(1))  # no round: the prompt alone is learnt
     return drafter
 
 

@@ -18,7 +18,7 @@ from specbench.decoding.acceptance import (
     residual,
     sampled_chain,
 )
-from specbench.decoding.sampling import Decoding, invert, position_draws
+from specbench.decoding.sampling import SamplingParams, position_draws, sample_inverse_cdf
 from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree, ancestors
 
@@ -69,15 +69,15 @@ def test_greedy_tree_walks_the_matching_path(tree):
         path.append(node)
     logits = one_hot(torch.tensor([choices]))
     draft = Draft(torch.tensor([tokens]), tree=Tree.of(torch.tensor(parents)))
-    verdict = accept(logits, draft, Decoding(1), None)
+    verdict = accept(logits, draft, SamplingParams(1), None)
     assert verdict.path[0, : verdict.count].tolist() == path
     assert verdict.next.item() == choices[node + 1]
     for most in range(len(path) + 1):
-        cut = accept(logits, draft, Decoding(1), None, limits=torch.tensor([most]))
+        cut = accept(logits, draft, SamplingParams(1), None, limits=torch.tensor([most]))
         assert cut.path[0, : cut.count].tolist() == path[:most]
         assert cut.next.item() == choices[([-1, *path])[most] + 1]
     # Of nodes that are only looked at none is accepted.
-    some = accept(logits, replace(draft, candidates=len(tokens) // 2), Decoding(1), None)
+    some = accept(logits, replace(draft, candidates=len(tokens) // 2), SamplingParams(1), None)
     assert some.path[0, : some.count].tolist() == [n for n in path if n < len(tokens) // 2]
 
 
@@ -93,7 +93,10 @@ def test_trees_of_a_batch_are_accepted_one_by_one():
         counts = torch.randint(0, k + 1, (5,), generator=g)
         numbers = torch.stack([position_draws(seed, k + 1, k, torch.device("cpu")) for seed in range(5)])
         q = torch.softmax(torch.randn(5, k, 3, generator=g), dim=-1)
-        for decoding, uniforms, probs in ((Decoding(1), None, None), (Decoding(1, 1.0), numbers, q)):
+        for decoding, uniforms, probs in (
+            (SamplingParams(1), None, None),
+            (SamplingParams(1, 1.0), numbers, q),
+        ):
             for shape in (parents, parents[:1]):
                 draft = Draft(tokens, probs, Tree.of(shape), candidates=counts)
                 batch = accept(logits, draft, decoding, uniforms)
@@ -153,7 +156,7 @@ def emitted_pairs(draft_kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     p = torch.rand(3, VOCAB, generator=g) ** 3
     p = p / p.sum(-1, keepdim=True)
     probs = p.expand(ROWS, 3, VOCAB)
-    if draft_kind == "certain":
+    if draft_kind == "deterministic":
         q, tokens = None, torch.tensor([1, 3]).expand(ROWS, 2)
     else:
         q = torch.rand(2, VOCAB, generator=g) ** 3
@@ -165,7 +168,7 @@ def emitted_pairs(draft_kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         )
         q = q.expand(ROWS, 2, VOCAB)
     if q is None:
-        verdict = greedy_chain(invert(probs, torch.rand(ROWS, 3, generator=g)), tokens)
+        verdict = greedy_chain(sample_inverse_cdf(probs, torch.rand(ROWS, 3, generator=g)), tokens)
         count, following = verdict.count, verdict.next
     else:
         count, rest = sampled_chain(probs, tokens, q, torch.rand(ROWS, 2, generator=g))
@@ -183,7 +186,7 @@ def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
     return chisquare(counts.double().numpy(), expected.numpy()).pvalue
 
 
-@pytest.mark.parametrize("draft_kind", ["full", "subset", "certain"])
+@pytest.mark.parametrize("draft_kind", ["full", "subset", "deterministic"])
 def test_speculative_sampling_leaves_the_distribution_unchanged(draft_kind):
     assert p_value(*emitted_pairs(draft_kind)) > 1e-3
 
@@ -277,8 +280,8 @@ def test_residual_never_vanishes():
 
 
 @pytest.mark.first_fast
-@pytest.mark.parametrize("certain", [True, False])
-def test_sampled_trees_leave_the_distribution_unchanged(certain):
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_sampled_trees_leave_the_distribution_unchanged(deterministic):
     """Two children of the root and one grandchild: what comes first is still a draw from p."""
     g = torch.Generator().manual_seed(2)
     logits = torch.randn(1, 4, VOCAB, generator=g)
@@ -288,12 +291,14 @@ def test_sampled_trees_leave_the_distribution_unchanged(certain):
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.int64)
     for seed in range(6000):
         numbers = position_draws(seed, 4, 2, torch.device("cpu"))
-        if certain:
+        if deterministic:
             draft = Draft(torch.tensor([[1, 4, 2]]), tree=tree)
         else:
             rows = numbers[[0, 0, 1], [3, 4, 3]]
-            draft = Draft(invert(q.expand(1, 3, -1), rows.unsqueeze(0)), q.expand(1, 3, VOCAB), tree)
-        verdict = accept(logits, draft, Decoding(9, 1.0), numbers.unsqueeze(0))
+            draft = Draft(
+                sample_inverse_cdf(q.expand(1, 3, -1), rows.unsqueeze(0)), q.expand(1, 3, VOCAB), tree
+            )
+        verdict = accept(logits, draft, SamplingParams(9, 1.0), numbers.unsqueeze(0))
         kept = [*draft.tokens[0, verdict.path[0, : verdict.count]].tolist(), verdict.next.item()]
         if verdict.count and len(kept) < 2:
             raise AssertionError("a kept token is followed by one of the target")
@@ -343,5 +348,7 @@ def test_siblings_are_counted():
 
 def test_a_tree_without_nodes_is_an_empty_chain():
     nothing = torch.empty(1, 0, dtype=torch.int64)
-    verdict = accept(torch.tensor([[[0.0, 2.0]]]), Draft(nothing, tree=Tree.of(nothing)), Decoding(1), None)
+    verdict = accept(
+        torch.tensor([[[0.0, 2.0]]]), Draft(nothing, tree=Tree.of(nothing)), SamplingParams(1), None
+    )
     assert (verdict.count.item(), verdict.next.item(), verdict.path) == (0, 1, None)

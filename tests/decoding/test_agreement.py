@@ -48,7 +48,7 @@ def shift_positions(target: StagedModel, monkeypatch) -> None:
     monkeypatch.setattr(
         target,
         "_rope",
-        lambda where, n, c: rope(replace(where, start=where.start + (where.start > 0)), n, c + 1),
+        lambda ctx, n, c: rope(replace(ctx, start=ctx.start + (ctx.start > 0)), n, c + 1),
     )
 
 
@@ -70,11 +70,11 @@ def mask_that(allows) -> object:
     """A fault in the masks of passes behind the prompt: `allows` tells from how far back a token is visible."""
 
     def plant(target: StagedModel, monkeypatch) -> None:
-        def mask(where, n, like, window=None, implied=True):
-            if where.start == 0:
+        def mask(ctx, n, like, window=None, implied=True):
+            if ctx.start == 0:
                 return None
-            positions = torch.arange(where.start, where.kv_len)
-            back = positions.unsqueeze(-1) - torch.arange(where.kv_len)
+            positions = torch.arange(ctx.start, ctx.kv_len)
+            back = positions.unsqueeze(-1) - torch.arange(ctx.kv_len)
             return torch.zeros(1, 1, *back.shape, dtype=like.dtype).masked_fill_(~allows(back), float("-inf"))
 
         monkeypatch.setattr(targets, "attention_mask", mask)

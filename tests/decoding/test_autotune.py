@@ -13,7 +13,7 @@ import torch
 from specbench.decoding.cpu import autotune as layouts
 from specbench.decoding.cpu import packed_linear as linear
 from specbench.decoding.cpu.autotune import Choice, PassShape, choose_layouts, fastest
-from specbench.decoding.cpu.packed_linear import LAYOUTS, ONE_TOKEN, Bags, laid_linear, product
+from specbench.decoding.cpu.packed_linear import LAYOUTS, ONE_TOKEN, EmbeddingBagGemv, packed_linear, product
 from specbench.decoding.model.staged_model import StagedModel
 from tests.support.models import random_model
 
@@ -31,8 +31,8 @@ needs_packed = pytest.mark.skipif(not has_packed(), reason="this torch has no pa
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     """No weights and decisions of other tests; small matrices are measured, too."""
-    monkeypatch.setattr(linear, "LAID", WeakSet())
-    monkeypatch.setattr(layouts, "LAID", linear.LAID)
+    monkeypatch.setattr(linear, "PACKED", WeakSet())
+    monkeypatch.setattr(layouts, "PACKED", linear.PACKED)
     monkeypatch.setattr(layouts, "_FASTEST", {})
     monkeypatch.setattr(layouts, "LEAST_BYTES", 0)
 
@@ -139,7 +139,7 @@ def test_the_choice_is_applied_to_target_and_model_and_changes_no_logits(measure
 
 @needs_packed
 def test_which_layout_serves_which_number_of_tokens(monkeypatch):
-    layer = laid_linear(torch.randn(40, 24), None)
+    layer = packed_linear(torch.randn(40, 24), None)
     laid(layer).choose(PACKED)
     used = []
     monkeypatch.setattr(
@@ -171,7 +171,7 @@ def test_which_layout_serves_which_number_of_tokens(monkeypatch):
 @pytest.mark.parametrize("fixed", [False, True])
 def test_other_numbers_of_tokens_take_the_nearest_layout(monkeypatch, chosen, expected, fixed):
     layer = torch.nn.Linear(24, 40, bias=False).requires_grad_(False)
-    linear.lay_out(layer, fixed)
+    linear.pack_linears(layer, fixed)
     laid(layer).choose(chosen)
     used = []
     monkeypatch.setattr(linear, "product", lambda _, weight, bias: used.append(kind(weight)))
@@ -184,7 +184,7 @@ def test_other_numbers_of_tokens_take_the_nearest_layout(monkeypatch, chosen, ex
 
 def kind(weight) -> str:
     """How a matrix lies in memory."""
-    if isinstance(weight, Bags):
+    if isinstance(weight, EmbeddingBagGemv):
         return "bags"
     if weight.is_mkldnn:
         return "packed"
@@ -224,7 +224,7 @@ def test_no_copy_outlives_a_change_of_its_weight(measured):
 
 @needs_packed
 def test_gradients_pass_through_a_packed_layer(measured):
-    layer = laid_linear(torch.randn(40, 24), None)
+    layer = packed_linear(torch.randn(40, 24), None)
     choose_layouts()
     states = torch.randn(3, 24, requires_grad=True)
     layer(states).sum().backward()
@@ -239,8 +239,8 @@ def test_weights_that_are_trained_are_left_alone(measured):
 
 
 def test_each_is_measured_once_for_each_number_of_threads_and_shape_of_passes(measured, monkeypatch):
-    layers = [laid_linear(torch.randn(40, 24), None) for _ in range(3)]
-    layers += [laid_linear(torch.randn(24, 40), None)]
+    layers = [packed_linear(torch.randn(40, 24), None) for _ in range(3)]
+    layers += [packed_linear(torch.randn(24, 40), None)]
     target = StagedModel(random_model("llama", 0))
     own = [name for name in choose_layouts(target)["groups"] if not name.startswith("drafter")]
     assert own[0].startswith("head") and all(name.startswith("layers") for name in own[1:]) and own[1:]
@@ -252,11 +252,11 @@ def test_each_is_measured_once_for_each_number_of_threads_and_shape_of_passes(me
     choose_layouts(target, [PassShape(8, 6), ONE, PassShape(8, 1), ONE])
     assert measured[6][1] == (ONE, PassShape(8, 1), PassShape(8, 6))
     assert measured[7][1] == (1, 6, 8, 48), "a drafter's products"
-    assert {type(layer) for layer in layers} == {linear.LaidLinear}
+    assert {type(layer) for layer in layers} == {linear.PackedLinear}
 
 
 def test_what_is_known_is_not_measured_again(measured):
-    layer = laid_linear(torch.randn(40, 24), None)
+    layer = packed_linear(torch.randn(40, 24), None)
     chosen = {n: asdict(Choice("rows", {"rows": 1.0})) for n in ("1", "6")}
     known = {"groups": {"drafter 40x24 float32": chosen}, "pass_ms": {"6": {"default": 2.0, "tried": 1.0}}}
     assert choose_layouts(known=known) == known and measured == []
@@ -264,7 +264,7 @@ def test_what_is_known_is_not_measured_again(measured):
 
 
 def test_defaults_stay_where_matrices_are_small_or_memory_is_short(measured, monkeypatch):
-    layer = laid_linear(torch.randn(40, 24), None)
+    layer = packed_linear(torch.randn(40, 24), None)
     usual = {"drafter 40x24 float32": {"1": "columns"}}
     with monkeypatch.context() as patched:
         patched.setattr(layouts, "LEAST_BYTES", layer.weight.nbytes + 1)
@@ -384,7 +384,7 @@ def test_what_is_faster_alone_and_slower_in_place_is_not_chosen(monkeypatch):
 @needs_packed
 def test_a_weight_that_is_alone_of_its_shape_is_not_left_in_the_cache(monkeypatch):
     World(monkeypatch, ALIKE | {"packed": (6.0, 1.0)})
-    layer = laid_linear(torch.randn(64, 48), None)
+    layer = packed_linear(torch.randn(64, 48), None)
     assert names_of(choose_layouts()) == {"drafter 64x48 float32": {"1": "columns", "6": "columns"}}
     assert kind(layer.weight) == "columns"
 

@@ -12,7 +12,7 @@ from specbench.decoding import acceptance
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.system.errors import UserError
@@ -67,7 +67,7 @@ def test_every_row_is_transformers_own_answer(arch, scheduler):
 )
 def test_a_sample_does_not_depend_on_who_shares_the_batch(kind):
     """The same seed gives the same answer alone, in any batch, and in any order."""
-    requests = [Request(r.prompt, Decoding(12, 1.0), r.seed, r.stop_ids) for r in cases("llama")[0]]
+    requests = [Request(r.prompt, SamplingParams(12, 1.0), r.seed, r.stop_ids) for r in cases("llama")[0]]
     pair = random_pair("llama")
     target, drafter = StagedModel(pair.target), DRAFTERS[kind](pair)
     alone = [Engine(target, drafter, frozenset(), Scheduler(1)).generate([r])[0] for r in requests]
@@ -167,11 +167,11 @@ def test_the_seconds_of_all_rows_are_the_time_of_the_call():
         assert answer.seconds == pytest.approx(answer.prefill_seconds + parts)
 
 
-@pytest.mark.parametrize("where", ["prefill", "round"])
-def test_logits_that_are_nan_end_a_sampled_batch(where, monkeypatch):
+@pytest.mark.parametrize("stage", ["prefill", "round"])
+def test_logits_that_are_nan_end_a_sampled_batch(stage, monkeypatch):
     """As with one sequence; no token is made up. The engine is as good as new for the next requests."""
     pair, (requests, _) = random_pair("llama"), cases("llama")
-    requests = [Request(r.prompt, Decoding(6, 1.0), r.seed) for r in requests[:4]]
+    requests = [Request(r.prompt, SamplingParams(6, 1.0), r.seed) for r in requests[:4]]
     engine = Engine(StagedModel(pair.target), ModelChain(pair.draft, 3), frozenset(), Scheduler(3))
     expected = [answer.tokens for answer in engine.generate(requests)]
     head, calls = engine.target.head, 0
@@ -179,7 +179,7 @@ def test_logits_that_are_nan_end_a_sampled_batch(where, monkeypatch):
     def overflowing(hidden):
         nonlocal calls
         logits, calls = head(hidden), calls + 1
-        if (hidden.dim() == 3) == (where == "round") and calls > 1:
+        if (hidden.dim() == 3) == (stage == "round") and calls > 1:
             logits[-1] = float("nan")  # of one sequence
         return logits
 
@@ -197,17 +197,17 @@ def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_batch():
     drafter = ModelChain(spoiled, 3)
     engine = Engine(StagedModel(pair.target), drafter, frozenset(), Scheduler(2))
     with pytest.raises(UserError, match=r"NaN or inf.*pair\.dtype"):
-        engine.generate([Request([3, 9, 27], Decoding(6, 1.0), seed) for seed in range(3)])
+        engine.generate([Request([3, 9, 27], SamplingParams(6, 1.0), seed) for seed in range(3)])
 
 
 def test_what_cannot_be_decoded_is_refused_before_anything_runs():
     pair = random_pair("llama", max_position_embeddings=64)
     engine = Engine(StagedModel(pair.target), Drafter(), frozenset(), Scheduler(2))
     for requests, said in (
-        ([Request([], Decoding(4))], "empty"),
-        ([Request([1] * 60, Decoding(5))], "60 .*5 .*64"),
-        ([Request([1], Decoding(0))], "max_new_tokens .*1.*0"),
-        ([Request([1], Decoding(4)), Request([1], Decoding(4, 1.0))], "temperature"),
+        ([Request([], SamplingParams(4))], "empty"),
+        ([Request([1] * 60, SamplingParams(5))], "60 .*5 .*64"),
+        ([Request([1], SamplingParams(0))], "max_new_tokens .*1.*0"),
+        ([Request([1], SamplingParams(4)), Request([1], SamplingParams(4, 1.0))], "temperature"),
     ):
         with pytest.raises(UserError, match=said):
             engine.generate(requests)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Draft, Request
 from specbench.decoding.tree import Tree
@@ -33,11 +33,11 @@ def test_random_schedules(seed, cap, error, tree):
     """Caps are exact, the trace adds up, and a second answer on the same buffers is the same."""
     target = StagedModel(random_pair("llama").target)
     prompt = random_prompt(random.Random(seed), target.vocab_size)
-    plain = Engine(target, Drafter(), frozenset([STOP])).answer(prompt, Decoding(cap))
+    plain = Engine(target, Drafter(), frozenset([STOP])).answer(prompt, SamplingParams(cap))
     oracle = Oracle(len(prompt), plain.tokens, target.vocab_size, seed, error, 6, tree)
     engine = Engine(target, oracle, frozenset([STOP]))
     for _ in range(2):  # the second answer reuses the buffers of the first
-        answer = engine.answer(prompt, Decoding(cap))
+        answer = engine.answer(prompt, SamplingParams(cap))
         assert answer.tokens == plain.tokens
         assert len(answer.tokens) == cap or answer.tokens[-1] == STOP
         for step in answer.steps:
@@ -55,14 +55,14 @@ def test_random_schedules(seed, cap, error, tree):
 def test_impossible_requests_are_refused(prompt, cap, message):
     target = StagedModel(random_pair("llama", max_position_embeddings=512).target)
     with pytest.raises(UserError, match=message):
-        Engine(target, Drafter(), frozenset()).answer(prompt, Decoding(cap))
+        Engine(target, Drafter(), frozenset()).answer(prompt, SamplingParams(cap))
 
 
 def test_answers_may_fill_the_context_to_the_brim():
     target = StagedModel(random_pair("llama", max_position_embeddings=64).target)
-    plain = Engine(target, Drafter(), frozenset()).answer([7] * 40, Decoding(24))
+    plain = Engine(target, Drafter(), frozenset()).answer([7] * 40, SamplingParams(24))
     oracle = Oracle(40, plain.tokens, target.vocab_size, 0, 0.0, 8, False)
-    assert Engine(target, oracle, frozenset()).answer([7] * 40, Decoding(24)).tokens == plain.tokens
+    assert Engine(target, oracle, frozenset()).answer([7] * 40, SamplingParams(24)).tokens == plain.tokens
     assert len(plain.tokens) == 24
 
 
@@ -91,7 +91,7 @@ class Spectator(Drafter):
 def test_what_is_only_looked_at(slots):
     """It is no part of a draft's depth, and the drafter learns on the host what it makes of its logits."""
     target, spectator = StagedModel(random_pair("llama").target), Spectator()
-    requests = [Request([7, 9, 4 + i], Decoding(12)) for i in range(3)]
+    requests = [Request([7, 9, 4 + i], SamplingParams(12)) for i in range(3)]
     plain = Engine(target, Drafter(), frozenset()).generate(requests)
     answers = Engine(target, spectator, frozenset(), Scheduler(slots)).generate(requests)
     assert [a.tokens for a in answers] == [a.tokens for a in plain]

@@ -12,7 +12,7 @@ from specbench.decoding.device import place_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from tests.support.batches import assert_lossless
@@ -37,7 +37,10 @@ def test_answers_are_transformers_own(family):
     pair, rng = random_pair(family), random.Random(family)
     requests = [
         Request(
-            [rng.randrange(3, pair.vocab_size) for _ in range(length)], Decoding(cap), 0, frozenset([STOP])
+            [rng.randrange(3, pair.vocab_size) for _ in range(length)],
+            SamplingParams(cap),
+            0,
+            frozenset([STOP]),
         )
         for length, cap in LENGTHS_AND_CAPS
     ]

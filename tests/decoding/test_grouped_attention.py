@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specbench.decoding.cpu import grouped_attention as attention
 from specbench.decoding.cpu.grouped_attention import NAME, SHORT, attend, fold_mask
-from specbench.decoding.kv_cache import Pass
+from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.tree import Tree
 from tests.support.models import random_model
@@ -84,8 +84,8 @@ def test_nothing_is_copied_in_short_passes(monkeypatch):
     target.prefill(ids, cache)
     assert not seen, "a prefill is transformers' own"
     tree = Tree.of(torch.tensor([-1, -1, 0]))
-    for where, n in ((20, 1), (20, 4), (Pass.nodes(20, tree.offsets()[0], tree.visible[0]), 4)):
-        target.run_layers(target.embed(ids[:, :n]), cache, where)
+    for ctx, n in ((20, 1), (20, 4), (ForwardContext.nodes(20, tree.offsets()[0], tree.visible[0]), 4)):
+        target.run_layers(target.embed(ids[:, :n]), cache, ctx)
         (segment,) = cache.segments
         there = [(layer[0].data_ptr(), layer[1].data_ptr(), 2 * n) for layer in segment]
         assert seen == there

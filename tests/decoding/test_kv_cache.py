@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.decoding.kv_cache import KVCache, Pass
+from specbench.decoding.kv_cache import ForwardContext, KVCache
 
 LAYERS, SLOTS, CAPACITY = 2, 3, 32
 CPU = torch.device("cpu")
@@ -40,11 +40,11 @@ def test_cache_behaves_like_lists(ops, devices, indexed):
             stamp += SLOTS * number
             for slot in range(SLOTS):
                 rows[slot] += values[slot, 0, :, 0].tolist()
-            where = Pass.consecutive(length, number)
+            ctx = ForwardContext.consecutive(length, number)
             if indexed:
                 entries = torch.arange(length, length + number) + CAPACITY * torch.arange(SLOTS).unsqueeze(1)
-                where = Pass(length + number, entries.flatten())
-            cache.begin_pass(0, LAYERS, where, SLOTS, number)
+                ctx = ForwardContext(length + number, entries.flatten())
+            cache.begin_pass(0, LAYERS, ctx, SLOTS, number)
             for layer in range(LAYERS):
                 keys, held = cache.update(values + layer, -values, layer)
                 assert keys[:, 0, :, 0].tolist() == [[entry + layer for entry in row] for row in rows]
@@ -68,7 +68,7 @@ def test_cache_behaves_like_lists(ops, devices, indexed):
 def test_a_pass_through_some_layers_touches_no_other():
     cache = KVCache([CPU] * 3, 1, 1, 1, 8, torch.float32)
     row = torch.ones(1, 1, 4, 1)
-    cache.begin_pass(1, 2, Pass.consecutive(2, 4), 1, 4)
+    cache.begin_pass(1, 2, ForwardContext.consecutive(2, 4), 1, 4)
     cache.update(row, row, 1)
     assert cache.segments[0].sum((1, 2, 4, 5)).tolist() == [
         [0.0] * 8,
@@ -80,7 +80,7 @@ def test_a_pass_through_some_layers_touches_no_other():
 def test_a_slot_is_a_view():
     cache = KVCache([CPU], 1, 1, 2, 4, torch.float32)
     slot, row = cache.slot(1), torch.ones(1, 1, 2, 1)
-    slot.begin_pass(0, 1, Pass.consecutive(0, 2), 1, 2)
+    slot.begin_pass(0, 1, ForwardContext.consecutive(0, 2), 1, 2)
     slot.update(row, row, 0)
     assert cache.segments[0][0, 0, :, :, 0, 0].tolist() == [[0.0] * 4, [1.0, 1.0, 0.0, 0.0]]
 

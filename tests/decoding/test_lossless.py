@@ -8,7 +8,7 @@ from specbench.decoding import acceptance
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from tests.support.decoding import random_pair
 from tests.support.drafters import EarlyExit, ModelChain, ModelTree, Oracle
 from tests.support.lossless import (
@@ -67,7 +67,7 @@ def test_any_acceptance_pattern(arch, tree):
     for seed, error in enumerate([0.0, 0.1, 0.3, 1.0]):
         for prompt, cap, stop_ids, expected in cases(arch):
             oracle = Oracle(len(prompt), expected, target.vocab_size, seed, error, longest=8, tree=tree)
-            answer = Engine(target, oracle, frozenset(stop_ids)).answer(prompt, Decoding(cap))
+            answer = Engine(target, oracle, frozenset(stop_ids)).answer(prompt, SamplingParams(cap))
             assert answer.tokens == expected
             accepted |= {s.accepted for s in answer.steps}
     assert {0, 1, 2, 3} <= accepted and max(accepted) >= 6
@@ -81,7 +81,7 @@ def test_certain_drafts_leave_a_sampled_answer_as_it_is(arch, tree):
     accepted = set()
     for seed, error in enumerate([0.0, 0.3, 1.0]):
         for prompt, cap, stop_ids, _ in cases(arch)[:4]:
-            stops, decoding = frozenset(stop_ids), Decoding(cap, 0.8)
+            stops, decoding = frozenset(stop_ids), SamplingParams(cap, 0.8)
             plain = Engine(target, Drafter(), stops).answer(prompt, decoding, seed).tokens
             oracle = Oracle(len(prompt), plain, target.vocab_size, seed, error, longest=8, tree=tree)
             answer = Engine(target, oracle, stops).answer(prompt, decoding, seed)

@@ -12,7 +12,7 @@ from torch.nn.functional import linear as plain_linear
 
 from specbench.decoding.cpu import packed_linear as linear
 from specbench.decoding.cpu.autotune import choose_layouts
-from specbench.decoding.cpu.packed_linear import JoinedLinear, LaidLinear, lay_out
+from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear, pack_linears
 from specbench.decoding.model.staged_model import StagedModel
 from tests.support.models import random_model
 
@@ -63,7 +63,7 @@ def _small_ones_too(monkeypatch):
 def attention(request) -> Attention:
     torch.manual_seed(0)
     module = Attention(request.param)
-    lay_out(module)
+    pack_linears(module)
     assert all(type(getattr(module, name)) is JoinedLinear for name in NAMES)
     return module
 
@@ -146,7 +146,7 @@ def test_layers_of_different_kinds_are_not_joined():
     def laid(change) -> Attention:
         module = Attention(bias=False)
         change(module)
-        lay_out(module)
+        pack_linears(module)
         assert not any(type(getattr(module, name)) is JoinedLinear for name in NAMES)
         assert_right(module)
         return module
@@ -161,22 +161,22 @@ def test_layers_of_different_kinds_are_not_joined():
         module.q_proj._hf_hook = object()
 
     laid(set_bias)
-    assert type(laid(set_trained).q_proj) is LaidLinear
+    assert type(laid(set_trained).q_proj) is PackedLinear
     laid(set_hook)
     nothing = torch.nn.Module()
     nothing.k_proj = torch.nn.Linear(4, 4).requires_grad_(False)
-    lay_out(nothing)
-    assert type(nothing.k_proj) is LaidLinear
+    pack_linears(nothing)
+    assert type(nothing.k_proj) is PackedLinear
 
 
 def test_small_layers_are_not_joined(monkeypatch):
     for least, kind in [
         (16 * 32 * 4, JoinedLinear),
-        (16 * 32 * 4 + 1, LaidLinear),
+        (16 * 32 * 4 + 1, PackedLinear),
     ]:  # the smallest is of 16 x 32
         monkeypatch.setattr(linear, "LEAST_JOINED", least)
         module = Attention(bias=False)
-        lay_out(module)
+        pack_linears(module)
         assert {type(getattr(module, name)) for name in NAMES} == {kind}
 
 
@@ -202,7 +202,7 @@ def test_what_was_laid_out_under_inference_mode_is_no_different():
     with torch.inference_mode(False):
         module = Attention(bias=False)
     with torch.inference_mode():
-        lay_out(module)
+        pack_linears(module)
         module.q_proj._joined.laid.choose({1: "rows", 6: "columns"})
     assert_right(module)
     with torch.no_grad():

@@ -18,7 +18,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.graphs import Graphs, Options, Passes, compiled, set_options, uncollected
 from specbench.decoding.model.staged_model import StagedModel, passes_of
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Draft
 from tests.support.decoding import random_pair
 from tests.support.graphs import PretendedGraphs, pretend
@@ -129,15 +129,17 @@ def test_memory_that_moves_is_found():
 
 def test_an_answer_captures_a_pass_for_each_reach(monkeypatch):
     pair = random_pair("llama")
-    expected = Engine(StagedModel(pair.target), Drafter(), frozenset()).answer(PROMPT, Decoding(40)).tokens
+    expected = (
+        Engine(StagedModel(pair.target), Drafter(), frozenset()).answer(PROMPT, SamplingParams(40)).tokens
+    )
     made = pretend(monkeypatch)
     engine = Engine(StagedModel(pair.target), Drafter(), frozenset())
     (graphs,) = made
-    assert engine.answer(PROMPT, Decoding(40)).tokens == expected
+    assert engine.answer(PROMPT, SamplingParams(40)).tokens == expected
     # The first token comes from the prompt's pass; the others attend to 8 to 46 entries, that is 16, 32 or 48.
     assert (graphs.captures, graphs.replays) == (3, 39)
     other = [token + 1 for token in PROMPT]
-    assert engine.answer(other, Decoding(40)).tokens != expected
+    assert engine.answer(other, SamplingParams(40)).tokens != expected
     assert (graphs.captures, graphs.replays) == (3, 78)
 
 
@@ -152,8 +154,8 @@ def test_caches_and_tables_of_angles_that_grow_are_captured_anew(monkeypatch):
     (graphs,) = made
     captures = []
     for prompt in prompts:
-        expected = plain.answer(prompt, Decoding(10)).tokens
-        assert engine.answer(prompt, Decoding(10)).tokens == expected
+        expected = plain.answer(prompt, SamplingParams(10)).tokens
+        assert engine.answer(prompt, SamplingParams(10)).tokens == expected
         captures.append(graphs.captures)
     assert captures == [1, 2, 3, 5, 6]
     assert len(graphs._captured) == 1, "those of the caches before are gone"
@@ -164,7 +166,7 @@ def test_an_answer_that_fails_leaves_nothing_behind_that_is_not_finite(monkeypat
     pair = random_pair("llama")
     pretend(monkeypatch)
     engine = Engine(StagedModel(pair.target), Drafter(), frozenset())
-    expected = engine.answer(PROMPT[:2], Decoding(6)).tokens
+    expected = engine.answer(PROMPT[:2], SamplingParams(6)).tokens
     inner = StagedModel.verify
 
     def failing(self, pending, draft, cache, *given):
@@ -173,9 +175,9 @@ def test_an_answer_that_fails_leaves_nothing_behind_that_is_not_finite(monkeypat
 
     monkeypatch.setattr(StagedModel, "verify", failing)
     with pytest.raises(RuntimeError, match="for some reason"):
-        engine.answer(PROMPT, Decoding(12))
+        engine.answer(PROMPT, SamplingParams(12))
     monkeypatch.setattr(StagedModel, "verify", inner)
-    assert engine.answer(PROMPT[:2], Decoding(6)).tokens == expected
+    assert engine.answer(PROMPT[:2], SamplingParams(6)).tokens == expected
 
 
 @pytest.mark.parametrize("width", [None, 8])

@@ -10,7 +10,7 @@ import torch
 from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import NOT_DRAWN, Decoding, all_drawn, invert
+from specbench.decoding.sampling import NOT_DRAWN, SamplingParams, check_sampled, sample_inverse_cdf
 from specbench.system.errors import UserError
 from tests.support.decoding import random_pair
 from tests.support.distribution import PROMPT, SHAPE, p_value_alone
@@ -46,15 +46,20 @@ def test_weights_that_are_no_distribution_give_no_token():
     weights = torch.tensor(
         [[1.0, 2.0, 1.0], [1.0, float("nan"), 1.0], [float("inf"), 1.0, 1.0], [0.0, 0.0, 2.0]]
     )
-    assert invert(weights, torch.tensor([0.5, 0.5, 0.5, 0.0])).tolist() == [1, NOT_DRAWN, NOT_DRAWN, 2]
-    overflown = Decoding(1, 1e-38).select(torch.tensor([[1.0, 9.0, 3.0]]), uniforms=torch.tensor([0.5]))
+    assert sample_inverse_cdf(weights, torch.tensor([0.5, 0.5, 0.5, 0.0])).tolist() == [
+        1,
+        NOT_DRAWN,
+        NOT_DRAWN,
+        2,
+    ]
+    overflown = SamplingParams(1, 1e-38).select(torch.tensor([[1.0, 9.0, 3.0]]), uniforms=torch.tensor([0.5]))
     assert overflown[0].tolist() == [NOT_DRAWN]
     with pytest.raises(UserError, match=r"NaN or inf.*pair\.dtype"):
-        all_drawn([4, NOT_DRAWN])
-    assert all_drawn([4, 0]) == [4, 0]
+        check_sampled([4, NOT_DRAWN])
+    assert check_sampled([4, 0]) == [4, 0]
 
 
 def test_a_seed_fixes_the_answer(pair):
     engine = Engine(StagedModel(pair.target), ModelChain(pair.draft, 3), frozenset())
-    answers = {tuple(engine.answer(PROMPT, Decoding(12, 1.0), seed=s).tokens) for s in (1, 1, 2)}
+    answers = {tuple(engine.answer(PROMPT, SamplingParams(12, 1.0), seed=s).tokens) for s in (1, 1, 2)}
     assert len(answers) == 2

@@ -38,12 +38,12 @@ def test_every_schedule_gives_every_row_its_own_run(seed):
 
 class OffByOne(RaggedLayout):
     def place(self, batch, n, offset=0, tree=None):
-        where = super().place(batch, n, offset, tree)
-        own, held = where.positions, where.kv_positions
-        if where.start is not None:
-            held = torch.arange(where.kv_len).unsqueeze(0)
-            own = held[:, where.start :]
-        return replace(where, start=None, positions=own + 1, kv_positions=held)
+        ctx = super().place(batch, n, offset, tree)
+        own, held = ctx.positions, ctx.kv_positions
+        if ctx.start is not None:
+            held = torch.arange(ctx.kv_len).unsqueeze(0)
+            own = held[:, ctx.start :]
+        return replace(ctx, start=None, positions=own + 1, kv_positions=held)
 
 
 class Forgetful(AlignedLayout):

@@ -12,13 +12,13 @@ import transformers
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specbench.decoding.cpu.lean_modules import quick
+from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import by_columns
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.kv_cache import Pass
+from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Draft, Resume
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import cut
@@ -44,9 +44,9 @@ def test_check_refuses_shifted_positions(arch, monkeypatch):
     for name in ("_rope", "_learned"):
         positions = getattr(StagedModel, name)
 
-        def shifted(self, where, n, *capacity, positions=positions):
-            start = where.start + (where.start > 0)
-            return positions(self, replace(where, start=start), n, *(c + 1 for c in capacity))
+        def shifted(self, ctx, n, *capacity, positions=positions):
+            start = ctx.start + (ctx.start > 0)
+            return positions(self, replace(ctx, start=start), n, *(c + 1 for c in capacity))
 
         monkeypatch.setattr(StagedModel, name, shifted)
     with pytest.raises(UserError, match="model type '.*layer by layer"):
@@ -154,7 +154,7 @@ def assert_lossless_behind_itself(model):
     """Drafts of the model's own first layers, often right, leave its answers as transformers gives them."""
     engine = Engine(StagedModel(model), ModelChain(cut(model, [0, 1, 2]), 4), frozenset())
     for prompt in ([5, 9, 20, 9], list(range(3, 50))):
-        answer = engine.answer(prompt, Decoding(24)).tokens
+        answer = engine.answer(prompt, SamplingParams(24)).tokens
         assert answer == generate_with_transformers(model, prompt, 24, stop_ids=())
 
 
@@ -206,7 +206,7 @@ def test_the_language_model_of_one_that_also_sees_is_driven():
     model = transformers.Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
     target = StagedModel(model)
     target.check()
-    answer = Engine(target, Drafter(), frozenset()).answer([5, 9, 20, 9], Decoding(12)).tokens
+    answer = Engine(target, Drafter(), frozenset()).answer([5, 9, 20, 9], SamplingParams(12)).tokens
     assert answer == generate_with_transformers(model, [5, 9, 20, 9], 12, stop_ids=())
 
 
@@ -271,10 +271,8 @@ def test_each_path_of_a_tree_gets_the_logits_of_its_own_sequence(arch):
     target.prefill(torch.tensor([prompt]), cache)
     tokens, parents = [5, 6, 7, 8, 9], [-1, 0, -1, 2, 2]
     tree, n = Tree.of(torch.tensor(parents)), len(prompt)
-    where = Pass.nodes(n, tree.offsets()[0], tree.visible[0])
-    logits = target.verify(torch.tensor([[pending]]), Draft(torch.tensor([tokens]), tree=tree), cache, where)[
-        0
-    ]
+    ctx = ForwardContext.nodes(n, tree.offsets()[0], tree.visible[0])
+    logits = target.verify(torch.tensor([[pending]]), Draft(torch.tensor([tokens]), tree=tree), cache, ctx)[0]
     for node in range(len(tokens)):
         path, at = [], node
         while at >= 0:
@@ -391,7 +389,7 @@ def test_a_norm_that_is_computed_otherwise_stays_what_it_is():
     )
     for norm, same in norms:
         states = torch.randn(3, 24, dtype=norm.weight.dtype)
-        twin = quick(norm)
+        twin = lean_copy(norm)
         assert torch.equal(twin(states), norm(states))
         if same is not None:
             assert (type(twin).forward is type(norm).forward) != same

@@ -10,7 +10,7 @@ from specbench.decoding import turns
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.trace import Clock
 from specbench.decoding.turns import Turns, between_rounds
 from tests.support.decoding import random_pair
@@ -92,7 +92,7 @@ def engine(pair) -> Engine:
 def test_answers_are_those_of_each_arm_alone(temperature):
     pair = random_pair("llama")
     prompts = [[5, 6, 7], [9, 8], [3, 4, 5, 6]]
-    decoding = Decoding(24, temperature)
+    decoding = SamplingParams(24, temperature)
     alone = [engine(pair).answer(prompt, decoding, seed=3).tokens for prompt in prompts]
     arms = [partial(engine(pair).answer, prompt, decoding, 3) for prompt in prompts]
     assert [answer.tokens for answer in Turns(0.0).run(arms)] == alone
@@ -108,7 +108,7 @@ def test_the_time_of_the_others_does_not_count():
             time.sleep(0.05)
             between_rounds(CLOCK, written)
 
-    arms = [partial(engine(pair).answer, [5, 6, 7], Decoding(12)) for _ in range(3)]
+    arms = [partial(engine(pair).answer, [5, 6, 7], SamplingParams(12)) for _ in range(3)]
     begun = time.perf_counter()
     *answers, _ = Turns(0.0).run([*arms, sleeper])
     wall = time.perf_counter() - begun

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from specbench.decoding.cpu.lean_modules import Experts, weight_bytes
-from specbench.decoding.cpu.packed_linear import JoinedLinear, LaidLinear
+from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain
 from tests.support.models import random_model
@@ -65,7 +65,7 @@ def test_rounds_count_the_tokens_that_they_verify():
     pair = random_pair("mixtral")
     target = StagedModel(pair.target)
     for drafter in (Drafter(), ModelChain(pair.draft, 3)):
-        steps = Engine(target, drafter, frozenset()).answer(PROMPT, Decoding(12)).steps
+        steps = Engine(target, drafter, frozenset()).answer(PROMPT, SamplingParams(12)).steps
         assert [s.target_bytes for s in steps] == [target.pass_bytes(tokens=1 + s.drafted) for s in steps]
 
 
@@ -80,7 +80,7 @@ def test_experts_that_cannot_be_counted_are_not_made_up():
     for model in (silent, hidden):
         assert math.isnan(StagedModel(model).pass_bytes())
         assert StagedModel(model).pass_bytes(0, 0) > 0, "the head alone"
-    steps = Engine(StagedModel(silent), Drafter(), frozenset()).answer(PROMPT, Decoding(3)).steps
+    steps = Engine(StagedModel(silent), Drafter(), frozenset()).answer(PROMPT, SamplingParams(3)).steps
     assert [s.target_bytes for s in steps] == [None, None]
 
 
@@ -143,11 +143,11 @@ def test_quantised_layers_are_left_as_they_are_and_counted_as_stored(quantise):
     target.check()
     for layer in target.layers:
         assert type(layer.mlp.up_proj).__name__ == quantise(torch.nn.Linear(2, 2)).__class__.__name__
-        assert isinstance(layer.mlp.down_proj, LaidLinear | JoinedLinear), "the others are laid out"
+        assert isinstance(layer.mlp.down_proj, PackedLinear | JoinedLinear), "the others are laid out"
     # Of 96 x 64 and 64 x 64 numbers each takes a byte instead of four; every row has a scale.
     saved = 3 * (96 * 64 + 64 * 64) - 4 * (96 + 64)
     assert target.pass_bytes() == plain.pass_bytes() - 5 * saved
-    answer = Engine(target, ModelChain(model, 3), frozenset()).answer(PROMPT, Decoding(16)).tokens
+    answer = Engine(target, ModelChain(model, 3), frozenset()).answer(PROMPT, SamplingParams(16)).tokens
     assert answer == generate_with_transformers(model, PROMPT, 16, stop_ids=())
 
 

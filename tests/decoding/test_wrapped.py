@@ -12,7 +12,7 @@ class Inner(Drafter):
     """Notes what it is asked to do."""
 
     needs = Needs(draft_model=True, batching=False)
-    taps, siblings, certain, max_draft_tokens, max_nodes, uninterrupted = (2,), 3, True, 5, 9, True
+    taps, siblings, deterministic, max_draft_tokens, max_nodes, exclusive = (2,), 3, True, 5, 9, True
 
     def __init__(self):
         self.asked: list[tuple] = []
@@ -40,7 +40,7 @@ def test_every_member_is_passed_on():
         answer = getattr(outer, name)(*given)
         assert inner.asked.pop() == (name, *given)
         assert answer == (name if name in ("draft", "snapshot") else None)
-    assert {"forget", "snapshot", "restore", "foretell", "on_hidden", "close"} <= MEMBERS.keys()
+    assert {"forget", "snapshot", "restore", "set_reference_answers", "on_hidden", "close"} <= MEMBERS.keys()
 
 
 def test_attributes_are_the_inner_ones():
@@ -48,12 +48,14 @@ def test_attributes_are_the_inner_ones():
     for name, value in vars(Drafter).items():
         if not name.startswith("_") and not callable(value) and not isinstance(value, staticmethod):
             assert getattr(outer, name) == getattr(Inner(), name), name
-    assert outer.works_on_the_way
+    assert outer.overlaps_verification
 
 
 class Alone(WrappedDrafter):
-    needs = Needs(sampling=False, continuation=True)
+    needs = Needs(sampling=False, reference_answer=True)
 
 
 def test_needs_are_those_of_both():
-    assert Alone(Inner()).needs == Needs(draft_model=True, batching=False, sampling=False, continuation=True)
+    assert Alone(Inner()).needs == Needs(
+        draft_model=True, batching=False, sampling=False, reference_answer=True
+    )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure import arms
@@ -33,7 +33,7 @@ def test_the_faster_arm_answers(seconds):
     asked: list[float] = []
     arm = Faster({"first": arm_of(seconds[0], asked), "second": arm_of(seconds[1], asked)})
     for _ in range(2):
-        assert [g.seconds for g in arm([Request(PROMPT, Decoding(1))] * 2)] == [1.0, 1.0]
+        assert [g.seconds for g in arm([Request(PROMPT, SamplingParams(1))] * 2)] == [1.0, 1.0]
     assert arm.chosen == ("first", "second")[seconds.index(1.0)]
     assert len(asked) == 2 * 2 + 2, "each is tried once, and timed once"
 
@@ -52,7 +52,7 @@ def test_on_cuda_generate_has_two_ways(monkeypatch):
 def test_a_static_cache_gives_the_same_answer():
     pair = random_pair("llama")
     arm = hf_generate_arm(pair, cache_implementation="static")
-    (answer,) = arm([Request(PROMPT, Decoding(12))])
+    (answer,) = arm([Request(PROMPT, SamplingParams(12))])
     assert answer.tokens == generate_with_transformers(pair.target, PROMPT, 12)
 
 
@@ -63,9 +63,9 @@ def test_graphs_are_warmed_up_with_whole_answers(monkeypatch, passes, tokens):
     bench = Bench(
         pair=SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT),
         target=SimpleNamespace(passes=passes),
-        drafter=SimpleNamespace(needs=SimpleNamespace(continuation=False)),
+        drafter=SimpleNamespace(needs=SimpleNamespace(reference_answer=False)),
         arms={BASELINE: asked.append},
-        decoding=Decoding(300),
+        decoding=SamplingParams(300),
         protocol="paired",
         seed=0,
         warmup=[SimpleNamespace(turns=["a question"])],

@@ -13,7 +13,7 @@ import torch
 
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure import runner
 from specbench.measure.arms import hf_generate_arm
@@ -49,7 +49,7 @@ def test_padding_never_pushes_a_row_beyond_the_context():
         target=Model(), stop_ids=frozenset([9]), device=torch.device("cpu"), context_length=100
     )
     requests = [
-        Request([1] * n, Decoding(cap)) for n, cap in ((50, 50), (10, 50), (10, 60), (10, 60), (90, 10))
+        Request([1] * n, SamplingParams(cap)) for n, cap in ((50, 50), (10, 50), (10, 60), (10, 60), (90, 10))
     ]
     answers = hf_generate_arm(pair, 2)(requests)
     assert sizes == [(2, 50), (2, 10), (1, 90)] and [a.tokens for a in answers] == [[9]] * 5

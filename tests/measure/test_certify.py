@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 import torch
 
-from specbench.decoding.sampling import Decoding, invert
+from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
 from specbench.decoding.stop import truncate_at_stop
 from specbench.measure import numeric_noise as rounding
 from specbench.measure.certify import Certificate, certify
@@ -106,10 +106,10 @@ def test_a_drawn_token_is_as_far_off_as_logits_must_move(seed, monkeypatch):
     g = torch.Generator().manual_seed(seed)
     logits, temperature = 2 * torch.randn(6, generator=g).double(), 0.7
     uniform = torch.rand((), generator=g).item()
-    decoding = Decoding(4, temperature)
+    decoding = SamplingParams(4, temperature)
 
     def drawn(moved: torch.Tensor) -> int:
-        return invert(torch.softmax(moved / temperature, dim=-1), torch.tensor(uniform)).item()
+        return sample_inverse_cdf(torch.softmax(moved / temperature, dim=-1), torch.tensor(uniform)).item()
 
     monkeypatch.setattr(rounding, "forced_logits", lambda *_, **__: logits.unsqueeze(0).float())
     own = drawn(logits)
@@ -124,4 +124,4 @@ def test_a_drawn_token_is_as_far_off_as_logits_must_move(seed, monkeypatch):
 
 def test_a_token_of_no_probability_is_never_a_tie(monkeypatch):
     monkeypatch.setattr(rounding, "forced_logits", lambda *_, **__: torch.tensor([[0.0, float("-inf"), 0.0]]))
-    assert rounding.drawn_margin(None, [1], [0], 0, 1, Decoding(4, 1.0), 0.2) == float("inf")
+    assert rounding.drawn_margin(None, [1], [0], 0, 1, SamplingParams(4, 1.0), 0.2) == float("inf")

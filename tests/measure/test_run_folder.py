@@ -360,8 +360,8 @@ def test_the_summary_is_last_and_strict_json(finished):
 
     summary = json.loads((finished / store.SUMMARY).read_text(), parse_constant=refuse)
     assert (summary["status"], summary["failed"]) == ("failed", 1)
-    newest = max(finished.iterdir(), key=lambda p: p.stat().st_mtime_ns)
-    assert newest.name == store.SUMMARY
+    last_tokens = max(finished.iterdir(), key=lambda p: p.stat().st_mtime_ns)
+    assert last_tokens.name == store.SUMMARY
 
 
 def test_nothing_measured_still_ends(run_dir):

@@ -18,9 +18,9 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.state import Request, Sequence
+from specbench.decoding.state import Request, SequenceState
 from specbench.system.errors import UserError
 from tests.methods import test_sampling
 from tests.support.batches import (
@@ -93,7 +93,7 @@ def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
 @pytest.mark.parametrize("name", ["sps with a stop", "pld", "kangaroo", "s2d", "sps, trimmed"])
 def test_a_sample_does_not_depend_on_who_shares_the_batch(arch, name, tmp_path):
     """The same seed gives the same answer alone, in any batch, and in any order."""
-    requests = [Request(r.prompt, Decoding(12, 1.0), r.seed, r.stop_ids) for r in cases(arch)[0]]
+    requests = [Request(r.prompt, SamplingParams(12, 1.0), r.seed, r.stop_ids) for r in cases(arch)[0]]
     target, drafter = StagedModel(random_pair(arch).target), drafters(arch, str(tmp_path))[name]
     alone = [Engine(target, drafter, frozenset(), RaggedBatch(1)).generate([r])[0] for r in requests]
     shuffled = random.Random(0).sample(range(len(requests)), len(requests))
@@ -128,10 +128,10 @@ def test_what_a_call_leaves_behind_serves_the_next():
     assert [a.tokens for a in engine.generate(requests)] == expected
 
 
-def held(*lengths: int, waited: int = 0) -> list[Sequence]:
-    request = Request([1], Decoding(1))
+def held(*lengths: int, waited: int = 0) -> list[SequenceState]:
+    request = Request([1], SamplingParams(1))
     return [
-        Sequence(place, request, frozenset(), [0] * n, skipped_rounds=waited)
+        SequenceState(place, request, frozenset(), [0] * n, skipped_rounds=waited)
         for place, n in enumerate(lengths)
     ]
 
@@ -168,4 +168,4 @@ def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_batch():
     drafter = SpeculativeSampling(type(pair)(**(vars(pair) | {"draft": spoiled})), 3)
     engine = Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(2))
     with pytest.raises(UserError, match=r"NaN or inf.*pair\.dtype"):
-        engine.generate([Request([3, 9, 27], Decoding(6, 1.0), seed) for seed in range(3)])
+        engine.generate([Request([3, 9, 27], SamplingParams(6, 1.0), seed) for seed in range(3)])

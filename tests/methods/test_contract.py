@@ -18,7 +18,7 @@ from specbench.config.checks import check_method
 from specbench.config.compose import CONF
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import NORMED, Request
 from specbench.system.settings import parameters
@@ -158,7 +158,7 @@ def test_a_certain_tree_says_what_autoregressive_decoding_samples(drafter, name)
     toy = drafter(pair)
     toy.commit = lambda batch, verified: None  # its checks are for greedy decoding
     target = StagedModel(pair.target)
-    requests = [Request(r.prompt, Decoding(14, 0.8), r.seed) for r in cases("llama")[0]]
+    requests = [Request(r.prompt, SamplingParams(14, 0.8), r.seed) for r in cases("llama")[0]]
     plain = Engine(target, type(toy).__mro__[1](), frozenset())
     expected = [plain.generate([request])[0].tokens for request in requests]
     engine = Engine(target, toy, frozenset(), SCHEDULERS[name]())

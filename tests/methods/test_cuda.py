@@ -26,7 +26,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.model import graphs as passes
 from specbench.decoding.model.graphs import Passes
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Draft, Request
 from tests.support.decoding import STOP, generate_with_transformers, random_prompt
 from tests.support.drafters import EarlyExit, ModelChain, ModelTree
@@ -82,7 +82,7 @@ def test_an_answer_is_transformers_own(pair_on, adapter, arch, method):
     accepted = 0
     try:
         for prompt in prompts(pair):
-            answer = engine.answer(prompt, Decoding(NEW_TOKENS))
+            answer = engine.answer(prompt, SamplingParams(NEW_TOKENS))
             assert answer.tokens == generate_with_transformers(pair.target, prompt, NEW_TOKENS)
             accepted += sum(step.accepted for step in answer.steps)
     finally:
@@ -101,7 +101,7 @@ def test_every_row_of_a_batch_is_transformers_own(pair_on, adapter, arch, schedu
         frozenset([STOP]),
         SCHEDULERS[scheduler](3),
     )
-    answers = engine.generate([Request(prompt, Decoding(NEW_TOKENS)) for prompt in prompts(pair)])
+    answers = engine.generate([Request(prompt, SamplingParams(NEW_TOKENS)) for prompt in prompts(pair)])
     expected = [generate_with_transformers(pair.target, prompt, NEW_TOKENS) for prompt in prompts(pair)]
     assert [answer.tokens for answer in answers] == expected
 
@@ -115,7 +115,9 @@ def test_without_graphs_an_answer_is_the_same(pair_on, adapter, monkeypatch, met
         drafter = METHODS[method](pair, adapter("llama"))
         engine = Engine(StagedModel(pair.target), drafter, frozenset([STOP]))
         with closing(drafter):
-            found.append([engine.answer(prompt, Decoding(NEW_TOKENS)).tokens for prompt in prompts(pair)])
+            found.append(
+                [engine.answer(prompt, SamplingParams(NEW_TOKENS)).tokens for prompt in prompts(pair)]
+            )
         assert (engine.target.passes is None) != graphs
         assert not graphs or engine.target.passes.captures > 0
     assert found[0] == found[1]
@@ -166,7 +168,10 @@ def test_half_precision_is_exact_in_passes_of_one_width(pair_on):
     half = SimpleNamespace(**(vars(pair) | models | {"dtype": torch.bfloat16}))
     target = StagedModel(half.target, width=8)
     found = [
-        [Engine(target, drafter, frozenset()).answer(prompt, Decoding(40)).tokens for prompt in prompts(pair)]
+        [
+            Engine(target, drafter, frozenset()).answer(prompt, SamplingParams(40)).tokens
+            for prompt in prompts(pair)
+        ]
         for drafter in (Drafter(), SpeculativeSampling(half, 5), PromptLookup(half, 6))
     ]
     assert found[0] == found[1] == found[2]
@@ -177,5 +182,7 @@ def test_a_seed_fixes_a_sampled_answer(pair_on, adapter, method):
     pair = pair_on("llama")
     engine = Engine(StagedModel(pair.target), METHODS[method](pair, adapter("llama")), frozenset())
     prompt = prompts(pair)[0]
-    one, same, other = (engine.answer(prompt, Decoding(NEW_TOKENS, 1.0), seed=seed) for seed in (1, 1, 2))
+    one, same, other = (
+        engine.answer(prompt, SamplingParams(NEW_TOKENS, 1.0), seed=seed) for seed in (1, 1, 2)
+    )
     assert one.tokens == same.tokens != other.tokens

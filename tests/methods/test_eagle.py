@@ -21,9 +21,9 @@ from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import CACHE_STEP, Engine
-from specbench.decoding.kv_cache import Pass
+from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Request
 from specbench.models.expansion import Expansion, expand_model
 from specbench.system.errors import UserError
@@ -117,7 +117,7 @@ def test_a_node_is_drafted_as_the_end_of_a_chain(make, folder):
     def watched_draft(batch):
         passes.clear()
         made = draft(batch)
-        tokens, ran, where = batch.sequences[0].tokens, {}, {}
+        tokens, ran, ctx = batch.sequences[0].tokens, {}, {}
         root = by_chain(model, pair, tokens, [])
         torch.testing.assert_close(drafter._outputs[0], root, atol=1e-5, rtol=1e-4)
         for first, level_tokens, parents, out in passes:
@@ -126,21 +126,21 @@ def test_a_node_is_drafted_as_the_end_of_a_chain(make, folder):
                 ran[first + i] = [*(ran[parent] if parent >= 0 else []), token]
                 expected = by_chain(model, pair, tokens, ran[first + i])
                 torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-4)
-                where[tuple(ran[first + i])] = out[i]
+                ctx[tuple(ran[first + i])] = out[i]
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(made.tokens[0].tolist(), made.tree.parents[0].tolist()):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
         for path in paths:  # a node is one of the likeliest followers of its parent
-            state = where[path[:-1]] if path[:-1] else root
+            state = ctx[path[:-1]] if path[:-1] else root
             assert path[-1] in pair.target.lm_head(state).topk(3).indices
         inner = {path[:-1] for path in paths} - {()}
-        assert inner <= set(where)
-        assert isinstance(drafter, Eagle2) or inner == set(where), "leaves never go through the layer"
+        assert inner <= set(ctx)
+        assert isinstance(drafter, Eagle2) or inner == set(ctx), "leaves never go through the layer"
         rounds.append((len(paths), max(map(len, paths))))
         return made
 
     drafter._level, drafter.draft = watched_level, watched_draft
-    steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(40)).steps
+    steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(40)).steps
     assert len(rounds) > 5 and max(rounds)[1] >= 3
     assert [(s.drafted, s.depth) for s in steps if s.drafted] == rounds
     levels = rounds[0][1] if isinstance(drafter, Eagle) else 4
@@ -165,7 +165,7 @@ def test_the_cache_holds_what_the_true_pairs_leave_there(make, scheduler, folder
             features, embeds = pairs_of(pair, sequence.tokens)
             n = features.shape[1]
             cache = model.new_cache(n)
-            cache.begin_pass(0, 1, Pass.consecutive(0, n), 1, n)
+            cache.begin_pass(0, 1, ForwardContext.consecutive(0, n), 1, n)
             expected = model(
                 features, embeds, model.rope(torch.arange(n).unsqueeze(0), features), None, cache
             )
@@ -220,7 +220,7 @@ def test_a_tree_ends_where_the_answer_must(folder):
         return made
 
     drafter.draft = watched
-    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(6))
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(6))
     assert most[0] == (4, 4) and all(depth <= limit for limit, depth in most)
 
 
@@ -229,9 +229,9 @@ def test_room_for_nodes_that_are_not_kept(folder):
     """More nodes go through the layer than the tree has, up to the end of what the buffers hold."""
     pair = random_pair("llama")
     new = CACHE_STEP - len(PROMPT) - 7  # 6 nodes and the pending token
-    expected = Engine(StagedModel(pair.target), Drafter(), frozenset()).answer(PROMPT, Decoding(new))
+    expected = Engine(StagedModel(pair.target), Drafter(), frozenset()).answer(PROMPT, SamplingParams(new))
     drafter = Eagle2(pair, folder, nodes=6, width=6, max_draft_tokens=6)
-    answer = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(new))
+    answer = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(new))
     assert answer.tokens == expected.tokens
     assert drafter._layout.cache.capacity == CACHE_STEP + 30
 
@@ -352,7 +352,7 @@ def test_the_drafter_of_an_expanded_target(vocab, folder):
         drafter = Eagle2(which, folder, 9, 3, 4)
         draft = drafter.draft
         drafter.draft = lambda batch, draft=draft: drafted.append(made := draft(batch)) or made
-        Engine(StagedModel(which.target), drafter, frozenset()).answer(PROMPT, Decoding(12))
+        Engine(StagedModel(which.target), drafter, frozenset()).answer(PROMPT, SamplingParams(12))
     half = len(drafted) // 2
     for one, two in zip(drafted[:half], drafted[half:]):
         assert torch.equal(one.tokens, two.tokens) and torch.equal(one.tree.parents, two.tree.parents)
@@ -479,5 +479,5 @@ def test_lossless_in_batches(scheduler, arch, make, tmp_path):
 def test_sampled_text_is_that_of_autoregressive_decoding(make, scheduler, folder):
     pair = random_pair("llama")
     for temperature in (0.7, 1.0):
-        requests = [Request(PROMPT[: 3 + seed], Decoding(30, temperature), seed) for seed in range(4)]
+        requests = [Request(PROMPT[: 3 + seed], SamplingParams(30, temperature), seed) for seed in range(4)]
         assert assert_samples_like_plain_decoding(pair, make(pair, folder), requests, scheduler)

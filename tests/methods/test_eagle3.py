@@ -18,9 +18,9 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
-from specbench.decoding.kv_cache import Pass
+from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.models.expansion import Expansion, expand_model
 from specbench.models.expansion import wide as wide_shape
 from specbench.system.errors import UserError
@@ -147,9 +147,9 @@ def test_a_step_of_the_training_is_that_step_of_a_draft(flag):
 
         def run(states, tokens, start, cache=cache):
             n = states.shape[1]
-            where = Pass.consecutive(start, n)
-            cache.begin_pass(0, 1, where, 2, n)
-            return model(states, tokens, rope_of(table, where, n), attention_mask(where, n, states), cache)
+            ctx = ForwardContext.consecutive(start, n)
+            cache.begin_pass(0, 1, ctx, 2, n)
+            return model(states, tokens, rope_of(table, ctx, n), attention_mask(ctx, n, states), cache)
 
         with torch.no_grad():
             out = run(features[:, : t + 1], embeds[:, 1 : t + 2], 0)[:, -1:]
@@ -282,7 +282,7 @@ def test_what_is_drafted(tmp_path):
 
     drafter.draft = check
     prompt, cap, *_ = cases("qwen2")[6]
-    steps = Engine(target, drafter, frozenset()).answer(prompt, Decoding(cap)).steps
+    steps = Engine(target, drafter, frozenset()).answer(prompt, SamplingParams(cap)).steps
     assert len({*seen}) > 1 and any(s.accepted for s in steps)
     weights = model.state_dict()
     once, rest = weights.pop("fc.weight").nbytes, sum(w.nbytes for w in weights.values())
@@ -328,7 +328,7 @@ def test_the_drafter_of_an_expanded_target(vocab, tmp_path):
         draft = drafter.draft
         drafter.draft = lambda batch, draft=draft: drafted.append(made := draft(batch)) or made
         prompt, cap, *_ = cases("llama")[6]
-        Engine(StagedModel(which.target), drafter, frozenset()).answer(prompt, Decoding(cap))
+        Engine(StagedModel(which.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
     assert drafter.taps == (2, 4, 6) and drafter.model.fc.weight.shape == (96, 288)
     half = len(drafted) // 2
     assert half > 2

@@ -14,7 +14,7 @@ from methods.eagle3.model import Eagle3Config, Eagle3Model
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.system.errors import UserError
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair
@@ -185,7 +185,10 @@ def test_a_drafter_narrower_than_its_target(tmp_path):
     drafter = Eagle3(pair, folder, 8, 3, 3)
     plain = Engine(StagedModel(pair.target), Drafter(), frozenset())
     engine = Engine(StagedModel(pair.target), drafter, frozenset())
-    assert engine.answer([5, 9, 20], Decoding(12)).tokens == plain.answer([5, 9, 20], Decoding(12)).tokens
+    assert (
+        engine.answer([5, 9, 20], SamplingParams(12)).tokens
+        == plain.answer([5, 9, 20], SamplingParams(12)).tokens
+    )
     assert torch.equal(
         drafter._embed(torch.tensor([[7]])), state["embed_tokens.weight"][7].float().view(1, 1, 32)
     )

@@ -34,7 +34,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.graphs import compiled, is_within, within
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Batch, Request
 from tests.support.decoding import random_pair, random_prompt
 from tests.support.graphs import PretendedGraphs, Unguarded, pretend
@@ -76,7 +76,7 @@ def what_was_drafted(answers) -> list[list[tuple[int, int]]]:
 def requests(arch: str, count: int, temperature: float = 0.0) -> list[Request]:
     pair, rng = sorted_pair(arch), random.Random(arch)
     prompts = [random_prompt(rng, pair.vocab_size, 12) for _ in range(count)]
-    return [Request(p, Decoding(NEW_TOKENS - i, temperature), i) for i, p in enumerate(prompts)]
+    return [Request(p, SamplingParams(NEW_TOKENS - i, temperature), i) for i, p in enumerate(prompts)]
 
 
 @cache
@@ -246,7 +246,9 @@ def replays_by_round(monkeypatch, made) -> list[int]:
 def test_replays_of_a_round(monkeypatch, parts, method):
     counts = replays_by_round(monkeypatch, pretend(monkeypatch))
     drafter = drafter_of(method, parts)
-    Engine(StagedModel(random_pair("llama").target), drafter, frozenset()).answer([3, 9, 27], Decoding(30))
+    Engine(StagedModel(random_pair("llama").target), drafter, frozenset()).answer(
+        [3, 9, 27], SamplingParams(30)
+    )
     # Near the end of an answer drafts are shorter.
     assert len(counts) > 6 and {*counts[:4]} == {WHOLE[method][1]}
 
@@ -261,7 +263,7 @@ def test_verification_is_cut_only_for_what_works_on_the_way(monkeypatch, listens
 
     counts = replays_by_round(monkeypatch, pretend(monkeypatch))
     pair = random_pair("llama")
-    Engine(StagedModel(pair.target), Tapping(pair, 4), frozenset()).answer([3, 9, 27], Decoding(10))
+    Engine(StagedModel(pair.target), Tapping(pair, 4), frozenset()).answer([3, 9, 27], SamplingParams(10))
     assert {*counts} == {replays}
 
 
@@ -293,7 +295,7 @@ def test_whole_drafts_can_be_compiled(monkeypatch, parts, method, temperature):
         model.config.num_hidden_layers = layers
     drafter = drafter_of(method, parts, pair)
     engine = Engine(StagedModel(pair.target), drafter, frozenset())
-    engine.answer([3, 9, 27], Decoding(7, temperature))
+    engine.answer([3, 9, 27], SamplingParams(7, temperature))
     assert sum(graphs.replays for graphs in made) > 3
 
 
@@ -321,7 +323,7 @@ def test_a_whole_draft_of_an_oracle(monkeypatch):
 
     def run() -> list:
         oracle = Oracle(pair, {"_target_": "methods.sps.SpeculativeSampling"}, 0.7, max_draft_tokens=3)
-        oracle.foretell([one.prompt for one in asked], [*right[:2], [1, 2, 3]])
+        oracle.set_reference_answers([one.prompt for one in asked], [*right[:2], [1, 2, 3]])
         return Engine(StagedModel(pair.target), oracle, frozenset()).generate(asked)
 
     plain = run()
@@ -334,14 +336,14 @@ def test_a_whole_draft_of_an_oracle(monkeypatch):
 @pytest.mark.parametrize("method", ["sps", "eagle2"])
 def test_lengths_must_come_from_the_device(monkeypatch, parts, method):
     """A fault: what is captured goes on with the lengths of the first round."""
-    pair, inner, first = random_pair("llama"), Batch.on_device_alone, {}
+    pair, inner, first = random_pair("llama"), Batch.device_only, {}
     right = drafts(drafter_of(method, parts), pair, 0.0)
     pretend(monkeypatch)
 
-    def stale(self, reach, known, *given):
-        return inner(self, reach, first.setdefault(reach, known.clone()), *given)
+    def stale(self, kv_bucket, known, *given):
+        return inner(self, kv_bucket, first.setdefault(kv_bucket, known.clone()), *given)
 
-    monkeypatch.setattr(Batch, "on_device_alone", stale)
+    monkeypatch.setattr(Batch, "device_only", stale)
     found = drafts(drafter_of(method, parts), pair, 0.0)
     assert [tokens.tolist() for tokens, _ in found] != [tokens.tolist() for tokens, _ in right]
 
@@ -394,14 +396,14 @@ def test_what_a_drafter_keeps_must_not_be_overwritten(monkeypatch, adapter):
 def test_entries_behind_a_token_must_be_masked(monkeypatch, method):
     right = expected("llama", 3)
     pretend(monkeypatch)
-    inner = StagedModel._spelled_out
+    inner = StagedModel._materialize
 
     def one_more(self, *given):
-        where = inner(self, *given)
-        where.kv_positions = where.kv_positions - 1
-        return where
+        ctx = inner(self, *given)
+        ctx.kv_positions = ctx.kv_positions - 1
+        return ctx
 
-    monkeypatch.setattr(StagedModel, "_spelled_out", one_more)
+    monkeypatch.setattr(StagedModel, "_materialize", one_more)
     drafter = DRAFTERS[method](sorted_pair("llama"), None)
     engine = Engine(StagedModel(sorted_pair("llama").target), drafter, frozenset())
     assert [answer.tokens for answer in engine.generate(requests("llama", 3))] != right

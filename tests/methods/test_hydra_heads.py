@@ -25,7 +25,7 @@ from methods.rank_trees import MEDUSA_TREE
 from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.models.expansion import Expansion, expand_model
 from specbench.models.pairs import load_pair
@@ -166,7 +166,7 @@ def test_what_is_drafted(folder):
         return draft
 
     drafter.draft = check
-    steps = Engine(target, drafter, frozenset()).answer(PROMPT, Decoding(40)).steps
+    steps = Engine(target, drafter, frozenset()).answer(PROMPT, SamplingParams(40)).steps
     assert 8 in seen and len(set(seen)) > 1 and len(seen) > 5
     if not prefixed:
         blocks = 64 * 2 * (64 * (2 + 3 + 4) + 3) + 3 * (64 * 64 + 64)
@@ -564,5 +564,5 @@ def test_lossless_in_batches(scheduler, prefix, tmp_path):
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])
 def test_sampled_text_is_that_of_autoregressive_decoding(folder, scheduler):
     pair = random_pair("llama")
-    requests = [Request(PROMPT, Decoding(30, 0.7), seed) for seed in range(4)]
+    requests = [Request(PROMPT, SamplingParams(30, 0.7), seed) for seed in range(4)]
     assert assert_samples_like_plain_decoding(pair, HydraHeads(pair, folder), requests, scheduler)

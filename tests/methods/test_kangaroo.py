@@ -13,9 +13,9 @@ from transformers import LlamaConfig
 from methods.kangaroo import Kangaroo
 from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter
 from specbench.decoding.engine import Engine
-from specbench.decoding.kv_cache import Pass
+from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.system.errors import UserError
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair, tokens_through_layers
@@ -32,7 +32,7 @@ def folder(tmp_path):
 def run(folder: str, gamma: int, eta: float, kind=Kangaroo, cap: int = 40):
     pair = random_pair("llama")
     drafter = kind(pair, folder, 2, gamma, eta)
-    return Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(cap)).steps
+    return Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(cap)).steps
 
 
 def full_rounds(steps, gamma: int, cap: int = 40) -> list:
@@ -76,7 +76,7 @@ def test_caches_after_every_round(folder):
             whole = self.target.run_layers(states, fresh, 0, 2)
             assert whole.shape == states.shape
             other = self.adapter.new_cache(known)
-            other.begin_pass(0, 1, Pass.consecutive(0, known), 1, known)
+            other.begin_pass(0, 1, ForwardContext.consecutive(0, known), 1, known)
             rope = self.adapter.rope(torch.arange(known).unsqueeze(0), states)
             self.adapter(states, rope, None, other)
             for cache, expected, n in (

@@ -10,9 +10,9 @@ from methods.exspec import ExSpec
 from methods.kangaroo import Kangaroo, KangarooTree
 from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
-from specbench.decoding.kv_cache import Pass
+from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from tests.support import batches
 from tests.support.decoding import random_pair, tokens_through_layers
@@ -33,7 +33,7 @@ def adapted(adapter, states: torch.Tensor) -> tuple[torch.Tensor, object]:
     """What the adapter makes of them in one pass, and its cache."""
     n = states.shape[1]
     cache = adapter.new_cache(n)
-    cache.begin_pass(0, 1, Pass.consecutive(0, n), 1, n)
+    cache.begin_pass(0, 1, ForwardContext.consecutive(0, n), 1, n)
     return adapter(states, adapter.rope(torch.arange(n).unsqueeze(0), states), None, cache), cache
 
 
@@ -90,7 +90,7 @@ def test_what_is_drafted_and_what_the_caches_hold(arch, adapter):
             torch.testing.assert_close(self._before[:1], states[:, -1:], atol=1e-4, rtol=1e-3)
 
     drafter = Checked(pair, adapter(arch), EXIT, WIDTH, LEVELS, 0.0)
-    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(36))
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(36))
     assert {0, 1} == {missing for missing, _ in rounds} and len({count for _, count in rounds}) > 2
 
 
@@ -99,7 +99,7 @@ def test_no_layer_sees_a_token_twice_in_a_round(adapter):
     target = StagedModel(pair.target)
     drafter = KangarooTree(pair, adapter("llama"), EXIT, WIDTH, LEVELS, 0.2)
     with tokens_through_layers(pair.target) as tokens:
-        steps = Engine(target, drafter, frozenset()).answer(PROMPT, Decoding(40)).steps
+        steps = Engine(target, drafter, frozenset()).answer(PROMPT, SamplingParams(40)).steps
     assert tokens == [len(PROMPT) + sum(s.drafted + 1 for s in steps)] * len(tokens)
     assert {s.drafted % WIDTH for s in steps} == {0} and len({s.drafted for s in steps}) > 2
     head, own = target.pass_bytes(0, 0), sum(p.nbytes for p in drafter.adapter.parameters())
@@ -125,7 +125,7 @@ def test_a_level_that_is_unsure_is_the_last(adapter):
             return draft
 
     drafter = Checked(pair, adapter("llama"), EXIT, WIDTH, LEVELS, eta)
-    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(40))
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(40))
     assert len(depths) > 2
 
 
@@ -174,7 +174,7 @@ def test_a_sequence_of_a_batch_is_drafted_for_as_if_alone(scheduler, adapter):
     """Also where others of the batch draft more levels than it does."""
     pair, requests = (
         random_pair("llama"),
-        [Request(r.prompt, Decoding(16)) for r in batches.cases("llama")[0]],
+        [Request(r.prompt, SamplingParams(16)) for r in batches.cases("llama")[0]],
     )
     target, drafter = StagedModel(pair.target), KangarooTree(pair, adapter("llama"), EXIT, WIDTH, LEVELS, 0.2)
     alone = [Engine(target, drafter, frozenset()).generate([request])[0] for request in requests]
@@ -188,7 +188,7 @@ def test_a_sequence_of_a_batch_is_drafted_for_as_if_alone(scheduler, adapter):
 def test_sampled_text_is_that_of_autoregressive_decoding(adapter):
     pair = random_pair("llama")
     drafter = KangarooTree(pair, adapter("llama"), EXIT, WIDTH, LEVELS, 0.1)
-    requests = [Request(PROMPT, Decoding(30, 0.7), seed) for seed in range(4)]
+    requests = [Request(PROMPT, SamplingParams(30, 0.7), seed) for seed in range(4)]
     assert assert_samples_like_plain_decoding(pair, drafter, requests)
 
 

@@ -34,7 +34,7 @@ from methods.recycling import TokenRecycling
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from tests.support.kernels import Kernels, counts_by_round, without_data
 
@@ -176,7 +176,7 @@ def test_a_round(monkeypatch, method, b, temperature):
         engine = Engine(StagedModel(chosen.target), MAKE[method](chosen), frozenset(), RaggedBatch(b))
         # Lengths differ, as they do in a batch; prompt lookup finds something.
         prompts = [[7, 5, 1, 1, 1, 1, 1, 1, 9, 1][: 10 - i % 2] for i in range(b)]
-        requests = [Request(prompt, Decoding(18, temperature)) for prompt in prompts]
+        requests = [Request(prompt, SamplingParams(18, temperature)) for prompt in prompts]
         found = counts_by_round(monkeypatch, engine, requests, rounds=4)
     counts = [round_.total() for round_ in found[2:]]
     expected = COUNTS[method, b][temperature > 0]

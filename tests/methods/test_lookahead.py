@@ -15,9 +15,9 @@ from methods.lookahead import Lookahead, Pool, Search, merged
 from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.state import Batch, Request, Sequence
+from specbench.decoding.state import Batch, Request, SequenceState
 from specbench.measure.metrics.dataframes import steps_frame
 from tests.support import batches
 from tests.support.decoding import random_pair
@@ -67,8 +67,8 @@ def test_guesses_with_one_beginning_share_it():
 
 def round_of(drafter: Lookahead, search: Search, pending: int) -> Batch:
     """A round of one sequence, whose search is given."""
-    request = Request(PROMPT, Decoding(50))
-    sequence = Sequence(0, request, frozenset(), [*PROMPT, pending])
+    request = Request(PROMPT, SamplingParams(50))
+    sequence = SequenceState(0, request, frozenset(), [*PROMPT, pending])
     drafter._searches[0] = search
     tokens = torch.tensor([sequence.tokens])
     sizes = [drafter.max_draft_tokens], drafter.max_draft_tokens, drafter.max_nodes
@@ -184,7 +184,7 @@ def against_the_simulation(w, n, g, text=False) -> int:
         return int(pair.target(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())
 
     drafter = Watched(pair, w, n, g, text)
-    answer = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(cap))
+    answer = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(cap))
     rows = [[column[row] for column in drafter.began] for row in range(n - 1)]
     assert {token for row in rows for token in row} <= set(PROMPT)
     with torch.inference_mode():
@@ -276,7 +276,7 @@ def test_it_stops_anywhere():
 def test_nothing_of_an_answer_is_in_the_next():
     pair = random_pair("llama")
     engine = Engine(StagedModel(pair.target), Lookahead(pair, 5, 3, 3), frozenset())
-    first, second = (engine.answer(PROMPT, Decoding(40)).steps for _ in range(2))
+    first, second = (engine.answer(PROMPT, SamplingParams(40)).steps for _ in range(2))
     assert [s.accepted for s in first] == [s.accepted for s in second]
 
 

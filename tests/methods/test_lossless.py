@@ -15,7 +15,7 @@ from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from tests.support.decoding import generate_with_transformers, random_pair, random_prompt
 from tests.support.lossless import (
@@ -142,7 +142,7 @@ def test_a_target_padded_beyond_the_draft_models_embedding(method, temperature):
     pair, rng = padded_pair(), random.Random(5)
     target, embeddings = StagedModel(pair.target), pair.draft.get_input_embeddings().weight.shape[0]
     prompts = [random_prompt(rng, pair.vocab_size) for _ in range(6)]
-    requests = [Request(prompt, Decoding(24, temperature), seed) for seed, prompt in enumerate(prompts)]
+    requests = [Request(prompt, SamplingParams(24, temperature), seed) for seed, prompt in enumerate(prompts)]
     if method == "ragged":
         answers = Engine(target, SpeculativeSampling(pair, 3), frozenset(), RaggedBatch(4)).generate(requests)
     else:

@@ -21,7 +21,7 @@ from methods.ragged import RaggedBatch
 from methods.rank_trees import MEDUSA_TREE
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
@@ -108,7 +108,7 @@ def test_what_is_drafted(folder):
         return draft
 
     drafter.draft = check
-    steps = Engine(target, drafter, frozenset()).answer(PROMPT, Decoding(40)).steps
+    steps = Engine(target, drafter, frozenset()).answer(PROMPT, SamplingParams(40)).steps
     assert {7, 3} <= set(seen) and {s.depth for s in steps} == {0, 1, 2, 3}
     blocks = sum(t.nbytes for name, t in state.items() if ".0." in name)
     outputs = sum(t.nbytes for name, t in state.items() if ".1." in name)
@@ -439,5 +439,5 @@ def test_lossless_in_batches(scheduler, tmp_path):
 @pytest.mark.first_fast
 def test_sampled_text_is_that_of_autoregressive_decoding(folder):
     pair = random_pair("llama")
-    requests = [Request(PROMPT, Decoding(30, 0.7), seed) for seed in range(4)]
+    requests = [Request(PROMPT, SamplingParams(30, 0.7), seed) for seed in range(4)]
     assert assert_samples_like_plain_decoding(pair, Medusa(pair, folder), requests)

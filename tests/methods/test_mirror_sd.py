@@ -28,7 +28,7 @@ from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError, UserError
 from tests.support.decoding import random_pair
@@ -53,7 +53,7 @@ def mirror(pair, placement: str = "inline", **settings) -> MirrorSD:
 
 
 def steps(pair, drafter, cap: int = 60) -> list:
-    return Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(cap)).steps
+    return Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(cap)).steps
 
 
 def missed(pair, cap: int = 40, **settings) -> float:
@@ -208,7 +208,7 @@ def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_
         return draft
 
     drafter.draft = check
-    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(60, 1.0), seed=3)
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(60, 1.0), seed=3)
     assert checked > 3
 
 
@@ -220,7 +220,7 @@ def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_answer():
     pair = type(pair)(**(vars(pair) | {"draft": spoiled}))
     drafter = StreamingSampling(pair, 3, acceptance="ratio")
     with pytest.raises(UserError, match="NaN or infinite"):
-        Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(12, 1.0), seed=3)
+        Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(12, 1.0), seed=3)
 
 
 @pytest.mark.slow
@@ -250,17 +250,17 @@ def test_the_first_position_alone_misses_more():
 def test_likely_decisions_against_a_plain_loop():
     torch.manual_seed(1)
     path = torch.tensor([5, 0, 7])
-    probs, reach = torch.randn(2, 4, 9).softmax(-1)
+    probs, kv_bucket = torch.randn(2, 4, 9).softmax(-1)
     scored = []
     for accepted in range(4):
         reaching = 1.0
         for i in range(accepted):
-            reaching *= reach[i, path[i]].item()
+            reaching *= kv_bucket[i, path[i]].item()
         others = [t for t in range(9) if accepted == 3 or t != path[accepted]]
         best = sorted(others, key=lambda t: -probs[accepted, t].item())[:2]
         scored += [(reaching * probs[accepted, t].item(), accepted, t) for t in best]
     expected = [(accepted, token) for _, accepted, token in sorted(scored, reverse=True)]
-    reaching = prefix_products(reach, path)
+    reaching = prefix_products(kv_bucket, path)
 
     def index(floor: float = 0.0, **limits) -> list[tuple[int, int]]:
         found = likely_decisions(probs.clone(), path, reaching, 2, **limits)
@@ -408,7 +408,7 @@ def test_drafts_are_drawn_with_other_numbers_than_acceptance(monkeypatch):
         return real(probs, tokens, draft_probs, uniforms, live)
 
     monkeypatch.setattr(acceptance, "sampled_chain", watched)
-    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(40, 1.0), seed=3)
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(40, 1.0), seed=3)
     assert len(accepting) > 20 and len(drawing) > 20 and not accepting & drawing
 
 
@@ -538,7 +538,7 @@ def test_a_worker_that_dies_or_hangs(how):
     """Killed or stopped at a random moment of an answer: one clear error, never a wrong answer, nobody left behind."""
     pair = random_pair("llama")
     rng = random.Random(os.environ.get("SPECBENCH_KILLS_SEED", how))
-    answered = Decoding(150)
+    answered = SamplingParams(150)
     cores = os.sched_getaffinity(0)
     expected = Engine(StagedModel(pair.target), SpeculativeSampling(pair, 4), frozenset()).answer(
         PROMPT, answered
@@ -546,7 +546,7 @@ def test_a_worker_that_dies_or_hangs(how):
     for _ in range(int(os.environ.get("SPECBENCH_KILLS", 1))):
         drafter = mirror(pair, "process", kappa=3, worker_timeout=2.0)
         engine = Engine(StagedModel(pair.target), drafter, frozenset())
-        engine.answer(PROMPT, Decoding(8))
+        engine.answer(PROMPT, SamplingParams(8))
         pid = drafter.link.handle.pid
         sent = signal.SIGKILL if how == "kill" else signal.SIGSTOP
         timer = threading.Timer(rng.random() * expected.seconds, os.kill, (pid, sent))

@@ -21,7 +21,7 @@ from specbench.decoding.acceptance import Accepted, outcome
 from specbench.decoding.drafter import Drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
@@ -62,7 +62,7 @@ def known_answers(count: int) -> list[tuple[list[int], list[int]]]:
     pair, rng = random_pair("llama"), random.Random(8)
     engine = Engine(StagedModel(pair.target), Drafter(), frozenset())
     prompts = [random_prompt(rng, pair.vocab_size) for _ in range(count)]
-    return [(prompt, engine.answer(prompt, Decoding(LENGTH)).tokens) for prompt in prompts]
+    return [(prompt, engine.answer(prompt, SamplingParams(LENGTH)).tokens) for prompt in prompts]
 
 
 def rounds_of(right: list[bool], length: int, k: int) -> list[tuple[int, int]]:
@@ -112,10 +112,10 @@ def test_what_is_accepted_is_what_was_drawn(cost, tmp_path):
     for acceptance, k, asked in ((0.0, 3, answers[:1]), (0.7, 4, answers * 2), (1.0, 6, answers[2:])):
         drafter = oracle(cost, tmp_path, acceptance, k)
         engine = Engine(StagedModel(pair.target), drafter, frozenset())
-        drafter.foretell(*zip(*answers))
+        drafter.set_reference_answers(*zip(*answers))
         for prompt, answer in asked:
             right = Foretold(prompt, answer, acceptance, pair.vocab_size, 0, k).right
-            said = engine.answer(prompt, Decoding(LENGTH))
+            said = engine.answer(prompt, SamplingParams(LENGTH))
             assert said.tokens == answer
             assert [(s.drafted, s.accepted) for s in said.steps] == rounds_of(right, LENGTH, k)
 
@@ -125,11 +125,17 @@ def test_the_wrapped_drafter_does_its_work(tmp_path):
     pair, (prompt, answer) = sorted_pair("llama"), known_answers(1)[0]
     for cost in ("sps", "kangaroo"):
         drafter = oracle(cost, tmp_path, 0.5, 4)
-        drafter.foretell([prompt], [answer])
-        steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, Decoding(LENGTH)).steps
+        drafter.set_reference_answers([prompt], [answer])
+        steps = (
+            Engine(StagedModel(pair.target), drafter, frozenset())
+            .answer(prompt, SamplingParams(LENGTH))
+            .steps
+        )
         alone = drafter.inner
         alone.head = alone.head._head
-        own = Engine(StagedModel(pair.target), alone, frozenset()).answer(prompt, Decoding(LENGTH)).steps
+        own = (
+            Engine(StagedModel(pair.target), alone, frozenset()).answer(prompt, SamplingParams(LENGTH)).steps
+        )
         assert {s.draft_bytes for s in steps if s.drafted == 4} == {
             s.draft_bytes for s in own if s.drafted == 4
         }
@@ -140,8 +146,8 @@ def test_the_wrapped_cache_follows_the_verified_tokens(tmp_path):
     """Its keys and values are those of a prefill with the answer: none is of a token that was replaced."""
     pair, (prompt, answer) = sorted_pair("llama"), known_answers(1)[0]
     drafter = oracle("sps", tmp_path, 0.6, 4)
-    drafter.foretell([prompt], [answer])
-    Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, Decoding(LENGTH))
+    drafter.set_reference_answers([prompt], [answer])
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(LENGTH))
     held = drafter.inner._layout.cache
     n = drafter.inner._fed[0]
     assert n > len(prompt) + LENGTH // 2
@@ -159,12 +165,12 @@ def test_an_answer_that_is_not_the_known_one_is_drafted_by_the_wrapped_drafter(c
     pair, (prompt, answer) = random_pair("llama"), known_answers(1)[0]
     drafter = oracle(cost, tmp_path, 1.0, 3)
     engine = Engine(StagedModel(pair.target), drafter, frozenset())
-    alone = engine.answer(prompt, Decoding(LENGTH))
+    alone = engine.answer(prompt, SamplingParams(LENGTH))
     assert alone.tokens == answer
     place = 20
     wrong = [*answer[:place], *((t + 1) % pair.vocab_size for t in answer[place:])]
-    drafter.foretell([prompt], [wrong])
-    said = engine.answer(prompt, Decoding(LENGTH))
+    drafter.set_reference_answers([prompt], [wrong])
+    said = engine.answer(prompt, SamplingParams(LENGTH))
     assert said.tokens == answer
     emitted = 1
     for step in said.steps:
@@ -185,10 +191,10 @@ def test_an_answer_that_goes_on_behind_the_known_one(tmp_path):
     prompt, answer = known_answers(1)[0]
     drafter = oracle("none", tmp_path, 1.0, 4)
     target = StagedModel(random_pair("llama").target)
-    drafter.foretell([prompt], [answer[:11]])
-    alone = Engine(target, drafter, frozenset()).answer(prompt, Decoding(LENGTH))
+    drafter.set_reference_answers([prompt], [answer[:11]])
+    alone = Engine(target, drafter, frozenset()).answer(prompt, SamplingParams(LENGTH))
     (batch,) = Engine(target, drafter, frozenset(), RaggedBatch(1)).generate(
-        [Request(prompt, Decoding(LENGTH))]
+        [Request(prompt, SamplingParams(LENGTH))]
     )
     for said in (alone, batch):
         assert said.tokens == answer
@@ -200,7 +206,7 @@ def test_an_answer_that_goes_on_behind_the_known_one(tmp_path):
 def test_it_stops_anywhere(cost, tmp_path):
     def drafter(prompt: list[int], free: list[int]) -> Drafter:
         made = oracle(cost, tmp_path, 0.8, 4)
-        made.foretell([prompt], [free])
+        made.set_reference_answers([prompt], [free])
         return made
 
     lossless.assert_stops_anywhere(drafter)
@@ -215,7 +221,7 @@ def test_it_stops_anywhere(cost, tmp_path):
 def test_a_batch_accepts_what_each_sequence_does_alone(cost, scheduler, tmp_path):
     pair, (requests, expected) = random_pair("llama"), cases("llama")
     drafter = oracle(cost, tmp_path)
-    drafter.foretell([r.prompt for r in requests], expected)
+    drafter.set_reference_answers([r.prompt for r in requests], expected)
     target = StagedModel(pair.target)
     answers = Engine(target, drafter, frozenset(), scheduler(3)).generate(requests)
     assert [a.tokens for a in answers] == expected
@@ -232,8 +238,8 @@ def test_in_a_batch_an_answer_that_is_not_the_known_one_leaves_the_others_alone(
     drafter = oracle(cost, tmp_path, 1.0, 3)
     told = [list(answer) for _, answer in answers]
     told[1][20:] = [(t + 1) % pair.vocab_size for t in told[1][20:]]
-    drafter.foretell([p for p, _ in answers[:3]], told[:3])  # nothing of the last one
-    requests = [Request(prompt, Decoding(LENGTH)) for prompt, _ in answers]
+    drafter.set_reference_answers([p for p, _ in answers[:3]], told[:3])  # nothing of the last one
+    requests = [Request(prompt, SamplingParams(LENGTH)) for prompt, _ in answers]
     engine = Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(4))
     said = engine.generate(requests)
     assert [a.tokens for a in said] == [answer for _, answer in answers]
@@ -256,9 +262,11 @@ def test_it_needs_what_the_wrapped_drafter_needs(tmp_path):
 
     assert needs("sps").draft_model and needs("s2d").part == "s2d" and needs("kangaroo").part == "kangaroo"
     assert not needs("none").draft_model and needs("pld").part is None
-    assert all(needs(cost).continuation and needs(cost).batching for cost in COSTS)
+    assert all(needs(cost).reference_answer and needs(cost).batching for cost in COSTS)
     assert not any(needs(cost).sampling for cost in COSTS)
-    assert not needs_of(config("sps", tmp_path)).continuation and needs_of(config("sps", tmp_path)).sampling
+    assert (
+        not needs_of(config("sps", tmp_path)).reference_answer and needs_of(config("sps", tmp_path)).sampling
+    )
 
 
 def test_a_drafter_that_it_cannot_wrap(tmp_path):

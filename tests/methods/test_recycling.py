@@ -14,7 +14,7 @@ from methods.rank_trees import grown, likeliest_ids, rank_tree
 from methods.recycling import CHILDREN, RANKS, ROOT_CHILDREN, TokenRecycling, chance
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.decoding import random_pair
@@ -78,7 +78,7 @@ class Watched(TokenRecycling):
     def commit(self, batch, verified):
         super().commit(batch, verified)
         draft = verified.draft
-        tokens, k = [*batch.newest(1)[0].tolist(), *draft.tokens[0].tolist()], draft.tokens.shape[1]
+        tokens, k = [*batch.last_tokens(1)[0].tolist(), *draft.tokens[0].tolist()], draft.tokens.shape[1]
         depths = draft.tree.offsets()[0].tolist()
         path = [0] if verified.path is None else [0, *(verified.path[0, : verified.counts[0]] + 1).tolist()]
         # What counts is written last: of rejected nodes deep ones first, then the accepted path in its order.
@@ -97,13 +97,13 @@ class Watched(TokenRecycling):
 def test_the_table_after_every_round(prompt):
     pair = random_pair("llama")
     drafter = Watched(pair, 30, prompt)
-    answer = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(40))
+    answer = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(40))
     assert sum(step.accepted for step in answer.steps) > 3
     assert max(step.drafted for step in answer.steps) == 30
 
 
 def accepted(drafter, engine: Engine, prompt: list[int]) -> list[int]:
-    return [step.accepted for step in engine.answer(prompt, Decoding(40)).steps]
+    return [step.accepted for step in engine.answer(prompt, SamplingParams(40)).steps]
 
 
 def test_a_repeat_copies_nothing_unless_memory_is_kept():

@@ -11,7 +11,7 @@ from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.models.pairs import cut
 from specbench.system.errors import UserError
 from tests.support.methods import drafts, sorted_pair
@@ -23,7 +23,7 @@ EXITS = [1, 2, 4]
 def run(kind=SortedDraft, cap: int = 60, pair=None, **settings) -> list:
     pair = pair or sorted_pair("llama")
     drafter = kind(pair, **settings)
-    return Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(cap)).steps
+    return Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(cap)).steps
 
 
 def assert_like_a_full_pass(drafter: SortedDraft, known: list[int]) -> None:
@@ -64,7 +64,7 @@ def run_checked(kind: type[Checked]) -> set[int]:
     for length in (1, 2, 3, 5):
         for threshold in (0.1, 0.2, 0.4):
             drafter = kind(pair, thresholds=[threshold, threshold], max_draft_tokens=length)
-            Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, Decoding(30))
+            Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(30))
             rejected |= drafter.rejected
     return rejected
 

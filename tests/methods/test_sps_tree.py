@@ -18,7 +18,7 @@ from methods.sps_tree.drafter import FILE, draws_without_replacement, load_tree
 from methods.sps_tree.train import paths_of, ranks_of, train
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.system.errors import UserError
 from tests.support import batches
@@ -87,7 +87,7 @@ def test_what_is_drafted(folder, arch):
 
     tree = watched(DraftModelTree(pair, folder), check)
     assert (tree.max_nodes, tree.max_draft_tokens) == (9, 4)
-    steps = Engine(StagedModel(pair.target), tree, frozenset()).answer(PROMPT, Decoding(40)).steps
+    steps = Engine(StagedModel(pair.target), tree, frozenset()).answer(PROMPT, SamplingParams(40)).steps
     assert seen[4] > 3 and len(seen) > 1
     assert len({s.accepted for s in steps}) > 2
     whole = next(s for s in steps if s.depth == 4)
@@ -99,7 +99,7 @@ def test_leaves_are_never_fed(folder):
     pair, fed = random_pair("llama"), []
     tree = DraftModelTree(pair, folder)
     layer = tree.model.layers[0].register_forward_hook(lambda m, a, o: fed.append(o.shape[1]))
-    steps = Engine(StagedModel(pair.target), tree, frozenset()).answer(PROMPT, Decoding(30)).steps
+    steps = Engine(StagedModel(pair.target), tree, frozenset()).answer(PROMPT, SamplingParams(30)).steps
     layer.remove()
     assert fed.pop(0) == len(PROMPT)
     whole = [s for s in steps if s.depth == 4]
@@ -126,8 +126,10 @@ def test_what_is_drawn_from(sampling):
         rounds.append(len(paths))
 
     tree = watched(DraftModelTree(pair, shape=[3, 2, 1], sampling=sampling), check)
-    assert tree.siblings == 3 and not tree.certain
-    steps = Engine(StagedModel(pair.target), tree, frozenset()).answer(PROMPT, Decoding(30, 1.3), 2).steps
+    assert tree.siblings == 3 and not tree.deterministic
+    steps = (
+        Engine(StagedModel(pair.target), tree, frozenset()).answer(PROMPT, SamplingParams(30, 1.3), 2).steps
+    )
     assert 3 + 6 + 6 in rounds and any(s.accepted for s in steps)
 
 
@@ -136,7 +138,7 @@ def test_what_is_drawn_from(sampling):
 @pytest.mark.parametrize("sampling", DRAWN)
 def test_a_chain_is_sps(sampling, temperature):
     pair, (cases, _) = random_pair("llama"), batches.cases("llama")
-    requests = [Request(r.prompt, Decoding(24, temperature), r.seed) for r in cases]
+    requests = [Request(r.prompt, SamplingParams(24, temperature), r.seed) for r in cases]
     found = []
     for one in (DraftModelTree(pair, shape=[1] * 4, sampling=sampling), SpeculativeSampling(pair, 4)):
         for scheduler in (None, RaggedBatch(3)):
@@ -272,7 +274,7 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(folder):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_sample_does_not_depend_on_who_shares_the_batch(folder, temperature):
     pair, cases = random_pair("mistral"), batches.cases("mistral")[0]
-    requests = [Request(r.prompt, Decoding(12, temperature), r.seed) for r in cases]
+    requests = [Request(r.prompt, SamplingParams(12, temperature), r.seed) for r in cases]
     target = StagedModel(pair.target)
     alone = Engine(target, DraftModelTree(pair, folder), frozenset())
     expected = [alone.generate([request])[0] for request in requests]
@@ -287,7 +289,7 @@ def test_likeliest_children_leave_the_sample_as_it_is(folder):
     pair = random_pair("llama")
     tree = DraftModelTree(pair, folder, sampling="likeliest")
     assert tree.siblings == 1
-    requests = [Request(PROMPT, Decoding(30, 0.7), seed) for seed in range(4)]
+    requests = [Request(PROMPT, SamplingParams(30, 0.7), seed) for seed in range(4)]
     assert assert_samples_like_plain_decoding(pair, tree, requests)
 
 

@@ -20,7 +20,7 @@ from specbench.config.checks import check_method
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Draft, Request
 from specbench.decoding.tree import Tree
 from specbench.system.errors import UserError
@@ -273,7 +273,7 @@ def long_requests() -> tuple[list[Request], list[list[int]]]:
     """Requests that nothing ends early, and transformers' answers."""
     pair, rng = random_pair("llama"), random.Random(9)
     prompts = [random_prompt(rng, pair.vocab_size) for _ in range(6)]
-    requests = [Request(prompt, Decoding(LONG), stop_ids=frozenset()) for prompt in prompts]
+    requests = [Request(prompt, SamplingParams(LONG), stop_ids=frozenset()) for prompt in prompts]
     return requests, [generate_with_transformers(pair.target, prompt, LONG, ()) for prompt in prompts]
 
 
@@ -328,14 +328,14 @@ def test_what_is_copied_does_not_leave_the_draft_models_cache_wrong():
 
 
 def test_a_certain_draft_among_drawn_ones_and_trees():
-    certain = Draft.of([[7, 8, 9], [5]], torch.device("cpu"))
+    deterministic = Draft.of([[7, 8, 9], [5]], torch.device("cpu"))
     drawn = Draft(torch.tensor([[1, 2], [3, 4]]), probs=torch.full((2, 2, 10), 0.1))
-    draft = merged(certain, drawn, [True, False])
+    draft = merged(deterministic, drawn, [True, False])
     assert draft.tokens.tolist() == [[7, 8, 9], [3, 4, 0]] and draft.candidates.tolist() == [3, 2]
     assert draft.tree is None and draft.probs[0].argmax(-1).tolist() == [7, 8, 9]
     assert draft.probs[0].sum() == 3 and torch.equal(draft.probs[1, :2], drawn.probs[1])
     tree = Draft(torch.tensor([[1, 2, 3, 4]] * 2), tree=Tree.of(torch.tensor([-1, -1, 0, 1])))
-    draft = merged(certain, tree, [False, True])
+    draft = merged(deterministic, tree, [False, True])
     assert draft.tokens.tolist() == [[1, 2, 3, 4], [5, 0, 0, 0]] and draft.candidates.tolist() == [4, 1]
     assert draft.tree.parents.tolist() == [[-1, -1, 0, 1], [-1, 0, 1, 2]] and draft.probs is None
 
@@ -362,7 +362,7 @@ def test_a_name_gives_the_auxiliary_drafter_and_what_it_needs(auxiliary):
 
 
 def accepted(engine: Engine, prompt: list[int]) -> list[int]:
-    return [step.accepted for step in engine.answer(prompt, Decoding(LONG)).steps]
+    return [step.accepted for step in engine.answer(prompt, SamplingParams(LONG)).steps]
 
 
 def test_a_repeat_copies_nothing_unless_memory_is_kept():
@@ -401,5 +401,5 @@ def test_earlier_answers_are_learnt_whole_without_prompts_and_not_if_given_up(si
 
     drafter.commit = fails
     with pytest.raises(ZeroDivisionError):
-        engine.generate([Request(PROMPT, Decoding(LONG), stop_ids=frozenset())])
+        engine.generate([Request(PROMPT, SamplingParams(LONG), stop_ids=frozenset())])
     assert drafter.snapshot() == learnt

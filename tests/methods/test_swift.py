@@ -11,7 +11,7 @@ from methods.swift.search import LayerSearch, _evidence, _kernel
 from specbench.decoding.cpu.lean_modules import thinned
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.pairs import load_pair
@@ -103,7 +103,7 @@ def test_layers_without_such_parts_are_refused():
 def drafted(pair, prompt: list[int], tokens: int, scheduler: Scheduler | None = None, **settings):
     drafter = Swift(pair, **settings)
     engine = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler, pair.context_length)
-    return drafter, engine.generate([Request(prompt, Decoding(tokens))])[0]
+    return drafter, engine.generate([Request(prompt, SamplingParams(tokens))])[0]
 
 
 def test_a_set_is_scored_by_how_often_it_says_what_the_target_said(tiny, monkeypatch):
@@ -145,7 +145,7 @@ def test_no_set_is_scored_before_the_answer_is_long_enough_or_when_the_search_ha
 def test_the_search_goes_on_from_answer_to_answer_or_begins_anew(tiny, memory):
     drafter = Swift(tiny, context_window=4, memory=memory, enough=1.0)
     engine = Engine(StagedModel(tiny.target), drafter, frozenset(), None, tiny.context_length)
-    requests = [Request(tiny.sample_ids()[:n], Decoding(20)) for n in (30, 40)]
+    requests = [Request(tiny.sample_ids()[:n], SamplingParams(20)) for n in (30, 40)]
     engine.generate(requests[:1])
     after_one = drafter._search.steps
     kept = drafter.snapshot()

@@ -16,7 +16,7 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import graphs as passes
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure import numeric_noise as rounding
 from specbench.measure.numeric_noise import shape_noise
@@ -43,7 +43,7 @@ def half() -> SimpleNamespace:
 
 def half_requests(pair) -> list[Request]:
     rng = random.Random(1)
-    return [Request(random_prompt(rng, pair.vocab_size), Decoding(40)) for _ in range(7)]
+    return [Request(random_prompt(rng, pair.vocab_size), SamplingParams(40)) for _ in range(7)]
 
 
 def said(pair, drafter: Drafter, width: int | None) -> list[list[int]]:
@@ -68,7 +68,7 @@ def test_a_run_gives_all_arms_the_width(method):
     OmegaConf.resolve(cfg)
     bench = prepare(cfg)
     assert bench.target.width == 8
-    asked = [Request([11, 23, 35, 47, 59] * 2, Decoding(12))]
+    asked = [Request([11, 23, 35, 47, 59] * 2, SamplingParams(12))]
     with closing(bench.drafter):
         one, other = (bench.arms[arm](asked)[0].tokens for arm in ("baseline", "method"))
     assert one == other
@@ -148,14 +148,14 @@ def test_drafts_that_are_longer_are_refused():
 
 @pytest.mark.parametrize("method", ["sps", "recycling"])
 def test_a_pass_must_not_pad_over_its_own_tokens(monkeypatch, method):
-    right, inner = expected("llama", 3), StagedModel._spelled_out
+    right, inner = expected("llama", 3), StagedModel._materialize
 
-    def shifted(self, where, cache, b, n, width):
-        made = inner(self, where, cache, b, n, width)
+    def shifted(self, ctx, cache, b, n, width):
+        made = inner(self, ctx, cache, b, n, width)
         made.write_index = torch.cat([made.write_index[:n], made.write_index[n:] - 2])
         return made
 
-    monkeypatch.setattr(StagedModel, "_spelled_out", shifted)
+    monkeypatch.setattr(StagedModel, "_materialize", shifted)
     engine = Engine(
         StagedModel(sorted_pair("llama").target, width=WIDTH),
         DRAFTERS[method](sorted_pair("llama"), None),

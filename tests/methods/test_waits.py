@@ -17,7 +17,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Draft, Request
 from tests.support.decoding import random_pair
 from tests.support.waits import watched
@@ -37,7 +37,7 @@ def test_schedulers_move_without_a_wait(monkeypatch, scheduler):
     moved = []
     inner = engine._move
     monkeypatch.setattr(engine, "_move", lambda *given: moved.append(given) or inner(*given))
-    requests = [Request([3 + i, 9, 27][: 1 + i % 3], Decoding(4 + 3 * (i % 4))) for i in range(7)]
+    requests = [Request([3 + i, 9, 27][: 1 + i % 3], SamplingParams(4 + 3 * (i % 4))) for i in range(7)]
     with watched(monkeypatch) as waits:
         engine.generate(requests)
     assert moved and len(waits.found["join"]) == 7
@@ -75,11 +75,11 @@ def test_a_wait_is_found(monkeypatch, fault):
 
         def draft(self, batch) -> Draft:
             FAULTS[fault](batch)
-            return Draft(batch.newest(1))
+            return Draft(batch.last_tokens(1))
 
     engine = Engine(StagedModel(random_pair("llama").target), Faulty(), frozenset())
     with watched(monkeypatch) as waits:
-        engine.answer([5, 7, 9], Decoding(4))
+        engine.answer([5, 7, 9], SamplingParams(4))
     named = fault.partition(" of ")[0] + " at "
     assert any(wait.startswith(named) for found in waits.found["round"] for wait in found), waits.found
 
@@ -102,5 +102,5 @@ def test_no_draft_is_kept_beyond_its_round(make):
         return made
 
     drafter.draft = draft
-    Engine(StagedModel(pair.target), drafter, frozenset()).answer([3, 9, 27], Decoding(12, 1.0))
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer([3, 9, 27], SamplingParams(12, 1.0))
     assert len(alive) > 3 and max(alive) <= 1

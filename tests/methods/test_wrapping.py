@@ -11,7 +11,7 @@ from specbench.config.checks import check_method
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.measure.metrics.method_stats import classes, of_method
 from specbench.system.errors import UserError
 from tests.methods.test_stats import frame
@@ -30,7 +30,7 @@ def test_what_the_inner_drafter_has_learnt_is_forgotten_and_restored(make):
 
     def drafted() -> list[tuple[int, int]]:
         """Of each round, by the inner drafter alone."""
-        steps = Engine(engine.target, outer.inner, frozenset()).answer(PROMPT, Decoding(30)).steps
+        steps = Engine(engine.target, outer.inner, frozenset()).answer(PROMPT, SamplingParams(30)).steps
         return [(step.drafted, step.accepted) for step in steps]
 
     outer.forget()

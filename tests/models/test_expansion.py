@@ -22,7 +22,7 @@ from specbench.config.checks import check
 from specbench.data.questions import load_questions
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.measure.machine.provenance import differences
 from specbench.measure.runner import prepare
 from specbench.models.expansion import Expansion, embedded, expand_model, wide
@@ -385,7 +385,7 @@ def _answers(shape: str | None, method: str, *overrides: str):
         engine = Engine(
             bench.target, bench.drafter, bench.pair.stop_ids, context_length=bench.pair.context_length
         )
-        return bench.pair, prompts, [engine.answer(prompt, Decoding(TOKENS)) for prompt in prompts]
+        return bench.pair, prompts, [engine.answer(prompt, SamplingParams(TOKENS)) for prompt in prompts]
 
 
 @cache

@@ -18,7 +18,7 @@ from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.conf import composed, file_of, is_hub_id, names
@@ -139,7 +139,7 @@ def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
         expected = generate_with_transformers(pair.target, prompt, 24, stop_ids=pair.stop_ids)
         for method, drafter in drafters.items():
             engine = Engine(target, drafter, pair.stop_ids, context_length=pair.context_length)
-            answer = engine.answer(prompt, Decoding(24))
+            answer = engine.answer(prompt, SamplingParams(24))
             assert answer.tokens == expected, method
             rates[method] += [step.accepted / step.drafted for step in answer.steps if step.drafted]
     for method in rates.keys() - {"ar", "pld"}:  # accepted drafts are what is easily got wrong
@@ -175,9 +175,9 @@ def test_padded_rows_are_never_drafted(name, tmp_path):
     drafter = SpeculativeSampling(pair, 4)
     assert head(normed).argmax() >= pair.vocab_size
     logits = drafter.head.logits(normed)
-    token, _ = drafter.head.choose(logits, Decoding(1), None)
+    token, _ = drafter.head.choose(logits, SamplingParams(1), None)
     assert logits.shape[-1] == pair.vocab_size == 260 and token < 260
-    _, probs = drafter.head.choose(logits, Decoding(1, 1.0), torch.tensor([0.5]))
+    _, probs = drafter.head.choose(logits, SamplingParams(1, 1.0), torch.tensor([0.5]))
     assert drafter.head.spread([probs]).shape == (1, 1, pair.target.config.vocab_size)
 
 
@@ -198,7 +198,7 @@ def test_a_prompt_that_begins_with_a_stop_token_is_answered(tmp_path):
     prompt = pair.prompt_ids(CHAT)
     assert prompt[0] in pair.stop_ids
     answer = Engine(StagedModel(pair.target), SpeculativeSampling(pair, 3), pair.stop_ids).answer(
-        prompt, Decoding(8)
+        prompt, SamplingParams(8)
     )
     assert answer.tokens == generate_with_transformers(pair.target, prompt, 8, stop_ids=(256, 257))
 
@@ -237,7 +237,9 @@ def test_random_weights_need_neither_network_nor_files(name, monkeypatch):
     pair = load_pair(cfg, seed=0, with_draft=name in WITH_DRAFT)
     assert pair.init == "random" and pair.target.config.model_type == cfg.target_shape.model_type
     prompt = pair.prompt_ids(CHAT)
-    answer = Engine(StagedModel(pair.target), PromptLookup(pair), pair.stop_ids).answer(prompt, Decoding(8))
+    answer = Engine(StagedModel(pair.target), PromptLookup(pair), pair.stop_ids).answer(
+        prompt, SamplingParams(8)
+    )
     assert isinstance(pair.decode(answer.tokens), str)
 
 

@@ -12,7 +12,7 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from tests.support.decoding import STOP, generate_with_transformers, random_pair, random_prompt
@@ -62,7 +62,7 @@ def cases(arch: str) -> tuple[list[Request], list[list[int]]]:
     for seed in range(REQUESTS):
         prompt = random_prompt(rng, pair.target.config.vocab_size)
         cap, stops = rng.choice((1, 2, 3, 9, 15, 15)), rng.choice(((STOP,), (STOP, 3), ()))
-        requests.append(Request(prompt, Decoding(cap), seed, frozenset(stops)))
+        requests.append(Request(prompt, SamplingParams(cap), seed, frozenset(stops)))
         answers.append(generate_with_transformers(pair.target, prompt, cap, stops))
     return requests, answers
 
@@ -92,7 +92,7 @@ def assert_drafts_as_alone(
 def assert_freed_places_are_filled_at_once(drafter: Drafter, scheduler: Scheduler) -> None:
     """With a drafter that drafts nothing and a scheduler of four sequences, which run in every round while any wait."""
     pair = random_pair("llama")
-    requests = [Request(p.prompt, Decoding(6 + 5 * (i % 3))) for i, p in enumerate(cases("llama")[0])]
+    requests = [Request(p.prompt, SamplingParams(6 + 5 * (i % 3))) for i, p in enumerate(cases("llama")[0])]
     answers = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler).generate(requests)
     rounds = sum(1 / s.sequences for a in answers for s in a.steps)
     full = sum(1 / s.sequences for a in answers for s in a.steps if s.sequences == 4)
@@ -103,6 +103,6 @@ def assert_freed_places_are_filled_at_once(drafter: Drafter, scheduler: Schedule
 def assert_static_batches_wait_for_their_last_row(drafter: Drafter, scheduler: Scheduler) -> None:
     """With a drafter that drafts nothing and a scheduler of two sequences, which take no new one while any runs."""
     pair = random_pair("llama")
-    requests = [Request([3, 4, 5], Decoding(cap)) for cap in (2, 9, 4, 4)]
+    requests = [Request([3, 4, 5], SamplingParams(cap)) for cap in (2, 9, 4, 4)]
     answers = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler).generate(requests)
     assert [[s.sequences for s in a.steps] for a in answers] == [[2], [2] + [1] * 7, [2] * 3, [2] * 3]

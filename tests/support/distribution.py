@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 
@@ -58,13 +58,15 @@ def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
 def p_value_alone(pair, drafter: Drafter) -> float:
     """How well tokens 1 and 2 behind the first follow the target when each answer is decoded alone."""
     engine = Engine(StagedModel(pair.target), drafter, frozenset())
-    answers = (engine.answer(PROMPT, Decoding(LENGTH, 1.0), seed=seed).tokens for seed in range(ANSWERS))
+    answers = (
+        engine.answer(PROMPT, SamplingParams(LENGTH, 1.0), seed=seed).tokens for seed in range(ANSWERS)
+    )
     return p_value(counted(answers), expected_counts(pair.target))
 
 
 def p_value_in_a_batch(pair, drafter: Drafter, scheduler: Scheduler) -> float:
     """The same when the answers are decoded in batches."""
     engine = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler)
-    requests = [Request(PROMPT, Decoding(LENGTH, 1.0), seed) for seed in range(ANSWERS)]
+    requests = [Request(PROMPT, SamplingParams(LENGTH, 1.0), seed) for seed in range(ANSWERS)]
     answers = (answer.tokens for answer in engine.generate(requests))
     return p_value(counted(answers), expected_counts(pair.target))

@@ -8,8 +8,8 @@ import torch
 
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import invert
-from specbench.decoding.state import Batch, Draft, Prefill, Resume, Sequence, Verified
+from specbench.decoding.sampling import sample_inverse_cdf
+from specbench.decoding.state import Batch, Draft, Prefill, Resume, SequenceState, Verified
 from specbench.decoding.tree import Tree
 
 
@@ -82,7 +82,7 @@ class ModelChain(Drafter):
         self.held = [0] * slots  # tokens of each sequence that its cache holds and that stay
         self.prompts: list[list[int]] = [[]] * slots
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         self.prompts[slot], self.held[slot] = sequence.request.prompt, 0
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
@@ -149,7 +149,7 @@ class ModelTree(ModelChain):
             siblings, q = first.topk(2).indices, None
         else:
             q = batch.decoding.probs(first).unsqueeze(1).expand(-1, 2, -1)
-            siblings = invert(q, batch.draws(0, 2))
+            siblings = sample_inverse_cdf(q, batch.draws(0, 2))
         if batch.max_nodes < 3:
             return Draft(siblings[:, :0])
         behind = torch.cat([self._next(i, new[:1], 0, batch) for i, new in enumerate(siblings)])
@@ -169,17 +169,17 @@ class EarlyExit(Drafter):
     def open(self, slots: int, capacity: int, target: StagedModel) -> None:
         self.target = target
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         states = prefill.hidden_states[self.layer]
         assert states.shape == (1, sequence.length - 1, self.target.hidden_size)
 
     def draft(self, batch: Batch) -> Draft:
-        ids, states, tokens, probs = batch.newest(1), [], [], []
+        ids, states, tokens, probs = batch.last_tokens(1), [], [], []
         longest = min(self.max_draft_tokens, batch.max_draft)
         for j in range(longest + 1):
-            where = batch.layout.place(batch, 1, j)
+            ctx = batch.layout.place(batch, 1, j)
             hidden = self.target.embed(ids)
-            states.append(self.target.run_layers(hidden, batch.layout.cache, where, 0, self.layer))
+            states.append(self.target.run_layers(hidden, batch.layout.cache, ctx, 0, self.layer))
             if j == longest:
                 break
             token, q = batch.decoding.select(self.target.head(states[-1][:, -1]), batch.draws(j))

@@ -102,10 +102,10 @@ class Unguarded(PretendedGraphs):
         return known[key, *((given.shape, given.dtype) for given in inputs)].outputs
 
 
-def pretend(monkeypatch, reach: int = 16, make: Callable[[], Graphs] = PretendedGraphs) -> list[Graphs]:
+def pretend(monkeypatch, kv_bucket: int = 16, make: Callable[[], Graphs] = PretendedGraphs) -> list[Graphs]:
     """Lets models that are made from now on capture their passes; the list gets what each of them does it with.
 
-    reach: so short that most answers grow beyond it.
+    kv_bucket: so short that most answers grow beyond it.
     """
     made: list[Graphs] = []
 
@@ -115,6 +115,6 @@ def pretend(monkeypatch, reach: int = 16, make: Callable[[], Graphs] = Pretended
 
     monkeypatch.setattr(targets, "passes_of", passes_of)
     # As on a GPU: what NumPy makes is nothing that an operation of torch has made.
-    monkeypatch.setattr(sampling, "likeliest", lambda logits: logits.argmax(-1))
-    monkeypatch.setattr(targets, "REACH", reach)
+    monkeypatch.setattr(sampling, "argmax_token", lambda logits: logits.argmax(-1))
+    monkeypatch.setattr(targets, "KV_BUCKET", kv_bucket)
     return made

@@ -9,7 +9,7 @@ from functools import cache
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from tests.support.decoding import STOP, generate_with_transformers, random_pair, random_prompt
@@ -43,7 +43,7 @@ def assert_lossless(arch: str, drafter: Drafter, third: int | None = None) -> li
     chosen = cases(arch) if third is None else cases(arch)[third % 3 :: 3]
     for prompt, cap, stop_ids, expected in chosen:
         engine.stop_ids = frozenset(stop_ids)
-        answer = engine.answer(prompt, Decoding(cap))
+        answer = engine.answer(prompt, SamplingParams(cap))
         assert answer.tokens == expected
         assert sum(s.emitted for s in answer.steps) + 1 == len(expected)
         assert answer.finish == ("stop" if expected[-1] in stop_ids else "length")
@@ -55,15 +55,15 @@ def plant_mask_off_by_one(monkeypatch) -> None:
     """A fault: in passes of several tokens after a prompt each token sees what the one before it does."""
     masks = StagedModel._masks
 
-    def off_by_one(self, where, n, like):
-        return [mask if mask is None or n == 1 else mask.roll(1, -2) for mask in masks(self, where, n, like)]
+    def off_by_one(self, ctx, n, like):
+        return [mask if mask is None or n == 1 else mask.roll(1, -2) for mask in masks(self, ctx, n, like)]
 
     monkeypatch.setattr(StagedModel, "_masks", off_by_one)
 
 
 def sampled_requests(pair, new_tokens: int, temperature: float) -> list[Request]:
     """Random prompts to sample answers to."""
-    rng, decoding = random.Random(2), Decoding(new_tokens, temperature)
+    rng, decoding = random.Random(2), SamplingParams(new_tokens, temperature)
     return [Request(random_prompt(rng, pair.vocab_size), decoding, seed) for seed in range(6)]
 
 
@@ -74,7 +74,7 @@ def assert_samples_like_plain_decoding(
     target = StagedModel(pair.target)
     plain = Engine(target, Drafter(), frozenset()).generate(requests)
     answers = Engine(target, drafter, frozenset(), scheduler).generate(requests)
-    assert drafter.certain and [a.tokens for a in answers] == [a.tokens for a in plain]
+    assert drafter.deterministic and [a.tokens for a in answers] == [a.tokens for a in plain]
     return sum(s.accepted for a in answers for s in a.steps)
 
 
@@ -111,11 +111,11 @@ def assert_stops_anywhere(drafter: Callable[[list[int], list[int]], Drafter]) ->
             cut = free.index(stop) + 1
             cap = (cut, cut + 1, 24)[(turn + number) % 3]  # each place meets each cap on another prompt
             engine.stop_ids = frozenset([stop])
-            answer = engine.answer(prompt, Decoding(cap))
+            answer = engine.answer(prompt, SamplingParams(cap))
             assert answer.tokens == free[:cut]
             assert answer.finish == "stop"
             last = answer.steps[-1] if answer.steps else None
-            where = "first" if last is None else "bonus" if last.emitted > last.accepted else "draft"
-            places.add((where, cap == cut))
+            stop = "first" if last is None else "bonus" if last.emitted > last.accepted else "draft"
+            places.add((stop, cap == cut))
     # A draft leaves the last place before the cap to the target alone.
     assert places == {("first", True), ("first", False), ("draft", False), ("bonus", True), ("bonus", False)}

@@ -18,7 +18,7 @@ from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Batch, Draft
 from tests.support.decoding import random_pair
 from tests.support.lossless import cases
@@ -122,5 +122,7 @@ def drafts(drafter: Drafter, pair, temperature: float) -> list[tuple[torch.Tenso
 
     drafter.draft = record
     prompt = [3, 9, 27, 11, 33, 29, 17]
-    Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, Decoding(28, temperature), seed=5)
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(
+        prompt, SamplingParams(28, temperature), seed=5
+    )
     return seen

@@ -14,11 +14,11 @@ import torch
 
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.kv_cache import KVCache, Pass
+from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.model.staged_model import attention_mask
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.state import Batch, Draft, Prefill, Request, Sequence
+from specbench.decoding.state import Batch, Draft, Prefill, Request, SequenceState
 from specbench.decoding.tree import Tree
 from tests.support.drafters import branched
 
@@ -51,23 +51,23 @@ class FakeTarget:
     def prefill(self, ids: torch.Tensor, cache: KVCache, taps) -> Prefill:
         n = ids.shape[1]
         shares = self._shares(ids, torch.arange(n))
-        cache.begin_pass(0, 1, Pass.consecutive(0, n), 1, n)
+        cache.begin_pass(0, 1, ForwardContext.consecutive(0, n), 1, n)
         cache.update(shares.view(1, 1, -1, 1), shares.view(1, 1, -1, 1), 0)
         return Prefill(ids, self._logits(shares.sum(1)))
 
     def verify(
-        self, pending: torch.Tensor, draft: Draft, cache: KVCache, where: Pass, taps, on_hidden, cut
+        self, pending: torch.Tensor, draft: Draft, cache: KVCache, ctx: ForwardContext, taps, on_hidden, cut
     ) -> torch.Tensor:
         ids = torch.cat([pending, draft.tokens], dim=1)
         b, n = ids.shape
-        positions = where.positions if where.start is None else torch.arange(where.start, where.kv_len)[None]
+        positions = ctx.positions if ctx.start is None else torch.arange(ctx.start, ctx.kv_len)[None]
         shares = self._shares(ids, positions)
-        cache.begin_pass(0, 1, where, b, n)
+        cache.begin_pass(0, 1, ctx, b, n)
         keys, values = cache.update(shares[:, None, :, None], shares[:, None, :, None], 0)
         assert torch.equal(keys, values)
         # A mask of None is the kernel's own: causal for an empty cache, all for a single token.
-        mask = attention_mask(where, n, keys)
-        seen = torch.ones(n, where.kv_len) if mask is None else mask[:, 0] == 0
+        mask = attention_mask(ctx, n, keys)
+        seen = torch.ones(n, ctx.kv_len) if mask is None else mask[:, 0] == 0
         return self._logits((keys[:, 0, :, 0].unsqueeze(1) * seen).sum(2))
 
     def pass_bytes(self, lo: int = 0, tokens: int = 1) -> int:
@@ -94,7 +94,7 @@ class FakeDrafter(Drafter):
     def open(self, slots: int, capacity: int, target) -> None:
         self.owner = [()] * slots
 
-    def begin(self, slot: int, sequence: Sequence, prefill: Prefill) -> None:
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         self.owner[slot] = tuple(sequence.request.prompt)
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
@@ -148,7 +148,7 @@ def any_requests(rng: random.Random) -> list[Request]:
     for _ in range(rng.randint(1, 9)):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 5, 11)))]
         stops = frozenset(rng.sample(range(VOCAB), rng.choice((0, 0, 1))))
-        requests.append(Request(prompt, Decoding(rng.choice((1, 2, 5, 9))), 0, stops))
+        requests.append(Request(prompt, SamplingParams(rng.choice((1, 2, 5, 9))), 0, stops))
     return requests
 
 

@@ -26,11 +26,11 @@ import torch
 
 from specbench.decoding.cpu.packed_linear import (
     DRAFT,
-    LAID,
     LAYOUTS,
     ONE_TOKEN,
+    PACKED,
     JoinedLinear,
-    LaidLinear,
+    PackedLinear,
     default,
     product,
 )
@@ -428,7 +428,7 @@ def _groups(target: StagedModel | None) -> dict[str, list[Laid]]:
         head = {id(laid) for laid in _laid([target.lm_head])}
         layers = {id(laid) for laid in _laid(target.layers)}
     groups: dict[str, list[Laid]] = defaultdict(list)
-    for laid in LAID:
+    for laid in PACKED:
         if laid.weight.device.type == "cpu" and not laid.weight.requires_grad:
             whose = HEAD if id(laid) in head else LAYERS if id(laid) in layers else DRAFTER
             groups[f"{whose} {_name(laid.weight)}"].append(laid)
@@ -441,7 +441,7 @@ def _laid(modules: Iterable[torch.nn.Module]) -> list[Laid]:
     """The laid-out weights of modules."""
     parts = [part for module in modules for part in module.modules()]
     joined = [part._joined.laid for part in parts if isinstance(part, JoinedLinear) and part._place == 0]
-    return [*joined, *(part._laid for part in parts if isinstance(part, LaidLinear))]
+    return [*joined, *(part._laid for part in parts if isinstance(part, PackedLinear))]
 
 
 def _is_large(group: Sequence[Laid]) -> bool:

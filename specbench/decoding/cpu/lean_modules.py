@@ -25,7 +25,7 @@ PARTS = ("self_attn", "mlp")  # of a layer, what families call its attention and
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-def quick(module: M, config: PretrainedConfig | None = None) -> M:
+def lean_copy(module: M, config: PretrainedConfig | None = None) -> M:
     """Copies a module, sharing weights and hooks, into one with cheaper calls and attribute look-ups.
 
     The module itself stays as it is; the copy has a train or eval mode of its own. Three things make it faster, which
@@ -41,17 +41,19 @@ def quick(module: M, config: PretrainedConfig | None = None) -> M:
         config: what the copies of modules that keep a config have in its place; None: the same one.
     """
     twin: Any = copy.copy(module)
-    parts = {name: part if part is None else quick(part, config) for name, part in module._modules.items()}
+    parts = {
+        name: part if part is None else lean_copy(part, config) for name, part in module._modules.items()
+    }
     twin.__dict__.update(module._parameters, _modules=parts, **parts)
     if config is not None and hasattr(module, "config"):
         twin.config = config
     stock: Any = type(module)  # mypy takes no class of modules for hashable
-    twin.__class__ = _kind(stock, _is_rms_norm(module))
+    twin.__class__ = _lean_class(stock, _is_rms_norm(module))
     return twin
 
 
 @cache
-def _kind(stock: type[torch.nn.Module], fused: bool) -> type[torch.nn.Module]:
+def _lean_class(stock: type[torch.nn.Module], fused: bool) -> type[torch.nn.Module]:
     """The class of the copies of `stock`."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +114,7 @@ def thinned(layer: torch.nn.Module, attention: bool, mlp: bool, mlp_gives_pair: 
     """A layer without some of its parts, sharing the weights of the others.
 
     Args:
-        layer: of a model, as `quick` makes it.
+        layer: of a model, as `lean_copy` makes it.
         attention: whether its attention is left out.
         mlp: whether its feed-forward part is.
         mlp_gives_pair: whether that part returns states and scores, as a router's does in some families.

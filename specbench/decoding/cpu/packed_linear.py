@@ -62,7 +62,7 @@ def packed(weight: torch.Tensor, tokens: int = DRAFT) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(plain(weight), tokens)
 
 
-class Bags:
+class EmbeddingBagGemv:
     """A weight [out, in] for products with one token, which are sums of its columns, each times an input.
 
     Torch's sums over bags of embeddings are such sums, and their kernel fetches what it will read and uses all threads;
@@ -100,12 +100,12 @@ def _bags(count: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
         ) * inputs
 
 
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor | Bags]] = {
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor | EmbeddingBagGemv]] = {
     "rows": by_rows,
     "columns": by_columns,
     "packed": packed,
     "packed_one": partial(packed, tokens=1),
-    **{f"bags_{width}": partial(Bags, width=width) for width in BAGS},
+    **{f"bags_{width}": partial(EmbeddingBagGemv, width=width) for width in BAGS},
 }
 PLAIN = ("rows", "columns")  # layouts that every operation reads
 ONE_TOKEN = tuple(f"bags_{width}" for width in BAGS)  # layouts for products with one token alone
@@ -160,7 +160,7 @@ class Laid:
         self._versions: list[int] = []
         if not fixed:
             self.lay()
-        LAID.add(self)
+        PACKED.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Laid, (self.weights, self.fixed)  # a copy, or another process, chooses for itself
@@ -228,10 +228,10 @@ class Laid:
         return [weight._version for weight in self._counted]
 
 
-LAID: WeakSet[Laid] = WeakSet()  # all that there are
+PACKED: WeakSet[Laid] = WeakSet()  # all that there are
 
 
-class LaidLinear(torch.nn.Linear):
+class PackedLinear(torch.nn.Linear):
     """A linear layer whose weight may have copies in other layouts; `weight` itself is always a plain tensor."""
 
     _laid: Laid
@@ -244,7 +244,7 @@ class LaidLinear(torch.nn.Linear):
         return laid.times(input, self.bias)
 
 
-class Joined:
+class FusedLinear:
     """Linear layers that read the same states, as one product: the first layer's call computes the outputs of all.
 
     Args:
@@ -259,7 +259,7 @@ class Joined:
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Joined, (self.laid.weights, self.biases)
+        return FusedLinear, (self.laid.weights, self.biases)
 
     def output(self, states: torch.Tensor, place: int) -> torch.Tensor | None:
         """The output of the layer at a place; None where it must be computed by itself.
@@ -280,7 +280,7 @@ class Joined:
 class JoinedLinear(torch.nn.Linear):
     """A linear layer that is one of several in a joint product."""
 
-    _joined: Joined
+    _joined: FusedLinear
     _place: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -297,7 +297,7 @@ def assume_unchanged() -> None:
         torch.compiler.assume_constant_result(look)
 
 
-def lay_out(module: torch.nn.Module, fixed: bool = False) -> None:
+def pack_linears(module: torch.nn.Module, fixed: bool = False) -> None:
     """Gives the frozen linear layers of a module, in place, joint products and the default layouts.
 
     Args:
@@ -309,13 +309,13 @@ def lay_out(module: torch.nn.Module, fixed: bool = False) -> None:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
             if _can_join(layers):
                 biases = [layer.bias for layer in layers if layer.bias is not None]
-                joined = Joined([layer.weight for layer in layers], biases)
+                joined = FusedLinear([layer.weight for layer in layers], biases)
                 for place, layer in enumerate(layers):
                     layer.__class__ = JoinedLinear
                     layer.__dict__.update(_joined=joined, _place=place)
     for other in module.modules():
         if _can_lay(other):
-            other.__class__ = LaidLinear
+            other.__class__ = PackedLinear
             other.__dict__["_laid"] = Laid([cast("torch.nn.Parameter", other.weight)], fixed)
 
 
@@ -337,7 +337,7 @@ def _can_join(layers: Sequence[Any]) -> bool:
     return large and len(kinds) == 1 and not layers[0].weight.is_meta
 
 
-def laid_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
+def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
     """A frozen linear layer of a weight [out, in] and a bias [out], laid out; the weight given stays as it is."""
     rows, columns = weight.shape
     layer = torch.nn.Linear(columns, rows, bias=bias is not None, device="meta")
@@ -345,7 +345,7 @@ def laid_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Lin
         layer.weight = torch.nn.Parameter(plain(weight), requires_grad=False)
         if bias is not None:
             layer.bias = torch.nn.Parameter(plain(bias), requires_grad=False)
-    lay_out(layer)
+    pack_linears(layer)
     return layer.eval()
 
 

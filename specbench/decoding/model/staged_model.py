@@ -25,12 +25,12 @@ from specbench.decoding.cpu.lean_modules import (
     check_parts,
     experts_of,
     experts_wait,
-    quick,
+    lean_copy,
     thinned,
     weight_bytes,
 )
-from specbench.decoding.cpu.packed_linear import lay_out
-from specbench.decoding.kv_cache import EMPTY, KVCache, Pass
+from specbench.decoding.cpu.packed_linear import pack_linears
+from specbench.decoding.kv_cache import EMPTY, ForwardContext, KVCache
 from specbench.decoding.model.agreement import Agreement, agreement, own_ways
 from specbench.decoding.model.graphs import Graphs, Passes, is_within, options_of
 from specbench.decoding.state import NORMED, Draft, Prefill
@@ -58,7 +58,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # The entries that a pass of a fixed shape attends to are a multiple of this, those too many masked.
-REACH = 256
+KV_BUCKET = 256
 ROPE_STEP = 4096  # and the angles of so many positions are made at once: a graph reads them where they are
 # Tokens of the text that a model is checked on; those behind a layer's window, and the longest window that is filled.
 CHECKED, BEYOND, LONGEST_FILLED = 72, 32, 512
@@ -112,8 +112,10 @@ class StagedModel:
             self.embed_tokens = cast("torch.nn.Embedding", model.get_input_embeddings())
             self.norm: torch.nn.Module = norm
             self.lm_head: torch.nn.Linear = cast("torch.nn.Linear", model.get_output_embeddings())
-            lay_out(base.layers)
-            lay_out(self.lm_head, fixed=getattr(self.lm_head, "weight", None) is self.embed_tokens.weight)
+            pack_linears(base.layers)
+            pack_linears(
+                self.lm_head, fixed=getattr(self.lm_head, "weight", None) is self.embed_tokens.weight
+            )
             # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
             self._implied_masks = self.config._attn_implementation == "sdpa"
             self.width, self.padding = width, (width or 1) - 1
@@ -128,8 +130,8 @@ class StagedModel:
                 self.config.num_attention_heads // kv_heads if grouped and self._implied_masks else 1
             )
             config = grouped_attention_config(self.config) if self._groups > 1 else None
-            self.layers: list[torch.nn.Module] = [quick(layer, config) for layer in base.layers]
-            self._head = quick(self.lm_head)
+            self.layers: list[torch.nn.Module] = [lean_copy(layer, config) for layer in base.layers]
+            self._head = lean_copy(self.lm_head)
             self.rotary, self.learned_positions = positions  # one of them is None
             self.device = model.device
             self.dtype = model.dtype
@@ -238,7 +240,7 @@ class StagedModel:
         self,
         hidden: torch.Tensor,
         cache: KVCache,
-        where: Pass | int,
+        ctx: ForwardContext | int,
         lo: int = 0,
         hi: int | None = None,
         taps: Sequence[int] = (),
@@ -249,7 +251,7 @@ class StagedModel:
         Args:
             hidden: [b, n, d] states.
             cache: receives keys and values.
-            where: positions, write places and visibility; a number for tokens that follow so many others.
+            ctx: positions, write places and visibility; a number for tokens that follow so many others.
             lo: the first layer.
             hi: the layer behind the last one; None for all.
             taps: layers in front of which `on_hidden` is called.
@@ -259,18 +261,18 @@ class StagedModel:
             States [b, n, d] behind the layers.
         """
         n = hidden.shape[1]
-        if isinstance(where, int):
-            where = Pass.consecutive(where, n)
+        if isinstance(ctx, int):
+            ctx = ForwardContext.consecutive(ctx, n)
         hi = len(self.layers) if hi is None else hi
-        if self.passes is not None and has_fixed_shape(where, n):
-            return self._fixed(hidden, cache, where, lo, hi, taps, on_hidden)[STATES]
-        return self._layers(hidden, cache, where, lo, hi, self._masks(where, n, hidden), taps, on_hidden)
+        if self.passes is not None and has_fixed_shape(ctx, n):
+            return self._fixed(hidden, cache, ctx, lo, hi, taps, on_hidden)[STATES]
+        return self._layers(hidden, cache, ctx, lo, hi, self._masks(ctx, n, hidden), taps, on_hidden)
 
     def _layers(
         self,
         hidden: torch.Tensor,
         cache: KVCache,
-        where: Pass,
+        ctx: ForwardContext,
         lo: int,
         hi: int,
         masks: Sequence[torch.Tensor | None],
@@ -280,9 +282,9 @@ class StagedModel:
         """As `run_layers`, with the mask of each kind of layers."""
         b, n = hidden.shape[:2]
         if self.rotary is None and lo == 0:
-            hidden = hidden + self._learned(where, n)
-        cache.begin_pass(lo, hi, where, b, n)
-        arguments = self._arguments(where, n, cache, masks)
+            hidden = hidden + self._learned(ctx, n)
+        cache.begin_pass(lo, hi, ctx, b, n)
+        arguments = self._arguments(ctx, n, cache, masks)
         here = hidden.device
         parts = zip(self.layers[lo:hi], self._kinds[lo:hi], self._devices[lo:hi])
         for i, (layer, kind, device) in enumerate(parts, lo):
@@ -294,18 +296,16 @@ class StagedModel:
             hidden = layer(hidden, **arguments[kind])
         return hidden
 
-    def _masks(self, where: Pass, n: int, like: torch.Tensor) -> list[torch.Tensor | None]:
+    def _masks(self, ctx: ForwardContext, n: int, like: torch.Tensor) -> list[torch.Tensor | None]:
         """The attention mask of each kind of layers."""
-        masks = [
-            attention_mask(where, n, like, window, self._implied_masks) for window, _ in self._kinds_there
-        ]
+        masks = [attention_mask(ctx, n, like, window, self._implied_masks) for window, _ in self._kinds_there]
         return [fold_mask(mask, self._groups) for mask in masks] if self._groups > 1 else masks
 
     def _arguments(
-        self, where: Pass, n: int, cache: KVCache, masks: Sequence[torch.Tensor | None]
+        self, ctx: ForwardContext, n: int, cache: KVCache, masks: Sequence[torch.Tensor | None]
     ) -> dict[Kind, dict[str, Any]]:
         """What the layers of each kind are called with in a pass, beside the states [b, n, d]."""
-        rope = {} if self.rotary is None else self._rope(where, n, cache.capacity)
+        rope = {} if self.rotary is None else self._rope(ctx, n, cache.capacity)
         arguments: dict[Kind, dict[str, Any]] = {}
         for kind, mask in zip(self._kinds_there, masks):
             arguments[kind] = {"attention_mask": mask, self._cache_name: cache, "use_cache": True}
@@ -319,7 +319,7 @@ class StagedModel:
         self,
         given: torch.Tensor,
         cache: KVCache,
-        where: Pass,
+        ctx: ForwardContext,
         lo: int,
         hi: int,
         taps: Sequence[int] = (),
@@ -330,12 +330,12 @@ class StagedModel:
         """A pass whose shape recurs, so that it can be replayed, and whose numbers do not depend on its tokens' number.
 
         It is of `width` tokens: its last one repeated, written behind it, where the next pass writes anew. It attends
-        to a multiple of `REACH` entries, those behind its own masked.
+        to a multiple of `KV_BUCKET` entries, those behind its own masked.
 
         Args:
             given: ids [b, n], or states [b, n, d] in front of layer `lo`.
             cache: as in `run_layers`.
-            where: likewise.
+            ctx: likewise.
             lo: likewise.
             hi: likewise.
             taps: likewise.
@@ -352,21 +352,21 @@ class StagedModel:
         inside: list[int] = []
         if on_hidden is not None:
             if lo in taps and lo < hi:
-                on_hidden(lo, self._entering(given, where) if lo == 0 else given)
+                on_hidden(lo, self._embed_with_positions(given, ctx) if lo == 0 else given)
             inside = [layer for layer in range(lo + 1, hi) if layer in taps]
         cuts = inside if cut else []
         wanted = wanted if cut else (*inside, *wanted)
         if self.rotary is not None:
             self._angles(cache.capacity)  # made now: not in the middle of a capture
         width = max(n, self.width or 1)
-        where = self._spelled_out(where, cache, b, n, width)
+        ctx = self._materialize(ctx, cache, b, n, width)
         if width > n:
             given = torch.cat([given, given[:, -1:].expand(-1, width - n, *given.shape[2:])], dim=1)
-        inputs = where.positions, where.write_index, *self._masks(where, width, self.embed_tokens.weight)
+        inputs = ctx.positions, ctx.write_index, *self._masks(ctx, width, self.embed_tokens.weight)
         for start, end in zip([lo, *cuts], [*cuts, hi]):
             names: Sequence[str | int] = wanted if end == hi else (STATES,)
-            key = (start, end, where.kv_len, *names)
-            stage = self._stage(cache, where.kv_len, start, end, names)
+            key = (start, end, ctx.kv_len, *names)
+            stage = self._stage(cache, ctx.kv_len, start, end, names)
             outputs = self.passes.run(cache, key, stage, given, *inputs)  # type: ignore[arg-type] # all spelled out
             own = [output[:, :n] for output in outputs] if width > n else outputs
             if end < hi:
@@ -407,20 +407,20 @@ class StagedModel:
         """
         if not isinstance(self.passes, Graphs) or not torch.is_inference_mode_enabled():
             return function(batch, *given)
-        reach = 0 if entries is None else self._reach(max(batch.lengths) + entries, memory)
+        kv_bucket = 0 if entries is None else self._kv_bucket(max(batch.lengths) + entries, memory)
         drawn = [] if batch.uniforms is None else [batch.uniforms[: batch.size]]
 
         def whole(known: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor) -> Sequence[torch.Tensor]:
             uniforms = rest[0] if drawn else None
-            return function(batch.on_device_alone(reach, known, tokens, uniforms), *rest[len(drawn) :])
+            return function(batch.device_only(kv_bucket, known, tokens, uniforms), *rest[len(drawn) :])
 
-        key = key, reach, batch.decoding.temperature, len(drawn)
+        key = key, kv_bucket, batch.decoding.temperature, len(drawn)
         return self.passes.run(memory, key, whole, batch.known, batch.tokens[: batch.size], *drawn, *given)
 
     @staticmethod
-    def _reach(kv_len: int, cache: KVCache) -> int:
+    def _kv_bucket(kv_len: int, cache: KVCache) -> int:
         """The number of entries that a pass of a fixed shape attends to in place of `kv_len`."""
-        return min(-(-kv_len // REACH) * REACH, cache.capacity)
+        return min(-(-kv_len // KV_BUCKET) * KV_BUCKET, cache.capacity)
 
     def _stage(
         self, cache: KVCache, kv_len: int, lo: int, hi: int, wanted: Sequence[str | int]
@@ -439,9 +439,9 @@ class StagedModel:
             def keep(layer: int, states: torch.Tensor) -> None:
                 found[layer] = states
 
-            where = Pass(kv_len, write_index, None, positions)
+            ctx = ForwardContext(kv_len, write_index, None, positions)
             hidden = self.embed(given) if given.dim() == 2 else given
-            hidden = self._layers(hidden, cache, where, lo, hi, masks, taps, keep)
+            hidden = self._layers(hidden, cache, ctx, lo, hi, masks, taps, keep)
             if wanted == (STATES,):
                 return [hidden]
             normed = self.norm(hidden)
@@ -450,40 +450,40 @@ class StagedModel:
 
         return stage
 
-    def _spelled_out(self, where: Pass, cache: KVCache, b: int, n: int, width: int) -> Pass:
+    def _materialize(self, ctx: ForwardContext, cache: KVCache, b: int, n: int, width: int) -> ForwardContext:
         """The same pass, of `width` tokens in place of n, with tensors for numbers and a fixed number of entries."""
         capacity = cache.capacity
         if self._counting.shape[0] < capacity:
             self._counting = torch.arange(capacity, device=self.device)
-        counting, kv_len = self._counting, self._reach(where.kv_len, cache)
-        visible, more = where.visible, (0, kv_len - where.kv_len)
-        if where.start is not None:
-            positions = counting[None, where.start : where.start + n]
+        counting, kv_len = self._counting, self._kv_bucket(ctx.kv_len, cache)
+        visible, more = ctx.visible, (0, kv_len - ctx.kv_len)
+        if ctx.start is not None:
+            positions = counting[None, ctx.start : ctx.start + n]
             kv_positions = counting[None, :kv_len]
         else:
-            assert where.positions is not None
-            assert where.kv_positions is not None
-            positions = where.positions
-            kv_positions = torch.nn.functional.pad(where.kv_positions, more, value=EMPTY)
+            assert ctx.positions is not None
+            assert ctx.kv_positions is not None
+            positions = ctx.positions
+            kv_positions = torch.nn.functional.pad(ctx.kv_positions, more, value=EMPTY)
             if visible is not None:
                 visible = torch.nn.functional.pad(visible, more)
-        if isinstance(where.write_index, int):
-            entries = counting[where.write_index : where.write_index + n].unsqueeze(0)
+        if isinstance(ctx.write_index, int):
+            entries = counting[ctx.write_index : ctx.write_index + n].unsqueeze(0)
             if b > 1:
                 entries = entries + capacity * counting[:b].unsqueeze(1)
         else:
-            entries = where.write_index.view(b, n)
+            entries = ctx.write_index.view(b, n)
         if width > n:
             positions = torch.cat([positions, positions[:, -1:].expand(-1, width - n)], dim=1)
             entries = torch.cat([entries, entries[:, -1:] + counting[1 : 1 + width - n]], dim=1)
             if visible is not None:
                 visible = torch.cat([visible, visible[:, -1:].expand(-1, width - n, -1)], dim=1)
-        return Pass(kv_len, entries.flatten(), None, positions, kv_positions, visible)
+        return ForwardContext(kv_len, entries.flatten(), None, positions, kv_positions, visible)
 
-    def _entering(self, ids: torch.Tensor, where: Pass) -> torch.Tensor:
+    def _embed_with_positions(self, ids: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """The states [b, n, d] that enter the first layer."""
         hidden = self.embed(ids)
-        return hidden + self._learned(where, ids.shape[1]) if self.rotary is None else hidden
+        return hidden + self._learned(ctx, ids.shape[1]) if self.rotary is None else hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., d] after the last layer -> logits [..., vocab]."""
@@ -515,7 +515,7 @@ class StagedModel:
         pending: torch.Tensor,
         draft: Draft,
         cache: KVCache,
-        where: Pass | int,
+        ctx: ForwardContext | int,
         taps: Sequence[int] = (),
         on_hidden: Callable[[int, torch.Tensor], None] | None = None,
         cut: bool = True,
@@ -526,7 +526,7 @@ class StagedModel:
             pending: [b, 1] the newest tokens.
             draft: k tokens behind each.
             cache: holds all tokens before the pending ones.
-            where: of the pending and the draft tokens.
+            ctx: of the pending and the draft tokens.
             taps: as in `Drafter`; those below the layer that the draft resumes at are left out.
             on_hidden: called on the way with a tap and the states [b, 1 + k, d] there.
             cut: whether a captured pass is cut at each tap for that; otherwise it calls `on_hidden` behind its end.
@@ -540,12 +540,12 @@ class StagedModel:
             given, lo = torch.cat([pending, draft.tokens], dim=1) if draft.tokens.shape[1] else pending, 0
         if self.passes is not None:
             n = given.shape[1]
-            where = Pass.consecutive(where, n) if isinstance(where, int) else where
-            if has_fixed_shape(where, n):
-                return self._verify_fixed(given, cache, where, lo, taps, on_hidden, cut)
+            ctx = ForwardContext.consecutive(ctx, n) if isinstance(ctx, int) else ctx
+            if has_fixed_shape(ctx, n):
+                return self._verify_fixed(given, cache, ctx, lo, taps, on_hidden, cut)
         hidden = self.embed(given) if draft.resume is None else given
         if lo < len(self.layers):
-            hidden = self.run_layers(hidden, cache, where, lo, taps=taps, on_hidden=on_hidden)
+            hidden = self.run_layers(hidden, cache, ctx, lo, taps=taps, on_hidden=on_hidden)
         if not taps or on_hidden is None:
             return self.head(hidden)
         if len(self.layers) in taps:
@@ -559,7 +559,7 @@ class StagedModel:
         self,
         given: torch.Tensor,
         cache: KVCache,
-        where: Pass,
+        ctx: ForwardContext,
         lo: int,
         taps: Sequence[int],
         on_hidden: Callable[[int, torch.Tensor], None] | None,
@@ -570,7 +570,7 @@ class StagedModel:
         last = {layers: STATES, NORMED: NORMED_STATES}
         told = [tap for tap in last if tap in taps] if on_hidden is not None else []
         wanted = (*(last[tap] for tap in told), LOGITS)
-        found = self._fixed(given, cache, where, lo, layers, taps, on_hidden, cut, wanted)
+        found = self._fixed(given, cache, ctx, lo, layers, taps, on_hidden, cut, wanted)
         for tap in told:
             on_hidden(tap, found[last[tap]])  # type: ignore[misc] # some are told only where there is one
         return found[LOGITS]
@@ -619,22 +619,22 @@ class StagedModel:
         return found
 
     def _checked_length(self) -> int:
-        """Tokens that `check` needs: more than the layers' windows, if these are short, and than `REACH` with graphs.
+        """Tokens that `check` needs: more than short windows of layers have, and with graphs more than `KV_BUCKET`.
 
         A pass of a window's length costs memory for the logits of every token of it, so that long ones are not filled.
         """
         windows = [window + BEYOND for window, _ in self._kinds_there if window and window <= LONGEST_FILLED]
-        length = max(CHECKED, *windows, REACH + 11 if isinstance(self.passes, Graphs) else 0)
+        length = max(CHECKED, *windows, KV_BUCKET + 11 if isinstance(self.passes, Graphs) else 0)
         return min(length, self.config.max_position_embeddings)
 
     # -- positions ---------------------------------------------------------------------------------------------
 
     def _rope(
-        self, where: Pass, n: int, capacity: int
+        self, ctx: ForwardContext, n: int, capacity: int
     ) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
         """Cosines and sines [b or 1, n, rotary_dim] of the positions of a pass, of each table of angles."""
-        tables = self._angles(max(capacity, where.kv_len))
-        return {name: rope_of(table, where, n) for name, table in tables.items()}
+        tables = self._angles(max(capacity, ctx.kv_len))
+        return {name: rope_of(table, ctx, n) for name, table in tables.items()}
 
     def _angles(self, capacity: int) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
         """Cosines and sines [1, at least capacity, rotary_dim] of all positions, computed once for each table."""
@@ -649,13 +649,13 @@ class StagedModel:
                 self._rope_tables[name] = self.rotary(like, positions, *([] if name is None else [name]))
         return self._rope_tables
 
-    def _learned(self, where: Pass, n: int) -> torch.Tensor:
+    def _learned(self, ctx: ForwardContext, n: int) -> torch.Tensor:
         """Learned embeddings [b or 1, n, d] of the same positions, added to the token embeddings (OPT)."""
-        if where.start is not None:
-            positions = torch.arange(where.start, where.start + n, device=self.device).unsqueeze(0)
+        if ctx.start is not None:
+            positions = torch.arange(ctx.start, ctx.start + n, device=self.device).unsqueeze(0)
         else:
-            assert where.positions is not None  # of every pass without a start
-            positions = where.positions
+            assert ctx.positions is not None  # of every pass without a start
+            positions = ctx.positions
         # A draft may reach further than the answer can: what is computed there is never used.
         positions = positions.clamp(max=self.config.max_position_embeddings - 1)
         return self.learned_positions(None, position_ids=positions)
@@ -735,9 +735,9 @@ def passes_of(model: PreTrainedModel) -> Graphs | None:
     return Graphs(model.device, options.compile)
 
 
-def has_fixed_shape(where: Pass, n: int) -> bool:
+def has_fixed_shape(ctx: ForwardContext, n: int) -> bool:
     """Whether others of the same shape will follow a pass of n tokens: not that of a prompt."""
-    return where.start != 0 and n <= SHORT and (is_within() or torch.is_inference_mode_enabled())
+    return ctx.start != 0 and n <= SHORT and (is_within() or torch.is_inference_mode_enabled())
 
 
 def check_rope(config: PretrainedConfig) -> None:
@@ -762,22 +762,22 @@ def check_rope(config: PretrainedConfig) -> None:
 
 
 def rope_of(
-    table: tuple[torch.Tensor, torch.Tensor], where: Pass, n: int
+    table: tuple[torch.Tensor, torch.Tensor], ctx: ForwardContext, n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [b or 1, n, rotary_dim] of a pass of n tokens, from those of all positions."""
     cos, sin = table
-    if where.start is not None:
-        return cos.narrow(1, where.start, n), sin.narrow(1, where.start, n)
-    return cos[0][where.positions], sin[0][where.positions]
+    if ctx.start is not None:
+        return cos.narrow(1, ctx.start, n), sin.narrow(1, ctx.start, n)
+    return cos[0][ctx.positions], sin[0][ctx.positions]
 
 
 def attention_mask(
-    where: Pass, n: int, like: torch.Tensor, window: int | None = None, implied: bool = True
+    ctx: ForwardContext, n: int, like: torch.Tensor, window: int | None = None, implied: bool = True
 ) -> torch.Tensor | None:
     """The additive attention mask of a pass.
 
     Args:
-        where: the pass.
+        ctx: the pass.
         n: its tokens of each sequence.
         like: gives dtype and device.
         window: positions that a layer looks back on; None for all.
@@ -788,21 +788,21 @@ def attention_mask(
         kernel's own rule is the right one.
     """
     device = like.device
-    in_window = window is None or where.kv_len <= window
-    if where.start is not None:
-        if in_window and (n == 1 or (implied and where.start == 0)):
+    in_window = window is None or ctx.kv_len <= window
+    if ctx.start is not None:
+        if in_window and (n == 1 or (implied and ctx.start == 0)):
             return None
-        positions = torch.arange(where.start, where.kv_len, device=device).unsqueeze(0)
-        kv_positions = torch.arange(where.kv_len, device=device).unsqueeze(0)
+        positions = torch.arange(ctx.start, ctx.kv_len, device=device).unsqueeze(0)
+        kv_positions = torch.arange(ctx.kv_len, device=device).unsqueeze(0)
     else:
-        assert where.positions is not None
-        assert where.kv_positions is not None
-        positions, kv_positions = where.positions, where.kv_positions
+        assert ctx.positions is not None
+        assert ctx.kv_positions is not None
+        positions, kv_positions = ctx.positions, ctx.kv_positions
     back = positions.unsqueeze(-1) - kv_positions.unsqueeze(-2)
     allowed = back >= 0
-    if where.visible is not None:
-        visible = where.visible.expand(allowed.shape[0], -1, -1)
-        allowed = torch.cat([allowed[..., : where.kv_len - visible.shape[-1]], visible], dim=-1)
+    if ctx.visible is not None:
+        visible = ctx.visible.expand(allowed.shape[0], -1, -1)
+        allowed = torch.cat([allowed[..., : ctx.kv_len - visible.shape[-1]], visible], dim=-1)
     if window is not None and not in_window:
         allowed &= back < window
     mask = torch.zeros(allowed.shape, dtype=like.dtype, device=device)
@@ -835,5 +835,5 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
 def device_of(module: torch.nn.Module) -> torch.device:
     """The device a module runs on: that of accelerate's hook, if it has one, or else that of its weights."""
     hook = getattr(module, "_hf_hook", None)
-    where = getattr(hook, "execution_device", None)
-    return next(module.parameters()).device if where is None else torch.device(where)
+    device = getattr(hook, "execution_device", None)
+    return next(module.parameters()).device if device is None else torch.device(device)

@@ -21,11 +21,11 @@ from specbench.data.questions import warmup_questions
 from specbench.decoding.device import prepare_device
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.kv_cache import Pass
+from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.graphs import Graphs, Passes
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import Decoding
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Batch, Draft, Request
 from specbench.decoding.trace import Clock, Generation
@@ -227,9 +227,9 @@ def passes(check: Check) -> None:
 @torch.inference_mode()
 def _pass(check: Check, model: StagedModel, n: int, behind: int) -> float:
     """Milliseconds of a pass of n tokens behind so many others."""
-    cache, where = model.new_cache(2048), Pass.consecutive(behind, n)
+    cache, ctx = model.new_cache(2048), ForwardContext.consecutive(behind, n)
     ids = torch.ones(1, n, dtype=torch.int64, device=check.device)
-    return MS * seconds(check, lambda: model.head(model.run_layers(model.embed(ids), cache, where)))
+    return MS * seconds(check, lambda: model.head(model.run_layers(model.embed(ids), cache, ctx)))
 
 
 def graphs(check: Check, compiles: bool = False) -> None:
@@ -269,7 +269,7 @@ def _drafted(check: Check, pair: Pair, known: int = 300) -> tuple[float, int]:
     drafter._fed[0] = known - 1
     tokens = torch.ones(1, 2048, dtype=torch.int64, device=check.device)
     layout = RaggedLayout(target.new_cache(2048))
-    batch = Batch([], [known], [5], 5, 5, tokens, Decoding(5), layout)
+    batch = Batch([], [known], [5], 5, 5, tokens, SamplingParams(5), layout)
     drafter.draft(batch)
     spent = MS * seconds(check, lambda: drafter.draft(batch))
     replayed = drafter.draft(batch).tokens
@@ -321,7 +321,7 @@ class Judge:
 
     def __init__(self, check: Check, pair: Pair, prompts: list[list[int]]):
         self.pair, self.target, self.prompts = pair, StagedModel(pair.target), prompts
-        self.decoding = Decoding(check.tokens)
+        self.decoding = SamplingParams(check.tokens)
         self.engine = Engine(self.target, Drafter(), pair.stop_ids, context_length=pair.context_length)
         self._noise: float | None = None
         self.answers = self.said_by(self.engine)
@@ -331,7 +331,7 @@ class Judge:
         if isinstance(self.target.passes, Graphs):
             for prompt in self.prompts:
                 engine.answer(prompt, self.decoding)
-        engine.answer(self.prompts[0], Decoding(min(8, self.decoding.max_new_tokens)))
+        engine.answer(self.prompts[0], SamplingParams(min(8, self.decoding.max_new_tokens)))
         return [engine.answer(prompt, self.decoding) for prompt in self.prompts]
 
     def noise(self) -> float:
@@ -396,7 +396,7 @@ def waits_in(judge: Judge, engine: Engine) -> float:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            answer = engine.answer(judge.prompts[0], Decoding(min(24, judge.decoding.max_new_tokens)))
+            answer = engine.answer(judge.prompts[0], SamplingParams(min(24, judge.decoding.max_new_tokens)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waited = sum("synchroniz" in str(one.message) for one in caught)
@@ -412,8 +412,8 @@ def methods(check: Check, loaded: Loaded, chosen: list[str], prompts: int) -> No
     for name in chosen:
         try:
             with closing(loaded.drafter(name, **_inline(check, loaded, name))) as drafter:
-                if drafter.needs.continuation:
-                    drafter.foretell(judge.prompts, [answer.tokens for answer in judge.answers])
+                if drafter.needs.reference_answer:
+                    drafter.set_reference_answers(judge.prompts, [answer.tokens for answer in judge.answers])
                 engine = Engine(judge.target, drafter, pair.stop_ids, context_length=pair.context_length)
                 told(check, f"{label} {name}", judge, engine)
         except Exception as error:  # noqa: BLE001 - a figure, too: the next method may do
@@ -457,7 +457,7 @@ def oracle(check: Check) -> None:
     judge = Judge(check, pair, check.prompts(pair, 1 if check.small else 4))
     for acceptance in (0.8,) if check.small else (0.6, 0.8, 0.9):
         drafter = loaded.drafter("oracle", acceptance=acceptance)
-        drafter.foretell(judge.prompts, [answer.tokens for answer in judge.answers])
+        drafter.set_reference_answers(judge.prompts, [answer.tokens for answer in judge.answers])
         engine = Engine(judge.target, drafter, pair.stop_ids, context_length=pair.context_length)
         answers = judge.said_by(engine)
         rounds = sum(len(answer.steps) for answer in answers)
@@ -476,13 +476,13 @@ def batches(check: Check) -> None:
     pair, target = loaded.pair, StagedModel(loaded.pair.target)
     prompts = check.prompts(pair, 4)
     alone_ = Engine(target, Drafter(), pair.stop_ids, context_length=pair.context_length)
-    decoding = Decoding(min(check.tokens, 32))
+    decoding = SamplingParams(min(check.tokens, 32))
     expected = [alone_.answer(prompt, decoding).tokens for prompt in prompts]
     for b in (1, 3) if check.small else (1, 4, 16, 64):
         for label, drafter in (("ar", Drafter()), ("sps", loaded.drafter("sps"))):
             engine = Engine(target, drafter, pair.stop_ids, Scheduler(b), pair.context_length)
             requests = [Request(prompts[i % len(prompts)], decoding) for i in range(b)]
-            warm = decoding if isinstance(target.passes, Graphs) else Decoding(4)
+            warm = decoding if isinstance(target.passes, Graphs) else SamplingParams(4)
             engine.generate([Request(r.prompt, warm) for r in requests])
             provenance.reset_peak_memory(check.device)
             answers = engine.generate(requests)
