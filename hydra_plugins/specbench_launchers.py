@@ -22,7 +22,7 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from specbench import THREAD_VARIABLES
-from specbench.system.errors import UserError, optional, reason
+from specbench.system.errors import UserError, import_optional, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -63,7 +63,7 @@ class SweepLauncher(Launcher):
 
     @abstractmethod
     def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
-        """As `specbench.commands.sweep.Place`."""
+        """As `specbench.commands.sweep.Executor`."""
 
 
 class Local(SweepLauncher):
@@ -71,9 +71,9 @@ class Local(SweepLauncher):
 
     def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
         """Measures the run folders on this machine, one after the other."""
-        from specbench.commands.run import here
+        from specbench.commands.run import run_locally
 
-        return here(run_dirs, logs)
+        return run_locally(run_dirs, logs)
 
 
 class Submitit(SweepLauncher):
@@ -96,7 +96,7 @@ class Submitit(SweepLauncher):
         from specbench.commands.run import measure
         from specbench.system.processes import heeding_sigterm
 
-        submitit = optional("submitit", "slurm")
+        submitit = import_optional("submitit", "slurm")
         try:
             executor = submitit.AutoExecutor(logs / "submitit" / "%j", cluster=self.cluster)
             executor.update_parameters(**self.parameters)
@@ -158,10 +158,10 @@ class Ray(SweepLauncher):
         """
         from specbench.system.processes import heeding_sigterm
 
-        ray = optional("ray", "ray")
+        ray = import_optional("ray", "ray")
         self._connect(ray)
         task = ray.remote(max_retries=0)(measure_on_node)
-        here = (os.getcwd(), {name: os.environ.get(name) for name in THREAD_VARIABLES})
+        run_locally = (os.getcwd(), {name: os.environ.get(name) for name in THREAD_VARIABLES})
         left, running, lost = iter(run_dirs), {}, set()
         with heeding_sigterm():
             try:
@@ -169,7 +169,7 @@ class Ray(SweepLauncher):
                     busy = {node for _, node in running.values()}
                     idle = [node for node in _nodes(ray) if node["NodeID"] not in busy | lost]
                     for node, run_dir in zip(idle, left):
-                        reference = task.options(**_whole(ray, node)).remote(run_dir, *here)
+                        reference = task.options(**_whole(ray, node)).remote(run_dir, *run_locally)
                         running[reference] = run_dir, node["NodeID"]
                     if not running:
                         break
@@ -180,7 +180,7 @@ class Ray(SweepLauncher):
                             yield run_dir, ray.get(reference), None
                         except ray.exceptions.RayError as error:
                             lost.add(node)
-                            yield run_dir, 1, f"the job was lost: {reason(error)}"
+                            yield run_dir, 1, f"the job was lost: {one_line(error)}"
             finally:
                 for reference in running:
                     ray.cancel(reference, force=True)
@@ -195,7 +195,7 @@ class Ray(SweepLauncher):
         try:
             ray.init(self.address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError) as error:
-            raise UserError(f"hydra.launcher.address={self.address}: {reason(error)}") from error
+            raise UserError(f"hydra.launcher.address={self.address}: {one_line(error)}") from error
 
 
 def _nodes(ray: ModuleType) -> list[dict]:

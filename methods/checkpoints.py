@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specbench.models.pairs import fetch_small_files
-from specbench.system.errors import UserError, reason
+from specbench.system.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ def read_checkpoint(
             return settings, load_file(path)
         return settings, torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
-        raise UserError(f"{what} in '{folder}' cannot be read: {reason(error)}") from error
+        raise UserError(f"{what} in '{folder}' cannot be read: {one_line(error)}") from error
 
 
 def _fetched(folder: Path, files: Sequence[str]) -> Path:

@@ -9,7 +9,7 @@ import numpy as np
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
-from specbench.system.errors import at_least
+from specbench.system.errors import require_at_least
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PromptLookup(Drafter):
         min_ngram: Count = 1,
         match: Literal["earliest", "latest"] = "earliest",
     ):
-        at_least(min_ngram, max_ngram=max_ngram)
+        require_at_least(min_ngram, max_ngram=max_ngram)
         self.max_draft_tokens, self.earliest = max_draft_tokens, match == "earliest"
         self.ngrams = range(max_ngram, min_ngram - 1, -1)
 

@@ -23,7 +23,7 @@ from torch import multiprocessing
 from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
 from specbench.decoding.cpu.autotune import choose_layouts
 from specbench.decoding.trace import Clock
-from specbench.system.errors import JobError, reason
+from specbench.system.errors import JobError, one_line
 from specbench.system.processes import end_with_parent
 
 if TYPE_CHECKING:
@@ -381,5 +381,5 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
 
 
 def _give_up(wire: ThreadWire | ProcessWire, error: Exception) -> None:
-    wire.put_reason(reason(error))
+    wire.put_reason(one_line(error))
     wire.replies.put(Say.FAILED)

@@ -8,7 +8,7 @@ from methods.suffix_array import check_sorted
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.state import Batch, Draft
 from specbench.models.pairs import Pair
-from specbench.system.errors import at_least
+from specbench.system.errors import require_at_least
 from specbench.system.settings import Count
 
 
@@ -42,7 +42,7 @@ class REST(Drafter):
         max_match: Count = 16,
         min_match: Count = 2,
     ):
-        at_least(min_match, max_match=max_match)
+        require_at_least(min_match, max_match=max_match)
         check_sorted(max_match, max_draft_tokens)
         self.max_nodes, self.max_draft_tokens = nodes, max_draft_tokens
         self.max_match, self.min_match = max_match, min_match

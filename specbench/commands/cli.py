@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbench import __version__
-from specbench.system.errors import UserError, near, one_line_errors
+from specbench.system.errors import UserError, one_line_errors, suggest
 
 KEYS = "KEY=VALUE ..."
 
@@ -166,7 +166,7 @@ def run(arguments: list[str]) -> int:
         print(f"specbench {__version__}")
         return 0
     if name not in COMMANDS:
-        raise UserError(f"unknown command '{name}': {near(name, COMMANDS)}; see specbench --help")
+        raise UserError(f"unknown command '{name}': {suggest(name, COMMANDS)}; see specbench --help")
     command = COMMANDS[name]
     if {"-h", "--help"} & set(rest):
         print(usage(name, command))
@@ -176,7 +176,7 @@ def run(arguments: list[str]) -> int:
         trained = rest.pop(0) if rest else ""
         if trained not in trainers():
             raise UserError(
-                f"unknown trainer '{trained}': {near(trained, trainers())}; see specbench train --help"
+                f"unknown trainer '{trained}': {suggest(trained, trainers())}; see specbench train --help"
             )
         module = module.format(name=trained)
     sys.argv[:] = [f"specbench {name}", *command.first, *rest]

@@ -23,7 +23,7 @@ import yaml
 from specbench.config.checks import check_tracker
 from specbench.config.compose import CONF
 from specbench.measure.records import run_folder as store
-from specbench.system.errors import UserError, one_line_errors, reason
+from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.processes import end_with_parent
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _service_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UserError(f"Weights & Biases: {reason(error)}") from error
+        raise UserError(f"Weights & Biases: {one_line(error)}") from error
 
 
 def _file_name(name: str) -> str:

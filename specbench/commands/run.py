@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from specbench.commands.log import track
-from specbench.commands.sweep import OK, RUNNING, WAITING, Job, Place, open_sweep, print_failures
+from specbench.commands.sweep import OK, RUNNING, WAITING, Executor, Job, open_sweep, print_failures
 from specbench.config.checks import check
 from specbench.config.compose import with_hydra
 from specbench.measure.records import run_folder as store
-from specbench.system.errors import LackingError, UserError, one_line_errors, tell
+from specbench.system.errors import LackingError, UserError, one_line_errors, print_error
 from specbench.system.processes import end_with_parent, heeding_sigterm
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # -- jobs
 
 
-def run(jobs: list[Job], place: Place, logs: Path, changed: Callable[[], None] = lambda: None) -> None:
+def run(jobs: list[Job], place: Executor, logs: Path, changed: Callable[[], None] = lambda: None) -> None:
     """Checks all jobs, then measures them; one that fails leaves the others alone.
 
     Args:
@@ -44,9 +44,9 @@ def run(jobs: list[Job], place: Place, logs: Path, changed: Callable[[], None] =
         changed: Called whenever something happened to a job.
     """
     for job in jobs:
-        with blamed(job):
+        with report_user_error(job):
             check(job.cfg)
-            look_back(job)
+            resume_state(job)
     changed()
     by_folder: dict[Path, Job] = {}
 
@@ -54,7 +54,7 @@ def run(jobs: list[Job], place: Place, logs: Path, changed: Callable[[], None] =
         for job in jobs:
             if job.state != WAITING:
                 continue
-            with blamed(job):
+            with report_user_error(job):
                 job.run_dir = store.find_or_create(job.cfg, by_folder)
                 job.state = RUNNING
             changed()
@@ -69,7 +69,7 @@ def run(jobs: list[Job], place: Place, logs: Path, changed: Callable[[], None] =
 
 
 @contextmanager
-def blamed(job: Job) -> Iterator[None]:
+def report_user_error(job: Job) -> Iterator[None]:
     """A UserError becomes one line, and the failure of this job alone, or what it is left out for."""
     try:
         yield
@@ -78,14 +78,14 @@ def blamed(job: Job) -> Iterator[None]:
             print(f"left out: {error}", file=sys.stderr)
             job.leave_out(str(error))
         else:
-            tell(error)
+            print_error(error)
             job.ended(2, str(error))
     except UserError as error:
-        tell(error)
+        print_error(error)
         job.ended(2, str(error))
 
 
-def look_back(job: Job) -> None:
+def resume_state(job: Job) -> None:
     """Leaves a job as it is that an earlier process of the sweep has measured; any other waits to be."""
     if job.run_dir is None or not store.is_measured(job.run_dir, job.cfg):
         job.state = WAITING
@@ -112,7 +112,7 @@ def end(job: Job, code: int, reason: str | None = None) -> None:
     print(job.run_dir, flush=True)
 
 
-def here(run_dirs: Iterable[Path], _logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+def run_locally(run_dirs: Iterable[Path], _logs: Path) -> Iterator[tuple[Path, int, str | None]]:
     """Measures one run folder after the other on this machine: a device that is timed is not shared."""
     for run_dir in run_dirs:
         yield run_dir, measure(run_dir), None
@@ -127,9 +127,9 @@ class Command:
     def __call__(self, cfg: DictConfig) -> None:
         """Measures a single run."""
         self.jobs.append(Job([], cfg))
-        run(self.jobs[-1:], here, Path(cfg.runs_root))
+        run(self.jobs[-1:], run_locally, Path(cfg.runs_root))
 
-    def sweep(self, jobs: list[Job], place: Place) -> None:
+    def sweep(self, jobs: list[Job], place: Executor) -> None:
         """Measures all jobs of a sweep, going on with one that was not finished."""
         self.jobs += jobs
         with open_sweep(jobs) as sweep:
@@ -167,9 +167,9 @@ def measure(run_dir: Path, logged: bool = False) -> int:
     logged: what the child says goes to `log.txt` in the run folder, instead of to where this process writes.
     """
     (run_dir / store.FAILURE).unlink(missing_ok=True)
-    code = store.AGAIN
+    code = store.EXIT_CONTINUE
     with heeding_sigterm(), open(run_dir / "log.txt", "ab") if logged else nullcontext() as log:
-        while code == store.AGAIN:
+        while code == store.EXIT_CONTINUE:
             code = _child([sys.executable, "-m", "specbench.measure.runner", str(run_dir)], log)
     if code < 0:
         store.note_failure(run_dir, f"killed by {signal.Signals(-code).name}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.source import source_sha256
-from specbench.system.files import held, new_folder, read_json, write_json
+from specbench.system.files import lock_folder, new_folder, read_json, write_json
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,7 +28,7 @@ ENDED_WELL = (OK, LEFT_OUT)
 # Measures run folders on some machine or other, each in a process of its own. Takes the folders, which are made as it
 # asks for them, and a folder for logs; yields each run folder as it is done, with its exit code and, where the folder
 # itself cannot tell, why it failed.
-Place = Callable[[Iterable[Path], Path], Iterator[tuple[Path, int, str | None]]]
+Executor = Callable[[Iterable[Path], Path], Iterator[tuple[Path, int, str | None]]]
 
 
 @dataclass
@@ -106,7 +106,7 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
     last = max(root.glob(f"*_{digest}"), default=None)  # names begin with the date
     goes_on = last is not None and _can_go_on(last, asked, code, jobs[0].cfg.get("rerun", True))
     folder = last if goes_on else new_folder(root, digest)
-    with held(folder, "run"):
+    with lock_folder(folder, "run"):
         sweep = Sweep(folder, code, jobs)
         if goes_on:
             sweep.load()

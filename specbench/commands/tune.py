@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.text import Text
 
 from specbench import THREAD_VARIABLES
-from specbench.commands.run import here, run, with_hydra
+from specbench.commands.run import run, run_locally, with_hydra
 from specbench.commands.sweep import Job
 from specbench.config.checks import check
 from specbench.data.questions import WARMUP
@@ -32,8 +32,8 @@ from specbench.measure.records.source import source_sha256
 from specbench.report import tables
 from specbench.report.runs import read_run
 from specbench.system import settings as values
-from specbench.system.errors import UserError, one_line_errors, optional
-from specbench.system.files import held, make_folder
+from specbench.system.errors import UserError, import_optional, one_line_errors
+from specbench.system.files import lock_folder, make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,13 +51,13 @@ class Tuner:
     def __call__(self, cfg: DictConfig) -> None:
         """Runs trials until the study has as many as are asked for."""
         values.check("trials", cfg.trials, values.Count)
-        optuna = optional("optuna", "tune")
+        optuna = import_optional("optuna", "tune")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         overrides = list(HydraConfig.get().overrides.task)
         space = {key: distribution(optuna, key, bounds) for key, bounds in searched(cfg.search)}
         base = trial_config(overrides)
         folder = study_folder(base, str(space))
-        with held(folder, "tuned"):
+        with lock_folder(folder, "tuned"):
             study = open_study(optuna, folder, own_settings(base, space))
             while (number := len(ended(study))) < cfg.trials:
                 # Not the same seed for a study that goes on: it would draw the same settings again.
@@ -67,7 +67,7 @@ class Tuner:
                 job = Job(as_overrides(trial.params), trial_config([*overrides, *as_overrides(trial.params)]))
                 job.cfg.runs_root = str(folder)
                 print(f"trial {number + 1} of {cfg.trials}: {' '.join(job.overrides)}", flush=True)
-                run([job], here, folder)
+                run([job], run_locally, folder)
                 speedup, reason = score(job)
                 trial.set_user_attr(RUN, job.run_dir and job.run_dir.name)
                 trial.set_user_attr(REASON, reason)

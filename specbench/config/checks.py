@@ -16,7 +16,7 @@ from specbench.data.warm_start import WARM, check_warm
 from specbench.models import expansion as expand
 from specbench.models.packages import described, is_package
 from specbench.system import settings as values
-from specbench.system.errors import LackingError, UserError, file_errors, near, reason
+from specbench.system.errors import LackingError, UserError, file_errors, one_line, suggest
 from specbench.system.paths import packaged
 from specbench.system.settings import LEARNS, WRAPPED, Count, Natural, Positive, Seed, Temperature
 
@@ -260,7 +260,7 @@ def located(group: DictConfig, what: str, *kinds: type) -> type:
     try:
         cls = pkgutil.resolve_name(str(target))  # not hydra's get_class, which prints what it raises
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{what}._target_={target} cannot be imported: {reason(error)}") from error
+        raise UserError(f"{what}._target_={target} cannot be imported: {one_line(error)}") from error
     if not (isinstance(cls, type) and issubclass(cls, kinds)):
         raise UserError(f"{what}._target_={target} is no {' or '.join(kind.__name__ for kind in kinds)}")
     return cls
@@ -275,7 +275,7 @@ def parameters(cls: type, what: str, group: DictConfig) -> dict[str, inspect.Par
     takes = {k: p for k, p in inspect.signature(cls, eval_str=True).parameters.items() if k != "pair"}
     for key, value in values.parameters(group).items():
         if key not in takes:
-            raise UserError(f"{what} {group.name} has no parameter '{key}': {near(key, takes)}")
+            raise UserError(f"{what} {group.name} has no parameter '{key}': {suggest(key, takes)}")
         required = takes[key].default is inspect.Parameter.empty
         if value is not None or not required:  # one that is required and missing is told with what it needs
             values.check(f"{what}.{key}", value, takes[key].annotation)

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specbench import CONF
 from specbench.models.expansion import layer_at
-from specbench.system.errors import UserError, near
+from specbench.system.errors import UserError, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +114,7 @@ def check_overrides(arguments: list[str]) -> None:
             if re.fullmatch(
                 r"null|true|false|[\d.+-]*", choice, re.IGNORECASE
             ):  # Hydra wants text, and says no key
-                raise UserError(f"unknown {key} '{choice}': {near(choice, choices_of(key))}")
+                raise UserError(f"unknown {key} '{choice}': {suggest(choice, choices_of(key))}")
     sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
     launcher = [key for key in given if re.match(r"hydra[./]launcher\b", key)]
     if launcher and not sweep:
@@ -132,7 +132,7 @@ def explain(error: HydraException | OmegaConfBaseException, config_name: str, ov
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         choices = [option for option in error.options if not option.startswith("_")]
-        return f"unknown {group} '{choice}': {near(choice, choices)}"
+        return f"unknown {group} '{choice}': {suggest(choice, choices)}"
     if isinstance(error, ConfigCompositionException):
         key = re.match(r"Could not override '([\w.]+)'", str(error))
         if key:
@@ -152,7 +152,7 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
     for part in key.split("."):
         known = node if isinstance(node, dict) else {}
         if part not in known:
-            return f"unknown key '{key}': {near(part, known)}"
+            return f"unknown key '{key}': {suggest(part, known)}"
         node = known[part]
     return f"key '{key}' is not there for every choice of this sweep"
 
@@ -167,7 +167,7 @@ def choice(group: str, name: str, *, _parent_: DictConfig, _root_: DictConfig) -
     """
     known = choices_of(group)
     if name not in known:
-        raise UserError(f"unknown {group} '{name}': {near(str(name), known)}")
+        raise UserError(f"unknown {group} '{name}': {suggest(str(name), known)}")
     tuned = OmegaConf.select(_root_, "settings") == "tuned"
     pair = tuned_on(_root_.pair.name, name) if tuned else None
     return OmegaConf.create(as_it_stands(group, name, pair), parent=_parent_)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from specbench import CONF
-from specbench.system.errors import UserError, near
+from specbench.system.errors import UserError, suggest
 from specbench.system.files import file_sha256, write_atomic
 from specbench.system.paths import cache_folder, packaged
 
@@ -123,7 +123,7 @@ def _parse(line: bytes, task_of: Mapping[str, str], where: str) -> Question:
             raise UserError(f"{where}: {name!r} must be {kind.__name__}, not {type(fields[name]).__name__}")
     category, turns, reference = fields["category"], fields["turns"], fields.get("reference")
     if category not in task_of:
-        raise UserError(f"{where}: unknown category {category!r}: {near(category, task_of)}")
+        raise UserError(f"{where}: unknown category {category!r}: {suggest(category, task_of)}")
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UserError(f"{where}: 'turns' must hold at least one text, and no empty one")
     if not isinstance(reference, list | None):

@@ -21,7 +21,7 @@ from specbench.decoding.state import Batch, Draft, Request, SequenceState, Verif
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Step, Timestamp, counted
 from specbench.decoding.turns import between_rounds
-from specbench.system.errors import UserError, at_least
+from specbench.system.errors import UserError, require_at_least
 
 if TYPE_CHECKING:
     from specbench.decoding.drafter import Drafter
@@ -460,7 +460,7 @@ def check_request(request: Request, context_length: int) -> None:
     prompt, decoding = request.prompt, request.decoding
     if not prompt:
         raise UserError("the prompt is empty")
-    at_least(1, max_new_tokens=decoding.max_new_tokens)
+    require_at_least(1, max_new_tokens=decoding.max_new_tokens)
     if len(prompt) + decoding.max_new_tokens > context_length:
         raise UserError(
             f"a prompt of {len(prompt)} tokens and {decoding.max_new_tokens} new ones do not fit the context of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.kv_layout import RaggedLayout
-from specbench.system.errors import at_least
+from specbench.system.errors import require_at_least
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ class Scheduler:
         self.slots = batch_size  # sequences that are held at once
         self.longest_draft: int | None = None
         if token_budget is not None:
-            at_least(batch_size, token_budget=token_budget)  # the pending token of every sequence is verified
+            require_at_least(
+                batch_size, token_budget=token_budget
+            )  # the pending token of every sequence is verified
             self.longest_draft = token_budget // batch_size - 1
         # Its own numbers for the round that it has chosen the sequences of, as in `Draft`.
         self.stats: dict[str, Any] = {}

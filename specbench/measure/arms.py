@@ -55,7 +55,7 @@ def one_by_one(engine: Engine) -> Arm:
     return lambda requests: [engine.generate([request])[0] for request in requests]
 
 
-class Faster:
+class FastestOf:
     """Of several arms the one that is faster at the requests that it gets first, to which each of them answers twice.
 
     Args:
@@ -86,7 +86,7 @@ def generate_arm(pair: Pair, batch_size: int, pass_bytes: int | None) -> Arm:
     if pair.device.type != "cuda":
         return plain
     static = hf_generate_arm(pair, batch_size, pass_bytes, cache_implementation="static")
-    return Faster({"dynamic": plain, "static": static})
+    return FastestOf({"dynamic": plain, "static": static})
 
 
 def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0, **options: Any) -> Arm:

@@ -30,8 +30,8 @@ from specbench.measure.machine import provenance
 from specbench.measure.machine.watch import LOST, Counters, Watch, added, between
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import batch_noise, drawn_margin, margin, shape_noise
-from specbench.measure.remeasure import Measured, Slice, least_disturbed
-from specbench.system.errors import JobError, UserError, reason
+from specbench.measure.remeasure import Attempt, Slice, least_disturbed
+from specbench.system.errors import JobError, UserError, one_line
 from specbench.system.threads import Threads, use_threads
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Bench:
                 try:
                     own = {name: self._request(q, said[q.question_id], name) for name in self.arms}
                 except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
-                    failed[q.question_id] = reason(error)
+                    failed[q.question_id] = one_line(error)
                     continue
                 asked.append(q)
                 for name, request in own.items():
@@ -216,15 +216,15 @@ class Bench:
         self.watch.find_children()
         heat = self.watch.heat()
         learnt = self.drafter.snapshot()
-        goes = [self._go(seeded)]
-        answers, disturbed = least_disturbed(goes)
+        attempts = [self._attempt(seeded)]
+        answers, disturbed = least_disturbed(attempts)
         still_disturbed = disturbed
-        while self._is_worth_another(goes, still_disturbed):
+        while self._is_worth_another(attempts, still_disturbed):
             self.drafter.restore(learnt)  # or it would copy the answer that it has just given
-            goes.append(self._go(seeded))
-            answers, still_disturbed = least_disturbed(goes)
+            attempts.append(self._attempt(seeded))
+            answers, still_disturbed = least_disturbed(attempts)
         heat = between(heat, self.watch.heat())
-        machine = _journal_machine(goes, disturbed, still_disturbed, heat) | {
+        machine = _journal_machine(attempts, disturbed, still_disturbed, heat) | {
             "clock_mhz": self.watch.clock_mhz(),
             "gpus": provenance.gpus(provenance.GPU_STATE) if self.pair.device.type == "cuda" else [],
         }
@@ -232,7 +232,7 @@ class Bench:
         for i, question in enumerate(questions):
             prompts = {name: asked[i].prompt for name, asked in requests.items()}
             own = {name: answered[i] for name, answered in answers.items()}
-            every = {name: [go.answers[name][i] for go in goes] for name in own}
+            every = {name: [attempt.answers[name][i] for attempt in attempts] for name in own}
             prompt = prompts[BASELINE]
             sha256 = hashlib.sha256(repr(prompt).encode()).hexdigest()
             key = self._key(question.question_id, turn, sha256, repeat)
@@ -258,7 +258,7 @@ class Bench:
             answers = self.arms[BASELINE](requests)
             self.drafter.set_reference_answers([r.prompt for r in requests], [a.tokens for a in answers])
 
-    def _go(self, requests: dict[str, list[Request]]) -> Measured:
+    def _attempt(self, requests: dict[str, list[Request]]) -> Attempt:
         """Lets every arm answer its requests, in turns that begin in the order of `requests`."""
         order = list(requests)
         slices: dict[str, list[Slice]] = {name: [] for name in order}
@@ -279,17 +279,17 @@ class Bench:
 
         turns = Turns(self.slice_seconds or math.inf, watched)
         answers = turns.run([partial(self.arms[name], asked) for name, asked in requests.items()])
-        return Measured(dict(zip(order, answers)), slices)
+        return Attempt(dict(zip(order, answers)), slices)
 
-    def _is_worth_another(self, goes: list[Measured], disturbed: float) -> bool:
+    def _is_worth_another(self, attempts: list[Attempt], disturbed: float) -> bool:
         """Whether a turn of which this share is disturbed is to be measured again, and that may help."""
-        if len(goes) == 1:
-            counted = goes[0].counted()
+        if len(attempts) == 1:
+            counted = attempts[0].counted()
             self._seconds += counted["seconds"]
             self._disturbed_seconds += counted["disturbed"]
         busy = self._disturbed_seconds > HOPELESS * self._seconds and self._seconds > HOPELESS_AFTER
         return (
-            len(goes) <= self.remeasure
+            len(attempts) <= self.remeasure
             and not busy
             and self.batch_size is None  # the rounds of a batch belong to all its sequences
             and disturbed > TOLERATED
@@ -416,12 +416,14 @@ def _journal(generation: Generation) -> dict:
     }
 
 
-def _journal_machine(goes: list[Measured], disturbed: float, still_disturbed: float, heat: Counters) -> dict:
+def _journal_machine(
+    attempts: list[Attempt], disturbed: float, still_disturbed: float, heat: Counters
+) -> dict:
     """What the journal holds of the machine during a turn; the counters are summed over all goes and arms."""
-    counted = added([go.counted() for go in goes])
+    counted = added([attempt.counted() for attempt in attempts])
     watched = any(name in counted for name in (*LOST, "others"))
     return {
-        "goes": len(goes),
+        "goes": len(attempts),
         "disturbed_share": disturbed if watched else None,
         "still_disturbed_share": still_disturbed if watched else None,
         "counters": counted | heat,
@@ -437,7 +439,7 @@ def _check_device(device: torch.device, met: Exception) -> None:
     try:
         Clock(device).synchronize()
     except RuntimeError as error:
-        raise JobError(f"{device} has failed and cannot be used any more: {reason(error)}") from met
+        raise JobError(f"{device} has failed and cannot be used any more: {one_line(error)}") from met
 
 
 def attempt(bench: Bench, questions: list[Question], place: int, repeat: int = 0) -> list[dict]:
@@ -448,7 +450,7 @@ def attempt(bench: Bench, questions: list[Question], place: int, repeat: int = 0
         raise
     except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
         _check_device(bench.pair.device, error)
-        records = [bench.record(question, place, repeat, [], reason(error)) for question in questions]
+        records = [bench.record(question, place, repeat, [], one_line(error)) for question in questions]
     for record in records:
         if record["error"] is not None:
             tqdm.write(f"question {record['question_id']} failed: {record['error']}", file=sys.stderr)

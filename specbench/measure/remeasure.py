@@ -32,7 +32,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Attempt:
     """What the arms answered in one go, and how the machine was meanwhile.
 
     Attributes:
@@ -53,39 +53,41 @@ class Measured:
         return added(readings)
 
 
-def least_disturbed(goes: Sequence[Measured]) -> tuple[dict[str, list[Generation]], float]:
+def least_disturbed(attempts: Sequence[Attempt]) -> tuple[dict[str, list[Generation]], float]:
     """Joins several goes at the same answers: each stretch of text is timed by the go that was disturbed least there.
 
     All arms' times of a stretch come from one go, so that they stay paired. Where an arm's rounds differ between the
     goes (it drafts by the clock), or a batch was decoded, the go that was disturbed least as a whole is taken.
 
     Args:
-        goes: at least one; the first in time goes first where they are equal.
+        attempts: at least one; the first in time goes first where they are equal.
 
     Returns:
         The answers of each arm, and the share of their seconds in stretches that are still disturbed.
     """
-    first = goes[0]
+    first = attempts[0]
     several = any(len(answers) > 1 for answers in first.answers.values())
     structure = _structure(first)
-    if several or any(_structure(go) != structure for go in goes[1:]):
-        best = min(goes, key=lambda go: go.counted()["disturbed"])
+    if several or any(_structure(attempt) != structure for attempt in attempts[1:]):
+        best = min(attempts, key=lambda attempt: attempt.counted()["disturbed"])
         counted = best.counted()
         return best.answers, counted["disturbed"] / counted["seconds"]
-    pieces = [{arm: _pieces(go, arm) for arm in go.answers} for go in goes]
+    pieces = [{arm: _pieces(attempt, arm) for arm in attempt.answers} for attempt in attempts]
     worst: list[dict[int, float]] = []  # by go: stretch -> the worst disturbance of any arm in it
-    for of_go in pieces:
+    for of_attempt in pieces:
         worst.append({})
-        for stretch, _, degree in (piece for of_arm in of_go.values() for piece in of_arm):
+        for stretch, _, degree in (piece for of_arm in of_attempt.values() for piece in of_arm):
             worst[-1][stretch] = max(degree, worst[-1].get(stretch, 0.0))
     chosen = {
-        stretch: min(range(len(goes)), key=[max(1.0, of_go[stretch]) for of_go in worst].__getitem__)
+        stretch: min(
+            range(len(attempts)), key=[max(1.0, of_attempt[stretch]) for of_attempt in worst].__getitem__
+        )
         for stretch in worst[0]
     }
     # By arm: the go that each piece is taken from.
     sources = {arm: [chosen[stretch] for stretch, _, _ in pieces[0][arm]] for arm in first.answers}
-    answers = {arm: [_joined(goes, pieces, arm, sources[arm])] for arm in first.answers}
-    kept = [pieces[go][arm][number] for arm in sources for number, go in enumerate(sources[arm])]
+    answers = {arm: [_joined(attempts, pieces, arm, sources[arm])] for arm in first.answers}
+    kept = [pieces[attempt][arm][number] for arm in sources for number, attempt in enumerate(sources[arm])]
     disturbed = sum(seconds for _, seconds, degree in kept if degree > 1)
     return answers, disturbed / sum(seconds for _, seconds, _ in kept)
 
@@ -93,17 +95,17 @@ def least_disturbed(goes: Sequence[Measured]) -> tuple[dict[str, list[Generation
 Piece = tuple[int, float, float]  # stretch, seconds, disturbance of its slice
 
 
-def _structure(go: Measured) -> dict:
+def _structure(attempt: Attempt) -> dict:
     """What must be equal for two goes to be joined round by round."""
     return {
         arm: [(answer.tokens, [(step.drafted, step.emitted) for step in answer.steps]) for answer in answers]
-        for arm, answers in go.answers.items()
+        for arm, answers in attempt.answers.items()
     }
 
 
-def _pieces(go: Measured, arm: str) -> list[Piece]:
+def _pieces(attempt: Attempt, arm: str) -> list[Piece]:
     """The prefill and each round of an arm's only answer; one piece where its parts were not timed."""
-    answer, slices = go.answers[arm][0], go.slices[arm]
+    answer, slices = attempt.answers[arm][0], attempt.slices[arm]
     ends = [one.tokens for one in slices]
 
     def piece(tokens: int, seconds: float) -> Piece:
@@ -121,14 +123,14 @@ def _pieces(go: Measured, arm: str) -> list[Piece]:
 
 
 def _joined(
-    goes: Sequence[Measured], pieces: list[dict[str, list[Piece]]], arm: str, sources: list[int]
+    attempts: Sequence[Attempt], pieces: list[dict[str, list[Piece]]], arm: str, sources: list[int]
 ) -> Generation:
     """An arm's answer with each piece of the go that `sources` names for it."""
-    answer = goes[0].answers[arm][0]
+    answer = attempts[0].answers[arm][0]
     if answer.prefill_seconds is None:
-        return goes[sources[0]].answers[arm][0]
-    spent = sum(pieces[go][arm][number][1] for number, go in enumerate(sources))
+        return attempts[sources[0]].answers[arm][0]
+    spent = sum(pieces[attempt][arm][number][1] for number, attempt in enumerate(sources))
     seconds = answer.seconds - sum(seconds for _, seconds, _ in pieces[0][arm]) + spent
-    steps = [goes[go].answers[arm][0].steps[number] for number, go in enumerate(sources[1:])]
-    prefill = goes[sources[0]].answers[arm][0].prefill_seconds
+    steps = [attempts[attempt].answers[arm][0].steps[number] for number, attempt in enumerate(sources[1:])]
+    prefill = attempts[sources[0]].answers[arm][0].prefill_seconds
     return replace(answer, prefill_seconds=prefill, seconds=seconds, steps=steps)

@@ -2,7 +2,7 @@
 
 Every finished question is journalled at once, and the summary is written last: a run that was killed goes on from its
 journal. Where several processes share the passes of a run, this one measures its own and ends with the exit code
-`store.AGAIN`.
+`store.EXIT_CONTINUE`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specbench.decoding.model.staged_model import StagedModel, name_of
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted
-from specbench.measure.arms import Arm, Faster, generate_arm, one_by_one
+from specbench.measure.arms import Arm, FastestOf, generate_arm, one_by_one
 from specbench.measure.machine import provenance
 from specbench.measure.machine.speed import Probes
 from specbench.measure.metrics.statistics import Speedup
@@ -37,7 +37,7 @@ from specbench.measure.plan import Passes, whole
 from specbench.measure.protocol import BASELINE, HF, METHOD, SINGLE, Bench, attempt
 from specbench.measure.records import run_folder as store
 from specbench.models.pairs import load_pair, with_part
-from specbench.system.errors import UserError, one_line_errors, reason
+from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
 from specbench.system.settings import parameters, plain
 
@@ -111,7 +111,7 @@ def run(run_dir: Path) -> int:
     """Measures what the folder still lacks, as far as it is this process's share, and at the end writes the summary.
 
     Returns:
-        1 if a question failed, `store.AGAIN` if another process is to go on, else 0.
+        1 if a question failed, `store.EXIT_CONTINUE` if another process is to go on, else 0.
     """
     cfg = OmegaConf.create(store.read_config(run_dir))
     questions = load_questions(cfg.data, cfg.task)
@@ -123,7 +123,7 @@ def run(run_dir: Path) -> int:
             with closing(bench.drafter):
                 job.measure(bench, repeat)
         if job.next_pass() is not None:
-            return store.AGAIN
+            return store.EXIT_CONTINUE
         summary = store.finalise(run_dir)
     return 1 if summary["status"] != "complete" else 0
 
@@ -285,7 +285,7 @@ def facts(bench: Bench) -> dict:
         "training": bench.training,
         "trained_weights": bench.trained_weights,
         "peak_memory_bytes": bench.peak_memory,
-    } | ({"generate_cache": generate.chosen} if isinstance(generate, Faster) else {})
+    } | ({"generate_cache": generate.chosen} if isinstance(generate, FastestOf) else {})
 
 
 @one_line_errors()
@@ -300,7 +300,7 @@ def main() -> int:
         with suppress(
             UserError
         ):  # on a full disk there may be no room for the note: what happened is told all the same
-            store.note_failure(run_dir, str(error) if isinstance(error, UserError) else reason(error))
+            store.note_failure(run_dir, str(error) if isinstance(error, UserError) else one_line(error))
         raise
 
 

@@ -12,8 +12,8 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from specbench.system.errors import UserError, reason
-from specbench.system.files import file_sha256, held, make_folder, write_atomic
+from specbench.system.errors import UserError, one_line
+from specbench.system.files import file_sha256, lock_folder, make_folder, write_atomic
 from specbench.system.paths import cache_folder, packaged
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def converted(path: Path) -> Path:
     """
     digest = file_sha256(path)
     folder = make_folder(cache_folder() / "gguf" / f"{path.stem}-{digest[:12]}-{FORM}")
-    with held(folder, "converted", wait=True):
+    with lock_folder(folder, "converted", wait=True):
         if not (folder / MODEL).exists():
             partial = folder / PARTIAL
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
@@ -130,7 +130,7 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
             path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
         )
     except UNREADABLE as error:
-        raise UserError(f"transformers cannot read '{path}': {reason(error)}") from error
+        raise UserError(f"transformers cannot read '{path}': {one_line(error)}") from error
     model, info = loaded
     if info["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(info["missing_keys"])

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from specbench.system.errors import UserError, near
-from specbench.system.files import file_sha256, held, make_folder
+from specbench.system.errors import UserError, suggest
+from specbench.system.files import file_sha256, lock_folder, make_folder
 from specbench.system.paths import cache_folder
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def described(name: str, packages: Mapping) -> Package:
     """
     package = name.removeprefix(PREFIX)
     if package not in packages:
-        raise UserError(f"pair.packages does not describe '{package}': {near(package, packages)}")
+        raise UserError(f"pair.packages does not describe '{package}': {suggest(package, packages)}")
     try:
         return Package(package, **packages[package])
     except TypeError as error:
@@ -98,7 +98,7 @@ def fetched(name: str, packages: Mapping) -> Path:
     """
     package = described(name, packages)
     make_folder(package.folder)
-    with held(package.folder, "fetched", wait=True):
+    with lock_folder(package.folder, "fetched", wait=True):
         if not package.path.exists():
             wheel = _wheel_there(package) or _download(package)
             _extract(package, wheel)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from specbench.report import claims, compare, formats, gate, page, plots, tables
 from specbench.report.published_tables import published_tables
-from specbench.report.runs import LeftOut, Run, finished_runs, is_run, summary_frame
+from specbench.report.runs import Run, SkippedRun, finished_runs, is_run, summary_frame
 from specbench.report.training_data import differing_training, training_table
 from specbench.system.errors import file_errors, one_line_errors
 from specbench.system.files import make_folder
@@ -25,10 +25,10 @@ from specbench.system.files import make_folder
 if TYPE_CHECKING:
     from rich.table import Table
 
-ALONE = 6  # so many runs are also shown one by one
+MAX_SINGLE_TABLES = 6  # so many runs are also shown one by one
 
 
-def report(runs: list[Run], left_out: list[LeftOut], out: Path, first: list[Table]) -> Path:
+def report(runs: list[Run], left_out: list[SkippedRun], out: Path, first: list[Table]) -> Path:
     """Writes tables (Markdown, LaTeX, CSV), plots and the page into a folder.
 
     Args:
@@ -60,7 +60,7 @@ def print_report(runs: list[Run]) -> None:
     """Prints the runs side by side, and one by one those that something is wrong with or, if they are few, all."""
     out = tables.console()
     for run in sorted(runs, key=lambda run: not tables.faults(run.summary)):
-        if len(runs) <= ALONE or tables.faults(run.summary):
+        if len(runs) <= MAX_SINGLE_TABLES or tables.faults(run.summary):
             out.print(tables.run_table(run.summary))
             out.print(Text(f"{run.folder}\n", style="dim"))
     if len(runs) > 1:

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 
 from specbench.measure.machine import provenance
 from specbench.report import formats, tables
-from specbench.report.runs import LeftOut, Run, labels
+from specbench.report.runs import Run, SkippedRun, labels
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,7 +23,7 @@ YAML = {"sort_keys": False, "allow_unicode": True}
 
 def page(
     runs: list[Run],
-    left_out: list[LeftOut],
+    left_out: list[SkippedRun],
     side_by_side: list[Table],
     drawn: dict[str, bytes],
     notes: list[str],

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-MOST = 10  # runs in a plot: more cannot be told apart
+MAX_SERIES = 10  # runs in a plot: more cannot be told apart
 MOST_POINTS = 24  # where each of them is one point
 LEGEND = 7  # points
 NARROWEST = 3.5  # inches of a plot beside its legend
@@ -52,7 +52,7 @@ LOOK = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top":
 
 
 @dataclass(frozen=True)
-class Shown:
+class PlottedRun:
     """A run in the plots: what it is called, and how it is drawn."""
 
     label: str
@@ -118,12 +118,12 @@ def svg(figure: Figure) -> bytes:
         return out.getvalue()
 
 
-def chosen(named: list[tuple[str, Run]], most: int = MOST) -> tuple[list[Shown], str]:
+def chosen(named: list[tuple[str, Run]], most: int = MAX_SERIES) -> tuple[list[PlottedRun], str]:
     """The runs to draw, and a title where some are left out."""
     fastest = sorted(named, key=lambda pair: -(pair[1].summary["overall"]["speedup"] or 0))[:most]
     kept = {label for label, _ in fastest}
     shown = [
-        Shown(label, run.summary, PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)])
+        PlottedRun(label, run.summary, PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)])
         for place, (label, run) in enumerate(pair for pair in named if pair[0] in kept)
     ]
     return shown, f"the {most} fastest of {len(named)} runs" if len(named) > most else ""
@@ -132,7 +132,7 @@ def chosen(named: list[tuple[str, Run]], most: int = MOST) -> tuple[list[Shown],
 # -- the plots
 
 
-def speedup_by_task(runs: list[Shown]) -> Figure | None:
+def speedup_by_task(runs: list[PlottedRun]) -> Figure | None:
     """A point for each run on each task, with its 95 % interval."""
     runs = [run for run in runs if run.overall["speedup"] is not None]
     tasks = task_names(run.summary for run in runs)
@@ -154,7 +154,7 @@ def speedup_by_task(runs: list[Shown]) -> Figure | None:
     return axes.figure
 
 
-def acceptance_and_speedup(runs: list[Shown]) -> Figure | None:
+def acceptance_and_speedup(runs: list[PlottedRun]) -> Figure | None:
     """Acceptance length against speedup. On a line all rounds cost the same: speedup = acceptance length / cost."""
     runs = [run for run in runs if run.overall["acceptance_length"] and run.overall["speedup"]]
     if not runs:
@@ -175,7 +175,7 @@ def acceptance_and_speedup(runs: list[Shown]) -> Figure | None:
     return axes.figure
 
 
-def mbsu_and_speedup(runs: list[Shown]) -> Figure | None:
+def mbsu_and_speedup(runs: list[PlottedRun]) -> Figure | None:
     """What reading weights alone would allow against what was measured."""
     runs = [run for run in runs if run.overall["mbsu"] and run.overall["speedup"]]
     if not runs:
@@ -194,7 +194,7 @@ def mbsu_and_speedup(runs: list[Shown]) -> Figure | None:
     return axes.figure
 
 
-def time_by_part(runs: list[Shown]) -> Figure | None:
+def time_by_part(runs: list[PlottedRun]) -> Figure | None:
     """Where the time of a token goes; the bar of the baseline is a line across."""
     runs = [run for run in runs if run.overall["tokens"] and run.overall["seconds"]]
     if not runs:
@@ -222,7 +222,7 @@ def time_by_part(runs: list[Shown]) -> Figure | None:
     return axes.figure
 
 
-def acceptance_by_position(runs: list[Shown]) -> Figure | None:
+def acceptance_by_position(runs: list[PlottedRun]) -> Figure | None:
     """How often a draft token is accepted where all before it were, by its position in the draft.
 
     Positions that fewer than `LEAST_JUDGED` rounds judged are left out.
@@ -251,14 +251,14 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
     batched = [s for s in summaries if s["drafter"] and s["overall"]["tokens_per_second"]]
     for name, summary in zip(labels(batched, without=("batch_size",)), batched):
         lines.setdefault(name, {})[summary["batch_size"]] = summary["overall"]["tokens_per_second"]
-    fastest = sorted(lines, key=lambda name: -max(lines[name].values()))[:MOST]
+    fastest = sorted(lines, key=lambda name: -max(lines[name].values()))[:MAX_SERIES]
     shown = {name: line for name, line in lines.items() if name in fastest}
     sizes = sorted({size for line in shown.values() for size in line})
     if not sizes or sizes[-1] == 1:
         return None
     axes = _axes(6.5, 4)
-    if len(lines) > MOST:
-        axes.set_title(f"the {MOST} fastest of {len(lines)} lines", fontsize=8)
+    if len(lines) > MAX_SERIES:
+        axes.set_title(f"the {MAX_SERIES} fastest of {len(lines)} lines", fontsize=8)
     for place, (name, line) in enumerate(shown.items()):
         known = sorted(line)
         axes.plot(known, [line[size] for size in known], label=name, color=PALETTE[place % len(PALETTE)],
@@ -309,7 +309,7 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
     Models that were not expanded are single points, with their names beside them.
     """
     summaries = list(summaries)
-    found = dict(list(by_size(summaries).items())[:MOST])
+    found = dict(list(by_size(summaries).items())[:MAX_SERIES])
     if not found:
         return None
     figure = Figure(figsize=(12, 3.6), layout="constrained")
@@ -431,7 +431,7 @@ def _axes(width: float, height: float) -> Axes:
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
-def _points(axes: Axes, run: Shown, blocks: list[tuple[dict, float]], across: bool = False) -> None:
+def _points(axes: Axes, run: PlottedRun, blocks: list[tuple[dict, float]], across: bool = False) -> None:
     """The speedups of some numbers of a run with their intervals: upwards at x, or (across) rightwards at y."""
     blocks = [(numbers, at) for numbers, at in blocks if numbers["speedup"] is not None]
     values, at = [numbers["speedup"] for numbers, _ in blocks], [place for _, place in blocks]

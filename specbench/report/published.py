@@ -11,7 +11,7 @@ import pandas as pd
 from omegaconf import OmegaConf
 
 from specbench.data.questions import TASKS
-from specbench.system.errors import UserError, near
+from specbench.system.errors import UserError, suggest
 
 FILE = Path(__file__).with_suffix(".yaml")
 HANDS = ("first", "second")
@@ -23,7 +23,7 @@ NUMBERS = (
 # Rows that belong beside a method though they bear another name: Mirror-SD's draft model streams, its Vanilla-SD is
 # plain speculative decoding beside the SpS of the same table, and an abstract means both methods of its paper. Other
 # papers' measurements of EAGLE stand under its own name: how they ran it is theirs to say.
-ALSO_BESIDE = {
+ALIASES = {
     "mirror_ss": ("mirror_sd",),
     "eqspec": ("EQSPEC/EXSPEC",),
     "exspec": ("EQSPEC/EXSPEC",),
@@ -98,7 +98,9 @@ def published(method: str | None = None) -> list[Published]:
         return list(rows)
     found = [row for row in rows if row.method == method]
     if not found:
-        raise UserError(f"no published figures of {method!r}: {near(method, {row.method for row in rows})}")
+        raise UserError(
+            f"no published figures of {method!r}: {suggest(method, {row.method for row in rows})}"
+        )
     return found
 
 
@@ -107,7 +109,7 @@ def beside(methods: Iterable[str]) -> list[Published]:
 
     A method may have none.
     """
-    names = dict.fromkeys(name for method in methods for name in (method, *ALSO_BESIDE.get(method, ())))
+    names = dict.fromkeys(name for method in methods for name in (method, *ALIASES.get(method, ())))
     return [row for name in names for row in _load() if row.method == name and not row.ablation]
 
 

@@ -98,14 +98,14 @@ class Run:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedRun:
     """A run folder that no number is taken from, and why."""
 
     folder: Path
     reason: str
 
 
-def read_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[Run], list[LeftOut]]:
+def read_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[Run], list[SkippedRun]]:
     """The finished runs among the paths, and those that are left out; a run that is named twice is read once.
 
     Args:
@@ -123,11 +123,11 @@ def read_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[R
                 _ = run.records
             runs.append(run)
         except UserError as error:
-            left_out.append(LeftOut(folder, str(error)))
+            left_out.append(SkippedRun(folder, str(error)))
     return runs, left_out
 
 
-def finished_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[Run], list[LeftOut]]:
+def finished_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[Run], list[SkippedRun]]:
     """As `read_runs`. Raises UserError when no run among them is finished."""
     paths = list(paths)
     runs, left_out = read_runs(paths, with_records)

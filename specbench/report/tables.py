@@ -16,8 +16,8 @@ from specbench.data.warm_start import WARM, warmed_with
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.phases import different_phases, slow_machine, slow_machines
 from specbench.report.runs import (
-    LeftOut,
     Run,
+    SkippedRun,
     as_text,
     differing_by_pair,
     grids,
@@ -461,7 +461,7 @@ def print_overview(runs: list[Run]) -> None:
     print_notes(notes(runs))
 
 
-def print_left_out(left_out: Iterable[LeftOut]) -> None:
+def print_left_out(left_out: Iterable[SkippedRun]) -> None:
     """Names the runs that no number is taken from, every one."""
     for item in left_out:
         print_notes([f"left out: {item.folder.name}: {item.reason}"])

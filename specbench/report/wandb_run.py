@@ -27,7 +27,7 @@ from specbench.measure.metrics import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.report import plots
 from specbench.report.runs import Run, read_run, summary_frame
-from specbench.system.errors import reason
+from specbench.system.errors import one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -194,7 +194,7 @@ def main() -> int:
         print(log_run(Path(sys.argv[1]), json.loads(sys.argv[2])), flush=True)
         return 0
     except Exception as error:
-        print(reason(error), flush=True)
+        print(one_line(error), flush=True)
         raise
 
 

@@ -28,7 +28,7 @@ class JobError(UserError):
     """What ends a whole job, where another error would only cost the question that met it."""
 
 
-def reason(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """What went wrong, in one line."""
     said = str(error).strip()
     return f"{type(error).__name__}: {said.splitlines()[0] if said else 'no message'}"
@@ -39,15 +39,15 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
-def tell(error: UserError) -> None:
+def print_error(error: UserError) -> None:
     """Prints it as one line on stderr."""
     print("error:", " ".join(str(error).split()), file=sys.stderr)
 
 
-def near(name: str, choices: Iterable[str]) -> str:
+def suggest(name: str, choices: Iterable[str]) -> str:
     """What would be right instead of an unknown `name`: "did you mean kangaroo? (known: ar, kangaroo)".
 
-    Meant as the second half of a message: f"unknown method {name!r}: {near(name, methods)}".
+    Meant as the second half of a message: f"unknown method {name!r}: {suggest(name, methods)}".
     """
     known = sorted(choices)
     by_lower = {choice.lower(): choice for choice in known}
@@ -56,14 +56,14 @@ def near(name: str, choices: Iterable[str]) -> str:
     return f"did you mean {' or '.join(by_lower[c] for c in close)}? ({listed})" if close else listed
 
 
-def at_least(least: int, **named: int) -> None:
+def require_at_least(least: int, **named: int) -> None:
     """Raises UserError for a named value below `least`."""
     for name, value in named.items():
         if value < least:
             raise UserError(f"{name} must be at least {least}, not {value}")
 
 
-def optional(package: str, extra: str) -> ModuleType:
+def import_optional(package: str, extra: str) -> ModuleType:
     """A package that not every installation has; raises UserError where it lacks."""
     try:
         return importlib.import_module(package)
@@ -86,7 +86,7 @@ def file_errors(writing: Path | None = None) -> Iterator[None]:
         if writing is not None:
             told = f"cannot write {writing}: {error.strerror or error}"
         else:
-            told = f"{error.filename}: {error.strerror}" if error.filename else reason(error)
+            told = f"{error.filename}: {error.strerror}" if error.filename else one_line(error)
         raise UserError(told) from error
 
 
@@ -99,5 +99,5 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        tell(error)
+        print_error(error)
         raise SystemExit(2) from None

@@ -69,7 +69,7 @@ def new_folder(root: Path, label: str) -> Path:
 
 
 @contextmanager
-def held(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
+def lock_folder(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
     """Holds a folder for this process alone; a killed process frees it.
 
     Args:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-from specbench.system.errors import UserError, near
+from specbench.system.errors import UserError, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,7 +89,7 @@ def check(name: str, value: object, kind: Any) -> None:
         return
     literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
     if literals:
-        raise UserError(f"unknown {name} '{value}': {near(str(value), get_args(literals[0]))}")
+        raise UserError(f"unknown {name} '{value}': {suggest(str(value), get_args(literals[0]))}")
     raise UserError(f"{name} must be {_describe(kind)}, not {'null' if value is None else repr(value)}")
 
 

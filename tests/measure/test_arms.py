@@ -12,7 +12,7 @@ from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure import arms
 from specbench.measure import protocol as pairing
-from specbench.measure.arms import Faster, generate_arm, hf_generate_arm
+from specbench.measure.arms import FastestOf, generate_arm, hf_generate_arm
 from specbench.measure.protocol import BASELINE, Bench
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.graphs import PretendedGraphs
@@ -31,7 +31,7 @@ def arm_of(seconds: float, asked: list[float]):
 @pytest.mark.parametrize("seconds", [(1.0, 2.0), (2.0, 1.0)])
 def test_the_faster_arm_answers(seconds):
     asked: list[float] = []
-    arm = Faster({"first": arm_of(seconds[0], asked), "second": arm_of(seconds[1], asked)})
+    arm = FastestOf({"first": arm_of(seconds[0], asked), "second": arm_of(seconds[1], asked)})
     for _ in range(2):
         assert [g.seconds for g in arm([Request(PROMPT, SamplingParams(1))] * 2)] == [1.0, 1.0]
     assert arm.chosen == ("first", "second")[seconds.index(1.0)]
@@ -46,7 +46,9 @@ def test_on_cuda_generate_has_two_ways(monkeypatch):
     for device in ("cpu", "cuda:0"):
         made.clear()
         arm = generate_arm(SimpleNamespace(device=torch.device(device)), 2, 10)
-        assert isinstance(arm, Faster) == (device == "cuda:0") == ({"cache_implementation": "static"} in made)
+        assert (
+            isinstance(arm, FastestOf) == (device == "cuda:0") == ({"cache_implementation": "static"} in made)
+        )
 
 
 def test_a_static_cache_gives_the_same_answer():

@@ -502,7 +502,7 @@ def test_parts_of_batches_are_runs_of_pools():
     assert throughput.index.tolist() == speedups.index.tolist()
     assert throughput.to_numpy().tolist() == [[9.0, 1.0], [10.0, 2.0], [9.0, 1.5], [10.0, 4.0]]
     read = metrics.parts(records, "mbsu", True)
-    numbers = metrics.numbers(metrics.Measured(records, FACTS | {"batched": True}, "baseline", 4))
+    numbers = metrics.numbers(metrics.MetricInput(records, FACTS | {"batched": True}, "baseline", 4))
     assert read["above"].sum() / read["below"].sum() == pytest.approx(numbers["mbsu"])
     alone = [r | {"turns": [t | {"arms": {k: v for k, v in t["arms"].items() if k != "single"}} for t in r["turns"]]}
              for r in records]  # fmt: skip
@@ -588,7 +588,7 @@ def test_numbers_without_bytes_are_null():
         one["turns"][0]["arms"]["method"][0]["steps"]["target_bytes"][1] = None
     facts = FACTS | {"bandwidth_bytes_per_second": 1e9}
     known, unknown = (
-        metrics.numbers(metrics.Measured(records, facts | {"target_pass_bytes": read}, "baseline"))
+        metrics.numbers(metrics.MetricInput(records, facts | {"target_pass_bytes": read}, "baseline"))
         for read in (1000, None)
     )
     assert known["mbsu"] is unknown["mbsu"] is None and unknown["speedup"] == known["speedup"] == 2.0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from specbench.decoding.trace import Generation, Step
 from specbench.measure import protocol as pairing
 from specbench.measure.machine.watch import Watch
-from specbench.measure.remeasure import STRETCH, Measured, Slice, least_disturbed
+from specbench.measure.remeasure import STRETCH, Attempt, Slice, least_disturbed
 from specbench.measure.runner import prepare
 from tests.support.conf import composed
 
@@ -28,7 +28,7 @@ def answer(seconds: list[float], emitted: int = 1, rest: float = 0.0) -> Generat
     return Generation(tokens, seconds[0], sum(seconds) + rest, "length", steps)
 
 
-def go(slow: dict[int, bool], factor: float) -> Measured:
+def attempt(slow: dict[int, bool], factor: float) -> Attempt:
     """Two arms over four stretches, one of one and one of four tokens a round, one slice for each stretch.
 
     slow: the stretches in which others were there, as a result of which everything takes `factor` times as long.
@@ -41,15 +41,15 @@ def go(slow: dict[int, bool], factor: float) -> Measured:
         answers[name] = [answer(seconds, emitted, rest=0.01)]
         slices[name] = [Slice(STRETCH * (i + 1), *(BUSY if slow.get(i) else QUIET)) for i in range(4)]
         slices[name].append(Slice(ends[-1], *(BUSY if slow.get(4) else QUIET)))
-    return Measured(answers, slices)
+    return Attempt(answers, slices)
 
 
 @given(st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3)), st.floats(0.2, 5.0))
 def test_joined_goes_are_as_one_that_nobody_disturbed(first, second, factor):
     """Where at least one go was left alone; whether a disturbed one was slower or faster plays no part."""
-    goes = [go(dict.fromkeys(first, True), factor), go(dict.fromkeys(second, True), factor)]
-    answers, disturbed = least_disturbed(goes)
-    quiet, _ = least_disturbed([go({}, factor)])
+    attempts = [attempt(dict.fromkeys(first, True), factor), attempt(dict.fromkeys(second, True), factor)]
+    answers, disturbed = least_disturbed(attempts)
+    quiet, _ = least_disturbed([attempt({}, factor)])
     for arm in quiet:
         for at, (ours, theirs) in enumerate(zip(answers[arm][0].steps, quiet[arm][0].steps)):
             stretch = (1 + (at + 1) * ours.emitted - 1) // STRETCH
@@ -67,44 +67,44 @@ def test_joined_goes_are_as_one_that_nobody_disturbed(first, second, factor):
 @pytest.mark.parametrize("arm", ["baseline", "method"])
 def test_all_arms_take_a_stretch_from_one_go(arm):
     """Only this one was disturbed, and the times of that stretch are replaced in the other as well."""
-    goes = [go({1: True}, 3.0), go({}, 3.0)]
+    attempts = [attempt({1: True}, 3.0), attempt({}, 3.0)]
     other = {"baseline": "method", "method": "baseline"}[arm]
-    goes[0].slices[other] = goes[1].slices[other]
-    answers, _ = least_disturbed(goes)
+    attempts[0].slices[other] = attempts[1].slices[other]
+    answers, _ = least_disturbed(attempts)
     for name in (arm, other):
         seconds = [
-            sum(step.verify_seconds for step in of[name][0].steps) for of in (answers, goes[1].answers)
+            sum(step.verify_seconds for step in of[name][0].steps) for of in (answers, attempts[1].answers)
         ]
         assert seconds[0] == pytest.approx(seconds[1])
 
 
 def test_the_seconds_of_an_answer_are_those_of_its_parts():
-    answers, _ = least_disturbed([go({0: True, 3: True}, 4.0), go({2: True}, 4.0)])
+    answers, _ = least_disturbed([attempt({0: True, 3: True}, 4.0), attempt({2: True}, 4.0)])
     for (answer,) in answers.values():
         rounds = sum(s.draft_seconds + s.verify_seconds + s.other_seconds for s in answer.steps)
         assert answer.seconds == pytest.approx(answer.prefill_seconds + rounds + 0.01)
 
 
 def test_goes_whose_rounds_differ_are_not_mixed():
-    first, second = go({0: True, 1: True}, 2.0), go({3: True}, 2.0)
+    first, second = attempt({0: True, 1: True}, 2.0), attempt({3: True}, 2.0)
     second.answers["method"][0].steps[2:4] = [step(1e-3, 8)]
     answers, disturbed = least_disturbed([first, second])
     assert answers is second.answers and disturbed == pytest.approx(2 / 10)
 
 
 def test_a_batch_is_taken_as_a_whole():
-    first, second = go({0: True, 1: True}, 2.0), go({3: True}, 2.0)
+    first, second = attempt({0: True, 1: True}, 2.0), attempt({3: True}, 2.0)
     for one in (first, second):
         one.answers["method"] *= 2
     assert least_disturbed([first, second])[0] is second.answers
 
 
 def test_an_answer_without_rounds_that_were_timed():
-    goes = [go({1: True}, 2.0), go({}, 2.0)]
-    for number, one in enumerate(goes):
+    attempts = [attempt({1: True}, 2.0), attempt({}, 2.0)]
+    for number, one in enumerate(attempts):
         one.answers["generate"] = [Generation([1, 2, 3], None, 1.0 + number, "length")]
         one.slices["generate"] = [Slice(3, *(BUSY if number == 0 else QUIET))]
-    answers, disturbed = least_disturbed(goes)
+    answers, disturbed = least_disturbed(attempts)
     assert answers["generate"][0].seconds == 2.0 and disturbed == 0
 
 
@@ -119,8 +119,10 @@ def test_each_go_knows_what_the_first_one_did(monkeypatch):
     )
     bench = prepare(composed("bench", *settings, "remeasure=2", "decoding.max_new_tokens=24"))
     monkeypatch.setattr(Watch, "disturbance", lambda *_: 4.0)
-    seen: list[list[Measured]] = []
-    monkeypatch.setattr(pairing, "least_disturbed", lambda goes: seen.append(goes) or least_disturbed(goes))
+    seen: list[list[Attempt]] = []
+    monkeypatch.setattr(
+        pairing, "least_disturbed", lambda attempts: seen.append(attempts) or least_disturbed(attempts)
+    )
     with closing(bench.drafter):
         bench.measure(bench.warmup[:1], 0)
     drafted = [[(step.drafted, step.accepted) for step in one.answers["method"][0].steps] for one in seen[0]]

@@ -102,7 +102,7 @@ def measured(workplace: Path, method: str, runs: Path, *more: str) -> tuple[int,
 def to_the_end(run_dir: Path) -> list[int]:
     """Exit codes of the processes that measure a folder one after the other; here they are all this one."""
     codes = [runner.run(run_dir)]
-    while codes[-1] == store.AGAIN:
+    while codes[-1] == store.EXIT_CONTINUE:
         codes.append(runner.run(run_dir))
     return codes
 

@@ -11,7 +11,7 @@ import pytest
 
 from specbench.measure.machine import provenance
 from specbench.report import page, tables
-from specbench.report.runs import LeftOut, Run
+from specbench.report.runs import Run, SkippedRun
 from tests.support.samples import PROVENANCE, SUMMARY, changed, faster, nothing, run_of, wrong
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
@@ -42,8 +42,8 @@ def text(tmp_path_factory) -> str:
         run_of(root, "disagreeing", changed(SUMMARY, baseline__equivalence__violation=1), provenance=None),
     ]
     left_out = [
-        LeftOut(Path("x/damaged"), f"cannot be read {ATTACK}"),
-        LeftOut(Path("x/begun"), "unfinished"),
+        SkippedRun(Path("x/damaged"), f"cannot be read {ATTACK}"),
+        SkippedRun(Path("x/begun"), "unfinished"),
     ]
     side_by_side = [tables.overview_table(one.summary for one in runs)]
     return page.page(runs, left_out, side_by_side, {"some_plot": SVG}, [f"not comparable {ATTACK}"], [])

@@ -253,10 +253,12 @@ def test_of_runs_that_share_a_label_the_last_is_drawn():
 
 def test_of_many_runs_the_fastest_are_drawn_and_every_title_says_so(monkeypatch):
     monkeypatch.setattr(plots, "MOST_POINTS", 12)
-    many = {f"run{i}": faster(1 + i / 10, settings={"n": i}) for i in range(plots.MOST)}
+    many = {f"run{i}": faster(1 + i / 10, settings={"n": i}) for i in range(plots.MAX_SERIES)}
     assert plots.chosen([(run.name, run) for run in runs_of(**many)])[1] == ""
     more = {f"more{i}": faster(0.5 + i / 100, settings={"n": 100 + i}) for i in range(3)}
-    batches = {f"batch{i}": batched(batch_size=2, tokens_per_second=100.0 + i) for i in range(plots.MOST + 2)}
+    batches = {
+        f"batch{i}": batched(batch_size=2, tokens_per_second=100.0 + i) for i in range(plots.MAX_SERIES + 2)
+    }
     batches = {name: changed(run, settings__window=i) for i, (name, run) in enumerate(batches.items())}
     drawn = plots.figures(runs_of(**more, **many, **batches))
     assert "the 12 fastest of 13 runs" in title(drawn["acceptance_and_speedup"])

@@ -184,8 +184,8 @@ def test_a_method_is_published_under_our_name():
     ours = {"kangaroo", "s2d", "s2d_exit1", "vocabtrim", "mirror_sd", "ssd", "eqspec", "exspec"}
     ours |= {"pld", "sps", "lookahead"}
     assert ours <= names & OUR_METHODS
-    assert module.ALSO_BESIDE.keys() <= OUR_METHODS
-    assert {name for others in module.ALSO_BESIDE.values() for name in others} <= names
+    assert module.ALIASES.keys() <= OUR_METHODS
+    assert {name for others in module.ALIASES.values() for name in others} <= names
     with pytest.raises(UserError, match="kangoroo.*kangaroo"):
         published("kangoroo")
 

@@ -157,7 +157,7 @@ def test_all_that_is_left_out_is_named_however_much(called, tmp_path, capsys):
 
 
 def test_of_many_runs_those_that_something_is_wrong_with_are_shown_one_by_one(called, tmp_path, capsys):
-    for i in range(command.ALONE):
+    for i in range(command.MAX_SINGLE_TABLES):
         write_run(tmp_path / "runs", f"good_{i}", faster(1 + i / 10, settings={"n": i}))
     write_run(tmp_path / "runs", "failed", SUMMARY | {"failed": 2, "method": "s2d"})
     write_run(tmp_path / "runs", "bad", wrong() | {"method": "pld"})

@@ -156,7 +156,7 @@ def questions(draw, min_size=1, max_size=6, slow=slowness):
 
 def overall(records, facts=FACTS) -> dict:
     """The numbers over all questions of some records."""
-    return metrics.numbers(metrics.Measured(records, facts, "baseline"))
+    return metrics.numbers(metrics.MetricInput(records, facts, "baseline"))
 
 
 @contextmanager

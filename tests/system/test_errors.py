@@ -1,13 +1,13 @@
 import pytest
 
-from specbench.system.errors import UserError, file_errors, near, one_line_errors
+from specbench.system.errors import UserError, file_errors, one_line_errors, suggest
 
 
 def test_near_names_the_closest_and_all_that_are_known():
-    assert near("kangaro", ["sps", "kangaroo"]) == "did you mean kangaroo? (known: kangaroo, sps)"
-    assert near("KANGAROO", ["sps", "kangaroo"]).startswith("did you mean kangaroo?")
-    assert near("xyz", ["sps", "kangaroo"]) == "known: kangaroo, sps"
-    assert near("xyz", []) == "known: none"
+    assert suggest("kangaro", ["sps", "kangaroo"]) == "did you mean kangaroo? (known: kangaroo, sps)"
+    assert suggest("KANGAROO", ["sps", "kangaroo"]).startswith("did you mean kangaroo?")
+    assert suggest("xyz", ["sps", "kangaroo"]) == "known: kangaroo, sps"
+    assert suggest("xyz", []) == "known: none"
 
 
 def test_a_user_error_is_one_line_and_exit_code_2(capsys):

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from specbench.decoding.cpu.packed_linear import assume_unchanged
-from specbench.system.errors import JobError, reason
+from specbench.system.errors import JobError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -156,7 +156,7 @@ class Graphs(Passes):
             raise
         except RuntimeError as error:
             raise JobError(
-                f"a pass cannot be captured as a CUDA graph: {reason(error)}; set pair.graphs=false"
+                f"a pass cannot be captured as a CUDA graph: {one_line(error)}; set pair.graphs=false"
             ) from error
         return Captured(inputs, outputs, graph.replay)
 

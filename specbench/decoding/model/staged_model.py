@@ -34,7 +34,7 @@ from specbench.decoding.kv_cache import EMPTY, ForwardContext, KVCache
 from specbench.decoding.model.agreement import Agreement, agreement, own_ways
 from specbench.decoding.model.graphs import Graphs, Passes, is_within, options_of
 from specbench.decoding.state import NORMED, Draft, Prefill
-from specbench.system.errors import UserError, reason
+from specbench.system.errors import UserError, one_line
 
 if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -694,7 +694,7 @@ def drivable(model: PreTrainedModel) -> Iterator[None]:
         NotImplementedError,
     ) as error:
         raise UserError(
-            f"model type '{model.config.model_type}' cannot be driven layer by layer: {reason(error)}"
+            f"model type '{model.config.model_type}' cannot be driven layer by layer: {one_line(error)}"
         ) from error
 
 

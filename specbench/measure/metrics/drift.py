@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specbench.measure.metrics.acceptance import acceptance_length
-from specbench.measure.metrics.metrics import Measured
+from specbench.measure.metrics.metrics import MetricInput
 from specbench.system.settings import LEARNS, WRAPPED
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def thirds(records: list[dict], facts: dict, reference: str, batch_size: int | N
 
     Args:
         records: of the journal, in its order, of questions that did not fail.
-        facts: as `Measured` has them.
+        facts: as `MetricInput` has them.
         reference: the arm that speedups are against.
         batch_size: None for a method that decodes one sequence at a time; batches have no times of single questions.
 
@@ -38,7 +38,7 @@ def thirds(records: list[dict], facts: dict, reference: str, batch_size: int | N
 
     def numbers_of(questions: list[int]) -> dict[str, Any]:
         own = [record for record in records if record["question_id"] in set(questions)]
-        measured = Measured(own, facts, reference, batch_size, whole_run=False)
+        measured = MetricInput(own, facts, reference, batch_size, whole_run=False)
         speedup = measured.speedups[0]
         return {
             "questions": len(questions),

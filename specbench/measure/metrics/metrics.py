@@ -42,7 +42,7 @@ VERDICTS = ("exact", "tie", "violation")  # the worst last
 
 
 @dataclass(frozen=True)
-class Measured:
+class MetricInput:
     """Some questions of a run, as metrics read them.
 
     Attributes:
@@ -105,7 +105,7 @@ class Measured:
         return speedups(self.generations, self.reference, self.seconds, bool(self.batch_size))
 
 
-def decode_speedup(measured: Measured) -> float | None:
+def decode_speedup(measured: MetricInput) -> float | None:
     """The speedup without the prefills of both arms."""
     if not measured.has_times:
         return None
@@ -113,7 +113,7 @@ def decode_speedup(measured: Measured) -> float | None:
     return ratio(decoding["reference"].sum(), decoding["method"].sum())
 
 
-def alignment_share(measured: Measured) -> float | None:
+def alignment_share(measured: MetricInput) -> float | None:
     """Of all seconds of a batch method, those spent on alignment in memory."""
     if not measured.batch_size:
         return None
@@ -218,7 +218,7 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     }
 
 
-METRICS: dict[str, Callable[[Measured], Any]] = {
+METRICS: dict[str, Callable[[MetricInput], Any]] = {
     "questions": lambda m: m.method["question_id"].nunique(),
     "pools": lambda m: m.method["pool"].nunique() if m.batch_size else None,
     "tokens": lambda m: total(m.method["tokens"]),
@@ -252,6 +252,6 @@ METRICS: dict[str, Callable[[Measured], Any]] = {
 }
 
 
-def numbers(measured: Measured) -> dict[str, Any]:
+def numbers(measured: MetricInput) -> dict[str, Any]:
     """Every metric of what was measured, by name."""
     return {name: metric(measured) for name, metric in METRICS.items()}

@@ -18,7 +18,7 @@ from specbench.measure.metrics.dataframes import failed_questions, generations_f
 from specbench.measure.metrics.drift import learns, thirds, thirds_lines
 from specbench.measure.metrics.machine import machine, speed
 from specbench.measure.metrics.method_stats import classes, describe
-from specbench.measure.metrics.metrics import VERDICTS, Measured, bandwidth_fraction, equivalence, numbers
+from specbench.measure.metrics.metrics import VERDICTS, MetricInput, bandwidth_fraction, equivalence, numbers
 from specbench.measure.metrics.statistics import Speedup, over_passes, ratio_of_means
 from specbench.measure.metrics.timing import ARMS, paired_seconds, passes_seconds, pool_seconds, turn_means
 from specbench.system import settings as values
@@ -58,7 +58,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     reference = ARMS[baseline["quoted_against"]]
     batch_size = config["batch_size"] if facts["batched"] else None
     owners = classes(config, facts["batched"])
-    overall = numbers(Measured(records, facts, reference, batch_size, owners=owners))
+    overall = numbers(MetricInput(records, facts, reference, batch_size, owners=owners))
     apart = thirds(in_order, facts, reference, batch_size) if learns(config, facts["batched"]) else {}
     settings = values.settings(config["method"])
     if facts["batched"]:
@@ -100,7 +100,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "overall": overall,
         "machine": machine(records) | {"speed": probed},
         "tasks": {
-            task: numbers(Measured(of_task, facts, reference, batch_size, False, owners))
+            task: numbers(MetricInput(of_task, facts, reference, batch_size, False, owners))
             for task, of_task in tasks.items()
         },
         "thirds": apart,

@@ -22,7 +22,15 @@ import yaml
 
 from specbench.measure.records.source import source_sha256
 from specbench.system.errors import UserError, file_errors
-from specbench.system.files import finite, held, make_folder, new_folder, read_json, write_atomic, write_json
+from specbench.system.files import (
+    finite,
+    lock_folder,
+    make_folder,
+    new_folder,
+    read_json,
+    write_atomic,
+    write_json,
+)
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:
@@ -30,7 +38,9 @@ if TYPE_CHECKING:
 
 CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"
 RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
-AGAIN = 75  # exit code of a process that has measured its share: another one is to go on (EX_TEMPFAIL)
+EXIT_CONTINUE = (
+    75  # exit code of a process that has measured its share: another one is to go on (EX_TEMPFAIL)
+)
 FAILURE = "failure.json"  # why the last attempt ended early
 ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
 NOT_MEASURED = (
@@ -210,7 +220,7 @@ def open_journal(run_dir: Path) -> Iterator[Journal]:
     folder cannot be written.
     """
     path = run_dir / RECORDS
-    with held(run_dir, "measured"):
+    with lock_folder(run_dir, "measured"):
         records, whole = _read(path)
         if path.exists() and whole < path.stat().st_size:
             with file_errors(writing=path):

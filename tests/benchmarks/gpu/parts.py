@@ -34,7 +34,7 @@ from specbench.measure.certify import certify
 from specbench.measure.machine import provenance
 from specbench.measure.numeric_noise import margin, shape_noise
 from specbench.models.pairs import Pair, load_pair
-from specbench.system.errors import reason
+from specbench.system.errors import one_line
 from tests.benchmarks.gpu.settings import Loaded, Settings, method_settings, names, pair_settings, read
 
 GB, MS = 1e9, 1e3
@@ -417,7 +417,7 @@ def methods(check: Check, loaded: Loaded, chosen: list[str], prompts: int) -> No
                 engine = Engine(judge.target, drafter, pair.stop_ids, context_length=pair.context_length)
                 told(check, f"{label} {name}", judge, engine)
         except Exception as error:  # noqa: BLE001 - a figure, too: the next method may do
-            check.say(Figure(f"{label} {name}: failed", 1, "", 0, 0, reason(error)))
+            check.say(Figure(f"{label} {name}: failed", 1, "", 0, 0, one_line(error)))
             Clock(
                 check.device
             ).synchronize()  # raises where the device itself has failed: nothing more can be measured
