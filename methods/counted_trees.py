@@ -38,11 +38,11 @@ def likeliest(
     depth: int,
     least: float = 0.0,
 ) -> Counted:
-    """The likeliest nodes behind a place, from the likeliest on; of equal ones those that were found first.
+    """The likeliest nodes after a place, from the likeliest on; of equal ones those that were found first.
 
     Args:
         place: where the pending token ends.
-        followers: (a place, tokens between it and the pending one) -> token, place behind it and share among what
+        followers: (a place, tokens between it and the pending one) -> token, place after it and share among what
             followed, of each token.
         nodes: of the tree at most.
         depth: of the tree at most.
@@ -74,7 +74,7 @@ def most_frequent(columns: np.ndarray, end: int, nodes: int, children: int) -> C
     A node is a stretch of neighbouring texts with one beginning, as they are sorted. All are found at once.
 
     Args:
-        columns: [depth, n] the tokens of n texts, which are sorted by them; those behind an end do not count.
+        columns: [depth, n] the tokens of n texts, which are sorted by them; those after an end do not count.
         end: the token that ends a text, the largest one.
         nodes: of the tree at most.
         children: of a node at most, the most frequent ones, of equal ones those with the smaller token.

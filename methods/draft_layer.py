@@ -45,7 +45,7 @@ class CachedLayer(nn.Module):
 
 
 class DraftLayer(CachedLayer):
-    """A layer that attends, and the norm behind it: states in, states for the target's head out.
+    """A layer that attends, and the norm after it: states in, states for the target's head out.
 
     Args:
         config: one layer; hidden size, heads, eps and rotary settings are used.

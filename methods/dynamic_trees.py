@@ -44,7 +44,7 @@ class Growth:
         """Adds a level.
 
         Args:
-            logits: [b, n, rows] behind the pending token (n is 1) or the nodes that `expand` gave.
+            logits: [b, n, rows] after the pending token (n is 1) or the nodes that `expand` gave.
         """
         tokens = likeliest_ids(logits, self.width)
         # The difference is never above 0, as the sum is never below its largest part.

@@ -48,7 +48,7 @@ class Guesses(torch.nn.Module):
         return self.target.unembed(states.to(self.target.dtype))
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [k, n] of k guesses and of the target, behind the places that enough said tokens follow."""
+        """First choices [k, n] of k guesses and of the target, after the places that enough said tokens follow."""
         raise NotImplementedError
 
     def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:
@@ -75,7 +75,7 @@ class HeadDistillation(Guesses):
 
         Args:
             batch: of B rows of T tokens.
-            finals: [B, T, d] the target's states behind its final norm.
+            finals: [B, T, d] the target's states after its final norm.
 
         Returns:
             Of head i [B, T - 1 - i, d].
@@ -97,11 +97,11 @@ class HeadDistillation(Guesses):
         return soft_cross_entropy(goals, guesses, lambda some: self.head(some.before(finals)))
 
     def finals(self, batch: Batch) -> torch.Tensor:
-        """The target's states [B, T, d] behind its final norm."""
+        """The target's states [B, T, d] after its final norm."""
         return target_states(self.target, batch, (NORMED,))[NORMED]
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [K, n] of the heads and of the target, behind the places that K more said tokens follow."""
+        """First choices [K, n] of the heads and of the target, after the places that K more said tokens follow."""
         finals, k = self.finals(batch), self.count
         said = batch["loss_weight"] == 1.0
         n = said.shape[1] - 1 - k
@@ -141,7 +141,7 @@ def count_ranks(
             scores = logits(guess[some, places_of], i)
             own = scores.gather(1, ids[some, places_of + 2 + i].unsqueeze(1))
             ranks[some, places_of, i] = (scores > own).sum(1).clamp(max=RANKS)
-    # The pending token and all behind it are the assistant's.
+    # The pending token and all after it are the assistant's.
     rows, places = said[:, 1 : t - count].nonzero().unbind(1)
     return counted_paths(ranks[rows, places].tolist(), RANKS)
 

@@ -139,7 +139,7 @@ class StopTracker:
     many. A threshold of 0 never stops a sequence, and never waits for the device.
 
     Args:
-        threshold: a sequence drafts no more behind a token whose probability (top-1, temperature 1) lies below it.
+        threshold: a sequence drafts no more after a token whose probability (top-1, temperature 1) lies below it.
     """
 
     def __init__(self, threshold: float):

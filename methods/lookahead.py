@@ -1,8 +1,8 @@
 """Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target writes its own n-grams beside the text.
 
-A window of W columns stands behind the pending token. A column holds N - 1 successive tokens of a guessed future; the
-first tokens of all columns are a chain behind the pending token, which is that of the first column. Each verification
-gives every column the target's choice behind its end: that makes N tokens, an n-gram. The n-gram goes into a pool, and
+A window of W columns follows the pending token. A column holds N - 1 successive tokens of a guessed future; the
+first tokens of all columns are a chain after the pending token, which is that of the first column. Each verification
+gives every column the target's choice after its end: that makes N tokens, an n-gram. The n-gram goes into a pool, and
 the column goes on without its first token. The n-grams of the pool that begin with the pending token are the draft,
 which is verified in the same pass. No model, no training.
 """
@@ -38,7 +38,7 @@ class Pool:
 
     Attributes:
         size: the most n-grams with one first token; the one that was added longest ago makes room.
-        behind: for each first token the other tokens of its n-grams, the latest one last.
+        after: for each first token the other tokens of its n-grams, the latest one last.
     """
 
     size: int
@@ -76,7 +76,7 @@ class Search:
 
         Args:
             pending: the token that stood in front of the window.
-            chosen: the target's choice behind each column.
+            chosen: the target's choice after each column.
         """
         firsts = [pending, *(column[0] for column in self.columns[1:])]
         for i, (first, token) in enumerate(zip(firsts, chosen)):
@@ -93,7 +93,7 @@ class Lookahead(Drafter):
 
     Not as in the authors' code: the window begins full, as in the paper, with random tokens of the prompt, and the pool
     takes nothing from them; n-grams with a common beginning share its nodes; one that fits gives N tokens, where theirs
-    leaves out the target's own behind it; with temperature the draft is verified by the target's own draws, so that the
+    leaves out the target's own after it; with temperature the draft is verified by the target's own draws, so that the
     text is that of autoregressive decoding. The window takes the likeliest tokens at any temperature, as theirs does.
 
     Args:
@@ -128,7 +128,7 @@ class Lookahead(Drafter):
         self._read(slot, sequence.tokens)
 
     def draft(self, batch: Batch) -> Draft:
-        """A tree of the guesses, and behind it the window, which is only looked at."""
+        """A tree of the guesses, and after it the window, which is only looked at."""
         tokens, parents, candidates, rows = [], [], [], []
         for slot, (sequence, limit) in enumerate(zip(batch.sequences, batch.limits)):
             search = self._searches[slot]
@@ -219,7 +219,7 @@ def add_window(columns: list[tuple[int, ...]], tokens: list[int], parents: list[
         parents: of the nodes.
 
     Returns:
-        For each column the row of the verification behind its last token.
+        For each column the row of the verification after its last token.
     """
 
     def add(token: int, parent: int) -> int:

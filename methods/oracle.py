@@ -44,7 +44,7 @@ class Foretold:
         acceptance: probability of the target's own token, independent at each position.
         vocab_size: ids of which a wrong token is one.
         seed: with the prompt, of the draws: every repeat, draft length and scheduler gets the same ones.
-        spare: arbitrary tokens behind the end of the answer, so that the last draft is as long as the others.
+        spare: arbitrary tokens after the end of the answer, so that the last draft is as long as the others.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class PromptLookup(Drafter):
         self._tokens[destinations] = self._tokens[sources]
 
     def _look_up(self, known: np.ndarray) -> np.ndarray:
-        """The tokens to draft behind `known` [n]."""
+        """The tokens to draft after `known` [n]."""
         # Where the newest token stood earlier; then those of them that have more of the newest tokens in front.
         ends = np.flatnonzero(known[:-1] == known[-1])
         found: dict[int, np.ndarray] = {}

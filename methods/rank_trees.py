@@ -107,7 +107,7 @@ def counted_paths(ranks: Iterable[Sequence[int]], limit: int) -> Counter[Path]:
     """How often each path of ranks, and each beginning of one, came.
 
     Args:
-        ranks: for each place of a text the ranks of the tokens behind it, one after the other.
+        ranks: for each place of a text the ranks of the tokens after it, one after the other.
         limit: a path ends in front of a rank that is not below it.
     """
     found: Counter[Path] = Counter()
@@ -151,7 +151,7 @@ class Level:
     leaves: bool
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [b, m, rows] behind the nodes above that have children -> the row [b, n] of each node's rank."""
+        """Logits [b, m, rows] after the nodes above that have children -> the row [b, n] of each node's rank."""
         return likeliest_ids(logits, self.most_ranks)[:, self.parents, self.ranks]
 
 
@@ -165,7 +165,7 @@ def rank_tree(
         paths: of its nodes; with a node its parent is there, too.
         depth: of the longest path that is of use.
         device: of the tensors.
-        leaves_last: nodes with children come first, by depth, and all others behind them, so that the tokens that a
+        leaves_last: nodes with children come first, by depth, and all others after them, so that the tokens that a
             drafter with a cache is fed fill entries that follow one another; else all nodes come by depth.
     """
     kept = [path for path in paths if len(path) <= depth]

@@ -175,7 +175,7 @@ class TokenRecycling(Drafter):
         Args:
             slot: whose table.
             ids: [n].
-            states: [n, d] behind the final norm.
+            states: [n, d] after the final norm.
         """
         for some, tokens in zip(states.split(CHUNK), ids.split(CHUNK)):
             logits = self.target.unembed(some).unsqueeze(0)
@@ -189,7 +189,7 @@ class TokenRecycling(Drafter):
         Args:
             slots: whose tables, b of them.
             tokens: [b, n].
-            logits: [b, n, vocab] behind each of them.
+            logits: [b, n, vocab] after each of them.
             priority: [b, n] whole numbers from 0: of equal tokens the highest counts, of those the last.
         """
         best = likeliest_ids(logits, RANKS).int()

@@ -141,12 +141,12 @@ class SAMDecoding(WrappedDrafter):
         return Counted(tokens, list(range(-1, len(tokens) - 1)))
 
     def _size(self, match: int) -> int:
-        """The tokens of a draft behind a match."""
+        """The tokens of a draft after a match."""
         return 1 + self.growth * match if self.alone else self.longest
 
 
 def repeated(tokens: list[int], start: int, n: int) -> list[int]:
-    """The n tokens from `start` on; behind the last one those from `start` on once more."""
+    """The n tokens from `start` on; after the last one those from `start` on once more."""
     period = len(tokens) - start
     return [tokens[start + i % period] for i in range(n)]
 

@@ -24,7 +24,7 @@ LOOKED_AT = 64  # so many places are looked at, equally far apart
 
 
 def check_sorted(match: int, draft: int) -> None:
-    """Raises UserError where a match of so many tokens, with as many drafted behind it, is longer than `SORTED`."""
+    """Raises UserError where a match of so many tokens, with as many drafted after it, is longer than `SORTED`."""
     if match + draft > SORTED:
         raise UserError(f"max_match={match} and max_draft_tokens={draft} exceed {SORTED} together")
 
@@ -35,7 +35,7 @@ def suffix_array(tokens: np.ndarray) -> np.ndarray:
     order = np.argsort(tokens, kind="stable")
     ranks, width = _ranks(tokens.astype(np.int64), order), 1
     while width < SORTED:  # doubling (Manber and Myers 1990): two ranks of w tokens are one of 2w tokens
-        behind = np.pad(ranks[width:] + 1, (0, min(width, n)))  # 0 behind the end
+        behind = np.pad(ranks[width:] + 1, (0, min(width, n)))  # 0 after the end
         both = ranks * (n + 1) + behind
         order = np.argsort(both, kind="stable")
         ranks, width = _ranks(both, order), 2 * width
@@ -55,7 +55,7 @@ class Interval(NamedTuple):
 
     Attributes:
         first: the first one.
-        behind: behind the last one.
+        after: after the last one.
         length: how many tokens are the same.
     """
 
@@ -108,13 +108,13 @@ class Index:
         return None if found is None else self._from(found[0], known[-found[1] :])
 
     def behind(self, where: Interval, n: int) -> np.ndarray:
-        """The n tokens [n, occurrences] behind those of an interval; some beyond a separator, which mean nothing."""
+        """The n tokens [n, occurrences] after those of an interval; some beyond a separator, which mean nothing."""
         places = self.places[where.first : where.behind].astype(np.int64) + where.length
         read = np.minimum(places + np.arange(n)[:, None], len(self.tokens) - 1)
         return self.tokens[read].astype(np.int64)
 
     def followers(self, where: Interval, most: int) -> list[tuple[int, Interval]]:
-        """The most frequent tokens behind those of an interval, and where they stand, equal ones by their ids.
+        """The most frequent tokens after those of an interval, and where they stand, equal ones by their ids.
 
         Where they stand is exact. Of an interval that is not read as a whole, which ones they are is known from the
         places that are looked at: each that makes up one in `LOOKED_AT` is seen, as the tokens lie in order.
@@ -136,7 +136,7 @@ class Index:
             begin = bisect_left(tokens, token)
             end = begin + seen
             place = Interval(first + begin, first + end, length + 1)
-            if step > 1:  # it begins behind the place before, and ends before the one behind
+            if step > 1:  # it begins after the place before, and ends before the one after
                 near = max(first, first + (begin - 1) * step), min(behind, first + end * step)
                 place = self._exactly(token, length, *near)
             found.append((token, place))
@@ -145,7 +145,7 @@ class Index:
         return sorted(found, key=lambda follower: (-follower[1].occurrences, follower[0]))
 
     def _exactly(self, token: int, length: int, low: int, high: int) -> Interval:
-        """Where, between two places, a token stands behind `length` equal ones."""
+        """Where, between two places, a token follows `length` equal ones."""
         key, at = self._bytes_of([token]), self._reading(length, 1)
         first = bisect_left(self._places, key, low, high, key=at)
         return Interval(first, bisect_right(self._places, key, first, high, key=at), length + 1)
@@ -177,7 +177,7 @@ class Index:
         return np.array(tokens, dtype=self.type).tobytes()
 
     def _reading(self, offset: int, n: int) -> Callable[[int], bytes]:
-        """What reads the bytes of n tokens, `offset` behind a place."""
+        """What reads the bytes of n tokens, `offset` after a place."""
         data, size, begin, width = (
             self._bytes,
             self.type.itemsize,

@@ -1,7 +1,7 @@
 """A suffix automaton that grows token by token: every stretch of a text, and where and how often it occurs.
 
 All stretches that end at the same places share a state, so that n tokens take at most 2n states and a token takes
-constant time on average (Blumer et al. 1985). Several texts lie in one automaton behind each other, with a separator
+constant time on average (Blumer et al. 1985). Several texts lie in one automaton after each other, with a separator
 between them that occurs nowhere else.
 """
 
@@ -30,7 +30,7 @@ class SuffixAutomaton:
         following: of each state, the state of its stretches with one more token, by that token.
         link: of each state; -1 of the first one.
         length: of each state.
-        first_end: of each state, the place behind its first occurrence.
+        first_end: of each state, the place after its first occurrence.
         occurrences: of each state how often its stretches occur, if they are no longer than `depth`.
         last: the state of the whole text.
     """
@@ -81,12 +81,12 @@ class SuffixAutomaton:
             self._count(token)
 
     def earlier_match(self) -> tuple[int, int]:
-        """The length of the longest end of the text that occurs earlier in it, and the place behind that one."""
+        """The length of the longest end of the text that occurs earlier in it, and the place after that one."""
         state = max(self.link[self.last], ROOT)
         return self.length[state], self.first_end[state]
 
     def followers(self, state: int) -> list[tuple[int, int, int]]:
-        """What stands behind the stretches of a state: each token, the state behind it, and how often; no separator."""
+        """What follows the stretches of a state: each token, the state after it, and how often; no separator."""
         found = self.following[state].items()
         return [(token, behind, self.occurrences[behind]) for token, behind in found if token >= 0]
 

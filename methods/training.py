@@ -125,7 +125,7 @@ def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) 
 
 
 def head_of(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A model's own head: states [n, d] behind its final norm -> logits [n, vocab], scaled or capped as the model's."""
+    """A model's own head: states [n, d] after its final norm -> logits [n, vocab], scaled or capped as the model's."""
     head: Any = model.get_output_embeddings()
     steps = logit_steps(model.config.get_text_config())
     return lambda states: finished(head(states), steps)
@@ -155,7 +155,7 @@ class Goals:
 
     @classmethod
     def of(cls, batch: Batch, count: int | None, ahead: int = 1) -> Goals:
-        """The tokens of any weight that are at least `ahead` tokens behind the beginning of their row.
+        """The tokens of any weight that are at least `ahead` tokens after the beginning of their row.
 
         Args:
             batch: tokens and their weights in the loss.

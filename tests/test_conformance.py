@@ -38,7 +38,7 @@ NEW_TOKENS = 20
 SCHEDULERS = (RaggedBatch, EqSpec, ExSpec)
 # Where a drafter looks at the device, and how often in a round at most. Each costs the time until all that is queued is
 # done; a drafter says why in its module.
-CONFIDENCE = {"goes_on_at": 6}  # a draft ends behind a token of low confidence: one look at each
+CONFIDENCE = {"goes_on_at": 6}  # a draft ends after a token of low confidence: one look at each
 BRANCHES = {"likely": 1}  # in the draft's thread: which branches there are
 # How many guesses of the streams came true says how many passes there are, and which entries stay.
 STREAMS = {"_grown": 2 * 7, "settle": 1, "joined": 1}

@@ -242,7 +242,7 @@ def faults_of_page(name: str) -> list[str]:
     elif told(row.partition(";")[0]) != required(name):
         faults.append(f"docs/methods/index.md: the row of {name} must say '{right}', not '{row}'")
     if batches(name) and name not in drafters_in_batches():
-        faults.append(f"docs/methods/index.md: add `{name}` to the list behind '**In batches:**'")
+        faults.append(f"docs/methods/index.md: add `{name}` to the list after '**In batches:**'")
     return faults
 
 
@@ -352,7 +352,7 @@ def test_a_method_without_a_page_is_told_what_to_add(tmp_path, monkeypatch):
         f"methods/kangaroo.md: '**Needs:**' of kangaroo must say '{adapter}', not 'a draft model.'",
         f"methods/kangaroo.md: add a section '{DIFFERS}'",
         f"docs/methods/index.md: add a row '| [`kangaroo`](kangaroo.md) | what drafts | {adapter} |'",
-        "docs/methods/index.md: add `kangaroo` to the list behind '**In batches:**'",
+        "docs/methods/index.md: add `kangaroo` to the list after '**In batches:**'",
     ]
     missing = faults_of_page("sps")
     assert (
@@ -537,7 +537,7 @@ EXAMPLE_PAGE = DOCS / "adding-a-method.md"
 
 
 def examples() -> dict[str, str]:
-    """Path: content of every example that its page shows behind a line with its path."""
+    """Path: content of every example that its page shows after a line with its path."""
     text = EXAMPLE_PAGE.read_text(encoding="utf-8")
     return dict(re.findall(r"^`([\w/.]+)`:\n\n```\w+\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
 

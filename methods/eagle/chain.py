@@ -1,6 +1,6 @@
 """Chained steps of a drafting model over a whole text, as drafts take them: for its training, and to look at it.
 
-Row t is the draft behind the true pairs up to t. Its step 0 is pair t; step j is the pair of its own output of step
+Row t is the draft after the true pairs up to t. Its step 0 is pair t; step j is the pair of its own output of step
 j - 1 and the text's token t + 1 + j. So a row sees the true pairs up to t, and of its own steps all so far.
 """
 
@@ -37,7 +37,7 @@ def _attention(
     Args:
         module: not used.
         queries: [b, heads, n, head_dim] of the newest step.
-        keys: [b, kv_heads, steps * n, head_dim] of all steps, one behind the other.
+        keys: [b, kv_heads, steps * n, head_dim] of all steps, one after the other.
         values: of the same shape.
         attention_mask: [1, 1, 1, n, n] true where a true pair is visible.
         scaling: of the scores.
@@ -69,7 +69,7 @@ class Steps:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds those of a step, [b, kv_heads, n, head_dim]; returns those of all, one behind the other."""
+        """Adds those of a step, [b, kv_heads, n, head_dim]; returns those of all, one after the other."""
         self._keys.append(keys)
         self._values.append(values)
         return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
@@ -87,7 +87,7 @@ def chained(
         steps: how many.
 
     Yields:
-        Of each step the outputs [b, n, h]. Behind row n - 1 - j there is no token for step j: what the last j rows of
+        Of each step the outputs [b, n, h]. After row n - 1 - j there is no token for step j: what the last j rows of
         it hold is of no use.
     """
     from transformers import AttentionInterface  # late: it takes seconds to import

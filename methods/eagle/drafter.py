@@ -1,6 +1,6 @@
 """EAGLE's drafters: one layer estimates the target's next state, and the target's head makes tokens of it.
 
-The layer is fed with pairs of a state and the token behind it. Pair j holds the target's state f_j and token j + 1; it
+The layer is fed with pairs of a state and the token after it. Pair j holds the target's state f_j and token j + 1; it
 stands at entry and position j of the layer's own cache. Its output is an estimate of f_(j+1): the target's head makes
 of it what may come as token j + 2, and together with such a token it is the next pair of a draft.
 
@@ -108,7 +108,7 @@ class EagleDrafter(Drafter):
         n = 1 + max(verified.counts)
 
         def feed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
-            # A sequence that keeps fewer tokens than another is fed others behind its end: the next round writes there.
+            # A sequence that keeps fewer tokens than another is fed others after its end: the next round writes there.
             ctx = self._layout.place(_pairs(batch), n, 1)
             features = self.model.features(dict(zip(self.taps, states, strict=True)))
             out = self._feed(features, _behind(batch, n), self._layout.cache, ctx)
@@ -312,7 +312,7 @@ def _loaded(pair: Pair, part: str) -> tuple[DraftingModel, dict[str, Any]]:
 
 
 def _behind(batch: Batch, n: int) -> torch.Tensor:
-    """[b, n] the tokens that have come behind the pending ones."""
+    """[b, n] the tokens that have come after the pending ones."""
     first = batch.lengths[0]
     if len({*batch.lengths}) == 1 and batch.kv_bucket is None:
         return batch.tokens[: batch.size, first : first + n]

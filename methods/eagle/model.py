@@ -43,7 +43,7 @@ class EagleModel(DraftingModel):
         return cast("EagleLayer", self.layers[0])
 
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The target's states behind its final norm [b, n, h]."""
+        """The target's states after its final norm [b, n, h]."""
         return states[NORMED]
 
     def forward(

@@ -107,9 +107,9 @@ def load_eagle3(
 def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **figures: Any) -> None:
     """Writes config.json (with figures of the training) and model.safetensors as vLLM and SGLang read them.
 
-    Keys and dtypes are the authors': `d2t` holds for each row of the head how far its token's id lies behind the row's
+    Keys and dtypes are the authors': `d2t` holds for each row of the head how far its token's id follows the row's
     index, `t2d` which ids have a row. vLLM reads the depths at the top, as layers in front of which states are taken,
-    SGLang those of `eagle_config`, as layers behind which they are.
+    SGLang those of `eagle_config`, as layers after which they are.
     """
     config, kept = model.config, model.kept.cpu()
     rope = dict(cast("dict[str, Any]", config.rope_parameters))
@@ -225,7 +225,7 @@ def _taps(
     """The depths to read, as `Drafter.taps`: given, or config.json's, or else the authors'.
 
     Two conventions are about. Where first id 2 is meant as the layer in front of which a state is taken, others call
-    it 1, the layer behind which.
+    it 1, the layer after which.
     """
     top, nested = settings.get(LAYER_IDS), (settings.get("eagle_config") or {}).get(LAYER_IDS)
     found = top or nested
@@ -238,7 +238,7 @@ def _taps(
     elif (top and nested and list(nested) != list(top)) or found[0] not in (1, 2):
         raise UserError(
             f"{WHAT} in '{folder}' do not say whether {LAYER_IDS}={found} are layers in front of which states are "
-            "taken, or behind which: set method.layers to the number of layers in front of each state"
+            "taken, or after which: set method.layers to the number of layers in front of each state"
         )
     else:
         read = tuple(i + (found[0] == 1) for i in found)
@@ -279,7 +279,7 @@ def _kept(
     unsure = known is None and rows < config.vocab_size and rows > 1
     if not agrees or (unsure and (bool((offsets.diff() > 0).all()) or not offsets.any())):
         raise refuse(
-            "d2t does not hold how far each token's id lies behind its row (ids in place of distances, an empty table, "
+            "d2t does not hold how far each token's id follows its row (ids in place of distances, an empty table, "
             "or one of another checkpoint)"
         )
     if int(ids.max()) >= vocab:

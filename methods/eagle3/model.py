@@ -32,7 +32,7 @@ class Eagle3Config(LlamaConfig):
         norm_before_residual: the residual is RMSNorm(g), not g.
         norm_before_fc: one RMSNorm over the states of all depths in front of fc.
         fc_norm: an RMSNorm over those of each depth.
-        norm_output: the next step is given the layer's output behind the norm.
+        norm_output: the next step is given the layer's output after the norm.
         own_embedding: the drafting model has an embedding of its own; otherwise the target's is used.
     """
 
@@ -50,7 +50,7 @@ class Eagle3Config(LlamaConfig):
 
 
 class Midlayer(EagleLayer):
-    """The one layer: tokens and features, each behind a norm of its own, go into it side by side.
+    """The one layer: tokens and features, each after a norm of its own, go into it side by side.
 
     Args:
         config: of the layer and the variants.

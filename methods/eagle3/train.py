@@ -80,7 +80,7 @@ class TrainingTimeTest(torch.nn.Module):
         return total
 
     def outputs(self, batch: Batch) -> tuple[Iterator[torch.Tensor], torch.Tensor]:
-        """The draft's outputs [B, T - 1, d] of each step, and the target's states [B, T, D] behind its final norm."""
+        """The draft's outputs [B, T - 1, d] of each step, and the target's states [B, T, D] after its final norm."""
         dtype = self.model.fc.weight.dtype
         found = target_states(self.target, batch, (*self.model.taps, NORMED))
         with torch.no_grad():
@@ -103,7 +103,7 @@ class TrainingTimeTest(torch.nn.Module):
     def hits(self, batch: Batch) -> torch.Tensor:
         """[steps, n] whether the draft's and the target's first choices agree.
 
-        At the n places behind which, beyond the next token, as many tokens as there are steps are the assistant's.
+        At the n places after which, beyond the next token, as many tokens as there are steps are the assistant's.
         """
         outputs, finals = self.outputs(batch)
         parts = finals.flatten(0, 1).split(CHUNK)
@@ -172,7 +172,7 @@ def _begin_like(own: Any, layer: Any) -> None:
     Pair j holds the state of token j and the embedding of token j + 1. What the target's attention asks and takes of a
     token, this one asks and takes of the embedding; what it finds a token by is taken from the state in front of it,
     through the same matrix as what asks. So an attention that looks for a token and takes what followed looks for the
-    newest token among the states, and takes the token behind it, which the pair holds, too. The rest adds nothing yet.
+    newest token among the states, and takes the token after it, which the pair holds, too. The rest adds nothing yet.
     """
     asks, takes = layer.self_attn.q_proj.weight, layer.self_attn.v_proj.weight
     nothing_of = {name: torch.zeros_like(weight) for name, weight in (("asks", asks), ("takes", takes))}

@@ -129,7 +129,7 @@ class HydraHeads(Drafter):
         if self.heads.prefix is None:
             self._states[: batch.size] = verified.last(states)
             return
-        # Where fewer tokens were kept than elsewhere, what lies behind is written over in the next round.
+        # Where fewer tokens were kept than elsewhere, what follows is written over in the next round.
         n = 1 + max(verified.counts)
 
         def feed(batch: Batch, count: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:

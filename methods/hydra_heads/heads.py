@@ -1,6 +1,6 @@
 """Hydra's heads.
 
-Head i guesses token t + 2 + i from the state f of token t behind the target's final norm and from the tokens in
+Head i guesses token t + 2 + i from the state f of token t after the target's final norm and from the tokens in
 between. With u = [s, e(t + 1), ..., e(t + 1 + i)], e being the target's embedding, its first block is
 z = A u + a + SiLU(B u + b), and every further one z + SiLU(W z + c) with the same W and c. Then comes an output matrix
 of its own with a bias, or, where there is none ("shared head"), the target's. In Hydra s is f. In Hydra++ s is what the
@@ -30,7 +30,7 @@ class PrefixLayer(DraftLayer):
 
     Args:
         config: one layer.
-        width: what lies behind this width of the states is not read; None: all is read.
+        width: what follows this width of the states is not read; None: all is read.
     """
 
     def __init__(self, config: LlamaConfig, width: int | None = None):
@@ -74,7 +74,7 @@ class Heads(nn.Module):
     ):
         super().__init__()
         self.layers, self.hidden = layers, hidden
-        # The rows of A, and behind them those of B: one product.
+        # The rows of A, and after them those of B: one product.
         self.wide = nn.ModuleList(nn.Linear((2 + i) * hidden, 2 * hidden) for i in range(heads))
         self.square = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(heads if layers > 1 else 0))
         self.output = None if vocab is None else nn.ModuleList(nn.Linear(hidden, vocab) for _ in range(heads))

@@ -92,7 +92,7 @@ class Kangaroo(Drafter):
         self._adapted[slot] = n
 
     def draft(self, batch: Batch) -> Draft:
-        """Drafts until tokens of low confidence or `max_draft_tokens`; verification resumes behind the exit layer."""
+        """Drafts until tokens of low confidence or `max_draft_tokens`; verification resumes after the exit layer."""
         feed, offset = self._begun(batch)
         states = [feed[:, -1:]]
         tokens, probs = [], []
@@ -146,7 +146,7 @@ class Kangaroo(Drafter):
     def _shallow(
         self, batch: Batch, ids: torch.Tensor, offset: int, tree: Tree | None = None
     ) -> torch.Tensor:
-        """Token ids [b, n], the first `offset` behind the pending one -> exit states [b, n, d], in the target's cache.
+        """Token ids [b, n], the first `offset` after the pending one -> exit states [b, n, d], in the target's cache.
 
         Args:
             batch: the running sequences.
@@ -159,7 +159,7 @@ class Kangaroo(Drafter):
         return self.target.run_layers(self.target.embed(ids), layout.cache, ctx, 0, self.exit_layer)
 
     def _logits(self, batch: Batch, feed: torch.Tensor, offset: int) -> torch.Tensor:
-        """Exit states [b, n, d], the first `offset` behind the pending token's -> logits [b, rows] behind the last."""
+        """Exit states [b, n, d], the first `offset` after the pending token's -> logits [b, rows] after the last."""
         n, cache = feed.shape[1], self._layout.cache
 
         def adapted(batch: Batch, feed: torch.Tensor) -> list[torch.Tensor]:

@@ -63,7 +63,7 @@ class KangarooTree(Kangaroo):
         self.max_nodes = width * max_draft_tokens
 
     def draft(self, batch: Batch) -> Draft:
-        """Drafts level by level; verification resumes behind the exit layer with the states of all nodes."""
+        """Drafts level by level; verification resumes after the exit layer with the states of all nodes."""
         width = min(self.width, self.head.rows, batch.max_nodes)
         levels = min(self.max_draft_tokens, batch.max_draft, batch.max_nodes // width)
         feed, offset = self._begun(batch)
@@ -103,7 +103,7 @@ class KangarooTree(Kangaroo):
         Args:
             batch: the running sequences.
             feed: [b, n, d] exit states of the level above; of the pending token for the first level.
-            offset: of the first of them behind the pending token.
+            offset: of the first of them after the pending token.
             scores: [b, n] of the level above, [b, 1] for the first.
             tree: of the levels above; None for the first.
             width: nodes of a level.

@@ -1,6 +1,6 @@
-"""Medusa-1's drafter: a static tree of ranks, filled from heads on the state behind the last accepted token.
+"""Medusa-1's drafter: a static tree of ranks, filled from heads on the state after the last accepted token.
 
-The heads do not see the pending token: head i guesses i + 1 places behind it from the state in front of it (Cai et al.
+The heads do not see the pending token: head i guesses i + 1 places after it from the state in front of it (Cai et al.
 2024, section 2.1). The tree says which ranks of which heads are combined.
 """
 

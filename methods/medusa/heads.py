@@ -1,6 +1,6 @@
 """Medusa's heads.
 
-Head i guesses token t + 2 + i from the state f of token t behind the target's final norm: z = f + SiLU(W f + b), then
+Head i guesses token t + 2 + i from the state f of token t after the target's final norm: z = f + SiLU(W f + b), then
 an output matrix of its own, or, where there is none ("shared head", a variant that vLLM knows, too), the target's.
 """
 
@@ -35,7 +35,7 @@ class MedusaHeads(torch.nn.Module):
         return self.weight.shape[0]
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """States [..., d] behind the target's final norm -> [..., K, d] for the output matrices."""
+        """States [..., d] after the target's final norm -> [..., K, d] for the output matrices."""
         k, d = self.bias.shape
         inner = torch.nn.functional.linear(states, self.weight.view(k * d, d), self.bias.view(-1))
         return states.unsqueeze(-2) + silu(inner.view(*states.shape[:-1], k, d))

@@ -1,6 +1,6 @@
 """The draft model's side of Mirror-SD: drafts for every likely decision of the target before it is known.
 
-All branches grow together, in one pass at a time, as nodes behind the tokens that are being verified; they share the
+All branches grow together, in one pass at a time, as nodes after the tokens that are being verified; they share the
 keys and values of common prefixes. When the decision is known, the entries of its branch are compacted; the others are
 overwritten later.
 
@@ -60,7 +60,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A draft behind the target's decision.
+    """A draft after the target's decision.
 
     Attributes:
         tokens: [n].
@@ -88,7 +88,7 @@ def no_exit(states: torch.Tensor) -> torch.Tensor:
 class Brancher:
     """Keeps the draft model's cache of one sequence at a time.
 
-    Everything before `_base` is settled; `_path` are the tokens behind it that the target verifies, of which the cache
+    Everything before `_base` is settled; `_path` are the tokens after it that the target verifies, of which the cache
     may lack the last.
 
     Args:
@@ -101,7 +101,7 @@ class Brancher:
 
     _path: torch.Tensor  # [k] draft tokens as ids
     _rows: torch.Tensor  # [k] the same as rows of the head
-    # [at least k, rows] logits that they were chosen from, and behind the last one where it was fed
+    # [at least k, rows] logits that they were chosen from, and after the last one where it was fed
     _own: torch.Tensor
     _growth: Growth | None
     _index: dict[tuple[int, int], int]
@@ -120,7 +120,7 @@ class Brancher:
         self.exit_head = no_exit if exit_head is None else exit_head
         self.device = model.device
         self.streams = torch.empty(0, model.hidden_size, device=self.device) if streams is None else streams
-        # Numbers to draw with: for the longest draft, the token behind it, guesses, and one to spare.
+        # Numbers to draw with: for the longest draft, the token after it, guesses, and one to spare.
         self._width = plan.depth + 2 + self.streams.shape[0]
         self._cache = model.new_cache(0)  # until it is known how long the sequences are
         self._fed = 0  # its entries that are in use
@@ -150,7 +150,7 @@ class Brancher:
 
     @torch.inference_mode()
     def foresee(self) -> None:
-        """Feeds the last draft token, so that the draft model's logits are known behind every one.
+        """Feeds the last draft token, so that the draft model's logits are known after every one.
 
         The draft's side has time for it while the target's pass is on its way to the exit.
         """
@@ -162,11 +162,11 @@ class Brancher:
 
     @torch.inference_mode()
     def expand(self, k: int, depth: int, states: torch.Tensor, known: Callable[[], bool] = never) -> None:
-        """Drafts behind each likely decision about the draft that is being verified.
+        """Drafts after each likely decision about the draft that is being verified.
 
         Args:
             k: tokens of the draft that are verified.
-            depth: tokens to draft behind each decision.
+            depth: tokens to draft after each decision.
             states: [1 + k, d] of the target at its exit; not used for guesses of the draft model's own.
             known: called before every pass: whether the decision is known by now, so that branches are of no use.
         """
@@ -187,11 +187,11 @@ class Brancher:
     def settle(
         self, accepted: int, following: int, limit: int, unwanted: Callable[[], bool] = never
     ) -> Found:
-        """The next draft, behind the target's decision.
+        """The next draft, after the target's decision.
 
         Args:
             accepted: draft tokens that the target kept.
-            following: the target's own token behind them.
+            following: the target's own token after them.
             limit: tokens of the next draft at most.
             unwanted: called before every pass; if true the draft is given up, the one returned is empty, and the next
                 call must be `begin`.
@@ -236,7 +236,7 @@ class Brancher:
         columns: torch.Tensor,
         ahead: torch.Tensor,
     ) -> Growth:
-        """Continuations behind the tokens `roots` [m]; the rest as in `Growth`."""
+        """Continuations after the tokens `roots` [m]; the rest as in `Growth`."""
         return Growth(base, roots, offsets, roots.unsqueeze(1)[:, :0], seen, columns, ahead, [], offsets * 0)
 
     def _grown(self, growth: Growth, depth: int) -> bool:
@@ -276,7 +276,7 @@ class Brancher:
         hidden, rows_seen, all_columns = self._with_streams(hidden, n, offsets, seen, rows_seen, columns)
         start = self._fed
         hidden = self._run(hidden, all_columns, rows_seen)[0]
-        self._fed = start + n + m * v  # streams leave nothing behind
+        self._fed = start + n + m * v  # streams leave nothing after
         logits = self.head.logits(model.norm(hidden[n : n + m * v])).view(m, v, -1)
         rows, tokens = self._choose(growth, logits)
         right = (growth.guesses == tokens[:, :w]).long().cumprod(1).sum(1)  # [m] guesses that came true
@@ -309,7 +309,7 @@ class Brancher:
     def _run(
         self, hidden: torch.Tensor, columns: torch.Tensor | None = None, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Runs the draft model over states [1, n, d] behind what its cache holds.
+        """Runs the draft model over states [1, n, d] after what its cache holds.
 
         Args:
             hidden: [1, n, d].
@@ -340,7 +340,7 @@ class Brancher:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Adds s stream states for each of the m * v tokens.
 
-        Stream j of a token starts as its embedding plus that of the stream, stands j positions behind it, and attends
+        Stream j of a token starts as its embedding plus that of the stream, stands j positions after it, and attends
         to what the token attends to and the streams 1 to j of the same token (eq. 2).
 
         Returns:
@@ -365,7 +365,7 @@ class Brancher:
         seen: torch.Tensor = growth.seen  # type: ignore[assignment] # of branches there always is one
         if self.streams.shape[0]:
             nodes = seen[branch].nonzero().squeeze(1)[accepted:]
-        else:  # every pass has added a column for each branch, behind those of the path
+        else:  # every pass has added a column for each branch, after those of the path
             m, added = growth.counts.shape[0], torch.arange(growth.passes, device=self.device)
             nodes = growth.columns.shape[0] - m * growth.passes + branch + m * added
         self._keep(at, nodes - accepted)
@@ -390,7 +390,7 @@ class Brancher:
         uniforms = None
         if self._uniforms is not None:
             place = growth.counts.unsqueeze(1) + torch.arange(v, device=self.device)
-            # Tokens behind the longest draft are not used.
+            # Tokens after the longest draft are not used.
             uniforms = self._uniforms[place.clamp(max=self._width - 1)].flatten()
         rows, _ = self._decoding.select(logits.flatten(0, 1), uniforms)
         rows = (rows if uniforms is None else drawable(rows)).view(m, v)

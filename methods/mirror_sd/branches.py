@@ -1,6 +1,6 @@
 """Which continuations are drafted while the target is still busy: a branch for each of its likely decisions.
 
-A decision is a pair (accepted, token): how many of the k draft tokens the target keeps, and its own token behind them.
+A decision is a pair (accepted, token): how many of the k draft tokens the target keeps, and its own token after them.
 Mirror-SD (Bhendawade et al. 2025, eq. 6 to 8) guesses the token from the target's own head at an early layer, SSD
 (Kumar et al. 2026) from the draft model's distributions. How far the target follows the draft, the draft model knows
 best.
@@ -21,7 +21,7 @@ class Branches:
 
     Attributes:
         accepted: [m] numbers of accepted tokens.
-        tokens: [m] the target's tokens behind them.
+        tokens: [m] the target's tokens after them.
         scores: [m] how likely they are.
     """
 
@@ -55,7 +55,7 @@ def likely_decisions(
     """The `kappa` likeliest decisions for each number of accepted tokens.
 
     Args:
-        probs: [1 + k, n] guesses of the target's token behind the pending token and each draft token; overwritten.
+        probs: [1 + k, n] guesses of the target's token after the pending token and each draft token; overwritten.
         path: [k] columns of the draft tokens, each of which is no candidate at its own place: accepting it would be
             another decision.
         reaching: [1 + k] probability that the target accepts as far as there.

@@ -1,7 +1,7 @@
 """Mirror-SD's drafter: the next draft is made while the target still verifies the last one.
 
 When a verification pass leaves the exit layer, its states there go to the draft's side. The target's own norm and head
-make guesses of them, for every position that is verified, at what the target will decide; the draft model drafts behind
+make guesses of them, for every position that is verified, at what the target will decide; the draft model drafts after
 each guess while the target goes on through its other layers (Bhendawade et al. 2025, sections 3.1 and 3.2). If the
 decision was guessed, the next draft is there; else it is drafted then, as in plain speculative sampling. Guesses decide
 about time alone: what the target keeps is up to it, as with every drafter.
@@ -151,7 +151,7 @@ class MirrorSD(Drafter):
         self.link.settle(0, sequence.tokens[-1], limit)
 
     def draft(self, batch: Batch) -> Draft:
-        """Waits for the draft behind the last decision."""
+        """Waits for the draft after the last decision."""
         reply = self.link.collect()
         probs = None
         if self._draws:
@@ -257,7 +257,7 @@ class StreamingSampling(Drafter):
         self._draws = temperature > 0
 
     def draft(self, batch: Batch) -> Draft:
-        """Drafts behind the last decision."""
+        """Drafts after the last decision."""
         found = self.brancher.settle(*self._decision, batch.max_draft)
         probs = self.head.widen(found.probs.unsqueeze(0)) if self._draws else None  # type: ignore[union-attr] # drawn
         return Draft(found.tokens.unsqueeze(0), probs, bytes_read=sum(found.passes) * self._pass_bytes)

@@ -1,4 +1,4 @@
-"""Drafts that grow together, a pass at a time: their visibility, and what was written behind each."""
+"""Drafts that grow together, a pass at a time: their visibility, and what was written after each."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Written:
 
 @dataclass(slots=True)
 class Growth:
-    """m continuations that grow together behind `base` positions that are visible to all.
+    """m continuations that grow together after `base` positions that are visible to all.
 
     One that is a plain sequence has no `seen`; its base, offsets and columns are not used.
 
     Attributes:
         base: positions before them.
         last_tokens: [m] the token of each that no pass has processed.
-        offsets: [m] its position behind base.
+        offsets: [m] its position after base.
         guesses: [m, w] what may follow it.
         seen: [m, c] which of the columns from base on each attends to.
         columns: [c] the offsets of these columns.
@@ -60,7 +60,7 @@ class Growth:
     passes: int = 0
 
     def of(self, branch: int) -> list[Written]:
-        """What was written behind one of them."""
+        """What was written after one of them."""
         one = slice(branch, branch + 1)
         return [w.of(one) for w in self.written]
 

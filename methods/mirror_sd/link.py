@@ -111,11 +111,11 @@ class Inline:
         self._before_exit, self._behind_exit = clock.span(start, foreseen), clock.span(foreseen, clock.mark())
 
     def settle(self, accepted: int, following: int, limit: int) -> None:
-        """The decision, as in `Brancher.settle`; does not wait for the draft behind it."""
+        """The decision, as in `Brancher.settle`; does not wait for the draft after it."""
         self._decision = accepted, following, limit
 
     def collect(self) -> Reply:
-        """The draft behind the last decision."""
+        """The draft after the last decision."""
         start = self.clock.mark()
         found = self.brancher.settle(*self._decision)
         exposed = self.clock.span(start, self.clock.mark())
@@ -154,7 +154,7 @@ class Remote:
         self._answer(Say.READY, self.timeout)  # a prefill is a prefill, on both sides
 
     def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
-        """Asks for drafts behind every likely decision."""
+        """Asks for drafts after every likely decision."""
         self.wire.put_states(states)
         self.wire.requests.put(Ask.LAUNCH, k, depth)
 
@@ -163,7 +163,7 @@ class Remote:
         self.wire.requests.put(Ask.SETTLE, accepted, following, limit)
 
     def collect(self) -> Reply:
-        """Waits for the draft behind the last decision."""
+        """Waits for the draft after the last decision."""
         start = time.perf_counter()
         message = self._answer(Say.DRAFT, self.timeout)
         n, hit, together, alone = message.numbers
@@ -242,7 +242,7 @@ class Thread(Remote):
         on_cuda = brancher.device.type == "cuda"
 
         def work() -> None:
-            # Of high priority: a pass of the target fills the GPU, and a draft behind it would hide nothing.
+            # Of high priority: a pass of the target fills the GPU, and a draft after it would hide nothing.
             stream = torch.cuda.Stream(brancher.device, priority=-1) if on_cuda else None
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 serve(wire, brancher, threading.main_thread().is_alive)

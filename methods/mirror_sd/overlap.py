@@ -92,7 +92,7 @@ def overlap_line(overlap: dict) -> str:
         f"overlap: {share('hidden_share')} of the time of a serial draft "
         f"({ms('exposed_miss_seconds')} ms) hidden, "
         f"miss rate {share('miss_rate')}; a round took {ms('round_seconds')} ms: "
-        f"{ms('exit_seconds')} to the exit and {ms('rest_seconds')} behind it (overlapped drafting "
+        f"{ms('exit_seconds')} to the exit and {ms('rest_seconds')} after it (overlapped drafting "
         f"{ms('overlapped_before_exit_seconds')} and {ms('overlapped_behind_exit_seconds')}), "
         f"{ms('waited_seconds')} waiting; the latency model says {ms('model_seconds')} ms"
     )

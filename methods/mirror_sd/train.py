@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Streaming(torch.nn.Module):
-    """batch -> weighted sum of the cross-entropies of the next token and of the `streams` tokens behind it."""
+    """batch -> weighted sum of the cross-entropies of the next token and of the `streams` tokens after it."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Streaming(torch.nn.Module):
         return total
 
     def teacher(self, batch: Batch) -> torch.Tensor:
-        """The target's states [B, T, D] behind its final norm."""
+        """The target's states [B, T, D] after its final norm."""
         return target_states(self.target, batch, (NORMED,))[NORMED].to(self.target.dtype)
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

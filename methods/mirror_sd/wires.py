@@ -1,7 +1,7 @@
 """Between the target's side and the draft's: messages of a few numbers, and the tensors that they refer to.
 
 Nothing is pickled on the way: the two sides hold the same tensors (of a process: in shared memory), and a semaphore
-counts the messages in each direction. Raising and lowering it is also the memory barrier behind which contents are
+counts the messages in each direction. Raising and lowering it is also the memory barrier after which contents are
 visible.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specbench.decoding.trace import Span
 
 RING = 8  # messages that may be on their way; neither side is ever more than a few ahead
-SPANS = 3  # of a draft: before the exit, during the rest of the pass, behind the decision
+SPANS = 3  # of a draft: before the exit, during the rest of the pass, after the decision
 NAP = 0.5  # seconds between two looks at whether the other side still lives
 LOOKS = 200  # looks in a row before other work on this core gets a chance
 
@@ -259,7 +259,7 @@ class ThreadWire:
 
 
 def _marked(tensor: torch.Tensor) -> Marked:
-    """A tensor with the event behind which it is complete; None on a CPU."""
+    """A tensor with the event after which it is complete; None on a CPU."""
     if tensor.device.type != "cuda":
         return tensor, None
     event = torch.cuda.Event()
@@ -275,7 +275,7 @@ def _taken(
     Args:
         marked: as `_marked` gives it.
         device: where it is wanted; None: where it is.
-        copying: a stream for each device that is copied from. The device's own stream would copy too late: behind all
+        copying: a stream for each device that is copied from. The device's own stream would copy too late: after all
             that is queued there, such as the rest of the target's pass.
     """
     tensor, event = marked

@@ -31,7 +31,7 @@ FEW = 4  # places whose tree is built as fast node by node as at once
 
 
 def tree_behind(index: Index, where: Interval, nodes: int, depth: int) -> Counted:
-    """The most frequent nodes behind the tokens of an interval."""
+    """The most frequent nodes after the tokens of an interval."""
     if FEW < where.occurrences <= READ and depth and nodes:
         return most_frequent(index.behind(where, depth), index.separator, nodes, FOLLOWERS)
 

@@ -49,7 +49,7 @@ class REST(Drafter):
         self.datastore = load_datastore(datastore, pair)
 
     def draft(self, batch: Batch) -> Draft:
-        """The tree behind the longest match; none where there is none."""
+        """The tree after the longest match; none where there is none."""
         trees = [
             self._tree(
                 sequence.tokens, min(self.max_nodes, batch.max_nodes), min(limit, self.max_draft_tokens)

@@ -141,7 +141,7 @@ class SortedDraft(SpeculativeSampling):
             if not bool(deciding.any()):
                 break
             # Every sequence is fed as many tokens as the one that lacks most: the others compute identical keys and
-            # values again, and what is written behind a short one's end is overwritten before it is read.
+            # values again, and what is written after a short one's end is overwritten before it is read.
             deeper = self._deeper[i]
             width = max(known - held for known, held in zip(fed, deeper))
             deeper[:b] = fed
@@ -198,7 +198,7 @@ class SortedDraft(SpeculativeSampling):
 def last_tokens(hidden: torch.Tensor, fed: list[int]) -> torch.Tensor:
     """The state [b, d] of the last token of each sequence that was fed `fed` tokens, of which hidden [b, n, d] has n.
 
-    A sequence of fewer tokens begins with its first one; what lies behind its end is of no use.
+    A sequence of fewer tokens begins with its first one; what follows its end is of no use.
     """
     n = hidden.shape[1]
     if min(fed) >= n:

@@ -124,7 +124,7 @@ class SpeculativeSampling(Drafter):
         )
 
     def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, float]:
-        """One pass over token ids [b, n], of which the first stands `offset` behind the pending token.
+        """One pass over token ids [b, n], of which the first stands `offset` after the pending token.
 
         Returns:
             Logits [b, rows] after the last of them, what `_stats` wants to know, and the bytes of weights that were

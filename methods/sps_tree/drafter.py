@@ -112,7 +112,7 @@ class DraftModelTree(SpeculativeSampling):
         return [tokens, self.head.widen(torch.cat(drawn, dim=1))] if drawn else [tokens]
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Moves what the draft model knows of the accepted path behind the known tokens."""
+        """Moves what the draft model knows of the accepted path after the known tokens."""
         self._layout.commit(batch, verified.count, verified.counts, verified.path)
         for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
             # Whether the path ended with a leaf is known on the device alone: where it may have, it is fed once more.
@@ -130,7 +130,7 @@ class DraftModelTree(SpeculativeSampling):
         """Chooses the nodes of a level.
 
         Args:
-            logits: [b, m, rows] behind the nodes that have children.
+            logits: [b, m, rows] after the nodes that have children.
             level: n nodes.
             decoding: how tokens are chosen.
             uniforms: [b, siblings] to draw with; None when greedy.

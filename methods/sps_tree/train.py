@@ -1,6 +1,6 @@
 """Counts the best tree for a pair: `python -m methods.sps_tree.train pair=... [conversations=FILE nodes=64]`.
 
-The target answers prompts. Behind every token of its answers the ranks of the tokens that follow are looked up in the
+The target answers prompts. After every token of its answers the ranks of the tokens that follow are looked up in the
 draft model's distributions, each given the target's own tokens before it. These ranks are the one path of a tree that
 would have been accepted there. The most frequent paths are the tree that has most tokens accepted, for its size and for
 greedy decoding, without assuming that ranks are right independently of each other.
@@ -52,10 +52,10 @@ def ranks_of(draft: StagedModel, prompt: list[int], answer: list[int]) -> torch.
 
 
 def paths_of(ranks: torch.Tensor, depth: int, limit: int) -> Counter[tuple[int, ...]]:
-    """How often each path of ranks came behind a pending token of an answer.
+    """How often each path of ranks came after a pending token of an answer.
 
     Args:
-        ranks: [n] of its tokens. Every token but the last is pending once; the paths begin behind it.
+        ranks: [n] of its tokens. Every token but the last is pending once; the paths begin after it.
         depth: of the longest path.
         limit: ranks that a path may have.
     """

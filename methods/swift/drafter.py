@@ -69,7 +69,7 @@ class Swift(Drafter):
         self.max_draft_tokens, self.confidence_threshold = max_draft_tokens, confidence_threshold
         self.context_window, self.shared = context_window, memory == "run"
         sure = next((width for above, width in WIDTHS if confidence_threshold >= above), WIDEST)
-        # Every token of a chain but the last one is sure. The search needs room behind a sequence, too.
+        # Every token of a chain but the last one is sure. The search needs room after a sequence, too.
         self.max_nodes = max((max_draft_tokens - 1) * sure + WIDEST, context_window)
         self._begin_search = lambda layers: LayerSearch(
             layers, skip_ratio, bayes_interval, max_steps, patience, enough
@@ -128,7 +128,7 @@ class Swift(Drafter):
     def _score_one(self, batch: Batch) -> float:
         """Scores a set on the first sequence that is long enough, unless the search has ended; bytes read for that."""
         window = self.context_window
-        # Of the tokens that are scored, and one behind them, all must be known, the pending one not among them.
+        # Of the tokens that are scored, and one after them, all must be known, the pending one not among them.
         long = (i for i, one in enumerate(batch.sequences) if one.emitted > window + 2)
         i = None if self._search.done else next(long, None)
         if i is None:
@@ -186,7 +186,7 @@ class Swift(Drafter):
 
 
 def _look(logits: torch.Tensor) -> tuple[torch.Tensor, list[list[float]]]:
-    """The likeliest tokens behind logits [b, vocab].
+    """The likeliest tokens after logits [b, vocab].
 
     Returns:
         [b, 1] the likeliest, on the device; and on the host, of each sequence, its probability, then the ids of the

@@ -102,7 +102,7 @@ def accept(
         logits: [b, 1 + k, vocab] after the pending token and each draft token.
         draft: k tokens of each sequence, a chain or a tree.
         decoding: how tokens are chosen.
-        uniforms: [b, at least 1 + depth, 1 + 2 * siblings] the numbers of the positions behind each pending token, as
+        uniforms: [b, at least 1 + depth, 1 + 2 * siblings] the numbers of the positions after each pending token, as
             `position_draws` makes them; None when greedy.
         limits: [b] draft tokens that each may accept at most; None: all.
     """
@@ -143,7 +143,7 @@ def _accept_tree(
     parents, depths = tree.parents.expand(b, -1), tree.depths.expand(b, -1)
     if uniforms is None or draft.probs is None:
         numbers = None
-        if uniforms is not None:  # a node of depth d stands d positions behind the pending token
+        if uniforms is not None:  # a node of depth d stands d positions after the pending token
             numbers = uniforms[..., TARGET].gather(1, tree.offsets().expand(b, -1))
         choices, _ = decoding.select(logits, numbers)
         fits = choices.gather(1, parents + 1) == draft.tokens
@@ -225,7 +225,7 @@ def sampled_chain(
     # One row of q is needed: with a vocabulary of 150,000 ids a tensor of all rows takes longer than all the rest.
     last = count.clamp(max=k - 1)
     own = _row(draft_probs, last)
-    # Where nothing was drafted, behind the draft's end, the next token is drawn from p.
+    # Where nothing was drafted, after the draft's end, the next token is drawn from p.
     drafted = count < k
     if valid_mask is not None:
         drafted = drafted & valid_mask.gather(-1, last.unsqueeze(-1)).squeeze(-1)
@@ -254,7 +254,7 @@ def longest_path(fits: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Te
         tree: of k nodes.
 
     Returns:
-        Nodes on the path [b]; the path [b, k] as in `Accepted`; and the row [b] of the verification behind which it
+        Nodes on the path [b]; the path [b, k] as in `Accepted`; and the row [b] of the verification after which it
         ends, 0 for the pending token.
     """
     survives = ~(tree.on_path & ~fits.unsqueeze(1)).any(-1)

@@ -89,8 +89,8 @@ class Drafter:
     Attributes:
         needs: what it requires.
         taps: depths of the target whose hidden states the drafter gets, of the prompt and of every verification: i for
-            the states in front of layer i (the number of layers: behind the last one), `NORMED` behind the final norm.
-        siblings: the most tokens of a tree that were drawn by chance behind one and the same token; 1 for chains.
+            the states in front of layer i (the number of layers: after the last one), `NORMED` after the final norm.
+        siblings: the most tokens of a tree that were drawn by chance after one and the same token; 1 for chains.
         deterministic: whether it drafts without chance at any temperature. Its answers are then those of autoregressive
             decoding with the same seed, token by token.
         max_draft_tokens: the longest path of a draft.
@@ -121,7 +121,7 @@ class Drafter:
 
         Args:
             slots: sequences in memory.
-            capacity: tokens of the longest of them, with what a draft may need behind its end.
+            capacity: tokens of the longest of them, with what a draft may need after its end.
             target: the model that verifies.
         """
 
@@ -137,7 +137,7 @@ class Drafter:
     def draft(self, batch: Batch) -> Draft:
         """Drafts to follow the pending tokens; no tokens make the round autoregressive.
 
-        A path may be longer than `batch.limits` of its sequence: what lies behind is not accepted.
+        A path may be longer than `batch.limits` of its sequence: what follows is not accepted.
         """
         return Draft(batch.tokens[: batch.size, :0])
 

@@ -81,7 +81,7 @@ class Engine:
         self.context_length = context_length or target.config.max_position_embeddings
         self.clock = Clock(target.device)
         self._nodes = max(drafter.max_nodes, drafter.max_draft_tokens)
-        # Behind the known tokens: the pending one and a draft, and what passes write behind them.
+        # After the known tokens: the pending one and a draft, and what passes write after them.
         self._spare = 1 + self._nodes + target.padding
         longest = self.scheduler.longest_draft
         nodes = self._nodes if longest is None else min(self._nodes, longest)
@@ -243,7 +243,7 @@ class Engine:
         b, k = draft.tokens.shape
         accepted = self._accept(batch, draft, logits)
         if b == 1:
-            # What is written behind a sequence's new end is no token: the next round writes there again.
+            # What is written after a sequence's new end is no token: the next round writes there again.
             self._tokens[0, batch.lengths[0] : batch.lengths[0] + 1 + k] = accepted.tokens[0]
         else:
             self._tokens[:b].scatter_(1, span(batch.known, 1 + k), accepted.tokens)
@@ -390,7 +390,7 @@ class Engine:
             self._uniforms = torch.zeros(shape, dtype=torch.float64, device=self.target.device)
 
     def _draws(self, batch: Batch, n: int) -> torch.Tensor | None:
-        """[b, n, 1 + 2 * siblings] numbers of the n positions behind the known tokens."""
+        """[b, n, 1 + 2 * siblings] numbers of the n positions after the known tokens."""
         if self._uniforms is None:
             return None
         if batch.size == 1:

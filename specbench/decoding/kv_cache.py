@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-EMPTY = 2**62  # the position of an entry that holds nothing: behind every token
+EMPTY = 2**62  # the position of an entry that holds nothing: after every token
 
 
 @dataclass(slots=True)  # one is made in every pass: a frozen one takes four times as long to make
@@ -23,13 +23,13 @@ class ForwardContext:
         kv_len: entries of each slot that are attended to.
         write_index: where keys and values go: an entry that is the same for all sequences, or [b * n] indices
             (slot x capacity + entry).
-        start: of a pass whose tokens follow one another from the position `start` on, in every sequence, behind a cache
+        start: of a pass whose tokens follow one another from the position `start` on, in every sequence, after a cache
             that holds exactly the positions before it; None for every other pass, which has the fields below.
         positions: [b, n] each token's position in its own sequence.
         kv_positions: [b or 1, kv_len] the position of what each entry holds. A token attends to those that are not
-            behind its own, so that `EMPTY` marks a hole.
+            after its own, so that `EMPTY` marks a hole.
         visible: [b or 1, n, m] of a tree: which of the last m entries each token attends to; of all before them it
-            attends to those that are not behind its own.
+            attends to those that are not after its own.
     """
 
     kv_len: int
@@ -50,7 +50,7 @@ class ForwardContext:
 
         Args:
             base: entries before them, which are a sequence and visible to every token.
-            offsets: [m] the position of each of the m entries behind `base`.
+            offsets: [m] the position of each of the m entries after `base`.
             visible: [n, m] which of them each of the n tokens attends to.
         """
         n, m = visible.shape

@@ -53,7 +53,7 @@ class RaggedLayout:
         Args:
             batch: the running sequences.
             n: tokens of each.
-            offset: of the first of them behind the pending token.
+            offset: of the first of them after the pending token.
             tree: whose nodes follow the pending token; None where tokens follow one another. The pass is of n of them
                 from `offset` on, the pending token being 0; those in front of them were placed earlier in this round.
         """
@@ -103,7 +103,7 @@ class RaggedLayout:
     def replay(self, batch: Lengths, i: int, start: int, n: int) -> tuple[KVCache, ForwardContext]:
         """The pass that computes known tokens of one sequence again, before a draft is placed; it changes none of them.
 
-        It writes to the entries behind the sequence's end. Its tokens attend to what is before the first of them, and
+        It writes to the entries after the sequence's end. Its tokens attend to what is before the first of them, and
         to each other.
 
         Args:
@@ -141,7 +141,7 @@ class RaggedLayout:
         if path is None or n == 0:
             return
         ends = span(batch.known, n)
-        # Behind a path's end there is nothing to keep: the next round writes there again.
+        # After a path's end there is nothing to keep: the next round writes there again.
         within = path[:, :n].clamp(max=path.shape[1] - 1)
         self.cache.move_entries(batch.known.unsqueeze(1) + within, ends)
 
@@ -175,7 +175,7 @@ class AlignedLayout(RaggedLayout):
         self.slack = slack
         shape = (cache.slots, cache.capacity)
         self._held = torch.full(shape, EMPTY, device=cache.device)  # the position that each entry holds
-        self._ends = [0] * cache.slots  # behind the last entry that each sequence has in use
+        self._ends = [0] * cache.slots  # after the last entry that each sequence has in use
         self._end = 0  # the common end of this round
         self._width = 0  # entries that this round has filled
 
@@ -199,7 +199,7 @@ class AlignedLayout(RaggedLayout):
             self._realign(b, longest)
 
     def place(self, batch: Lengths, n: int, offset: int = 0, tree: Tree | None = None) -> ForwardContext:
-        """The pass of `n` tokens of each sequence, in entries behind the common end; arguments as in `RaggedLayout`."""
+        """The pass of `n` tokens of each sequence, in entries after the common end; arguments as in `RaggedLayout`."""
         b, entry = len(batch.lengths), self._end + offset
         self._width = max(self._width, offset + n)
         kv_len = entry + n
@@ -228,7 +228,7 @@ class AlignedLayout(RaggedLayout):
             gone = steps > count.unsqueeze(1)
             self._ends[:b] = [end + 1 + kept for kept in counts]
         else:
-            # Node i is entry 1 + i; behind the path there are indices that are no nodes, or not kept.
+            # Node i is entry 1 + i; after the path there are indices that are no nodes, or not kept.
             kept = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
             gone = (steps > 0).repeat(b, 1)
             gone.scatter_(1, (path + 1) * kept, False)

@@ -93,7 +93,7 @@ class Resume:
 
     Attributes:
         layer: how many layers were run.
-        hidden: [b, 1 + k, hidden_size] the states behind them.
+        hidden: [b, 1 + k, hidden_size] the states after them.
     """
 
     layer: int
@@ -181,15 +181,15 @@ class Verified:
     """The outcome of a verification.
 
     Attributes:
-        logits: [b, 1 + k, vocab] behind the pending token and each node.
+        logits: [b, 1 + k, vocab] after the pending token and each node.
         hidden_states: of each tapped layer [b, 1 + k, d], of the same tokens. Layers below the one that the draft
             resumed at are missing.
         count: [b] draft tokens that were accepted.
-        next: [b] the target's own token behind them.
+        next: [b] the target's own token after them.
         path: of a tree [b, k], of which the first `count` are the indices of the accepted nodes from the root down;
             None for a chain.
         counts: `count` on the host.
-        tokens: the new tokens of each sequence on the host, cut behind a stop token.
+        tokens: the new tokens of each sequence on the host, cut after a stop token.
         draft: what was verified. Within a drafter that wraps another one it may be of the outer one.
         report: `Draft.report` on the host.
     """
@@ -276,11 +276,11 @@ class Batch:
         return self.tokens[: self.size].gather(1, span(self.known - n, n).clamp(min=0))
 
     def draws(self, offset: int, siblings: int | None = None) -> torch.Tensor | None:
-        """Numbers to draw the tokens with that stand `offset` positions behind the pending ones; None when greedy.
+        """Numbers to draw the tokens with that stand `offset` positions after the pending ones; None when greedy.
 
         Args:
             offset: 0 for the first draft token.
-            siblings: of a tree, how many tokens are drawn there behind one and the same token.
+            siblings: of a tree, how many tokens are drawn there after one and the same token.
 
         Returns:
             [b], or [b, siblings].

@@ -73,7 +73,7 @@ class Tree:
         return cls(parents, on_path, depths, visible, widest)
 
     def offsets(self) -> torch.Tensor:
-        """[b or 1, 1 + k] positions of the pending token and the nodes behind the pending token's."""
+        """[b or 1, 1 + k] positions of the pending token and the nodes after the pending token's."""
         return torch.nn.functional.pad(self.depths, (1, 0))
 
     def siblings_before(self) -> torch.Tensor:

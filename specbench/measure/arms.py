@@ -11,7 +11,7 @@ from transformers import GenerationConfig, StoppingCriteria
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.stop import truncate_at_stop
-from specbench.decoding.trace import Clock, Generation, Mark, Step
+from specbench.decoding.trace import Clock, Generation, Step, Timestamp
 from specbench.decoding.turns import between_rounds
 from specbench.models.pairs import Pair
 
@@ -34,8 +34,8 @@ class Steps(StoppingCriteria):
     def __init__(self, clock: Clock, prompt: int, batch: int, device: torch.device):
         self.clock, self.prompt = clock, prompt
         self._none = torch.zeros(batch, dtype=torch.bool, device=device)  # which answers are to stop
-        self.begins: list[Mark] = [clock.mark()]
-        self.ends: list[Mark] = []
+        self.begins: list[Timestamp] = [clock.mark()]
+        self.ends: list[Timestamp] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.Tensor:
         """Ends a step, the first of which is the prefill; input_ids: [batch, n] so far."""
@@ -131,7 +131,7 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0,
             ids, attention_mask=mask, generation_config=config, stopping_criteria=[steps], **options
         )
         new = output[:, longest:].tolist()
-        steps.ends.append(clock.mark())  # behind the last step
+        steps.ends.append(clock.mark())  # after the last step
         clock.synchronize()
         seconds = steps.seconds()
         answers = [

@@ -41,7 +41,7 @@ def certify(
     target's margin between the two after the common prefix: within `noise()` it is a tie, a choice that
     rounding alone makes differently. Everything else is a violation, also an answer that ends before or goes
     on after the reference without a differing token: the token that ends an answer is a token, so no near-tie
-    explains a missing one. So is an equal answer that goes on behind its stop token.
+    explains a missing one. So is an equal answer that goes on after its stop token.
     """
     ours, theirs = truncate_at_stop(answer, stop_ids), truncate_at_stop(reference, stop_ids)
     for index, (expected, found) in enumerate(zip_longest(theirs, ours)):

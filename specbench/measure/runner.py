@@ -260,7 +260,7 @@ def drop_torn_pool(journal: store.Journal, planned: list[list[Question]]) -> Non
     count = sum((record["pool"], record["repeat"]) == (place, repeat) for record in journal.records)
     if count < len(planned[place]):
         print(
-            f"pool {place + 1} of {len(planned)} was cut short behind {count} of its {len(planned[place])} questions: "
+            f"pool {place + 1} of {len(planned)} was cut short after {count} of its {len(planned[place])} questions: "
             "all of them are measured again",
             file=sys.stderr,
         )

@@ -280,7 +280,7 @@ class Expansion:
             kind = name.split(".")[-2]
             if kind == "embed_tokens":
                 parameter[:, dimension] = CONSTANT
-            elif kind == "lm_head":  # behind a tied embedding
+            elif kind == "lm_head":  # after a tied embedding
                 parameter[self.old.vocab :, dimension] = ADDED_ROW
             elif kind == "norm":
                 parameter[dimension] = NORM_WEIGHT * scale

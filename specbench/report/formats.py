@@ -56,7 +56,7 @@ def cells(table: Table) -> Cells:
 
 
 def markdown(table: Table) -> str:
-    """A table of GitHub's Markdown behind its title."""
+    """A table of GitHub's Markdown after its title."""
     content = cells(table)
     rows = [
         [f"**{cell}**" if WRONG in style else cell for cell, style in zip(row, styles)]

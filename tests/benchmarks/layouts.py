@@ -49,7 +49,7 @@ def wide_target(width: int, dtype: torch.dtype) -> StagedModel:
 
 @torch.inference_mode()
 def pass_seconds(target: StagedModel, cache: KVCache, tokens: int) -> float:
-    """Seconds of a pass over some tokens behind the prompt."""
+    """Seconds of a pass over some tokens after the prompt."""
     ids = torch.arange(tokens).view(1, -1)
     start = time.perf_counter()
     target.head(target.run_layers(target.embed(ids), cache, PROMPT))

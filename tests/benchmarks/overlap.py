@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--kappa", type=int, default=12)
     parser.add_argument("--branches", type=int, default=24)
     parser.add_argument(
-        "--floor", type=float, default=0.01, help="least probability of a decision drafted behind"
+        "--floor", type=float, default=0.01, help="least probability of a decision drafted after"
     )
     parser.add_argument("--ssd-floor", type=float, default=0.005)
     parser.add_argument("--exit-layers", type=int, nargs="+", default=[5])

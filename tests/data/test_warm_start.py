@@ -73,7 +73,7 @@ def requests(pair, *texts: str, new: int = 12) -> list[Request]:
 
 
 def drafts(pair, drafter: Drafter, text: str = ASKED) -> list[tuple[list[int], list[int]]]:
-    """Tokens and parents of the drafts of every round behind a prompt."""
+    """Tokens and parents of the drafts of every round after a prompt."""
     found, real = [], drafter.draft
 
     def noted(batch):
@@ -128,7 +128,7 @@ def test_with_memory_of_the_run_it_goes_on_and_comes_back(pair, warm, name):
     assert second != first, "the first answer is known by now"
     drafter.restore(before)  # as before every repeat
     assert drafts(pair, drafter) == second
-    drafter.forget()  # as behind the warm-up and before every pass
+    drafter.forget()  # as after the warm-up and before every pass
     assert drafts(pair, drafter) == first == drafts(pair, DRAFTERS[name](pair, warm=warm))
 
 

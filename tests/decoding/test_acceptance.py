@@ -198,7 +198,7 @@ def test_a_spoiled_residual_is_found(draft_kind, monkeypatch):
 
 
 def whole_tensors(probs, tokens, draft_probs, uniforms, live):
-    """Speculative sampling as it is written down: with q as a tensor of all drafted rows, and zeros behind them."""
+    """Speculative sampling as it is written down: with q as a tensor of all drafted rows, and zeros after them."""
     index = tokens.unsqueeze(-1)
     if live is None:
         live = torch.ones_like(tokens, dtype=torch.bool)

@@ -43,7 +43,7 @@ def model_in(name: str, dtype: torch.dtype):
 
 
 def shift_positions(target: StagedModel, monkeypatch) -> None:
-    """Behind the prompt they are one too large."""
+    """After the prompt they are one too large."""
     rope = target._rope
     monkeypatch.setattr(
         target,
@@ -67,7 +67,7 @@ def swap_layers(target: StagedModel, monkeypatch) -> None:
 
 
 def mask_that(allows) -> object:
-    """A fault in the masks of passes behind the prompt: `allows` tells from how far back a token is visible."""
+    """A fault in the masks of passes after the prompt: `allows` tells from how far back a token is visible."""
 
     def plant(target: StagedModel, monkeypatch) -> None:
         def mask(ctx, n, like, window=None, implied=True):

@@ -184,7 +184,7 @@ def test_an_answer_that_fails_leaves_nothing_behind_that_is_not_finite(monkeypat
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("arch", ["llama", "opt"])
 def test_taps_are_told(monkeypatch, arch, cut, width):
-    """Where the pass is cut, as without graphs: each before the layers behind it have run, so that a drafter can begin
+    """Where the pass is cut, as without graphs: each before the layers after it have run, so that a drafter can begin
     beside them. Otherwise the states are outputs of a single graph."""
     pair = random_pair(arch)
     depth = pair.target.config.num_hidden_layers

@@ -345,9 +345,9 @@ def test_driven_layers_share_weights_and_hooks_with_the_model():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @torch.inference_mode()
 def test_driven_layers_give_the_bits_of_the_models_own(arch, kv_heads):
-    """Prefill and a token behind it, in the layout that the target gives to the weights.
+    """Prefill and a token after it, in the layout that the target gives to the weights.
 
-    Where query heads are grouped, attention of the token behind sums in another order, and is close.
+    Where query heads are grouped, attention of the token after sums in another order, and is close.
     """
     if arch == "opt" and kv_heads < 4:
         pytest.skip("OPT groups no heads")
@@ -405,7 +405,7 @@ def test_weights_are_laid_out_by_columns_and_stay_what_they_are():
     hidden = torch.randn(1, 2, target.hidden_size)
     assert torch.allclose(target.unembed(hidden), model.lm_head(hidden), atol=1e-5)
     with torch.no_grad():
-        model.lm_head.weight.mul_(2)  # a weight that is trained on must not leave a stale copy behind
+        model.lm_head.weight.mul_(2)  # a weight that is trained on must not leave a stale copy after
     assert torch.allclose(target.unembed(hidden), model.lm_head(hidden), atol=1e-5)
 
 

@@ -292,7 +292,7 @@ def test_arms_take_turns_in_going_first(workplace, tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner, "prepare", watched)
     measured(workplace, "pld", tmp_path, "generate=true", "task=rag", "repeats=6")
-    timed = order[3:]  # behind the warm-up
+    timed = order[3:]  # after the warm-up
     assert len(timed) == 18
     firsts = timed[::3]
     assert {name: firsts.count(name) for name in firsts} == {"baseline": 2, "method": 2, "hf_generate": 2}
@@ -519,7 +519,7 @@ def test_a_question_that_fails_is_recorded_and_leaves_the_others_alone(workplace
 
 
 def test_what_ends_the_job_is_not_booked_as_a_question_that_failed(workplace, tmp_path, monkeypatch):
-    """The questions before it stand, and the same command goes on behind them."""
+    """The questions before it stand, and the same command goes on after them."""
     real, calls = Engine.generate, iter(range(1000))
 
     def until(self, *arguments, **more):
@@ -541,7 +541,7 @@ def test_what_ends_the_job_is_not_booked_as_a_question_that_failed(workplace, tm
     "left", [1_000, 0]
 )  # bytes: what still fits of the question, and of the note why it ended
 def test_a_full_disk_ends_a_run_in_one_line(workplace, tmp_path, monkeypatch, capsys, left):
-    """What was written stays, and the same command goes on behind it."""
+    """What was written stays, and the same command goes on after it."""
     run_dir = start(workplace, "pld", tmp_path)
     journal, attempt = run_dir / store.RECORDS, runner.attempt
 
@@ -598,7 +598,7 @@ PASSES = ["repeats=3", "processes=2", "precision=1e-9", "max_minutes=1e-6"]
 def test_killed_and_started_again(workplace, tmp_path, monkeypatch, more, passes, behind):
     """Kill -9 in the middle, half a line at the end of the journal: no question is lost or measured twice.
 
-    passes: the process of each pass; behind: questions after which the process that measures is killed.
+    passes: the process of each pass; after: questions after which the process that measures is killed.
     """
     runs = tmp_path / "killed"
     process = commands.start(CONF.parent, *overrides(workplace, "sps", runs), *more)

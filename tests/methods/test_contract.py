@@ -37,7 +37,7 @@ from specbench.system.settings import Count
 
 
 class Toy(Drafter):
-    """Children of the pending token: what each tapped depth says of the last state; one more behind each."""
+    """Children of the pending token: what each tapped depth says of the last state; one more after each."""
 
     certain = True
 
@@ -80,7 +80,7 @@ class Toy(Drafter):
         assert self.reached == list(self.taps), "every tap is told of, in the order of the pass"
         assert verified.logits.shape[:2] == (batch.size, 7)
         assert verified.report == (self.drafted[:, :1] + 1).tolist()
-        # The states behind the norm are those that the logits were made of.
+        # The states after the norm are those that the logits were made of.
         assert torch.allclose(self.target.unembed(verified.hidden_states[NORMED]), verified.logits, atol=1e-4)
         last = verified.last(verified.logits).argmax(-1)
         for slot, (one, new, count) in enumerate(zip(batch.sequences, verified.tokens, verified.counts)):

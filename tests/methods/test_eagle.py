@@ -77,7 +77,7 @@ def outputs(model: EagleModel, features: torch.Tensor, embeds: torch.Tensor) -> 
 
 @torch.no_grad()
 def by_chain(model: EagleModel, pair, tokens: list[int], path: list[int]) -> torch.Tensor:
-    """The output [h] behind known tokens and drafted ones that follow them, a token at a time."""
+    """The output [h] after known tokens and drafted ones that follow them, a token at a time."""
     features, embeds = pairs_of(pair, tokens)
     for token in path:
         last = outputs(model, features, embeds)[:, -1:]
@@ -170,7 +170,7 @@ def test_the_cache_holds_what_the_true_pairs_leave_there(make, scheduler, folder
                 features, embeds, model.rope(torch.arange(n).unsqueeze(0), features), None, cache
             )
             if sequence.done:
-                continue  # what comes behind its stop token was fed, too
+                continue  # what comes after its stop token was fed, too
             own = drafter._layout.cache.segments[0][:, :, slot, :n]
             torch.testing.assert_close(own, cache.segments[0][:, :, 0], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(drafter._outputs[slot], expected[0, -1], atol=1e-5, rtol=1e-4)
@@ -304,7 +304,7 @@ def test_a_pickle_that_runs_code_is_not_loaded(tmp_path):
     ],
 )
 def test_layers_of_other_forms(changes, tmp_path):
-    """Without a bias behind the states (LLaMA-3), with biases of queries, keys and values (Qwen2), other heads."""
+    """Without a bias after the states (LLaMA-3), with biases of queries, keys and values (Qwen2), other heads."""
     pair = random_pair("llama")
     torch.manual_seed(2)
     model = EagleModel(LlamaConfig(**(eagle_config(pair.target.config).to_dict() | changes))).eval()
@@ -369,7 +369,7 @@ IDS = [[5, 9, 20, 11, 4, 30, 8, 2, 14, 40]]
 
 
 def test_a_chained_step_is_the_step_of_a_draft():
-    """Step j at row t: j tokens drafted behind the true pairs up to t, with the text's own tokens."""
+    """Step j at row t: j tokens drafted after the true pairs up to t, with the text's own tokens."""
     pair, model = random_pair("llama"), fitted_eagle("llama")
     features, embeds = pairs_of(pair, IDS[0])
     for j, out in enumerate(chained(model, features, embeds, 4)):
@@ -407,7 +407,7 @@ def test_noise_only_while_it_learns():
 
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_a_fresh_model_passes_the_state_on(arch):
-    """With the target's last layer behind it, or a layer that adds nothing."""
+    """With the target's last layer after it, or a layer that adds nothing."""
     target = StagedModel(random_pair(arch).target)
     model = fresh_model(target)
     h = model.config.hidden_size
@@ -431,7 +431,7 @@ def test_rank_paths_and_choices_by_hand(monkeypatch):
     found, (student, teacher) = module.rank_paths(batch), module.choices(batch)
     states = true_states(pair, torch.tensor(IDS), (NORMED,))[NORMED][0]
     ids, expected = IDS[0], Counter()
-    for t in range(1, 3):  # token t + 1 is the assistant's, and so are the six behind it
+    for t in range(1, 3):  # token t + 1 is the assistant's, and so are the six after it
         ranks = []
         for j in range(6):
             logits = pair.target.lm_head(by_chain(model, pair, ids[: t + 2], ids[t + 2 : t + 2 + j]))

@@ -257,7 +257,7 @@ def test_what_is_drafted(tmp_path):
         embeds = pair.target.get_input_embeddings()(tokens[:, 1:])
 
         def followers(path: list[int]) -> torch.Tensor:
-            """Logits behind the true pairs and then a path, token by token, each fed with the output before it."""
+            """Logits after the true pairs and then a path, token by token, each fed with the output before it."""
             states, given = features, embeds
             for token in path:
                 out = model(states, given, model.rope(torch.arange(states.shape[1])[None], states))

@@ -289,7 +289,7 @@ def test_whole_drafts_can_be_compiled(monkeypatch, parts, method, temperature):
     made, pair = pretend(monkeypatch, make=Both), copy.deepcopy(random_pair("llama"))
     for module in (*pair.target.modules(), *pair.draft.modules()):
         module._forward_hooks.clear()  # transformers' own, where a test has asked for all hidden states
-    # One behind the exit, or behind the last that EAGLE-3 reads; all layers are alike.
+    # One after the exit, or after the last that EAGLE-3 reads; all layers are alike.
     for model, layers in ((pair.target, 4 if method == "eagle3" else 3), (pair.draft, 1)):
         model.model.layers = model.model.layers[:layers]
         model.config.num_hidden_layers = layers

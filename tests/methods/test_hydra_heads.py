@@ -80,7 +80,7 @@ def prefix_model(folder, config) -> LlamaModel:
 
 
 def finals(pair, tokens: list[int]) -> torch.Tensor:
-    """The target's states [1, n, d] behind its final norm, from transformers' own pass."""
+    """The target's states [1, n, d] after its final norm, from transformers' own pass."""
     return pair.target.model(torch.tensor([tokens]), use_cache=False).last_hidden_state
 
 
@@ -180,7 +180,7 @@ def test_what_is_drafted(folder):
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 @pytest.mark.parametrize("arch", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_the_prefix_layers_cache_is_that_of_one_pass_over_all_states(arch, scheduler, tmp_path):
-    """Behind every round: keys, values and the state to draft from, of every sequence that ran."""
+    """After every round: keys, values and the state to draft from, of every sequence that ran."""
     pair = random_pair(arch)
     folder = saved_heads(pair, tmp_path, prefix=True)
     drafter = HydraHeads(pair, folder)
@@ -190,7 +190,7 @@ def test_the_prefix_layers_cache_is_that_of_one_pass_over_all_states(arch, sched
     def check(batch, verified):
         inner(batch, verified)
         for slot, (sequence, count) in enumerate(zip(batch.sequences, verified.counts)):
-            # Cut behind a stop token the text has less than was accepted, and is not gone on with.
+            # Cut after a stop token the text has less than was accepted, and is not gone on with.
             if sequence.length != batch.lengths[slot] + count + 1:
                 continue
             out = prefix(inputs_embeds=finals(pair, sequence.tokens[:-1]), use_cache=True)
@@ -460,7 +460,7 @@ def test_the_loss_by_hand(kind, tmp_path):
 
 
 def test_rank_paths_are_those_of_the_chain_on_the_true_tokens(tmp_path):
-    """Counted in one pass; the ranks of what follows, each drafted behind the true tokens in front."""
+    """Counted in one pass; the ranks of what follows, each drafted after the true tokens in front."""
     pair = random_pair("llama")
     heads = heads_for(pair, prefix=True)
     ids = [5, 9, 20, 11, 4, 30, 8, 2]
@@ -477,7 +477,7 @@ def test_rank_paths_are_those_of_the_chain_on_the_true_tokens(tmp_path):
     expected: Counter = Counter()
     for place in range(
         1, 4
-    ):  # the pending token, place + 1, is the assistant's, and so are the three behind it
+    ):  # the pending token, place + 1, is the assistant's, and so are the three after it
         ranks = []
         for i in range(3):
             read = torch.cat([states[place], *embedded[place + 1 : place + 2 + i]])

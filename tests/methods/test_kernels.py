@@ -60,7 +60,7 @@ def pair() -> SimpleNamespace:
 
 
 def passes(layers: int, tokens: int) -> int:
-    """Operations of a pass of so many tokens behind 1000 others, head included."""
+    """Operations of a pass of so many tokens after 1000 others, head included."""
     target = StagedModel(model(TARGET, layers))
     cache = target.new_cache(2048)
     target._angles(2048)

@@ -111,7 +111,7 @@ def test_the_mask_is_the_published_one(w, n, g):
     assert draft.tree.offsets()[0][index].tolist() == positions
     assert draft.candidates.tolist() == [g * (n - 1)]
     assert set(fed[1 : 1 + g * (n - 1)]) == set(sum(guesses, ()))
-    # What is reported is the choice behind the last row.
+    # What is reported is the choice after the last row.
     choices = torch.nn.functional.one_hot(torch.tensor([fed]), 10_000).float()
     assert draft.report(choices)[0].tolist() == [7 if token == rows[0][0] else token for token in rows[-1]]
 
@@ -122,7 +122,7 @@ def test_the_mask_is_the_published_one(w, n, g):
 def simulated(choose, prompt, rows, w, n, g, cap, text):
     """Lookahead as its paper has it, row by row, with a pass of its own for every token that is looked at.
 
-    choose: the target's token behind some tokens. rows: the first window, N - 1 rows of W.
+    choose: the target's token after some tokens. rows: the first window, N - 1 rows of W.
 
     Returns the new tokens, and of every round what was accepted and the pool as a list of n-grams, the oldest first.
     """

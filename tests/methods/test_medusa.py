@@ -391,7 +391,7 @@ def test_rank_paths_by_hand():
     found = module.rank_paths(batch_of(ids, [[0, 0, 1, 1, 1, 1, 1, 1]]))
     logits = pair.target(torch.tensor(ids), use_cache=False).logits[0]
     expected: Counter = Counter()
-    for place in range(1, 5):  # the pending token, place + 1, is the assistant's, and so are both behind it
+    for place in range(1, 5):  # the pending token, place + 1, is the assistant's, and so are both after it
         ranks = [int((logits[place] > logits[place, ids[0][place + 2 + i]]).sum()) for i in range(2)]
         for n in (1, 2):
             if all(rank < 10 for rank in ranks[:n]):

@@ -185,7 +185,7 @@ def test_a_branch_left_where_it_grew_would_be_found(monkeypatch):
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("kept", [None, list(range(0, 61, 2))])
 def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_path):
-    """Every token's row is the draft model's own distribution behind the tokens before it, branch or not."""
+    """Every token's row is the draft model's own distribution after the tokens before it, branch or not."""
     pair = random_pair("llama")
     save_streams(0.3 * torch.randn(STREAMS, 64), tmp_path)
     drafter = mirror(pair, kappa=3, acceptance="ratio", streams=str(tmp_path) if streams else None)
@@ -349,7 +349,7 @@ def test_times_of_drafting_are_the_draft_models_devices(monkeypatch, placement):
 
 
 def test_the_drafts_stream_has_a_high_priority(monkeypatch):
-    """Else its kernels queue behind those of the target, which fill the GPU."""
+    """Else its kernels queue after those of the target, which fill the GPU."""
     made, entered = [], []
     device = SimpleNamespace(type="cuda")
 
@@ -371,7 +371,7 @@ def test_the_drafts_stream_has_a_high_priority(monkeypatch):
 @pytest.mark.parametrize("variant", ["budget", "from the draft", "both"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_guesses_are_made_from_the_draft_models_own_distributions(variant, streams, streaming, monkeypatch):
-    """Behind the pending token and each draft token, however the draft came to be."""
+    """After the pending token and each draft token, however the draft came to be."""
     pair, folder = streaming
     monkeypatch.setattr("methods.mirror_sd.drafter.Brancher", Interrupted)
     drafter = mirror(pair, streams=folder if streams else None, **VARIANTS[variant])

@@ -86,7 +86,7 @@ def test_the_share_of_right_tokens_is_the_asked_one(acceptance):
     assert own.tolist() == known.right[: len(answer)]  # a wrong token is never the target's own
     error = math.sqrt(acceptance * (1 - acceptance) / len(answer))
     assert abs(own.mean() - acceptance) <= 4 * error
-    after = own[1:][own[:-1]].mean() if acceptance else 0.0  # independent: also behind a right one
+    after = own[1:][own[:-1]].mean() if acceptance else 0.0  # independent: also after a right one
     assert abs(after - acceptance) <= 4 * error / math.sqrt(max(acceptance, 0.1))
     assert len(known.tokens) == len(answer) + 5 and known.tokens.min() >= 0 and known.tokens.max() < 50
 

@@ -26,7 +26,7 @@ def looked_up(text: list[int], **settings) -> list[int]:
 
 
 def earliest(text: list[int], n: int, most: int) -> int | None:
-    """Where the draft begins: behind the first occurrence of the newest n tokens from which `most` tokens can be copied
+    """Where the draft begins: after the first occurrence of the newest n tokens from which `most` tokens can be copied
     that begin in front of these n."""
     for start in range(n, len(text)):
         fits = start + most <= len(text) and start < len(text) - n
@@ -36,7 +36,7 @@ def earliest(text: list[int], n: int, most: int) -> int | None:
 
 
 def latest(text: list[int], n: int, most: int) -> int | None:
-    """Where the draft begins: behind the last occurrence of the newest n tokens but for these themselves."""
+    """Where the draft begins: after the last occurrence of the newest n tokens but for these themselves."""
     for start in range(len(text) - 1, n - 1, -1):
         if text[start - n : start] == text[-n:]:
             return start

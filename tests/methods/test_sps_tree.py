@@ -69,7 +69,7 @@ def logits_behind(model, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "opt"])
 def test_what_is_drafted(folder, arch):
-    """Each node is the token of its rank behind its own path, whatever the draft model's cache went through."""
+    """Each node is the token of its rank after its own path, whatever the draft model's cache went through."""
     pair, seen = random_pair(arch), Counter()
 
     def check(known, draft):
@@ -110,7 +110,7 @@ def test_leaves_are_never_fed(folder):
 
 @pytest.mark.parametrize("sampling", DRAWN)
 def test_what_is_drawn_from(sampling):
-    """`probs` of each node are the draft model's behind its parent, without the siblings before it where distinct."""
+    """`probs` of each node are the draft model's after its parent, without the siblings before it where distinct."""
     pair, rounds = random_pair("llama"), []
 
     def check(known, draft):
@@ -208,7 +208,7 @@ def test_a_token_that_only_the_target_has_is_out_of_reach():
 
 
 def test_paths_of_an_answer():
-    """The first token comes from the prompt's pass; behind every other place the ranks that follow are a path."""
+    """The first token comes from the prompt's pass; after every other place the ranks that follow are a path."""
     found = paths_of(torch.tensor([7, 0, 1, 9, 0]), depth=2, limit=3)
     assert found == {(0,): 2, (0, 1): 1, (1,): 1}
 

@@ -142,6 +142,6 @@ def test_what_drafting_beside_the_target_gains_in_words():
     (text,) = MirrorSD.describe({"overlap": overlap})
     assert "83% of the time of a serial draft (4.0 ms) hidden, miss rate 12%" in text
     assert (
-        "a round took 12.3 ms: 4.2 to the exit and 6.1 behind it (overlapped drafting 1.2 and 5.5), " in text
+        "a round took 12.3 ms: 4.2 to the exit and 6.1 after it (overlapped drafting 1.2 and 5.5), " in text
     )
     assert "0.9 waiting; the latency model says – ms" in text

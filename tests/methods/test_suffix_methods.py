@@ -87,7 +87,7 @@ EVERY_DRAFTER = pytest.mark.parametrize("name", DRAFTERS)
 
 
 def fed(drafter: Drafter, tokens: list[int], limit: int = 50, nodes: int = 50) -> tuple[list[int], list[int]]:
-    """Tokens and parents of the draft behind a text."""
+    """Tokens and parents of the draft after a text."""
     batch = type("Batch", (), {"limits": [limit], "max_nodes": nodes})
     drafter.open(1, 100, None)
     sequence = type("Sequence", (), {"tokens": tokens})
@@ -120,7 +120,7 @@ def test_samd_takes_the_longer_match(tmp_path):
     pair = with_tokenizer("llama")
     folder = save_datastore(tmp_path, [[1, 2, 3, 4, 50], [1, 2, 3, 4, 50], [9, 3, 4, 51, 52]], pair)
     drafter = SAMDecoding(pair, max_draft_tokens=4, growth=1, corpus=str(folder))
-    assert fed(drafter, [2, 3, 4]) == ([50], [-1])  # three tokens; behind it the row ends
+    assert fed(drafter, [2, 3, 4]) == ([50], [-1])  # three tokens; after it the row ends
     assert fed(drafter, [8, 3, 4]) == ([50, 51, 52], [-1, -1, 1]), "two of three occurrences"
     text = [2, 3, 4, 60, 61, 62, 2, 3, 4]
     assert fed(drafter, text) == ([60, 61, 62, 2], [-1, 0, 1, 2]), "of equal matches that in the text"
@@ -315,7 +315,7 @@ def test_token_recycling_learns_from_copied_tokens():
 
 @pytest.mark.slow
 def test_what_is_copied_does_not_leave_the_draft_models_cache_wrong():
-    """Where it is the target itself, all that it drafts is accepted, also behind copied tokens."""
+    """Where it is the target itself, all that it drafts is accepted, also after copied tokens."""
     pair = random_pair("llama")
     twin = type(pair)(**(vars(pair) | {"draft": pair.target}))
     requests, expected = long_requests()

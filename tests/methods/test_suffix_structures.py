@@ -31,7 +31,7 @@ TEXT = st.one_of(
 
 
 def ends(text: list[int], stretch: list[int]) -> list[int]:
-    """The places behind every occurrence."""
+    """The places after every occurrence."""
     n = len(stretch)
     return [i + n for i in range(len(text) - n + 1) if text[i : i + n] == stretch]
 
@@ -113,7 +113,7 @@ def test_a_match_in_an_automaton_that_grows(texts, looked_up, longest, rng):
         known.append(token)
         n = match.length
         assert n <= longest and (n == 0 or ends(whole, known[-n:]))
-        # It is as long as can be behind the match before.
+        # It is as long as can be after the match before.
         assert not any(ends(whole, known[-m:]) for m in range(n + 1, min(before + 1, longest) + 1))
         shares = {}
         for state, length in match.found():

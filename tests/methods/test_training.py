@@ -235,7 +235,7 @@ def test_streams_learn_what_comes_after_next(workplace, tmp_path):
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral"])
 def test_stream_loss_against_one_position_at_a_time(arch):
     """The main stream is the model as it is, which learns the target's distribution; stream j is the model's next state
-    behind j tokens that stand for what is not known yet, and learns the text."""
+    after j tokens that stand for what is not known yet, and learns the text."""
     pair = random_pair(arch, seed=3)
     model = pair.draft
     module = mirror_train.Streaming(model, StagedModel(pair.target), 2, 0.1)

@@ -91,7 +91,7 @@ def test_what_a_killed_process_left_is_taken_up_or_done_anew(registry, pair_pack
     (folder / PARTIAL / "half.whl").write_bytes(b"PK")
     (folder / PARTIAL / "small.bin").write_bytes(CONTENT[:10])
     assert fetched(NAME, pair_packages).read_bytes() == CONTENT
-    # Killed behind the download: the wheel is there.
+    # Killed after the download: the wheel is there.
     (folder / "small.bin").unlink()
     shutil.copy(registry / WHEEL, folder)
     monkeypatch.setattr(packages, "_download", forbidden)

@@ -87,7 +87,7 @@ def test_one_dtype_for_both_whatever_is_stored(cfg):
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_a_draft_model_of_fewer_layers(cfg, init):
-    """It is what the whole one is behind so many layers: its embeddings, its norm, its head."""
+    """It is what the whole one is after so many layers: its embeddings, its norm, its head."""
     cfg.init, cfg.dtype, cfg.draft = init, "bfloat16", cfg.target
     whole = load_pair(cfg, seed=0, with_draft=True).draft
     cfg.draft_layers = 1

@@ -163,7 +163,7 @@ def test_the_drafts_own_special_ids_and_dtype_have_no_say(name, tmp_path):
 
 @pytest.mark.parametrize("name", WITH_DRAFT)
 def test_padded_rows_are_never_drafted(name, tmp_path):
-    """A transplanted draft model has zero rows behind its vocabulary: logit 0, above every negative one."""
+    """A transplanted draft model has zero rows after its vocabulary: logit 0, above every negative one."""
     cfg = save_small(name, tmp_path)
     pair = load_pair(cfg, seed=0, with_draft=True)
     head = pair.draft.get_output_embeddings()

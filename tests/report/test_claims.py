@@ -467,7 +467,7 @@ def test_every_claim_says_whose_bound_it_is_and_where_it_stands(claim):
     assert set(claim["paper"]) == {"figure", "source"} and all(claim["paper"].values())
     source = claim["paper"]["source"]
     if claim["bound"] == "ours":
-        assert "Ours: " in source  # with the reason for it, behind what the paper says
+        assert "Ours: " in source  # with the reason for it, after what the paper says
     else:
         assert re.search(r"abstract|Table \d|eq\. \d|Figure \d|leaderboard", source)
 

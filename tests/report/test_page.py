@@ -187,7 +187,7 @@ def test_a_click_sorts_in_a_browser(text, tmp_path):
         return [name for row in rows if (name := row.split(",")[0]) in SPEEDUPS]
 
     assert named(found["before"]) == list(SPEEDUPS)
-    assert named(found["ascending"]) == ASCENDING and found["marked"] == "ascending"  # 10.3 behind 2.5
+    assert named(found["ascending"]) == ASCENDING and found["marked"] == "ascending"  # 10.3 after 2.5
     assert named(found["descending"]) == ASCENDING[::-1]
     assert named(found["by_name"]) == sorted(SPEEDUPS) and found["unmarked"] is None
     assert len(found["ascending"]) == len(found["before"]) == 9

@@ -56,7 +56,7 @@ def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def p_value_alone(pair, drafter: Drafter) -> float:
-    """How well tokens 1 and 2 behind the first follow the target when each answer is decoded alone."""
+    """How well tokens 1 and 2 after the first follow the target when each answer is decoded alone."""
     engine = Engine(StagedModel(pair.target), drafter, frozenset())
     answers = (
         engine.answer(PROMPT, SamplingParams(LENGTH, 1.0), seed=seed).tokens for seed in range(ANSWERS)

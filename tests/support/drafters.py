@@ -71,7 +71,7 @@ def branched(rng: random.Random, chain: list[int], wrong) -> tuple[list[int], li
 class ModelChain(Drafter):
     """A model drafts token by token; when sampling the distributions go along. Each sequence has a cache of its own.
 
-    longest: draft length. threshold: a sequence drafts no more behind a token of a lower top-1 probability.
+    longest: draft length. threshold: a sequence drafts no more after a token of a lower top-1 probability.
     """
 
     def __init__(self, model, longest: int = 4, threshold: float = 0.0):
@@ -116,7 +116,7 @@ class ModelChain(Drafter):
         return Draft(torch.stack(tokens, dim=1), drawn, candidates=counts)
 
     def _behind_the_pending(self, batch: Batch) -> torch.Tensor:
-        """Logits [b, vocab] behind the pending tokens; feeds what the caches lack."""
+        """Logits [b, vocab] after the pending tokens; feeds what the caches lack."""
         found = []
         for slot, length in enumerate(batch.lengths):
             prompt = self.prompts[slot]
@@ -128,14 +128,14 @@ class ModelChain(Drafter):
         return torch.cat(found)
 
     def _next(self, slot: int, ids: torch.Tensor, offset: int, batch: Batch) -> torch.Tensor:
-        """Token ids [n], the first of them `offset` behind the known tokens -> logits [1, vocab] behind the last."""
+        """Token ids [n], the first of them `offset` after the known tokens -> logits [1, vocab] after the last."""
         start = batch.lengths[slot] + offset
         hidden = self.model.run_layers(self.model.embed(ids.unsqueeze(0)), self.caches[slot], start)
         return self.model.head(hidden[:, -1])
 
 
 class ModelTree(ModelChain):
-    """Two tokens that may follow the pending one, drawn from the same distribution, and one behind the first."""
+    """Two tokens that may follow the pending one, drawn from the same distribution, and one after the first."""
 
     siblings = 2
 
@@ -160,7 +160,7 @@ class ModelTree(ModelChain):
 
 
 class EarlyExit(Drafter):
-    """Drafts with the target's first `layer` layers and its head; verification resumes behind those layers."""
+    """Drafts with the target's first `layer` layers and its head; verification resumes after those layers."""
 
     def __init__(self, layer: int, longest: int = 4):
         self.layer, self.max_draft_tokens = layer, longest

@@ -25,7 +25,7 @@ from tests.support.lossless import cases
 
 
 def sorted_pair(arch: str, seed: int = 0, **overrides):
-    """A random pair whose draft model counts as sorted, with exits behind the first, second and last layer."""
+    """A random pair whose draft model counts as sorted, with exits after the first, second and last layer."""
     pair = random_pair(arch, seed, 4, **overrides)
     pair.draft.config.exits = [1, 2, pair.draft.config.num_hidden_layers]
     return pair

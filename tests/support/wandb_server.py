@@ -1,4 +1,4 @@
-"""As much of the service behind Weights & Biases as its client needs here: runs, files and artifacts, in memory.
+"""As much of the service after Weights & Biases as its client needs here: runs, files and artifacts, in memory.
 
 Whoever talks to it is the real client (`wandb sync`, `wandb.init`, `wandb.Api`): so what is tested is what the client
 reads from a log, sends, gets back and checks. The shape of the answers is that of the client's own queries.

@@ -40,7 +40,7 @@ from specbench.system.processes import free_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from specbench.decoding.cpu.packed_linear import Laid, Product
+    from specbench.decoding.cpu.packed_linear import PackedWeight, Product
     from specbench.decoding.model.staged_model import StagedModel
 
     Times = dict[str, list[float]]  # seconds by layout, of each round of measuring
@@ -188,7 +188,7 @@ class Timed:
 
 
 class Passes:
-    """Passes of a target behind a filled cache; of a large one, of its last layers alone.
+    """Passes of a target after a filled cache; of a large one, of its last layers alone.
 
     Args:
         target: to run.
@@ -229,7 +229,7 @@ class Passes:
 
 @torch.inference_mode()
 def _in_place(
-    target: StagedModel, groups: Mapping[str, Sequence[Laid]], shapes: Sequence[PassShape]
+    target: StagedModel, groups: Mapping[str, Sequence[PackedWeight]], shapes: Sequence[PassShape]
 ) -> tuple[dict[str, Choices], dict[int, dict[str, float]]]:
     """The choices for a target's groups of weights, and milliseconds of whole passes.
 
@@ -269,7 +269,7 @@ def _in_place(
 def _try_products(
     passes: Passes,
     shape: PassShape,
-    groups: Mapping[str, Sequence[Laid]],
+    groups: Mapping[str, Sequence[PackedWeight]],
     made: Mapping[str, Mapping[str, Sequence[Made]]],
     usual: Mapping[str, str],
 ) -> dict[str, Times]:
@@ -302,7 +302,7 @@ def _try_products(
 def _check(
     passes: Passes,
     shape: PassShape,
-    groups: Mapping[str, Sequence[Laid]],
+    groups: Mapping[str, Sequence[PackedWeight]],
     made: Mapping[str, Mapping[str, Sequence[Made]]],
     usual: Mapping[str, str],
     best: Mapping[str, Choice],
@@ -319,7 +319,7 @@ def _check(
     return {way: 1e3 * median(times[way]) for way in ways}, wins(times[DEFAULT], times[TRIED])
 
 
-def _serve(groups: Mapping[str, Sequence[Laid]], matrices: Mapping[str, Sequence[Made]]) -> None:
+def _serve(groups: Mapping[str, Sequence[PackedWeight]], matrices: Mapping[str, Sequence[Made]]) -> None:
     """Lets the weights of each group take their matrix of it in all products."""
     for name, group in groups.items():
         for laid, matrix in zip(group, matrices[name]):
@@ -420,14 +420,14 @@ def _states(weight: torch.Tensor, tokens: int) -> torch.Tensor:
 # -- weights -----------------------------------------------------------------------------------------------------
 
 
-def _groups(target: StagedModel | None) -> dict[str, list[Laid]]:
+def _groups(target: StagedModel | None) -> dict[str, list[PackedWeight]]:
     """The laid-out weights on the CPU: a target's head, its layers' and a drafter's by shape and type."""
     head: set[int] = set()
     layers: set[int] = set()
     if target is not None:
         head = {id(laid) for laid in _laid([target.lm_head])}
         layers = {id(laid) for laid in _laid(target.layers)}
-    groups: dict[str, list[Laid]] = defaultdict(list)
+    groups: dict[str, list[PackedWeight]] = defaultdict(list)
     for laid in PACKED:
         if laid.weight.device.type == "cpu" and not laid.weight.requires_grad:
             whose = HEAD if id(laid) in head else LAYERS if id(laid) in layers else DRAFTER
@@ -437,18 +437,18 @@ def _groups(target: StagedModel | None) -> dict[str, list[Laid]]:
     }
 
 
-def _laid(modules: Iterable[torch.nn.Module]) -> list[Laid]:
+def _laid(modules: Iterable[torch.nn.Module]) -> list[PackedWeight]:
     """The laid-out weights of modules."""
     parts = [part for module in modules for part in module.modules()]
     joined = [part._joined.laid for part in parts if isinstance(part, JoinedLinear) and part._place == 0]
     return [*joined, *(part._laid for part in parts if isinstance(part, PackedLinear))]
 
 
-def _is_large(group: Sequence[Laid]) -> bool:
+def _is_large(group: Sequence[PackedWeight]) -> bool:
     return group[0].weight.nbytes >= LEAST_BYTES
 
 
-def _all_made(group: Sequence[Laid]) -> dict[str, list[Made]]:
+def _all_made(group: Sequence[PackedWeight]) -> dict[str, list[Made]]:
     """The weights of a group in every layout that there is for them."""
     weights = [laid.weight for laid in group]
     return {name: made for name, lay in LAYOUTS.items() if (made := _made(lay, weights)) is not None}

@@ -138,7 +138,7 @@ def completed(layouts: Layouts, usual: str) -> Layouts:
     return dict(sorted(found.items()))
 
 
-class Laid:
+class PackedWeight:
     """A frozen matrix and the copies of it in other layouts, which all layers that share it have in common.
 
     Args:
@@ -163,7 +163,7 @@ class Laid:
         PACKED.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Laid, (self.weights, self.fixed)  # a copy, or another process, chooses for itself
+        return PackedWeight, (self.weights, self.fixed)  # a copy, or another process, chooses for itself
 
     @torch.inference_mode(False)  # a view that is made in it has no count of changes
     def lay(self) -> None:
@@ -228,13 +228,13 @@ class Laid:
         return [weight._version for weight in self._counted]
 
 
-PACKED: WeakSet[Laid] = WeakSet()  # all that there are
+PACKED: WeakSet[PackedWeight] = WeakSet()  # all that there are
 
 
 class PackedLinear(torch.nn.Linear):
     """A linear layer whose weight may have copies in other layouts; `weight` itself is always a plain tensor."""
 
-    _laid: Laid
+    _laid: PackedWeight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """States [..., in] -> [..., out]."""
@@ -253,7 +253,7 @@ class FusedLinear:
     """
 
     def __init__(self, weights: Sequence[torch.nn.Parameter], biases: Sequence[torch.nn.Parameter]):
-        self.laid, self.biases = Laid(weights), tuple(biases)
+        self.laid, self.biases = PackedWeight(weights), tuple(biases)
         self._sizes = [len(weight) for weight in weights]
         self._states: torch.Tensor | None = None  # that the outputs belong to
         self._outputs: tuple[torch.Tensor, ...] = ()
@@ -293,7 +293,7 @@ class JoinedLinear(torch.nn.Linear):
 
 def assume_unchanged() -> None:
     """Lets torch.compile take weights for what and where they are now: looking cannot be compiled."""
-    for look in (Laid._where, Laid._changes):
+    for look in (PackedWeight._where, PackedWeight._changes):
         torch.compiler.assume_constant_result(look)
 
 
@@ -316,7 +316,7 @@ def pack_linears(module: torch.nn.Module, fixed: bool = False) -> None:
     for other in module.modules():
         if _can_lay(other):
             other.__class__ = PackedLinear
-            other.__dict__["_laid"] = Laid([cast("torch.nn.Parameter", other.weight)], fixed)
+            other.__dict__["_laid"] = PackedWeight([cast("torch.nn.Parameter", other.weight)], fixed)
 
 
 def _can_lay(layer: Any) -> bool:

@@ -92,7 +92,7 @@ def agreement(
     Args:
         staged: [n, vocab] its logits.
         ways: [n, vocab] those of the model's own ways, in the model's dtype.
-        groups: the first position and the one behind the last of each kind of pass.
+        groups: the first position and the one after the last of each kind of pass.
     """
     dtype = ways[0].dtype
     scale = _rms(ways[0]).square().mean().sqrt()

@@ -60,9 +60,9 @@ STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # The entries that a pass of a fixed shape attends to are a multiple of this, those too many masked.
 KV_BUCKET = 256
 ROPE_STEP = 4096  # and the angles of so many positions are made at once: a graph reads them where they are
-# Tokens of the text that a model is checked on; those behind a layer's window, and the longest window that is filled.
+# Tokens of the text that a model is checked on; those after a layer's window, and the longest window that is filled.
 CHECKED, BEYOND, LONGEST_FILLED = 72, 32, 512
-# What such a pass gives: the states behind its last layer, the same behind the final norm, or logits.
+# What such a pass gives: the states after its last layer, the same after the final norm, or logits.
 STATES, NORMED_STATES, LOGITS = "states", "normed states", "logits"
 # What layers of one kind have in common: the window that they look back on, and the type that names their angles in a
 # model that has several tables of them; None for all positions and for the one table.
@@ -78,12 +78,12 @@ class StagedModel:
         embedded_ids: of a draft model, how many ids its target has, which may be more than it has embeddings for:
             Qwen2.5's large models pad to 152064 ids, the small ones to 151936. An id beyond is embedded as the last one
             that there is.
-        width: tokens of each sequence that every pass behind a prompt computes, those too many for nothing; None: as
+        width: tokens of each sequence that every pass after a prompt computes, those too many for nothing; None: as
             many as it has.
 
     Attributes:
         passes: runs the passes of fixed shapes, see `_fixed`; None where passes have the shapes that they are given in.
-        padding: entries behind the last one of a sequence that `width` may write to.
+        padding: entries after the last one of a sequence that `width` may write to.
 
     Raises:
         UserError: the model cannot be driven layer by layer.
@@ -253,12 +253,12 @@ class StagedModel:
             cache: receives keys and values.
             ctx: positions, write places and visibility; a number for tokens that follow so many others.
             lo: the first layer.
-            hi: the layer behind the last one; None for all.
+            hi: the layer after the last one; None for all.
             taps: layers in front of which `on_hidden` is called.
             on_hidden: called with a layer and the states [b, n, d] that enter it.
 
         Returns:
-            States [b, n, d] behind the layers.
+            States [b, n, d] after the layers.
         """
         n = hidden.shape[1]
         if isinstance(ctx, int):
@@ -329,8 +329,8 @@ class StagedModel:
     ) -> dict[str | int, torch.Tensor]:
         """A pass whose shape recurs, so that it can be replayed, and whose numbers do not depend on its tokens' number.
 
-        It is of `width` tokens: its last one repeated, written behind it, where the next pass writes anew. It attends
-        to a multiple of `KV_BUCKET` entries, those behind its own masked.
+        It is of `width` tokens: its last one repeated, written after it, where the next pass writes anew. It attends
+        to a multiple of `KV_BUCKET` entries, those after its own masked.
 
         Args:
             given: ids [b, n], or states [b, n, d] in front of layer `lo`.
@@ -341,7 +341,7 @@ class StagedModel:
             taps: likewise.
             on_hidden: likewise.
             cut: whether the pass ends at each tap and goes on in another one, so that `on_hidden` is called on the way,
-                as without graphs; otherwise it is called behind the whole pass.
+                as without graphs; otherwise it is called after the whole pass.
             wanted: of STATES, NORMED_STATES and LOGITS.
 
         Returns:
@@ -399,7 +399,7 @@ class StagedModel:
             function: of a batch and of what is given; it returns tensors, and changes nothing but `memory`. What it
                 reads beside its arguments stays the same and where it is for as long as `memory` is there.
             *given: tensors that differ from round to round.
-            entries: of the cache `memory`, behind the known tokens, that its passes may attend to; None: it attends to
+            entries: of the cache `memory`, after the known tokens, that its passes may attend to; None: it attends to
                 nothing.
 
         Returns:
@@ -524,12 +524,12 @@ class StagedModel:
 
         Args:
             pending: [b, 1] the newest tokens.
-            draft: k tokens behind each.
+            draft: k tokens after each.
             cache: holds all tokens before the pending ones.
             ctx: of the pending and the draft tokens.
             taps: as in `Drafter`; those below the layer that the draft resumes at are left out.
             on_hidden: called on the way with a tap and the states [b, 1 + k, d] there.
-            cut: whether a captured pass is cut at each tap for that; otherwise it calls `on_hidden` behind its end.
+            cut: whether a captured pass is cut at each tap for that; otherwise it calls `on_hidden` after its end.
 
         Returns:
             Logits [b, 1 + k, vocab] that follow the pending token and each of the draft's tokens.

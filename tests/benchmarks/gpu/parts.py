@@ -226,7 +226,7 @@ def passes(check: Check) -> None:
 
 @torch.inference_mode()
 def _pass(check: Check, model: StagedModel, n: int, behind: int) -> float:
-    """Milliseconds of a pass of n tokens behind so many others."""
+    """Milliseconds of a pass of n tokens after so many others."""
     cache, ctx = model.new_cache(2048), ForwardContext.consecutive(behind, n)
     ids = torch.ones(1, n, dtype=torch.int64, device=check.device)
     return MS * seconds(check, lambda: model.head(model.run_layers(model.embed(ids), cache, ctx)))
