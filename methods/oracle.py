@@ -202,7 +202,7 @@ class Oracle(WrappedDrafter):
             proposed = self._table[:1, batch.lengths[0] : batch.lengths[0] + k]
         else:
             proposed = self._table[:b].gather(1, span(batch.known, k))
-        # In what is captured, answers are to be left later on.
+        # A captured function must also cover an answer that leaves the reference later.
         surely = batch.kv_bucket is None and None not in self._known[:b]
         self._proposed, self._unknown, self._step = proposed, None if surely else proposed == UNKNOWN, 0
 

@@ -1,4 +1,4 @@
-"""Whether a text holds what is measured: what a drafter learns from must not, or its figures measure nothing."""
+"""Contamination: detects training or memory text that contains benchmark questions."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Engine:
         try:
             return self._generate(requests, held)
         except BaseException:
-            self._cache = None  # numbers that are not finite may be there: masked, they still are not nothing
+            self._cache = None  # it may hold NaN or infinities, which a mask does not remove (0 * inf = NaN)
             raise
         finally:
             for slot, one in enumerate(held):
@@ -328,7 +328,7 @@ class Engine:
     # -- the start of a sequence
 
     def _admit(self, waiting: deque[SequenceState], held: list[SequenceState]) -> None:
-        """Lets waiting sequences join, first of all in the slots of sequences that are done."""
+        """Admits waiting sequences, reusing finished slots first."""
         room = self.scheduler.joining(sum(not one.done for one in held))
         while room > 0 and waiting:
             slot = next((slot for slot, one in enumerate(held) if one.done), len(held))
@@ -372,7 +372,7 @@ class Engine:
         slots = min(self.scheduler.slots, len(requests))
         if self._cache is None or self._cache.capacity < capacity or self._cache.slots < slots:
             if self._cache is not None:
-                # What has grown once does not shrink, or two kinds of calls would take turns.
+                # Never shrink: alternating request sizes would reallocate in every call.
                 capacity, slots = max(capacity, self._cache.capacity), max(slots, self._cache.slots)
                 self._cache = None
             # It holds the cache, which is given back before what is larger is asked for.

@@ -107,10 +107,10 @@ class Draft:
     Attributes:
         tokens: [b, k] int64.
         probs: [b, k, vocab] the distribution that each token was drawn from; None when the tokens were chosen without
-            chance (greedy, prompt lookup): acceptance then treats each as certain under the drafter.
+            chance (greedy, prompt lookup): acceptance then treats each as having probability 1 under the drafter.
         tree: None for a chain.
-        candidates: [b] or one number: only the first so many nodes of a sequence may be accepted; the others are
-            looked at (`Verified.logits`), or are padding. None: all.
+        candidates: [b] or one number: leading nodes of a sequence that may be accepted; the rest only produce logits
+            (`Verified.logits`), or are padding. None: all.
         resume: None unless the drafter has already run the target's first layers.
         bytes_read: bytes of weights read to make this draft; NaN where that cannot be known.
         report: [b, m] whole numbers that the drafter wants on the host, or a function that makes them of the
@@ -133,7 +133,7 @@ class Draft:
     def of(
         cls, tokens: Sequence[list[int]], device: torch.device, parents: Sequence[list[int]] | None = None
     ) -> Draft:
-        """A draft of certain tokens that were chosen on the host, of different lengths.
+        """A draft of tokens that were chosen on the host without chance, of different lengths.
 
         Args:
             tokens: of each sequence.
@@ -239,8 +239,8 @@ class Batch:
         uniforms: [slots, capacity, 1 + 2 * siblings] the numbers of `position_draws` by sequence and position; None
             when greedy. A sequence's samples depend on its seed alone, not on batch composition or scheduling.
         siblings: as in `Drafter`.
-        kv_bucket: None, but where a function of a batch is captured: `lengths` are then known on the device alone
-            (`known`), and passes attend to so many entries, those too many masked.
+        kv_bucket: set inside a captured function: the KV length to attend to. `lengths` is then unavailable on the
+            host, see `known`. None elsewhere.
     """
 
     sequences: list[SequenceState]
@@ -298,7 +298,7 @@ class Batch:
     def device_only(
         self, kv_bucket: int, known: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor | None
     ) -> Batch:
-        """This batch with nothing of its sequences on the host but their number.
+        """A device-only copy of this batch.
 
         Args:
             kv_bucket: as the attribute.

@@ -86,7 +86,7 @@ class Turns:
         waiting = {number: greenlet(lambda number=number: running(number)) for number in range(len(arms))}
         _active = self
         try:
-            # An arm enters and leaves this mode while others are within it; what it finds there, it leaves behind.
+            # Arms enter and leave inference mode in turns: it is held open here, so that one arm's exit does not end another's.
             with torch.inference_mode():
                 while waiting:
                     self._current = min(waiting, key=lambda number: self.tokens[number])

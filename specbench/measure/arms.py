@@ -56,7 +56,7 @@ def one_by_one(engine: Engine) -> Arm:
 
 
 class FastestOf:
-    """Of several arms the one that is faster at the requests that it gets first, to which each of them answers twice.
+    """Times every arm on the first requests, after one warm-up call, then uses the fastest.
 
     Args:
         arms: by name.

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 WARM_UP_TOKENS = 16  # of each arm on a warm-up question, to warm up and to choose the number of threads by
 NOISE_TOKENS = 32  # of each warm-up question, on which the rounding noise is measured
-# Of the time of all slices, above which a machine is so busy that measuring again is no use; judged after so many s.
+# Stop measuring again once more than this share of all time was disturbed, checked after so many seconds.
 HOPELESS, HOPELESS_AFTER = 0.5, 3.0
 TOLERATED = 0.05  # of a turn's time may be disturbed without measuring it again
 # SINGLE: the baseline at batch size 1, in batched runs the reference for equivalence and for the throughput ratio.

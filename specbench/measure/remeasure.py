@@ -1,4 +1,4 @@
-"""Several goes at the same answers, joined so that no stretch is timed while others disturbed the machine."""
+"""Combines repeated measurements: each segment of text takes its time from the least disturbed attempt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What the arms answered in one go, and how the machine was meanwhile.
+    """The answers of all arms in one attempt, and the state of the machine meanwhile.
 
     Attributes:
         answers: of each arm, by name.
@@ -54,13 +54,14 @@ class Attempt:
 
 
 def least_disturbed(attempts: Sequence[Attempt]) -> tuple[dict[str, list[Generation]], float]:
-    """Joins several goes at the same answers: each stretch of text is timed by the go that was disturbed least there.
+    """Combines several attempts at the same answers: each stretch of text takes its time from the least disturbed one.
 
-    All arms' times of a stretch come from one go, so that they stay paired. Where an arm's rounds differ between the
-    goes (it drafts by the clock), or a batch was decoded, the go that was disturbed least as a whole is taken.
+    The times of all arms for a stretch come from one attempt, so that they stay paired. Where an arm's rounds differ
+    between attempts (it drafts by the clock), or a batch was decoded, the attempt with the least disturbance is taken
+    as a whole.
 
     Args:
-        attempts: at least one; the first in time goes first where they are equal.
+        attempts: non-empty; ties go to the earliest.
 
     Returns:
         The answers of each arm, and the share of their seconds in stretches that are still disturbed.
@@ -73,7 +74,7 @@ def least_disturbed(attempts: Sequence[Attempt]) -> tuple[dict[str, list[Generat
         counted = best.counted()
         return best.answers, counted["disturbed"] / counted["seconds"]
     pieces = [{arm: _pieces(attempt, arm) for arm in attempt.answers} for attempt in attempts]
-    worst: list[dict[int, float]] = []  # by go: stretch -> the worst disturbance of any arm in it
+    worst: list[dict[int, float]] = []  # by attempt: stretch -> the worst disturbance of any arm in it
     for of_attempt in pieces:
         worst.append({})
         for stretch, _, degree in (piece for of_arm in of_attempt.values() for piece in of_arm):
@@ -84,7 +85,7 @@ def least_disturbed(attempts: Sequence[Attempt]) -> tuple[dict[str, list[Generat
         )
         for stretch in worst[0]
     }
-    # By arm: the go that each piece is taken from.
+    # By arm: the attempt that each piece is taken from.
     sources = {arm: [chosen[stretch] for stretch, _, _ in pieces[0][arm]] for arm in first.answers}
     answers = {arm: [_joined(attempts, pieces, arm, sources[arm])] for arm in first.answers}
     kept = [pieces[attempt][arm][number] for arm in sources for number, attempt in enumerate(sources[arm])]
@@ -96,7 +97,7 @@ Piece = tuple[int, float, float]  # stretch, seconds, disturbance of its slice
 
 
 def _structure(attempt: Attempt) -> dict:
-    """What must be equal for two goes to be joined round by round."""
+    """What must be equal for two attempts to be combined round by round."""
     return {
         arm: [(answer.tokens, [(step.drafted, step.emitted) for step in answer.steps]) for answer in answers]
         for arm, answers in attempt.answers.items()
@@ -125,7 +126,7 @@ def _pieces(attempt: Attempt, arm: str) -> list[Piece]:
 def _joined(
     attempts: Sequence[Attempt], pieces: list[dict[str, list[Piece]]], arm: str, sources: list[int]
 ) -> Generation:
-    """An arm's answer with each piece of the go that `sources` names for it."""
+    """An arm's answer with each piece of the attempt that `sources` names for it."""
     answer = attempts[0].answers[arm][0]
     if answer.prefill_seconds is None:
         return attempts[sources[0]].answers[arm][0]

@@ -1,4 +1,4 @@
-"""What the papers say of the methods that were run, as tables of their own: beside measured rows, never among them."""
+"""Tables of published results, kept apart from measured rows."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def completed(layouts: Layouts, usual: str) -> Layouts:
 
 
 class PackedWeight:
-    """A frozen matrix and the copies of it in other layouts, which all layers that share it have in common.
+    """A frozen weight and its repacked copies, shared by all layers that use it.
 
     Args:
         weights: [out, in] of one layer; or of several, which become views of one matrix.

@@ -87,7 +87,7 @@ class Graphs(Passes):
     """Captures a pass when its key is new, and replays it from then on. For inference mode alone.
 
     What is returned is always a copy: a replay overwrites the outputs of the one before, which a drafter may have kept.
-    What was captured goes with the memory that it works on.
+    A graph is dropped when its owner, such as a KV cache, is garbage-collected.
 
     Args:
         device: a CUDA device.

@@ -36,7 +36,7 @@ from specbench.decoding.model.graphs import Graphs, Passes, is_within, options_o
 from specbench.decoding.state import NORMED, Draft, Prefill
 from specbench.system.errors import UserError, one_line
 
-if TYPE_CHECKING:  # importing it takes seconds, which whoever only asks a method what it needs need not spend
+if TYPE_CHECKING:  # a slow import, not needed to read `Drafter.needs`
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
     from transformers import PretrainedConfig, PreTrainedModel
@@ -57,7 +57,7 @@ LogitSteps = list[tuple["Callable[[torch.Tensor, float], torch.Tensor]", float]]
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-# The entries that a pass of a fixed shape attends to are a multiple of this, those too many masked.
+# The KV length of a fixed-shape pass is rounded up to a multiple of this; the excess is masked.
 KV_BUCKET = 256
 ROPE_STEP = 4096  # and the angles of so many positions are made at once: a graph reads them where they are
 # Tokens of the text that a model is checked on; those after a layer's window, and the longest window that is filled.
@@ -78,8 +78,7 @@ class StagedModel:
         embedded_ids: of a draft model, how many ids its target has, which may be more than it has embeddings for:
             Qwen2.5's large models pad to 152064 ids, the small ones to 151936. An id beyond is embedded as the last one
             that there is.
-        width: tokens of each sequence that every pass after a prompt computes, those too many for nothing; None: as
-            many as it has.
+        width: pad every decode pass to this many tokens per sequence; None: no padding.
 
     Attributes:
         passes: runs the passes of fixed shapes, see `_fixed`; None where passes have the shapes that they are given in.
@@ -327,10 +326,10 @@ class StagedModel:
         cut: bool = True,
         wanted: Sequence[str | int] = (STATES,),
     ) -> dict[str | int, torch.Tensor]:
-        """A pass whose shape recurs, so that it can be replayed, and whose numbers do not depend on its tokens' number.
+        """Runs a fixed-shape pass, which can be captured and whose results do not depend on the number of its tokens.
 
-        It is of `width` tokens: its last one repeated, written after it, where the next pass writes anew. It attends
-        to a multiple of `KV_BUCKET` entries, those after its own masked.
+        It is padded to `width` tokens by repeating the last one, in entries that the next pass overwrites. Its KV
+        length is rounded up to a multiple of `KV_BUCKET`; the excess is masked.
 
         Args:
             given: ids [b, n], or states [b, n, d] in front of layer `lo`.
@@ -340,8 +339,8 @@ class StagedModel:
             hi: likewise.
             taps: likewise.
             on_hidden: likewise.
-            cut: whether the pass ends at each tap and goes on in another one, so that `on_hidden` is called on the way,
-                as without graphs; otherwise it is called after the whole pass.
+            cut: if true, split the pass at each tap, so that `on_hidden` runs before the remaining layers; else it
+                runs after the whole pass.
             wanted: of STATES, NORMED_STATES and LOGITS.
 
         Returns:
@@ -419,7 +418,7 @@ class StagedModel:
 
     @staticmethod
     def _kv_bucket(kv_len: int, cache: KVCache) -> int:
-        """The number of entries that a pass of a fixed shape attends to in place of `kv_len`."""
+        """The KV length of a fixed-shape pass that needs `kv_len` entries."""
         return min(-(-kv_len // KV_BUCKET) * KV_BUCKET, cache.capacity)
 
     def _stage(

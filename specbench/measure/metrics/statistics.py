@@ -19,7 +19,7 @@ LEAST_POOLS = 2
 LEAST_PASSES = 2
 
 
-Run = tuple[Sequence[float], Sequence[float]]  # above and below the line of a ratio, [questions] or [runs]
+Run = tuple[Sequence[float], Sequence[float]]  # numerator and denominator of a ratio, [questions] or [runs]
 
 
 @dataclass(frozen=True, slots=True)

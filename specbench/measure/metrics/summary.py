@@ -250,7 +250,7 @@ def relative(
 
 
 def _process_sums(frames: list[pd.DataFrame], shared: set, batched: bool) -> Run:
-    """The sums [processes] above and below the line, over what was shared and is in every process.
+    """Numerator and denominator sums [processes] over the questions that all processes answered.
 
     Repeats of a pool are shared out among processes: what they have in common are pools.
     """
