@@ -1,5 +1,4 @@
-"""Token Recycling (Luo et al. 2025, arXiv 2408.08696): a tree filled from the target's most recent top-k
-successors of each token.
+"""Token Recycling (Luo et al. 2025, arXiv 2408.08696): a tree of each token's most recent top-k successors.
 
 A table holds, for every token, the target's latest likeliest followers, whatever stood before it. A draft is a fixed
 tree of ranks that is filled from the table level by level. Every token that was verified, accepted or not, then gives

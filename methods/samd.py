@@ -1,7 +1,8 @@
 """SAM-Decoding (Hu et al. 2024, arXiv 2411.10666): what followed the longest end of the text that stood there before.
 
-A suffix automaton of the prompt and the answer maintains the longest match in amortised O(1) per token. The longer the match, the longer the draft. A corpus, whose suffix array lies on the disk, can be looked up,
-too: the longer match drafts. Where both are short, an auxiliary drafter can do it.
+A suffix automaton of the prompt and the answer maintains the longest match in amortised O(1) per token. The longer the
+match, the longer the draft. A corpus, whose suffix array lies on the disk, can be looked up, too: the longer match
+drafts. Where both are short, an auxiliary drafter can do it.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Turns:
         waiting = {number: greenlet(lambda number=number: running(number)) for number in range(len(arms))}
         _active = self
         try:
-            # Arms enter and leave inference mode in turns: it is held open here, so that one arm's exit does not end another's.
+            # Arms enter and leave inference mode in turns: it is held open, so that one arm's exit ends no other's.
             with torch.inference_mode():
                 while waiting:
                     self._current = min(waiting, key=lambda number: self.tokens[number])
