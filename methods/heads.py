@@ -163,10 +163,3 @@ class StopTracker:
         self.counts = self.counts + self._going
         self._going = self._going & (likely >= self.threshold)
         return bool(self._going.any())
-
-
-def move_entries(values: list, sources: list[int], destinations: list[int]) -> None:
-    """Copies entries of a list that has one for each slot, all at once; see `Drafter.move`."""
-    moved = [values[source] for source in sources]
-    for destination, value in zip(destinations, moved):
-        values[destination] = value

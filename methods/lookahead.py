@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
 
 PENDING = -1  # as a parent
@@ -42,11 +44,11 @@ class Pool:
     """
 
     size: int
-    behind: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
+    after: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
 
     def add(self, first: int, others: tuple[int, ...]) -> None:
         """Adds an n-gram. One that is there counts as new again."""
-        known = self.behind.setdefault(first, {})
+        known = self.after.setdefault(first, {})
         known.pop(others, None)
         known[others] = None
         if len(known) > self.size:
@@ -54,7 +56,7 @@ class Pool:
 
     def guesses(self, first: int) -> Iterator[tuple[int, ...]]:
         """What may follow a token, the latest first."""
-        return reversed(self.behind.get(first, {}))
+        return reversed(self.after.get(first, {}))
 
 
 @dataclass(slots=True)
@@ -118,7 +120,10 @@ class Lookahead(Drafter):
         self.window, self.ngram, self.guesses, self.text = window, ngram, guesses, text
         self.max_draft_tokens = ngram - 1
         self.max_nodes = (window + guesses) * (ngram - 1) - 1
-        self._searches: dict[int, Search] = {}  # by slot
+
+    def open(self, slots: Slots, target: StagedModel) -> None:
+        """Makes room for a search of each sequence."""
+        self._searches = slots.values(lambda: Search([], Pool(self.guesses)))
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Begins with a random window and an empty pool."""
@@ -157,10 +162,6 @@ class Lookahead(Drafter):
             chosen = verified.report[slot][: self._columns[slot]]
             self._searches[slot].go_on(sequence.tokens[length - 1], chosen)
             self._read(slot, sequence.tokens[max(length - self.ngram + 1, 0) :])
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Moves the searches of slots."""
-        self._searches |= {to: self._searches[source] for source, to in zip(sources, destinations)}
 
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from methods.heads import move_entries
-from specbench.decoding.device import move_slots, span
+from specbench.decoding.device import span
 from specbench.decoding.drafter import Needs, make_drafter
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.models.pairs import Pair
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
     from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 
 UNKNOWN = -1  # in place of a token: the wrapped drafter's own is proposed
@@ -137,12 +137,12 @@ class Oracle(WrappedDrafter):
             tuple(prompt): Foretold(prompt, answer, *drawn) for prompt, answer in zip(prompts, answers)
         }
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for what is proposed, by position in the sequence."""
-        shape = (slots, capacity + self.max_draft_tokens)
-        self._table = torch.full(shape, UNKNOWN, dtype=torch.int64, device=self.device)
-        self._known: list[Foretold | None] = [None] * slots  # of each sequence, while it is what was foretold
-        super().open(slots, capacity, target)
+        self._table = slots.tensor(slots.capacity + self.max_draft_tokens, fill=UNKNOWN)
+        # Of each sequence, while it is what was foretold.
+        self._known: list[Foretold | None] = slots.values(lambda: None)
+        super().open(slots, target)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Looks the answer up, and begins the wrapped drafter's."""
@@ -179,12 +179,6 @@ class Oracle(WrappedDrafter):
         for slot, (one, new) in enumerate(zip(batch.sequences, verified.tokens)):
             self._compare(slot, one.emitted - len(new), new)
         super().commit(batch, verified)
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Moves the answers and what belongs to the wrapped drafter's sequences."""
-        move_slots(self._table, sources, destinations)
-        move_entries(self._known, sources, destinations)
-        super().move(sources, destinations, kv_len)
 
     def _compare(self, slot: int, at: int, new: list[int]) -> None:
         """Forgets the known answer unless the new tokens, from place `at` on, are its own."""

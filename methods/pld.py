@@ -14,6 +14,7 @@ from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
 
 
@@ -46,9 +47,9 @@ class PromptLookup(Drafter):
         self.max_draft_tokens, self.earliest = max_draft_tokens, match == "earliest"
         self.ngrams = range(max_ngram, min_ngram - 1, -1)
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for the known tokens, on the host: a look-up there waits for nothing."""
-        self._tokens = np.zeros((slots, capacity), dtype=np.int64)
+        self._tokens = slots.array(slots.capacity)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Notes the prompt and the first token."""
@@ -66,10 +67,6 @@ class PromptLookup(Drafter):
         """Notes the new tokens."""
         for slot, (length, new) in enumerate(zip(batch.lengths, verified.tokens)):
             self._tokens[slot, length : length + len(new)] = new
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies the known tokens of slots."""
-        self._tokens[destinations] = self._tokens[sources]
 
     def _look_up(self, known: np.ndarray) -> np.ndarray:
         """The tokens to draft after `known` [n]."""

@@ -14,9 +14,9 @@ import torch
 
 from methods.rank_trees import grown, likeliest_ids, rank_tree
 from specbench.data.warm_start import warm_rows
-from specbench.decoding.device import move_slots
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.slots import Slots
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
@@ -86,13 +86,15 @@ class TokenRecycling(Drafter):
         if warm is not None:
             self._start = self._warmed(warm, pair)
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes a table for each sequence, or one for all."""
         self.target = target
-        tables = 1 if self.shared else slots
-        shape = (tables, target.vocab_size, RANKS)
-        if not self.shared or self._followers.shape != shape:
-            self._followers = self._start.expand(shape).clone()
+        tables, shape = 1 if self.shared else slots.count, (target.vocab_size, RANKS)
+        if not self.shared:
+            self._followers = slots.tensor(*shape, dtype=torch.int32)
+            self._followers.copy_(self._start)
+        elif self._followers.shape != (1, *shape):
+            self._followers = self._start.expand(1, *shape).clone()
         self._newest = torch.full((tables, target.vocab_size), -1, device=self.device)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
@@ -136,11 +138,6 @@ class TokenRecycling(Drafter):
             priority[:, 1:] *= live
         self._learn(slice(0, b), torch.cat([pending, tokens], dim=1), verified.logits, priority)
 
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies the tables of slots."""
-        if not self.shared:
-            move_slots(self._followers, sources, destinations)
-
     @torch.inference_mode()  # as the tables were made
     def forget(self) -> None:
         """Sets the tables back to what they begin with."""
@@ -162,7 +159,7 @@ class TokenRecycling(Drafter):
     def _warmed(self, file: str, pair: Pair) -> torch.Tensor:
         """The table [vocab, RANKS] that a file of conversations leaves behind."""
         target = StagedModel(pair.target)
-        self.open(1, 0, target)
+        self.open(Slots(1, 0, self.device), target)
         for row, _ in warm_rows(file, pair):
             ids = torch.tensor(row[: pair.context_length], device=self.device)
             prefill = target.prefill(ids.unsqueeze(0), target.new_cache(len(ids)), (NORMED,))
@@ -200,10 +197,10 @@ class TokenRecycling(Drafter):
         # Which one counts is found by a maximum and every equal token writes the same row: in whatever order a device
         # writes them, the table is the same.
         order = priority * n + torch.arange(n, device=self.device)
-        last_tokens, tables = self._newest[slots], self._followers[slots]
-        last_tokens.scatter_reduce_(1, tokens, order, "amax")
-        winner = last_tokens.gather(1, tokens) % n
-        last_tokens.scatter_(1, tokens, -1)
+        newest, tables = self._newest[slots], self._followers[slots]
+        newest.scatter_reduce_(1, tokens, order, "amax")
+        winner = newest.gather(1, tokens) % n
+        newest.scatter_(1, tokens, -1)
         rows = best.gather(1, winner.unsqueeze(-1).expand(-1, -1, RANKS))
         tables.scatter_(1, tokens.unsqueeze(-1).expand(-1, -1, RANKS), rows)
 

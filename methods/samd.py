@@ -15,7 +15,6 @@ from torch.nn.functional import one_hot, pad
 
 from methods.ar import Autoregressive
 from methods.counted_trees import Counted
-from methods.heads import move_entries
 from methods.rest.datastore import load_datastore, tree_behind
 from methods.suffix_array import SORTED, check_sorted
 from methods.suffix_automaton import SuffixAutomaton
@@ -30,6 +29,7 @@ from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
 
 
@@ -87,10 +87,10 @@ class SAMDecoding(WrappedDrafter):
         self.trees = corpus is not None or inner.max_nodes > 0
         self.max_nodes = max(max_draft_tokens, inner.max_nodes) if self.trees else 0
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for an automaton of each sequence."""
-        self._texts = [SuffixAutomaton() for _ in range(slots)]
-        super().open(slots, capacity, target)
+        self._texts = slots.values(SuffixAutomaton)
+        super().open(slots, target)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Makes the automaton of the prompt and the first token."""
@@ -120,11 +120,6 @@ class SAMDecoding(WrappedDrafter):
         # Where tokens were copied, none of the auxiliary drafter's own was accepted.
         counts = [0 if copies else count for copies, count in zip(self._copies, verified.counts)]
         super().commit(batch, replace(verified, counts=counts))
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Moves the automata of slots, and what belongs to the auxiliary drafter's sequences."""
-        move_entries(self._texts, sources, destinations)
-        super().move(sources, destinations, kv_len)
 
     def _copied(self, text: SuffixAutomaton, limit: int) -> Counted:
         """What is copied, at most `limit` tokens; none where the match is too short."""

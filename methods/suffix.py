@@ -11,7 +11,6 @@ import heapq
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from methods.counted_trees import Counted, likeliest
-from methods.heads import move_entries
 from methods.suffix_automaton import Match, SuffixAutomaton
 from specbench.data.warm_start import warm_answers
 from specbench.decoding.drafter import Drafter
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
 
 
@@ -63,11 +63,11 @@ class SuffixDecoding(Drafter):
             self._start.add(answer)
         self.forget()
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for what is known of each sequence."""
-        self._sequences: list[SequenceState | None] = [None] * slots
-        self._texts = [self._automaton() for _ in range(slots)]
-        self._matches = [Match(self._answers, self.max_match) for _ in range(slots)]
+        self._sequences: list[SequenceState | None] = slots.values(lambda: None)
+        self._texts = slots.values(self._automaton)
+        self._matches = slots.values(lambda: Match(self._answers, self.max_match))
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Counts the prompt and the first token, and looks them up among earlier answers."""
@@ -93,11 +93,6 @@ class SuffixDecoding(Drafter):
             self._texts[slot].extend(new)
             if self.looks_up:
                 self._matches[slot].extend(new)
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Moves what is known of the sequences of slots."""
-        for entries in (self._sequences, self._texts, self._matches):
-            move_entries(entries, sources, destinations)
 
     def end(self, slot: int) -> None:
         """Adds the answer to the earlier ones."""

@@ -314,7 +314,7 @@ FAULTS = (
         "a drafter's state is lost when a sequence moves",
         "batches",
         f"{D}/engine.py",
-        "        self.drafter.move(sources, destinations, kv_len)\n",
+        "        self._slots.move(sources, destinations, kv_len)\n",
         "",
         (*BATCHES, "tests/methods/test_schedules.py"),
     ),
@@ -323,7 +323,7 @@ FAULTS = (
         "batches",
         f"{D}/engine.py",
         "own, rest = truncate_at_stop(check_sampled(rest[: count + 1]), one.stop_ids), rest[1 + k :]",
-        "own, rest = all_drawn(rest[: count + 1]), rest[1 + k :]",
+        "own, rest = check_sampled(rest[: count + 1]), rest[1 + k :]",
         ("tests/decoding/test_engine.py", *LOSSLESS),
     ),
     Fault(
@@ -467,11 +467,11 @@ FAULTS = (
         ("tests/measure/test_runner.py", "tests/measure/test_remeasure.py"),
     ),
     Fault(
-        "of two goes the disturbed one is kept",
+        "of two attempts the disturbed one is kept",
         "measuring",
         f"{M}/remeasure.py",
-        'best = min(goes, key=lambda go: go.counted()["disturbed"])',
-        'best = max(goes, key=lambda go: go.counted()["disturbed"])',
+        'best = min(attempts, key=lambda attempt: attempt.counted()["disturbed"])',
+        'best = max(attempts, key=lambda attempt: attempt.counted()["disturbed"])',
         ("tests/measure/test_remeasure.py",),
     ),
     # stores

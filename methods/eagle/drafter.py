@@ -21,10 +21,9 @@ from methods.dynamic_trees import Growth, most_nodes
 from methods.heads import draft_head
 from methods.rank_trees import grown, rank_tree
 from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
-from specbench.decoding.device import move_slots, on_device, span
+from specbench.decoding.device import on_device, span
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.kv_cache import ForwardContext, KVCache
-from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.tree import Tree
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from methods.eagle.layer import DraftingModel
+    from specbench.decoding.slots import Slots
 
 # The tree of the authors' EAGLE-1, 25 nodes: children by path of ranks.
 EAGLE_TREE = grown(
@@ -82,16 +82,16 @@ class EagleDrafter(Drafter):
         self.taps = model.taps
         self._bytes = weight_bytes(model) + head.bytes
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the layer's cache."""
         self.target = target
-        capacity += self.expanded
-        self._layout = RaggedLayout(self.model.new_cache(capacity, slots))
+        capacity = slots.capacity + self.expanded
+        self._layout = slots.cache(self.model.new_cache(capacity, slots.count))
         like = torch.empty(1, dtype=target.dtype, device=target.device)
         self._rope = self.model.rope(torch.arange(capacity, device=target.device).unsqueeze(0), like)
         width = self.model.config.hidden_size
         # The output of each sequence's last true pair.
-        self._outputs = torch.zeros(slots, width, dtype=target.dtype, device=target.device)
+        self._outputs = slots.tensor(width, dtype=target.dtype)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Feeds the prompt's pairs, the last of which ends with the pending token."""
@@ -118,11 +118,6 @@ class EagleDrafter(Drafter):
         cache, key = self._layout.cache, ("commit", n)
         (out,) = self.target.run_batch(batch, cache, key, feed, verified.count, *states, entries=n)
         self._outputs[: batch.size] = out
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies slots of the layer's cache."""
-        self._layout.move(sources, destinations, kv_len)
-        move_slots(self._outputs, sources, destinations)
 
     def _as_one(
         self, batch: Batch, key: Hashable, function: Callable[..., list[torch.Tensor]], nodes: int

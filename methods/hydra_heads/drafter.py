@@ -16,10 +16,8 @@ from methods.heads import draft_head
 from methods.rank_trees import chosen_paths, rank_tree
 from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
 from specbench.decoding.cpu.packed_linear import packed_linear
-from specbench.decoding.device import move_slots
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.kv_cache import ForwardContext, KVCache
-from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
@@ -28,6 +26,7 @@ from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from methods.hydra_heads.heads import PrefixLayer
+    from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
 
 
@@ -77,13 +76,15 @@ class HydraHeads(Drafter):
         outputs = [self.head.bytes if own is None else weight_bytes(own) for own in self._outputs]
         self._level_bytes = [sum(parts) for parts in zip(map(weight_bytes, loaded.wide), squares, outputs)]
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for the state that each sequence drafts from, and for the prefix layer's keys and values."""
         self._target = target
-        self._states = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
+        self._states = slots.tensor(target.hidden_size, dtype=target.dtype)
         if (prefix := self.heads.prefix) is not None:
-            self._layout = RaggedLayout(prefix.new_cache(capacity, slots))
-            self._rope = prefix.rope(torch.arange(capacity, device=target.device).unsqueeze(0), self._states)
+            self._layout = slots.cache(prefix.new_cache(slots.capacity, slots.count))
+            self._rope = prefix.rope(
+                torch.arange(slots.capacity, device=target.device).unsqueeze(0), self._states
+            )
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Notes the state to draft from, in front of the first pending token."""
@@ -139,12 +140,6 @@ class HydraHeads(Drafter):
         given, cache = (verified.count, verified.kept(states)[:, :n]), self._layout.cache
         (seen,) = self._target.run_batch(batch, cache, ("commit", n), feed, *given, entries=n)
         self._states[: batch.size] = seen
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies slots of the states and of the prefix layer's cache."""
-        move_slots(self._states, sources, destinations)
-        if self.heads.prefix is not None:
-            self._layout.move(sources, destinations, kv_len)
 
     def _prefix(self, states: torch.Tensor, cache: KVCache, ctx: ForwardContext) -> torch.Tensor:
         """The target's states [b, n, d] -> the prefix layer's."""

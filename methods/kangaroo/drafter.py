@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.heads import StopTracker, draft_head, move_entries
+from methods.heads import StopTracker, draft_head
 from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
-from specbench.decoding.device import move_slots
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.kv_cache import ForwardContext, KVCache
-from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
 from specbench.decoding.state import Batch, Draft, Prefill, Resume, SequenceState, Verified
 from specbench.models.pairs import Pair
@@ -27,6 +25,7 @@ from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
     from methods.kangaroo.adapter import Adapter
+    from specbench.decoding.slots import Slots
     from specbench.decoding.tree import Tree
 
 
@@ -74,15 +73,16 @@ class Kangaroo(Drafter):
         # The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
         self._draft_bytes = weight_bytes(self.adapter) + self.head.bytes
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the adapter's cache."""
         self.target = target
-        self._layout = RaggedLayout(self.adapter.new_cache(capacity, slots))
+        self._layout = slots.cache(self.adapter.new_cache(slots.capacity, slots.count))
         like = torch.empty(1, dtype=target.dtype, device=target.device)
-        self._rope = self.adapter.rope(torch.arange(capacity, device=target.device).unsqueeze(0), like)
+        self._rope = self.adapter.rope(torch.arange(slots.capacity, device=target.device).unsqueeze(0), like)
         # The exit state in front of each sequence's pending token, which the adapter may not have seen.
-        self._before = torch.zeros(slots, 1, target.hidden_size, dtype=target.dtype, device=target.device)
-        self._adapted = [0] * slots  # known tokens of each sequence whose exit states the adapter has seen
+        self._before = slots.tensor(1, target.hidden_size, dtype=target.dtype)
+        # Known tokens of each sequence whose exit states the adapter has seen.
+        self._adapted = slots.values(int)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Fills a slot of the adapter's cache with the prompt's exit states."""
@@ -123,12 +123,6 @@ class Kangaroo(Drafter):
         for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
             self._adapted[slot] = length + min(self._depth - 1, count)  # all but the last token of a path
         self._before[: batch.size, 0] = verified.last(self._states)
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies slots of the adapter's cache."""
-        self._layout.move(sources, destinations, kv_len)
-        move_slots(self._before, sources, destinations)
-        move_entries(self._adapted, sources, destinations)
 
     def _begun(self, batch: Batch) -> tuple[torch.Tensor, int]:
         """Begins a draft: exit states [b, n, d] for the adapter, the last one the pending token's; the first's offset.

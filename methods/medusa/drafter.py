@@ -14,7 +14,6 @@ from methods.heads import DraftHead, draft_head, target_ids
 from methods.medusa.checkpoint import load_heads
 from methods.rank_trees import chosen_paths, likeliest_ids, rank_tree
 from specbench.decoding.cpu.lean_modules import weight_bytes
-from specbench.decoding.device import move_slots
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
@@ -24,6 +23,7 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
+    from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
 
 
@@ -81,10 +81,10 @@ class Medusa(Drafter):
         # The rows of all heads go through the target's head in one product.
         self._bytes = blocks + (own or self.head.bytes)
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for the state that each sequence drafts from."""
         self._target = target
-        self._states = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
+        self._states = slots.tensor(target.hidden_size, dtype=target.dtype)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Notes the state of the prompt's last token."""
@@ -112,7 +112,3 @@ class Medusa(Drafter):
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes the state of the last token that was accepted."""
         self._states[: batch.size] = verified.last(verified.hidden_states[NORMED])
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies the states of slots."""
-        move_slots(self._states, sources, destinations)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel
 
+    from specbench.decoding.slots import Slots
+
 
 class MirrorSD(Drafter):
     """Drafts the next tokens during verification; see the module.
@@ -135,9 +137,9 @@ class MirrorSD(Drafter):
             brancher = make_brancher(*made)
             self.link = Inline(brancher) if placement == "inline" else Thread(brancher, worker_timeout)
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Notes how long a sequence can get."""
-        self._capacity = capacity
+        self._capacity = slots.capacity
         self._clock = Clock(target.device)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
@@ -245,9 +247,9 @@ class StreamingSampling(Drafter):
         self.brancher = make_brancher(*made)
         self._pass_bytes = model.pass_bytes(head=False) + self.head.bytes
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Notes how long a sequence can get."""
-        self._capacity = capacity
+        self._capacity = slots.capacity
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Prefills the draft model."""

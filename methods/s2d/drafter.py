@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.heads import confidence, move_entries
+from methods.heads import confidence
 from methods.sps import SpeculativeSampling
-from specbench.decoding.device import move_slots, on_device
+from specbench.decoding.device import on_device
 from specbench.decoding.drafter import Needs
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.models.pairs import Pair
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
     from specbench.decoding.state import Batch, Prefill, SequenceState, Verified
 
 
@@ -82,14 +83,13 @@ class SortedDraft(SpeculativeSampling):
             read += self.model.pass_bytes(start, end, head=False) + self.head.bytes
             self._exit_bytes[end], start = read, end
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the draft model's cache, and room for the states that tokens left the exits with."""
-        super().open(slots, capacity, target)
-        inner = len(self.exits) - 1
-        shape = (inner, slots, capacity, self.model.hidden_size)
-        self._left = torch.zeros(shape, device=self.model.device, dtype=self.model.dtype)
+        super().open(slots, target)
+        inner, width = self.exits[:-1], self.model.hidden_size
+        self._left = [slots.by_position(width, dtype=self.model.dtype) for _ in inner]
         # For each exit but the last, how many tokens of each sequence went deeper.
-        self._deeper = [[0] * slots for _ in range(inner)]
+        self._deeper = [slots.values(int) for _ in inner]
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Prefills the draft model with the prompt, exit by exit."""
@@ -98,7 +98,7 @@ class SortedDraft(SpeculativeSampling):
         for i, end in enumerate(self.exits):
             hidden, start = self.model.run_layers(hidden, cache, 0, start, end), end
             if i < len(self._deeper):
-                self._left[i, slot, :n] = hidden[0]
+                self._left[i][slot, :n] = hidden[0]
                 self._deeper[i][slot] = n
         self._fed[slot] = n
 
@@ -108,13 +108,6 @@ class SortedDraft(SpeculativeSampling):
         for deeper in self._deeper:
             for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
                 deeper[slot] = min(deeper[slot], length + count)
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies slots of the draft model's cache, with the states of their tokens."""
-        super().move(sources, destinations, kv_len)
-        move_slots(self._left.transpose(0, 1)[:, :, :kv_len], sources, destinations)
-        for deeper in self._deeper:
-            move_entries(deeper, sources, destinations)
 
     looks = True  # at each exit, whether a token goes deeper
 
@@ -183,14 +176,14 @@ class SortedDraft(SpeculativeSampling):
     def _keep(self, i: int, ctx: ForwardContext, hidden: torch.Tensor) -> None:
         """Keeps the states [b, n, d] that the tokens of a pass leave exit i with."""
         if ctx.start is not None:
-            self._left[i, : hidden.shape[0], ctx.start : ctx.kv_len] = hidden
+            self._left[i][: hidden.shape[0], ctx.start : ctx.kv_len] = hidden
         else:
             self._left[i].flatten(0, 1).index_copy_(0, ctx.write_index, hidden.flatten(0, 1))  # type: ignore[arg-type] # no start, so a tensor
 
     def _kept(self, i: int, ctx: ForwardContext, b: int) -> torch.Tensor:
         """The states [b, n, d] that the tokens of a pass left exit i with."""
         if ctx.start is not None:
-            return self._left[i, :b, ctx.start : ctx.kv_len]
+            return self._left[i][:b, ctx.start : ctx.kv_len]
         states = self._left[i].flatten(0, 1).index_select(0, ctx.write_index)  # type: ignore[arg-type] # as in `_keep`
         return states.view(b, -1, states.shape[-1])
 

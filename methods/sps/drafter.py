@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.heads import StopTracker, draft_head, move_entries, target_ids
+from methods.heads import StopTracker, draft_head, target_ids
 from specbench.decoding.drafter import Drafter, Needs
-from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.models.pairs import Pair, draft_of
 from specbench.system.settings import Count, Probability
+
+if TYPE_CHECKING:
+    from specbench.decoding.slots import Slots
 
 
 class SpeculativeSampling(Drafter):
@@ -44,11 +46,11 @@ class SpeculativeSampling(Drafter):
         self.confidence_threshold = confidence_threshold
         self.layers = len(self.model.layers)
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the draft model's cache."""
-        self._layout = RaggedLayout(self.model.new_cache(capacity, slots))
+        self._layout = slots.cache(self.model.new_cache(slots.capacity, slots.count))
         self._drafted = 0
-        self._fed = [0] * slots  # known tokens of each sequence that the draft model has been given
+        self._fed = slots.values(int)  # known tokens of each sequence that the draft model has been given
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Prefills the draft model with the prompt. The first draft pass feeds the pending token."""
@@ -81,11 +83,6 @@ class SpeculativeSampling(Drafter):
         for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
             self._fed[slot] = length + min(self._drafted - 1, count)
         self._drafted = 0
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies slots of the draft model's cache."""
-        self._layout.move(sources, destinations, kv_len)
-        move_entries(self._fed, sources, destinations)
 
     @property
     def looks(self) -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
 
 # How many of the likeliest tokens stand at a depth, by the top-1 probability there: above 0.95, above 0.8 ...
@@ -80,7 +81,7 @@ class Swift(Drafter):
         self._layers = len(decoder.layers)
         self._search = self._begin_search(self._layers)
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes the drafting model."""
         self.target = target
         self._take_best()

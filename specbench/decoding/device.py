@@ -53,6 +53,6 @@ def span(starts: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def move_slots(buffer: torch.Tensor, sources: Sequence[int], destinations: Sequence[int]) -> None:
-    """Copies entries of a buffer [slots, ...] to others, all at once, without a wait; see `Drafter.move`."""
+    """Copies entries of a buffer [slots, ...] to others, all at once, without a wait; see `Slots.move`."""
     both = on_device([sources, destinations], buffer.device)
     buffer[both[1]] = buffer[both[0]]

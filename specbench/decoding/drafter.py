@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
     from specbench.decoding.state import Batch, Prefill, SequenceState, Verified
 
 
@@ -116,12 +117,11 @@ class Drafter:
             answers: to each of them the new token ids of the target's own greedy decoding.
         """
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
-        """Makes room for `slots` sequences of up to `capacity` tokens. Called when buffers are made, and made anew.
+    def open(self, slots: Slots, target: StagedModel) -> None:
+        """Registers in `slots` what is kept for each sequence. Called when buffers are made, and made anew.
 
         Args:
-            slots: sequences in memory.
-            capacity: tokens of the longest of them, with what a draft may need after its end.
+            slots: makes the buffers, and moves them when sequences change their slots.
             target: the model that verifies.
         """
 
@@ -160,15 +160,6 @@ class Drafter:
         Args:
             batch: as it was given to `draft`; its sequences already have their new tokens.
             verified: the outcome.
-        """
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies all that belongs to the slots `sources` to the slots `destinations`, all at once; see `move_slots`.
-
-        Args:
-            sources: slots to copy from.
-            destinations: slots to copy to, as many.
-            kv_len: a bound on the lengths of the sequences there.
         """
 
     def end(self, slot: int) -> None:

@@ -17,6 +17,7 @@ from specbench.decoding.acceptance import Accepted, accept_at_once
 from specbench.decoding.device import move_slots, on_device, span
 from specbench.decoding.sampling import TARGET, SamplingParams, check_sampled, position_draws
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Request, SequenceState, Verified
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Step, Timestamp, counted
@@ -62,6 +63,7 @@ class Engine:
     """
 
     _layout: RaggedLayout
+    _slots: Slots
     _tokens: torch.Tensor
     _uniforms: torch.Tensor | None
 
@@ -320,10 +322,9 @@ class Engine:
     def _move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies everything that belongs to some sequences to the slots of others, all at once."""
         self._layout.move(sources, destinations, kv_len)
-        self.drafter.move(sources, destinations, kv_len)
-        for buffer in (self._tokens, self._uniforms):
-            if buffer is not None:
-                move_slots(buffer, sources, destinations)
+        self._slots.move(sources, destinations, kv_len)
+        if self._uniforms is not None:
+            move_slots(self._uniforms, sources, destinations)
 
     # -- the start of a sequence
 
@@ -377,11 +378,13 @@ class Engine:
                 self._cache = None
             # It holds the cache, which is given back before what is larger is asked for.
             self.__dict__.pop("_layout", None)
+            self.__dict__.pop("_slots", None)
             step = CACHE_STEP if self.target.passes is None else FIXED_STEP
             capacity = -(-capacity // step) * step
             cache = self.target.new_cache(capacity, slots)
-            self._tokens = torch.zeros(slots, capacity, dtype=torch.int64, device=self.target.device)
-            self.drafter.open(slots, capacity, self.target)
+            self._slots = Slots(slots, capacity, self.target.device)
+            self._tokens = self._slots.by_position(dtype=torch.int64)
+            self.drafter.open(self._slots, self.target)
             self._cache = cache  # last: only now does everything have this size
         self._layout = self.scheduler.layout(self._cache)
         self._uniforms = None

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
     from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 
 
@@ -39,9 +40,9 @@ class WrappedDrafter(Drafter):
         """As the inner drafter."""
         self.inner.set_reference_answers(prompts, answers)
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         """As the inner drafter."""
-        self.inner.open(slots, capacity, target)
+        self.inner.open(slots, target)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """As the inner drafter."""
@@ -63,10 +64,6 @@ class WrappedDrafter(Drafter):
     def commit(self, batch: Batch, verified: Verified) -> None:
         """As the inner drafter."""
         self.inner.commit(batch, verified)
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """As the inner drafter."""
-        self.inner.move(sources, destinations, kv_len)
 
     def end(self, slot: int) -> None:
         """As the inner drafter."""

@@ -39,7 +39,7 @@ from specbench.system.settings import Count
 class Toy(Drafter):
     """Children of the pending token: what each tapped depth says of the last state; one more after each."""
 
-    certain = True
+    deterministic = True
 
     def __init__(self, pair, low: Count = 1):
         layers = pair.target.config.num_hidden_layers
@@ -47,10 +47,10 @@ class Toy(Drafter):
         self.max_draft_tokens, self.max_nodes = 2, 6
         self.log = []
 
-    def open(self, slots, capacity, target):
+    def open(self, slots, target):
         self.target = target
-        self.states = {tap: torch.zeros(slots, target.hidden_size) for tap in self.taps}
-        self.owner = [None] * slots
+        self.states = {tap: slots.tensor(target.hidden_size, dtype=target.dtype) for tap in self.taps}
+        self.owner = slots.values(lambda: None)
 
     def begin(self, slot, sequence, prefill):
         self.owner[slot] = sequence
@@ -91,13 +91,6 @@ class Toy(Drafter):
             self.log.append(count)
         for tap, states in self.states.items():
             states[: batch.size] = verified.last(verified.hidden_states[tap])
-
-    def move(self, sources, destinations, kv_len):
-        for states in self.states.values():
-            states[destinations] = states[sources]
-        moved = [self.owner[source] for source in sources]
-        for destination, owner in zip(destinations, moved):
-            self.owner[destination] = owner
 
     def end(self, slot):
         self.owner[slot] = None

@@ -48,13 +48,13 @@ def test_a_window_goes_on_by_hand():
     """Three columns, n-grams of three tokens. Those of the first round hold tokens of the first window."""
     search = Search([(0, 1), (2, 3), (4, 5)], Pool(3))
     search.go_on(9, [11, 13, 15])
-    assert search.columns == [(1, 11), (3, 13), (5, 15)] and search.pool.behind == {}
+    assert search.columns == [(1, 11), (3, 13), (5, 15)] and search.pool.after == {}
     search.go_on(10, [21, 23, 25])
     assert search.columns == [(11, 21), (13, 23), (15, 25)]
-    assert search.pool.behind == {10: {(11, 21): None}, 3: {(13, 23): None}, 5: {(15, 25): None}}
+    assert search.pool.after == {10: {(11, 21): None}, 3: {(13, 23): None}, 5: {(15, 25): None}}
     search.go_on(11, [31])  # there was room for one column alone
     assert search.columns == [(21, 31), (13, 23), (15, 25)]
-    assert search.pool.behind[11] == {(21, 31): None}
+    assert search.pool.after[11] == {(21, 31): None}
 
 
 def test_guesses_with_one_beginning_share_it():
@@ -172,7 +172,7 @@ class Watched(Lookahead):
 
     def commit(self, batch, verified):
         super().commit(batch, verified)
-        self.pools.append(copy.deepcopy(self._searches[0].pool.behind))
+        self.pools.append(copy.deepcopy(self._searches[0].pool.after))
 
 
 def against_the_simulation(w, n, g, text=False) -> int:

@@ -21,6 +21,7 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.slots import Slots
 from specbench.decoding.state import Draft, Request
 from specbench.decoding.tree import Tree
 from specbench.system.errors import UserError
@@ -89,7 +90,7 @@ EVERY_DRAFTER = pytest.mark.parametrize("name", DRAFTERS)
 def fed(drafter: Drafter, tokens: list[int], limit: int = 50, nodes: int = 50) -> tuple[list[int], list[int]]:
     """Tokens and parents of the draft after a text."""
     batch = type("Batch", (), {"limits": [limit], "max_nodes": nodes})
-    drafter.open(1, 100, None)
+    drafter.open(Slots(1, 100, torch.device("cpu")), None)
     sequence = type("Sequence", (), {"tokens": tokens})
     drafter.begin(0, sequence, None)
     batch.tokens = type("Tensor", (), {"device": torch.device("cpu")})

@@ -9,6 +9,7 @@ import torch
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import sample_inverse_cdf
+from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Prefill, Resume, SequenceState, Verified
 from specbench.decoding.tree import Tree
 
@@ -77,22 +78,15 @@ class ModelChain(Drafter):
     def __init__(self, model, longest: int = 4, threshold: float = 0.0):
         self.model, self.max_draft_tokens, self.threshold = StagedModel(model), longest, threshold
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
-        self.caches = [self.model.new_cache(capacity) for _ in range(slots)]
-        self.held = [0] * slots  # tokens of each sequence that its cache holds and that stay
-        self.prompts: list[list[int]] = [[]] * slots
+    def open(self, slots: Slots, target: StagedModel) -> None:
+        self.cache = slots.cache(self.model.new_cache(slots.capacity, slots.count)).cache
+        self.held = slots.values(
+            int
+        )  # tokens of each sequence that its slot of the cache holds and that stay
+        self.prompts: list[list[int]] = slots.values(list)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         self.prompts[slot], self.held[slot] = sequence.request.prompt, 0
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        for values in (self.caches, self.held, self.prompts):
-            moved = [values[source] for source in sources]
-            for destination, value in zip(destinations, moved):
-                values[destination] = value
-        # Two slots must not write to one cache: what a source held before is of nobody now.
-        for source in set(sources) - set(destinations):
-            self.caches[source] = self.model.new_cache(self.caches[source].capacity)
 
     def draft(self, batch: Batch) -> Draft:
         logits = self._behind_the_pending(batch)
@@ -130,7 +124,7 @@ class ModelChain(Drafter):
     def _next(self, slot: int, ids: torch.Tensor, offset: int, batch: Batch) -> torch.Tensor:
         """Token ids [n], the first of them `offset` after the known tokens -> logits [1, vocab] after the last."""
         start = batch.lengths[slot] + offset
-        hidden = self.model.run_layers(self.model.embed(ids.unsqueeze(0)), self.caches[slot], start)
+        hidden = self.model.run_layers(self.model.embed(ids.unsqueeze(0)), self.cache.slot(slot), start)
         return self.model.head(hidden[:, -1])
 
 
@@ -166,7 +160,7 @@ class EarlyExit(Drafter):
         self.layer, self.max_draft_tokens = layer, longest
         self.taps = (layer,)
 
-    def open(self, slots: int, capacity: int, target: StagedModel) -> None:
+    def open(self, slots: Slots, target: StagedModel) -> None:
         self.target = target
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:

@@ -18,6 +18,7 @@ from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.model.staged_model import attention_mask
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Prefill, Request, SequenceState
 from specbench.decoding.tree import Tree
 from tests.support.drafters import branched
@@ -91,16 +92,11 @@ class FakeDrafter(Drafter):
         self.max_nodes = 3 * self.max_draft_tokens if self.trees else 0
         self.owner: list[tuple] = []
 
-    def open(self, slots: int, capacity: int, target) -> None:
-        self.owner = [()] * slots
+    def open(self, slots: Slots, target) -> None:
+        self.owner = slots.values(tuple)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         self.owner[slot] = tuple(sequence.request.prompt)
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        moved = [self.owner[source] for source in sources]
-        for destination, owner in zip(destinations, moved):
-            self.owner[destination] = owner
 
     def draft(self, batch: Batch) -> Draft:
         k = self.rng.randint(1, min(self.max_draft_tokens, batch.max_draft))

@@ -27,6 +27,7 @@ from specbench.decoding.model.graphs import Graphs, Passes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Request
 from specbench.decoding.trace import Clock, Generation
 from specbench.measure.arms import hf_generate_arm
@@ -265,7 +266,7 @@ def graphs(check: Check, compiles: bool = False) -> None:
 def _drafted(check: Check, pair: Pair, known: int = 300) -> tuple[float, int]:
     """Ms of a draft of five tokens, and those of them that are other ones without graphs."""
     drafter, target = SpeculativeSampling(pair, 5), StagedModel(pair.target)
-    drafter.open(1, 2048, target)
+    drafter.open(Slots(1, 2048, check.device), target)
     drafter._fed[0] = known - 1
     tokens = torch.ones(1, 2048, dtype=torch.int64, device=check.device)
     layout = RaggedLayout(target.new_cache(2048))
