@@ -1,7 +1,7 @@
 # Everything from nothing: the first target that needs Python makes .venv and installs into it, once.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench tune test test-fast benchmarks gpu gpu-bundle tiny report claims wandb-compare docs readme-figures lint clean
+.PHONY: help install bench tune test test-fast test-nightly benchmarks gpu gpu-bundle tiny report claims wandb-compare docs readme-figures lint clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -18,7 +18,10 @@ SOME = $(CLAIM) data.limit=$(LIMIT) decoding.max_new_tokens=64
 UNTIMED = $(SOME) generate=false repeats=1 remeasure=0
 BATCHES = $(CLAIM) experiment=batch_scaling pair=tiny_wide,tiny data.limit=3 decoding.max_new_tokens=32 repeats=3 generate=false
 TINY := build/tiny
-FAST := not slow and not process and not cluster and not browser and not cuda
+EVERY := not nightly
+FAST := $(EVERY) and not slow and not process and not cluster and not browser and not cuda
+# Byte code of tests, kept where `make clean` finds it: without it each process compiles 300 modules anew.
+PYTEST = unset PYTHONDONTWRITEBYTECODE; PYTHONPYCACHEPREFIX=$(CURDIR)/build/pycache $(PY) -m pytest -n auto --dist worksteal
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,11 +35,14 @@ bench: $(STAMP) ## Measure a method: METHOD=kangaroo [DRAFTER=sps PAIR=tiny DATA
 tune: $(STAMP) ## Find a method's draft length and thresholds for a pair, here: METHOD=kangaroo [PAIR=tiny ARGS="trials=20 ..."]
 	@$(PY) -m specbench tune method=$(METHOD) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) $(if $(TASK),task=$(TASK)) $(ARGS)
 
-test: $(STAMP) ## Run all tests, in some fifteen minutes on two cores [ARGS="-k name"]
-	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
+test: $(STAMP) ## Run the tests that a change can break, in some six minutes on two cores [ARGS="-k name"]
+	@$(PYTEST) -m "$(EVERY)" $(ARGS)
 
-test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in a minute or two [ARGS="-k name"]
-	@$(PY) -m pytest -n auto --dist worksteal -m "$(FAST)" $(ARGS)
+test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in a minute [ARGS="-k name"]
+	@$(PYTEST) -m "$(FAST)" $(ARGS)
+
+test-nightly: $(STAMP) ## Run all tests, also of stored weights, compilers and simulations [ARGS="-k name"]
+	@$(PYTEST) $(ARGS)
 
 benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on an idle machine)
 	@$(PY) -m tests.benchmarks.decoding $(ARGS)

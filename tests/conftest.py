@@ -2,17 +2,20 @@
 
 - fast (`make test-fast`): all that no marker below names; the heart of every part, in a minute or two on two cores.
 - `first_fast`: of its cases, the first is fast and the others are slow.
+- `nightly` (`make test-nightly`): what tests a stored artefact, a compiler or a simulation, not a change.
+- `one_in(k)`: of its cases, every k-th runs each time and the others are nightly.
 - `slow`: training, long statistics, further architectures, and whatever else takes about 3 s of CPU time or more.
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
 - `model`: needs a real model, and is skipped where it was not fetched; SPECBENCH_MODELS=1 fetches it.
 - `cuda`: needs a GPU and is skipped without one; `make test ARGS="-m cuda"` runs these alone.
-- everything (`make test`): all of them, in some fifteen minutes on two cores.
+- `make test`: all of them but `nightly`.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
 
@@ -39,14 +42,15 @@ hypothesis.settings.load_profile("specbench")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the further cases of `first_fast`, and skips what needs a GPU where there is none."""
-    begun = set()
+    """Marks the further cases of `first_fast` and `one_in`, and skips what needs a GPU where there is none."""
+    cases: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("first_fast"):
-            function = item.nodeid.partition("[")[0]
-            if function in begun:
-                item.add_marker("slow")
-            begun.add(function)
+        function = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("first_fast") and cases[function]:
+            item.add_marker("slow")
+        if (sampled := item.get_closest_marker("one_in")) and cases[function] % sampled.args[0]:
+            item.add_marker("nightly")
+        cases[function] += 1
     if torch.cuda.is_available():
         return
     for item in items:

@@ -21,8 +21,9 @@ from tqdm import tqdm
 
 from specbench import ROOT
 
-# The tests of `make test-fast`.
-FAST = re.search(r"^FAST := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+# The tests of `make test` and of `make test-fast`.
+EVERY, FAST = re.findall(r"^(?:EVERY|FAST) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+FAST = FAST.replace("$(EVERY)", EVERY)
 SECONDS = 900.0  # for the tests of one fault: a fault may make them wait for ever
 
 
@@ -542,7 +543,7 @@ def found_by(fault: Fault, most: int = 3) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         copied(Path(folder))
         planted(fault, Path(folder))
-        for chosen in ([*fault.tests], ["-m", FAST]):
+        for chosen in ([*fault.tests, "-m", EVERY], ["-m", FAST]):
             red = failed(Path(folder), [*chosen, f"--maxfail={most}"])
             if red:
                 return red

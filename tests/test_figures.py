@@ -114,6 +114,7 @@ def questions(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SPEC_BENCH_QUESTIONS", str(tmp_path / "questions.jsonl"))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("pair", "label"), [(pair, label) for pair, rows in load_figures().ROWS_OF.items() for label in rows]
 )

@@ -40,6 +40,7 @@ def test_a_pair_is_configured_as_by_hydra(pair):
     assert pair_settings(pair, init="expanded") == OmegaConf.to_container(embedded(cfg), resolve=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_check_runs_with_torch_and_transformers_alone(tmp_path):

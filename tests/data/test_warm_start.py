@@ -140,6 +140,7 @@ def plain(pair) -> tuple[list[Request], list[list[int]]]:
     return asked, [answer.tokens for answer in answers]
 
 
+@pytest.mark.one_in(5)
 @EVERY_DRAFTER
 @pytest.mark.parametrize("memory", ["answer", "run"])
 @pytest.mark.parametrize("size", [1, 3])

@@ -320,6 +320,7 @@ def test_garbage_waits_for_the_end_of_a_capture():
     assert gc.isenabled()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arch", [p if place == 0 else pytest.param(p, marks=pytest.mark.slow) for place, p in enumerate(WHOLE)]

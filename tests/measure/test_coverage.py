@@ -66,6 +66,7 @@ def test_processes(count, own):
     assert over_questions > 0.3 or own > 0.1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("own", [0.02, 0.2])
 def test_a_ratio_of_two_runs_of_several_processes(count, own):

@@ -62,6 +62,7 @@ def drafters(arch: str, folder: str) -> dict[str, Drafter]:
     }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize(
     "scheduler",
@@ -103,6 +104,7 @@ def test_a_sample_does_not_depend_on_who_shares_the_batch(arch, name, tmp_path):
     assert any(s.accepted for a in alone for s in a.steps) or name == "pld", "chance seldom repeats itself"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sps", "sps with a stop", "sps, trimmed", "pld", "kangaroo", "s2d"])
 def test_samples_follow_the_target(name, tmp_path):

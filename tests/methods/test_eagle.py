@@ -461,6 +461,7 @@ def test_lossless(arch, make, tmp_path):
     assert any(s.accepted for s in assert_lossless(arch, drafter, third=1))
 
 
+@pytest.mark.one_in(5)
 @METHOD
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])

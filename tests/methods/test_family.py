@@ -68,6 +68,7 @@ def test_answers_are_shuffled_whole_and_alike(tmp_path):
     assert (tmp_path / "both.jsonl").read_text().splitlines() == both
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_family_is_made_from_nothing_and_once(tmp_path, monkeypatch, capsys):

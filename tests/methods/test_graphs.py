@@ -133,6 +133,7 @@ COVERING = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "method", "scheduler"), COVERING)
 def test_batches_of_other_families(monkeypatch, adapter, arch, method, scheduler):
@@ -283,6 +284,7 @@ class Both(PretendedGraphs):
 
 
 # Each takes some ten seconds: of those that share code, one.
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "temperature"), [("sps", 0.9), ("eagle3", 0.0), ("kangaroo tree", 0.0)])
 def test_whole_drafts_can_be_compiled(monkeypatch, parts, method, temperature):

@@ -160,6 +160,7 @@ COUNTS = {
 ROOM = 1.08
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("method", "b"), COUNTS)

@@ -49,6 +49,7 @@ def test_prompt_lookup(arch):
     assert any(s.accepted > 0 for s in steps)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize("threshold", [0.0, pytest.param(0.4, marks=pytest.mark.slow)])
 def test_draft_model(arch, threshold):
@@ -67,6 +68,7 @@ def test_target_as_its_own_draft_is_always_accepted(arch):
     assert all(s.accepted == s.drafted or s.emitted == s.accepted for s in steps)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize("eta", [ETAS[0], *(pytest.param(eta, marks=pytest.mark.slow) for eta in ETAS[1:])])
 def test_kangaroo(arch, eta, adapter):
@@ -83,6 +85,7 @@ def test_kangaroo_at_other_exits(arch, exit_layer, adapter):
     assert_lossless(arch, Kangaroo(random_pair(arch), adapter(arch), exit_layer, 4, 0.5))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize(
     "threshold", [0.2, *(pytest.param(threshold, marks=pytest.mark.slow) for threshold in (0.0, 1.01))]
@@ -115,6 +118,7 @@ def test_mirror(arch, candidates):
     assert {s.stats.get("hit") for s in steps} == {None, True, False}
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize(
     "method", ["sps", *(pytest.param(method, marks=pytest.mark.slow) for method in ("kangaroo", "s2d"))]
@@ -161,6 +165,7 @@ def test_a_target_padded_beyond_the_draft_models_embedding(method, temperature):
         assert [answer.tokens for answer in answers] == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["pld", "sps", "s2d", "kangaroo", "mirror"])
 def test_stop_token_anywhere(method, adapter):

@@ -75,6 +75,7 @@ def plain_drafts(arch: str) -> list[list[int]]:
     return tokens_of(drafts(SpeculativeSampling(pair, 4), pair, 0.0))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
@@ -99,6 +100,7 @@ def streaming(request, tmp_path_factory):
     return pair, str(folder)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [*VARIANTS, "serial"])
 def test_streams_change_nothing_about_a_draft(streaming, variant):

@@ -46,6 +46,7 @@ def drafter(pair, method: str, folder: str):
     return trimmed(kangaroo, KEPT) if "trimmed" in method else kangaroo
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "method",
     [

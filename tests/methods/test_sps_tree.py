@@ -293,6 +293,7 @@ def test_likeliest_children_leave_the_sample_as_it_is(folder):
     assert assert_samples_like_plain_decoding(pair, tree, requests)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", DRAWN)
 @pytest.mark.parametrize("kept", [None, [0, 2, 3]])

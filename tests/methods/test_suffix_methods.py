@@ -212,6 +212,7 @@ def test_suffix_leaves_out_what_seldom_follows():
 # -- answers
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.first_fast
 @EVERY_DRAFTER
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
@@ -227,6 +228,7 @@ def test_lossless(arch, name, corpus):
 SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.first_fast
 @EVERY_DRAFTER
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -242,6 +244,7 @@ def test_lossless_in_batches(name, scheduler, corpus):
         batches.assert_drafts_as_alone(engine, requests, ["accepted"] if longest else ["drafted", "accepted"])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if not name.endswith("sps")])
 @pytest.mark.parametrize("batch_size", [1, 4])

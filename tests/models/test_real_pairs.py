@@ -116,6 +116,7 @@ def save_small(name: str, folder: Path, **draft_changes) -> DictConfig:
     return cfg
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", REAL)
 def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
     cfg = save_small(name, tmp_path)

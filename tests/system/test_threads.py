@@ -34,6 +34,7 @@ def taking(seconds: dict[int, float]):
     return lambda: time.sleep(seconds[torch.get_num_threads()])
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 @pytest.mark.parametrize(
     "first_import", ["specbench", "methods.sps", "specbench.measure.runner", "methods.training"]

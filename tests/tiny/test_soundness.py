@@ -93,6 +93,7 @@ def missed(found: dict[str, dict[str, float]]) -> list[str]:
     return lines + soundness.below_floors(rest)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_shipped_targets_answer_soundly(name):

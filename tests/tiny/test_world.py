@@ -38,6 +38,7 @@ def test_invented_words_are_unique():
         assert len(words) == len(set(words))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_training_text_holds_no_measured_turn():
     """Some of the text of every stage, and of what methods' parts are trained on, by the seeds of `make tiny`."""
