@@ -35,6 +35,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.system.errors import UserError
+from tests.support.conf import composed
 from tests.support.samples import SUMMARY, faster, run_of, wrong
 
 if TYPE_CHECKING:

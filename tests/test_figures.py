@@ -171,6 +171,7 @@ def test_rows_are_measured_in_rounds_and_gone_on_with(figures, tmp_path, monkeyp
     assert measure() and done[7:] == ["b"] * 3
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_ends_it(figures, tmp_path):
     with pytest.raises(UserError, match="nothing ended with exit code 2"):
         figures.measure_process(tmp_path / "nothing")

@@ -152,6 +152,7 @@ def test_all_jobs_are_checked_before_the_first_is_measured(monkeypatch, capfd, t
     assert {store.read_config(run_dir)["tracker"]["group"] for run_dir in runs(tmp_path)} == {sweep.name}
 
 
+@pytest.mark.slow
 def test_what_a_pair_lacks_is_left_out_where_that_is_asked_for(monkeypatch, capfd, tmp_path, measured):
     command = ["-m", "method=pld,medusa,sps", "pair=mistral-small-24b", *COMMAND[3:]]
     code, _, err = run_main(monkeypatch, capfd, *command)

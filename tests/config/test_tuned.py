@@ -205,6 +205,7 @@ def test_the_summary_has_it():
         )
 
 
+@pytest.mark.slow
 def test_tuned_files_of_ones_own(tmp_path, monkeypatch, capfd):
     """A conf/ in the working directory; a key that the method lacks is one line."""
     (tmp_path / "conf/tuned/tiny").mkdir(parents=True)

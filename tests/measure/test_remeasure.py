@@ -108,6 +108,7 @@ def test_an_answer_without_rounds_that_were_timed():
     assert answers["generate"][0].seconds == 2.0 and disturbed == 0
 
 
+@pytest.mark.slow
 def test_each_go_knows_what_the_first_one_did(monkeypatch):
     """A drafter whose memory goes on would else copy the answer that it has just given."""
     settings = (

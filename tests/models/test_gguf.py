@@ -18,6 +18,8 @@ from tests.support.commands import measure_here, run_main
 from tests.support.conf import composed
 from tests.support.gguf import rounded, write_gguf
 
+pytestmark = pytest.mark.slow  # a file is written, read and converted
+
 CHAT = [{"role": "user", "content": "How many owls are there?"}]
 
 

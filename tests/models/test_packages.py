@@ -68,6 +68,7 @@ def forbidden(*_):
     raise AssertionError("pip was asked again")
 
 
+@pytest.mark.slow
 def test_a_file_is_fetched_once_and_nothing_else_is_kept(pair_packages, folder, monkeypatch):
     path = fetched(NAME, pair_packages)
     assert path.read_bytes() == CONTENT
