@@ -27,7 +27,7 @@ from specbench.config.checks import check
 from specbench.config.compose import CONF
 from specbench.data.questions import load_questions
 from specbench.measure.machine.speed import Probes
-from specbench.measure.plan import Passes
+from specbench.measure.plan import RunPlan
 from specbench.measure.records import run_folder as store
 from specbench.report import formats, phases, plots, tables
 from specbench.report.runs import Run, finished_runs
@@ -310,7 +310,7 @@ def is_due(folder: Path, number: int) -> bool:
     if store.is_complete(folder):
         return False
     cfg = OmegaConf.create(store.read_config(folder))
-    plan, done = Passes.of(cfg), Counter(record["repeat"] for record in store.read_records(folder))
+    plan, done = RunPlan.of(cfg), Counter(record["repeat"] for record in store.read_records(folder))
     repeat = plan.next(done, len(load_questions(cfg.data, cfg.task)), None, 0.0)
     return (
         repeat is None or plan.process_of(repeat) <= number

@@ -27,7 +27,7 @@ from specbench.measure.protocol import BASELINE, METHOD, Bench
 from specbench.measure.runner import prepare
 from specbench.system.paths import packaged
 from tests.support.conf import composed, drafts, inline, is_scheduler, lacks_part, names
-from tests.support.graphs import PretendedGraphs, pretend
+from tests.support.graphs import PretendedRunner, pretend
 from tests.support.waits import Waits, watched
 
 METHODS = [name for name in names("method") if not is_scheduler(name)]
@@ -194,7 +194,7 @@ def test_graphs_change_neither_an_answer_nor_a_draft(monkeypatch, bench, method)
             assert what_was_drafted(answers) == what_was_drafted(plain)
 
 
-def replays_by_round(monkeypatch, made: list[PretendedGraphs]) -> list[int]:
+def replays_by_round(monkeypatch, made: list[PretendedRunner]) -> list[int]:
     """The replays of all rounds to come; the list grows."""
     counts: list[int] = []
     inner = Engine._round

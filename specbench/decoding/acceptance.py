@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.model.graphs import Graphs
+from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.sampling import ACCEPT, TARGET, SamplingParams, sample_inverse_cdf
 from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:
-    from specbench.decoding.model.graphs import Passes
+    from specbench.decoding.model.graphs import EagerRunner
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Accepted:
 
 
 def accept_at_once(
-    passes: Passes | None,
+    runner: EagerRunner | None,
     memory: object,
     logits: torch.Tensor,
     draft: Draft,
@@ -60,8 +60,8 @@ def accept_at_once(
     A greedy chain, and a round without a draft, take a few operations: they are no pass.
 
     Args:
-        passes: runs it; None where there are no graphs.
-        memory: that what is captured goes with, as in `Passes.run`.
+        runner: runs it; None where there are no graphs.
+        memory: that what is captured goes with, as in `EagerRunner.run`.
         logits: as in `accept`, like all that follow.
         draft: its tokens, probabilities, candidates and tree may differ from round to round.
         decoding: how tokens are chosen.
@@ -69,7 +69,7 @@ def accept_at_once(
         limits: draft tokens that each may accept at most; None: all.
     """
     greedy_chain = uniforms is None and draft.tree is None
-    if not isinstance(passes, Graphs) or not draft.tokens.shape[1] or greedy_chain:
+    if not isinstance(runner, GraphRunner) or not draft.tokens.shape[1] or greedy_chain:
         return accept(logits, draft, decoding, uniforms, limits)
     shape, widest = ((), None) if draft.tree is None else (draft.tree.tensors, draft.tree.widest)
     number = None if isinstance(draft.candidates, torch.Tensor) else draft.candidates
@@ -86,7 +86,7 @@ def accept_at_once(
         return [accepted.count, accepted.next, accepted.tokens, *path]
 
     key = "accept", decoding.temperature, number, widest, *given, len(shape)
-    return Accepted(*passes.run(memory, key, whole, logits, draft.tokens, *given.values(), *shape))
+    return Accepted(*runner.run(memory, key, whole, logits, draft.tokens, *given.values(), *shape))
 
 
 def accept(

@@ -15,13 +15,13 @@ import torch
 
 from specbench.decoding.acceptance import Accepted, accept_at_once
 from specbench.decoding.device import move_slots, on_device, span
+from specbench.decoding.interleave import checkpoint
 from specbench.decoding.sampling import TARGET, SamplingParams, check_sampled, position_draws
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Request, SequenceState, Verified
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Step, Timestamp, counted
-from specbench.decoding.turns import between_rounds
 from specbench.system.errors import UserError, require_at_least
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Engine:
             if not held:
                 break
             rounds.append(self._round(held, len(rounds)))
-            others = between_rounds(self.clock, sum(one.emitted for one in sequences))
+            others = checkpoint(self.clock, sum(one.emitted for one in sequences))
             if others is not None:
                 self._last = others[1]
         self.clock.synchronize()
@@ -284,8 +284,8 @@ class Engine:
         k, limits = draft.tokens.shape[1], None
         if k and min(batch.limits) < self._longest(draft):
             limits = on_device(batch.limits, logits.device)
-        passes, cache, uniforms = self.target.passes, self._layout.cache, self._draws(batch, 1 + k)
-        return accept_at_once(passes, cache, logits, draft, batch.decoding, uniforms, limits)
+        runner, cache, uniforms = self.target.runner, self._layout.cache, self._draws(batch, 1 + k)
+        return accept_at_once(runner, cache, logits, draft, batch.decoding, uniforms, limits)
 
     def _on_host(self, draft: Draft, logits: torch.Tensor, accepted: Accepted) -> list[list[int]]:
         """What the host learns of each sequence: count, new tokens, a tree's depth, candidates, the drafter's report.
@@ -379,7 +379,7 @@ class Engine:
             # It holds the cache, which is given back before what is larger is asked for.
             self.__dict__.pop("_layout", None)
             self.__dict__.pop("_slots", None)
-            step = CACHE_STEP if self.target.passes is None else FIXED_STEP
+            step = CACHE_STEP if self.target.runner is None else FIXED_STEP
             capacity = -(-capacity // step) * step
             cache = self.target.new_cache(capacity, slots)
             self._slots = Slots(slots, capacity, self.target.device)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria
 
+from specbench.decoding.interleave import checkpoint
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Step, Timestamp
-from specbench.decoding.turns import between_rounds
 from specbench.models.pairs import Pair
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Steps(StoppingCriteria):
         """Ends a step, the first of which is the prefill; input_ids: [batch, n] so far."""
         batch, length = input_ids.shape
         self.ends.append(self.clock.mark())
-        span = between_rounds(self.clock, batch * (length - self.prompt))
+        span = checkpoint(self.clock, batch * (length - self.prompt))
         self.begins.append(self.ends[-1] if span is None else span[1])
         return self._none
 

@@ -13,7 +13,7 @@ LEAST_FOR_PRECISION = 3  # passes, before an interval over them says anything
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class RunPlan:
     """The plan of a run; what is still to do follows from its journal alone, so that a killed run goes on.
 
     Attributes:
@@ -29,7 +29,7 @@ class Passes:
     max_minutes: float = float("inf")
 
     @classmethod
-    def of(cls, cfg: Mapping[str, Any]) -> Passes:
+    def of(cls, cfg: Mapping[str, Any]) -> RunPlan:
         """The plan that a configuration asks for; every process measures one pass at least."""
         least = 1 if cfg["precision"] is None else LEAST_FOR_PRECISION
         return cls(

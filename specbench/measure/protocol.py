@@ -1,7 +1,7 @@
 """The arms of a job on the same questions: what they are asked, in which order, and what the journal gets of it.
 
-Per question the arms take turns on the same prompt, slice by slice (`specbench.decoding.turns`), or answer by answer
-where one of them must not be cut, in an order that rotates: what slows the machine slows all of them alike. A batch
+Per question the arms take turns on the same prompt, slice by slice (`specbench.decoding.interleave`), or answer by
+answer where one of them must not be cut, in an order that rotates: what slows the machine slows all of them alike. A batch
 method gets a pool of questions in place of one; everything else is the same.
 """
 
@@ -20,11 +20,11 @@ import numpy as np
 from tqdm import tqdm
 
 from specbench.decoding.cpu.autotune import PassShape, choose_layouts
-from specbench.decoding.model.graphs import Graphs
+from specbench.decoding.interleave import Interleaver
+from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.sampling import TARGET, SamplingParams, position_draws
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Clock, Generation, Step
-from specbench.decoding.turns import Turns
 from specbench.measure.certify import Certificate, certify
 from specbench.measure.machine import provenance
 from specbench.measure.machine.watch import LOST, Counters, Watch, added, between
@@ -277,7 +277,7 @@ class Bench:
                 peak = provenance.peak_memory(self.pair.device)
                 self.peak_memory = peak and max(peak, self.peak_memory or 0)
 
-        turns = Turns(self.slice_seconds or math.inf, watched)
+        turns = Interleaver(self.slice_seconds or math.inf, watched)
         answers = turns.run([partial(self.arms[name], asked) for name, asked in requests.items()])
         return Attempt(dict(zip(order, answers)), slices)
 
@@ -337,7 +337,7 @@ class Bench:
     def warm_up(self) -> None:
         """Runs every arm on the warm-up questions with the shortest and the longest prompt."""
         # Whole answers where passes are captured: each number of entries that they attend to has a graph of its own.
-        whole = isinstance(self.target.passes, Graphs)
+        whole = isinstance(self.target.runner, GraphRunner)
         requests = self._warm_up_requests(self.decoding.max_new_tokens if whole else WARM_UP_TOKENS)
         by_length = sorted(requests, key=lambda request: len(request.prompt))
         ends = [by_length[0], by_length[-1]]

@@ -33,7 +33,7 @@ from specbench.measure.arms import Arm, FastestOf, generate_arm, one_by_one
 from specbench.measure.machine import provenance
 from specbench.measure.machine.speed import Probes
 from specbench.measure.metrics.statistics import Speedup
-from specbench.measure.plan import Passes, whole
+from specbench.measure.plan import RunPlan, whole
 from specbench.measure.protocol import BASELINE, HF, METHOD, SINGLE, Bench, attempt
 from specbench.measure.records import run_folder as store
 from specbench.models.pairs import load_pair, with_part
@@ -140,7 +140,7 @@ class Job:
 
     def __init__(self, run_dir: Path, cfg: DictConfig, questions: list[Question], journal: store.Journal):
         self.run_dir, self.cfg, self.questions, self.journal = run_dir, cfg, questions, journal
-        self.plan = Passes.of(cfg)
+        self.plan = RunPlan.of(cfg)
         self._speedup, self._passes = Speedup(None, None, None), 0  # with its interval over so many passes
 
     def next_pass(self) -> int | None:

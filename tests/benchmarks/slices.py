@@ -18,8 +18,8 @@ from tqdm import tqdm
 from methods.sps import SpeculativeSampling
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.interleave import Interleaver
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.turns import Turns
 from specbench.measure.metrics.statistics import speedup
 from specbench.system.threads import use_threads
 from tests.benchmarks.common import pair_and_requests, ratio_text
@@ -54,7 +54,7 @@ def main() -> None:
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             order = arms(number)[:: -1 if number % 2 else 1]
-            answers = Turns(ways[name]).run(order)[:: -1 if number % 2 else 1]
+            answers = Interleaver(ways[name]).run(order)[:: -1 if number % 2 else 1]
             seconds[name][:, number] = [answer.seconds for answer in answers]
     for name in names:
         first, second = seconds[name]

@@ -339,7 +339,7 @@ class World:
         for module in (layouts, linear):
             monkeypatch.setattr(module, "product", self.product)
         monkeypatch.setattr(layouts, "sweep", self.sweep)
-        monkeypatch.setattr(layouts.Passes, "run", lambda passes, shape: self.run(passes, shape))
+        monkeypatch.setattr(layouts.TimedPasses, "run", lambda passes, shape: self.run(passes, shape))
 
     def product(self, states, weight, bias):
         if not isinstance(weight, layouts.Timed):
@@ -355,7 +355,7 @@ class World:
         self.events.append("sweep")
         self.recent = []
 
-    def run(self, passes, shape, run=layouts.Passes.run):
+    def run(self, passes, shape, run=layouts.TimedPasses.run):
         self.events.append(f"pass of {shape.tokens}")
         return run(passes, shape)
 
@@ -405,7 +405,7 @@ def test_what_costs_elsewhere_in_the_pass_is_not_chosen(monkeypatch):
             world.now += more
             return seconds + more
 
-        monkeypatch.setattr(layouts.Passes, "run", run)
+        monkeypatch.setattr(layouts.TimedPasses, "run", run)
         chosen = choose_layouts(target, [ONE, SIX])
         assert {of for choices in names_of(chosen).values() for of in choices.values()} == {expected}
         assert chosen["pass_ms"].keys() == {"1", "6"}
@@ -454,7 +454,7 @@ def test_of_a_large_target_the_last_layers_are_measured_and_all_are_laid_out(mon
     world = World(monkeypatch, ALIKE | {"packed": (2.0, 2.0)})
     target = StagedModel(random_model("llama", 0, num_hidden_layers=3))
     monkeypatch.setattr(layouts, "PART_BYTES", target.pass_bytes(1))
-    assert layouts.Passes(target, [ONE]).first == 1
+    assert layouts.TimedPasses(target, [ONE]).first == 1
     chosen = choose_layouts(target, [ONE, SIX])
     assert world.events == ["sweep", "pass of 1"] * world.events.count("pass of 1") + [
         "sweep",
@@ -485,7 +485,7 @@ def test_measuring_leaves_the_logits_and_no_copy_behind(monkeypatch):
 def test_a_measurement_that_fails_leaves_the_weights_themselves(monkeypatch):
     target = StagedModel(random_model("llama", 0))
     runs = iter([1.0, 1.0, 1.0])
-    monkeypatch.setattr(layouts.Passes, "run", lambda passes, shape: next(runs))
+    monkeypatch.setattr(layouts.TimedPasses, "run", lambda passes, shape: next(runs))
     with pytest.raises(StopIteration):
         choose_layouts(target, [ONE, SIX])
     own = layouts._laid([*target.layers, target.lm_head])

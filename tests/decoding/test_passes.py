@@ -16,12 +16,19 @@ from specbench.decoding.cpu.lean_modules import experts_wait
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import staged_model as targets
-from specbench.decoding.model.graphs import Graphs, Options, Passes, compiled, set_options, uncollected
-from specbench.decoding.model.staged_model import StagedModel, passes_of
+from specbench.decoding.model.graphs import (
+    EagerRunner,
+    GraphRunner,
+    Options,
+    compiled,
+    set_options,
+    uncollected,
+)
+from specbench.decoding.model.staged_model import StagedModel, runner_of
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Draft
 from tests.support.decoding import random_pair
-from tests.support.graphs import PretendedGraphs, pretend
+from tests.support.graphs import PretendedRunner, pretend
 from tests.support.models import ARCHITECTURES, FAMILIES, SLIDING, random_model
 
 # Architectures, and families with other windows, caps, angles, heads and routed experts.
@@ -37,7 +44,7 @@ class Memory:
 
 
 def test_a_pass_is_captured_once_and_what_it_gives_is_the_callers():
-    graphs, memory, calls = PretendedGraphs(), Memory(), []
+    graphs, memory, calls = PretendedRunner(), Memory(), []
 
     def double(given: torch.Tensor) -> list[torch.Tensor]:
         calls.append(given)
@@ -62,7 +69,7 @@ def test_a_pass_is_captured_once_and_what_it_gives_is_the_callers():
 
 def test_what_a_captured_function_runs_is_a_part_of_it():
     """With the same graphs and with others; each alone would be captured in the middle of a capture."""
-    graphs, others, memory = PretendedGraphs(), PretendedGraphs(), Memory()
+    graphs, others, memory = PretendedRunner(), PretendedRunner(), Memory()
 
     def both(given: torch.Tensor) -> list[torch.Tensor]:
         (twice,) = graphs.run(memory, "inner", lambda own: [2 * own], given)
@@ -79,7 +86,7 @@ def test_what_a_captured_function_runs_is_a_part_of_it():
 
 
 def test_a_capture_that_fails_is_over():
-    graphs, memory = PretendedGraphs(), Memory()
+    graphs, memory = PretendedRunner(), Memory()
 
     def failing(given: torch.Tensor) -> list[torch.Tensor]:
         raise RuntimeError("for some reason")
@@ -104,7 +111,7 @@ def test_without_graphs_a_function_of_a_batch_is_called_as_it_is():
 
 
 def test_what_was_captured_goes_with_its_memory():
-    graphs, memory = PretendedGraphs(), Memory()
+    graphs, memory = PretendedRunner(), Memory()
     with torch.inference_mode():
         graphs.run(memory, "double", lambda given: [2 * given], torch.ones(4))
     assert len(graphs._captured) == 1
@@ -115,7 +122,7 @@ def test_what_was_captured_goes_with_its_memory():
 
 def test_memory_that_moves_is_found():
     """The double would prove nothing if it let through what a graph cannot do."""
-    graphs, memory = PretendedGraphs(), Memory()
+    graphs, memory = PretendedRunner(), Memory()
 
     def add(given: torch.Tensor) -> list[torch.Tensor]:
         return [given + memory.numbers]
@@ -233,7 +240,7 @@ def test_prompts_and_whatever_needs_gradients_are_not_captured(monkeypatch):
     assert graphs.captures == 0
 
 
-def _graphs_of(monkeypatch, arch: str, width: int | None = None) -> tuple[list[Graphs], StagedModel]:
+def _graphs_of(monkeypatch, arch: str, width: int | None = None) -> tuple[list[GraphRunner], StagedModel]:
     made = pretend(monkeypatch)
     return made, StagedModel(random_pair(arch).target, width=width)
 
@@ -241,15 +248,15 @@ def _graphs_of(monkeypatch, arch: str, width: int | None = None) -> tuple[list[G
 def test_a_cpu_runs_passes_as_they_come():
     """No work beyond a look at one attribute."""
     target = StagedModel(random_pair("llama").target)
-    assert target.passes is None and passes_of(target.model) is None and target.padding == 0
-    assert Passes().run(target, "key", lambda given: [given], torch.ones(2))[0].tolist() == [1, 1]
+    assert target.runner is None and runner_of(target.model) is None and target.padding == 0
+    assert EagerRunner().run(target, "key", lambda given: [given], torch.ones(2))[0].tolist() == [1, 1]
 
 
 def test_graphs_are_for_a_whole_plain_model_on_one_gpu():
     """A model whose tensors say that they are on CUDA stands for one there."""
 
     def found(**changes) -> bool:
-        return isinstance(passes_of(_Stand(**changes)), Graphs)
+        return isinstance(runner_of(_Stand(**changes)), GraphRunner)
 
     assert found()
     assert not found(devices=("cuda:0", "cuda:1"))
@@ -264,8 +271,8 @@ def test_options_belong_to_a_model():
     one, other, third = _Stand(), _Stand(), _Stand()
     set_options(one, Options(graphs=False))
     set_options(other, Options(compile=True))
-    assert passes_of(one) is None
-    assert passes_of(other).compile and not passes_of(third).compile
+    assert runner_of(one) is None
+    assert runner_of(other).compile and not runner_of(third).compile
 
 
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss"])
@@ -335,7 +342,7 @@ def test_a_pass_can_be_compiled_as_a_whole(monkeypatch, arch):
     cache, ids = target.new_cache(64), torch.arange(14).unsqueeze(0)
     compared = []
 
-    class Both(Passes):
+    class Both(EagerRunner):
         def run(self, memory, key, function, *inputs):
             torch._dynamo.reset()
             own = function(*inputs)
@@ -346,7 +353,7 @@ def test_a_pass_can_be_compiled_as_a_whole(monkeypatch, arch):
 
     with torch.inference_mode():
         target.prefill(ids[:, :10], cache)
-        target.passes = Both()
+        target.runner = Both()
         target.verify(ids[:, 10:11], Draft(ids[:, 11:13]), cache, 10)
     assert compared == [(1, 4)]
 

@@ -15,7 +15,7 @@ from specbench.measure import protocol as pairing
 from specbench.measure.arms import FastestOf, generate_arm, hf_generate_arm
 from specbench.measure.protocol import BASELINE, Bench
 from tests.support.decoding import generate_with_transformers, random_pair
-from tests.support.graphs import PretendedGraphs
+from tests.support.graphs import PretendedRunner
 
 PROMPT = [3, 9, 27, 11]
 
@@ -58,7 +58,7 @@ def test_a_static_cache_gives_the_same_answer():
     assert answer.tokens == generate_with_transformers(pair.target, PROMPT, 12)
 
 
-@pytest.mark.parametrize(("passes", "tokens"), [(None, pairing.WARM_UP_TOKENS), (PretendedGraphs(), 300)])
+@pytest.mark.parametrize(("passes", "tokens"), [(None, pairing.WARM_UP_TOKENS), (PretendedRunner(), 300)])
 def test_graphs_are_warmed_up_with_whole_answers(monkeypatch, passes, tokens):
     """A capture takes many passes' time, which is nothing that an answer costs."""
     asked: list[list[Request]] = []

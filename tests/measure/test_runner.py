@@ -25,8 +25,8 @@ from specbench.decoding.acceptance import outcome
 from specbench.decoding.cpu import autotune as layouts
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.interleave import Interleaver
 from specbench.decoding.kv_layout import RaggedLayout
-from specbench.decoding.turns import Turns
 from specbench.measure import protocol as pairing
 from specbench.measure import runner
 from specbench.measure.machine import speed
@@ -338,15 +338,15 @@ def test_short_slices_change_no_answer(workplace, tmp_path, method):
 
 
 def only_whole(seconds, around):
-    """Stands in for `Turns`, and takes no slices."""
+    """Stands in for `Interleaver`, and takes no slices."""
     assert math.isinf(seconds)
-    return Turns(seconds, around)
+    return Interleaver(seconds, around)
 
 
 def test_an_arm_that_must_not_be_cut_alternates_by_answers(workplace, tmp_path, monkeypatch):
     assert measured(workplace, "pld", tmp_path, "task=rag")[1]["slice_seconds"] == 0.05
     monkeypatch.setattr(Drafter, "exclusive", True)
-    monkeypatch.setattr(pairing, "Turns", only_whole)
+    monkeypatch.setattr(pairing, "Interleaver", only_whole)
     assert measured(workplace, "pld", tmp_path, "task=qa")[1]["slice_seconds"] is None
 
 

@@ -24,7 +24,7 @@ from specbench.decoding.device import place_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import graphs as passes
-from specbench.decoding.model.graphs import Passes
+from specbench.decoding.model.graphs import EagerRunner
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Draft, Request
@@ -118,8 +118,8 @@ def test_without_graphs_an_answer_is_the_same(pair_on, adapter, monkeypatch, met
             found.append(
                 [engine.answer(prompt, SamplingParams(NEW_TOKENS)).tokens for prompt in prompts(pair)]
             )
-        assert (engine.target.passes is None) != graphs
-        assert not graphs or engine.target.passes.captures > 0
+        assert (engine.target.runner is None) != graphs
+        assert not graphs or engine.target.runner.captures > 0
     assert found[0] == found[1]
 
 
@@ -130,10 +130,10 @@ def test_a_replay_gives_what_its_operations_give(pair_on, monkeypatch, arch, com
     monkeypatch.setattr(passes, "DEFAULT", passes.Options(compile=compiles))
     target = StagedModel(pair_on(arch).target)
     cache, ids = target.new_cache(512), torch.arange(3, 13, device=DEVICE).unsqueeze(0)
-    graphs, found = target.passes, []
+    graphs, found = target.runner, []
     with torch.inference_mode():
-        for runs in (graphs, graphs, Passes()):
-            target.passes = runs
+        for runs in (graphs, graphs, EagerRunner()):
+            target.runner = runs
             target.prefill(ids[:, :6], cache)
             found.append(target.verify(ids[:, 6:7], Draft(ids[:, 7:]), cache, 6))
     assert graphs.captures == 1
@@ -148,12 +148,12 @@ def test_experts_in_graphs_give_what_their_operations_give(arch):
     target = StagedModel(model)
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("such experts wait for the host")
-    graphs = target.passes
+    graphs = target.runner
     cache, ids = target.new_cache(512), torch.arange(3, 13, device=DEVICE).unsqueeze(0)
     found = []
     with torch.inference_mode():
-        for runs in (graphs, graphs, Passes()):
-            target.passes = runs
+        for runs in (graphs, graphs, EagerRunner()):
+            target.runner = runs
             target.prefill(ids[:, :6], cache)
             found.append(target.verify(ids[:, 6:7], Draft(ids[:, 7:]), cache, 6))
     assert graphs.captures == 1

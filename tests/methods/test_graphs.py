@@ -37,7 +37,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Batch, Request
 from tests.support.decoding import random_pair, random_prompt
-from tests.support.graphs import PretendedGraphs, Unguarded, pretend
+from tests.support.graphs import PretendedRunner, Unguarded, pretend
 from tests.support.methods import drafts, saved_eagle, sorted_pair, trimmed
 
 NEW_TOKENS = 20
@@ -268,7 +268,7 @@ def test_verification_is_cut_only_for_what_works_on_the_way(monkeypatch, listens
     assert {*counts} == {replays}
 
 
-class Both(PretendedGraphs):
+class Both(PretendedRunner):
     """Runs each function as it is, and compiled as a whole: whatever breaks a graph of torch.compile raises."""
 
     def run(self, memory, key, function, *inputs):

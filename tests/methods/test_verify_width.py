@@ -106,13 +106,13 @@ def test_a_fault_in_verification_is_no_rounding(half, monkeypatch):
 @pytest.mark.parametrize("method", ["ar", "sps", "recycling", "kangaroo tree"])
 def test_answers_stay_what_they_are(monkeypatch, adapter, method, scheduler):
     """Chains and trees, one after the other and in batches, in passes that are all equally wide."""
-    widths, inner = set(), passes.Passes.run
+    widths, inner = set(), passes.EagerRunner.run
 
     def run(self, memory, key, function, *inputs):
         widths.add(inputs[0].shape[1])
         return inner(self, memory, key, function, *inputs)
 
-    monkeypatch.setattr(passes.Passes, "run", run)
+    monkeypatch.setattr(passes.EagerRunner, "run", run)
     drafter = DRAFTERS[method](sorted_pair("llama"), adapter("llama"))
     made = None if scheduler is None else SCHEDULERS[scheduler]()
     assert answers("llama", drafter, 6, made, width=WIDTH) == expected("llama", 6)

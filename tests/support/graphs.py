@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbench.decoding import sampling
 from specbench.decoding.model import staged_model as targets
-from specbench.decoding.model.graphs import Captured, Graphs, within
+from specbench.decoding.model.graphs import Captured, GraphRunner, within
 
 HUGE = 2**61  # no id, position or index: whatever reads it fails
 
@@ -63,7 +63,7 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class PretendedGraphs(Graphs):
+class PretendedRunner(GraphRunner):
     """Replays a pass as it was captured: the same operations, which read the same addresses as then.
 
     Outputs of the replay before are spoilt. What was captured is called again, and nothing that is known later.
@@ -92,28 +92,30 @@ class PretendedGraphs(Graphs):
         return Captured(inputs, outputs, replay)
 
 
-class Unguarded(PretendedGraphs):
+class Unguarded(PretendedRunner):
     """A fault: what is returned is overwritten by the next replay."""
 
     def run(self, memory: object, key: Hashable, function: Callable, *inputs: torch.Tensor) -> Sequence:
-        """As `Graphs.run`, without the copies."""
+        """As `GraphRunner.run`, without the copies."""
         super().run(memory, key, function, *inputs)
         known = self._captured[memory]
         return known[key, *((given.shape, given.dtype) for given in inputs)].outputs
 
 
-def pretend(monkeypatch, kv_bucket: int = 16, make: Callable[[], Graphs] = PretendedGraphs) -> list[Graphs]:
+def pretend(
+    monkeypatch, kv_bucket: int = 16, make: Callable[[], GraphRunner] = PretendedRunner
+) -> list[GraphRunner]:
     """Lets models that are made from now on capture their passes; the list gets what each of them does it with.
 
     kv_bucket: so short that most answers grow beyond it.
     """
-    made: list[Graphs] = []
+    made: list[GraphRunner] = []
 
-    def passes_of(model: object) -> Graphs:
+    def runner_of(model: object) -> GraphRunner:
         made.append(make())
         return made[-1]
 
-    monkeypatch.setattr(targets, "passes_of", passes_of)
+    monkeypatch.setattr(targets, "runner_of", runner_of)
     # As on a GPU: what NumPy makes is nothing that an operation of torch has made.
     monkeypatch.setattr(sampling, "argmax_token", lambda logits: logits.argmax(-1))
     monkeypatch.setattr(targets, "KV_BUCKET", kv_bucket)

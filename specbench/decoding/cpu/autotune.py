@@ -187,7 +187,7 @@ class Timed:
         return outputs
 
 
-class Passes:
+class TimedPasses:
     """Passes of a target after a filled cache; of a large one, of its last layers alone.
 
     Args:
@@ -237,7 +237,7 @@ def _in_place(
     for each group is compared once more, all of it against the default layouts, by whole passes: what gains in its
     products and costs as much elsewhere is not taken.
     """
-    passes = Passes(target, shapes)
+    passes = TimedPasses(target, shapes)
     run = {id(laid) for laid in _laid([*target.layers[passes.first :], target.lm_head])}
     tried = {name: [laid for laid in group if id(laid) in run] for name, group in groups.items()}
     tried = {name: group for name, group in tried.items() if group and _is_large(group)}
@@ -267,7 +267,7 @@ def _in_place(
 
 
 def _try_products(
-    passes: Passes,
+    passes: TimedPasses,
     shape: PassShape,
     groups: Mapping[str, Sequence[PackedWeight]],
     made: Mapping[str, Mapping[str, Sequence[Made]]],
@@ -300,7 +300,7 @@ def _try_products(
 
 
 def _check(
-    passes: Passes,
+    passes: TimedPasses,
     shape: PassShape,
     groups: Mapping[str, Sequence[PackedWeight]],
     made: Mapping[str, Mapping[str, Sequence[Made]]],

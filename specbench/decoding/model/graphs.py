@@ -51,7 +51,7 @@ def options_of(model: object) -> Options:
     return getattr(model, "specbench_passes", DEFAULT)
 
 
-class Passes:
+class EagerRunner:
     """Runs passes as they are."""
 
     def run(
@@ -83,7 +83,7 @@ class Captured:
     replay: Callable[[], None]
 
 
-class Graphs(Passes):
+class GraphRunner(EagerRunner):
     """Captures a pass when its key is new, and replays it from then on. For inference mode alone.
 
     What is returned is always a copy: a replay overwrites the outputs of the one before, which a drafter may have kept.
@@ -106,7 +106,7 @@ class Graphs(Passes):
     def run(
         self, memory: object, key: Hashable, function: Function, *inputs: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """As `Passes.run`; the tensors that are returned belong to the caller.
+        """As `EagerRunner.run`; the tensors that are returned belong to the caller.
 
         What a function that is being captured runs, with these or other graphs, is a part of it.
         """

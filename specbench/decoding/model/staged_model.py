@@ -32,7 +32,7 @@ from specbench.decoding.cpu.lean_modules import (
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.kv_cache import EMPTY, ForwardContext, KVCache
 from specbench.decoding.model.agreement import Agreement, agreement, own_ways
-from specbench.decoding.model.graphs import Graphs, Passes, is_within, options_of
+from specbench.decoding.model.graphs import EagerRunner, GraphRunner, is_within, options_of
 from specbench.decoding.state import NORMED, Draft, Prefill
 from specbench.system.errors import UserError, one_line
 
@@ -81,7 +81,7 @@ class StagedModel:
         width: pad every decode pass to this many tokens per sequence; None: no padding.
 
     Attributes:
-        passes: runs the passes of fixed shapes, see `_fixed`; None where passes have the shapes that they are given in.
+        runner: runs the passes of fixed shapes, see `_fixed`; None where passes have the shapes that they are given in.
         padding: entries after the last one of a sequence that `width` may write to.
 
     Raises:
@@ -118,11 +118,11 @@ class StagedModel:
             # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
             self._implied_masks = self.config._attn_implementation == "sdpa"
             self.width, self.padding = width, (width or 1) - 1
-            self.passes = passes_of(model) or (Passes() if width else None)
+            self.runner = runner_of(model) or (EagerRunner() if width else None)
             kv_heads, _ = self._cache_shape()
             # Without graphs, most passes on CUDA have no mask; with them all do.
             grouped = self.config.num_attention_heads > kv_heads and (
-                model.device.type == "cpu" or isinstance(self.passes, Graphs)
+                model.device.type == "cpu" or isinstance(self.runner, GraphRunner)
             )
             # What attention is given for each query head of a group; 1 where it gets a mask as transformers does.
             self._groups = (
@@ -174,7 +174,7 @@ class StagedModel:
             UserError: the layers do not have these parts as modules.
         """
         twin = copy.copy(self)
-        twin.passes, twin.width, twin.padding = None, None, 0
+        twin.runner, twin.width, twin.padding = None, None, 0
         twin.layers = [
             thinned(layer, i in attention, i in mlp, pair)
             for i, (layer, pair) in enumerate(zip(self.layers, self._mlp_gives_pair))
@@ -263,7 +263,7 @@ class StagedModel:
         if isinstance(ctx, int):
             ctx = ForwardContext.consecutive(ctx, n)
         hi = len(self.layers) if hi is None else hi
-        if self.passes is not None and has_fixed_shape(ctx, n):
+        if self.runner is not None and has_fixed_shape(ctx, n):
             return self._fixed(hidden, cache, ctx, lo, hi, taps, on_hidden)[STATES]
         return self._layers(hidden, cache, ctx, lo, hi, self._masks(ctx, n, hidden), taps, on_hidden)
 
@@ -346,7 +346,7 @@ class StagedModel:
         Returns:
             What was wanted, [b, n, ...].
         """
-        assert self.passes is not None
+        assert self.runner is not None
         b, n = given.shape[:2]
         inside: list[int] = []
         if on_hidden is not None:
@@ -366,7 +366,7 @@ class StagedModel:
             names: Sequence[str | int] = wanted if end == hi else (STATES,)
             key = (start, end, ctx.kv_len, *names)
             stage = self._stage(cache, ctx.kv_len, start, end, names)
-            outputs = self.passes.run(cache, key, stage, given, *inputs)  # type: ignore[arg-type] # all spelled out
+            outputs = self.runner.run(cache, key, stage, given, *inputs)  # type: ignore[arg-type] # all spelled out
             own = [output[:, :n] for output in outputs] if width > n else outputs
             if end < hi:
                 given = outputs[0]
@@ -393,7 +393,7 @@ class StagedModel:
 
         Args:
             batch: the running sequences.
-            memory: as in `Passes.run`: what `open` made for this function, a cache as a rule.
+            memory: as in `EagerRunner.run`: what `open` made for this function, a cache as a rule.
             key: likewise.
             function: of a batch and of what is given; it returns tensors, and changes nothing but `memory`. What it
                 reads beside its arguments stays the same and where it is for as long as `memory` is there.
@@ -404,7 +404,7 @@ class StagedModel:
         Returns:
             What the function returns.
         """
-        if not isinstance(self.passes, Graphs) or not torch.is_inference_mode_enabled():
+        if not isinstance(self.runner, GraphRunner) or not torch.is_inference_mode_enabled():
             return function(batch, *given)
         kv_bucket = 0 if entries is None else self._kv_bucket(max(batch.lengths) + entries, memory)
         drawn = [] if batch.uniforms is None else [batch.uniforms[: batch.size]]
@@ -414,7 +414,7 @@ class StagedModel:
             return function(batch.device_only(kv_bucket, known, tokens, uniforms), *rest[len(drawn) :])
 
         key = key, kv_bucket, batch.decoding.temperature, len(drawn)
-        return self.passes.run(memory, key, whole, batch.known, batch.tokens[: batch.size], *drawn, *given)
+        return self.runner.run(memory, key, whole, batch.known, batch.tokens[: batch.size], *drawn, *given)
 
     @staticmethod
     def _kv_bucket(kv_len: int, cache: KVCache) -> int:
@@ -537,7 +537,7 @@ class StagedModel:
             given, lo = draft.resume.hidden, draft.resume.layer
         else:
             given, lo = torch.cat([pending, draft.tokens], dim=1) if draft.tokens.shape[1] else pending, 0
-        if self.passes is not None:
+        if self.runner is not None:
             n = given.shape[1]
             ctx = ForwardContext.consecutive(ctx, n) if isinstance(ctx, int) else ctx
             if has_fixed_shape(ctx, n):
@@ -623,7 +623,7 @@ class StagedModel:
         A pass of a window's length costs memory for the logits of every token of it, so that long ones are not filled.
         """
         windows = [window + BEYOND for window, _ in self._kinds_there if window and window <= LONGEST_FILLED]
-        length = max(CHECKED, *windows, KV_BUCKET + 11 if isinstance(self.passes, Graphs) else 0)
+        length = max(CHECKED, *windows, KV_BUCKET + 11 if isinstance(self.runner, GraphRunner) else 0)
         return min(length, self.config.max_position_embeddings)
 
     # -- positions ---------------------------------------------------------------------------------------------
@@ -638,8 +638,8 @@ class StagedModel:
     def _angles(self, capacity: int) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
         """Cosines and sines [1, at least capacity, rotary_dim] of all positions, computed once for each table."""
         if not self._rope_tables or next(iter(self._rope_tables.values()))[0].shape[1] < capacity:
-            if self.passes is not None:  # those before are no longer there
-                self.passes.forget()
+            if self.runner is not None:  # those before are no longer there
+                self.runner.forget()
                 capacity = -(-capacity // ROPE_STEP) * ROPE_STEP
             positions = torch.arange(capacity, device=self.device).unsqueeze(0)
             # Of the first argument only its dtype and device are read.
@@ -715,7 +715,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def passes_of(model: PreTrainedModel) -> Graphs | None:
+def runner_of(model: PreTrainedModel) -> GraphRunner | None:
     """What captures the passes of a model on CUDA; None elsewhere, and for a model that no graph can hold.
 
     That is one whose layers are spread over devices; one with quantised weights, whose kernels may look at them on the
@@ -731,7 +731,7 @@ def passes_of(model: PreTrainedModel) -> Graphs | None:
     experts = any(getattr(config, name, 0) for name in EXPERTS)
     if len(devices) > 1 or hooked or quantised or (experts and experts_wait(model)):
         return None
-    return Graphs(model.device, options.compile)
+    return GraphRunner(model.device, options.compile)
 
 
 def has_fixed_shape(ctx: ForwardContext, n: int) -> bool:

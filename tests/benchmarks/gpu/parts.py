@@ -23,7 +23,7 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.kv_layout import RaggedLayout
-from specbench.decoding.model.graphs import Graphs, Passes
+from specbench.decoding.model.graphs import EagerRunner, GraphRunner
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
@@ -274,18 +274,18 @@ def _drafted(check: Check, pair: Pair, known: int = 300) -> tuple[float, int]:
     drafter.draft(batch)
     spent = MS * seconds(check, lambda: drafter.draft(batch))
     replayed = drafter.draft(batch).tokens
-    if drafter.model.passes is not None:  # the same kernels, started one by one
-        drafter.model.passes = Uncaptured(check.device)
+    if drafter.model.runner is not None:  # the same kernels, started one by one
+        drafter.model.runner = Uncaptured(check.device)
     return spent, int((drafter.draft(batch).tokens != replayed).sum())
 
 
-class Uncaptured(Graphs):
+class Uncaptured(GraphRunner):
     """Runs what would be captured as it is."""
 
     def run(
         self, memory: object, key: Hashable, function: Callable[..., Any], *inputs: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """As `Passes.run`."""
+        """As `EagerRunner.run`."""
         return function(*inputs)
 
 
@@ -306,11 +306,11 @@ def _replayed(check: Check, model: StagedModel, n: int, behind: int = 300) -> tu
     first = time.perf_counter() - begun
     spent = MS * seconds(check, work)
     replayed = work()
-    captured = model.passes
+    captured = model.runner
     if captured is not None:
-        model.passes = Passes()
+        model.runner = EagerRunner()
     differing = int((work() != replayed).sum())
-    model.passes = captured
+    model.runner = captured
     return first, spent, differing
 
 
@@ -329,7 +329,7 @@ class Judge:
 
     def said_by(self, engine: Engine) -> list[Generation]:
         """Answers of an engine, the first one also to warm up; all of them where passes are captured."""
-        if isinstance(self.target.passes, Graphs):
+        if isinstance(self.target.runner, GraphRunner):
             for prompt in self.prompts:
                 engine.answer(prompt, self.decoding)
         engine.answer(self.prompts[0], SamplingParams(min(8, self.decoding.max_new_tokens)))
@@ -483,7 +483,7 @@ def batches(check: Check) -> None:
         for label, drafter in (("ar", Drafter()), ("sps", loaded.drafter("sps"))):
             engine = Engine(target, drafter, pair.stop_ids, Scheduler(b), pair.context_length)
             requests = [Request(prompts[i % len(prompts)], decoding) for i in range(b)]
-            warm = decoding if isinstance(target.passes, Graphs) else SamplingParams(4)
+            warm = decoding if isinstance(target.runner, GraphRunner) else SamplingParams(4)
             engine.generate([Request(r.prompt, warm) for r in requests])
             provenance.reset_peak_memory(check.device)
             answers = engine.generate(requests)

@@ -1,7 +1,7 @@
 """Arms that take turns by slices of rounds: a burst of other load then slows all of them alike.
 
-An arm is ordinary code that calls `between_rounds` after each of its rounds. While `Turns.run` is active that call may
-switch to another arm and return when it is this arm's turn again. Arms are greenlets of one thread, so that nothing
+An arm is ordinary code that calls `checkpoint` after each of its rounds. While `Interleaver.run` is active that call
+may switch to another arm and return when it is this arm's turn again. Arms are greenlets of one thread, so that nothing
 runs at the same time, and each arm's time on the clock is its own. They are imported where arms do take turns.
 """
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_active: Turns | None = None
+_active: Interleaver | None = None
 
 
-def between_rounds(clock: Clock, tokens: int) -> tuple[Timestamp, Timestamp] | None:
+def checkpoint(clock: Clock, tokens: int) -> tuple[Timestamp, Timestamp] | None:
     """Lets other arms run, if they take turns and this one's slice is over.
 
     Args:
@@ -44,7 +44,7 @@ def between_rounds(clock: Clock, tokens: int) -> tuple[Timestamp, Timestamp] | N
     return left, clock.mark()
 
 
-class Turns:
+class Interleaver:
     """Runs several arms to their ends, slice by slice; the next slice goes to the arm that has the fewest tokens.
 
     Arms that write the same text so stay at the same place in it, however fast each of them is.

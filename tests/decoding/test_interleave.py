@@ -6,13 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from specbench.decoding import turns
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.interleave import Interleaver, checkpoint
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.trace import Clock
-from specbench.decoding.turns import Turns, between_rounds
 from tests.support.decoding import random_pair
 
 CLOCK = Clock(torch.device("cpu"))
@@ -24,7 +23,7 @@ def writer(name: str, tokens: int, total: int, log: list):
     def arm() -> str:
         for written in range(tokens, total + 1, tokens):
             log.append((name, written))
-            between_rounds(CLOCK, written)
+            checkpoint(CLOCK, written)
         return name
 
     return arm
@@ -32,7 +31,7 @@ def writer(name: str, tokens: int, total: int, log: list):
 
 def test_the_arm_with_the_fewest_tokens_is_next():
     log: list = []
-    assert Turns(0.0).run([writer("a", 1, 6, log), writer("b", 3, 6, log), writer("c", 2, 6, log)]) == [
+    assert Interleaver(0.0).run([writer("a", 1, 6, log), writer("b", 3, 6, log), writer("c", 2, 6, log)]) == [
         "a",
         "b",
         "c",
@@ -46,7 +45,7 @@ def test_the_arm_with_the_fewest_tokens_is_next():
 
 def test_a_slice_lasts_until_its_time_is_over():
     log: list = []
-    Turns(60.0).run([writer("a", 1, 3, log), writer("b", 1, 3, log)])
+    Interleaver(60.0).run([writer("a", 1, 3, log), writer("b", 1, 3, log)])
     assert log == [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 2), ("b", 3)]
 
 
@@ -58,12 +57,12 @@ def test_tokens_of_the_next_answer_are_added():
         writer("two", 1, 3, log)()
         writer("two", 1, 3, log)()
 
-    Turns(0.0).run([two, writer("one", 1, 6, log)])
+    Interleaver(0.0).run([two, writer("one", 1, 6, log)])
     assert [name for name, _ in log] == ["two", "one"] * 6
 
 
 def test_without_turns_nothing_happens():
-    assert between_rounds(CLOCK, 1) is None
+    assert checkpoint(CLOCK, 1) is None
 
 
 def test_an_arm_that_fails_ends_the_others_in_good_order():
@@ -76,12 +75,12 @@ def test_an_arm_that_fails_ends_the_others_in_good_order():
             ended.append("other")
 
     def failing() -> None:
-        between_rounds(CLOCK, 1)
+        checkpoint(CLOCK, 1)
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        Turns(0.0).run([other, failing])
-    assert ended == ["other"] and between_rounds(CLOCK, 1) is None and not torch.is_inference_mode_enabled()
+        Interleaver(0.0).run([other, failing])
+    assert ended == ["other"] and checkpoint(CLOCK, 1) is None and not torch.is_inference_mode_enabled()
 
 
 def engine(pair) -> Engine:
@@ -95,7 +94,7 @@ def test_answers_are_those_of_each_arm_alone(temperature):
     decoding = SamplingParams(24, temperature)
     alone = [engine(pair).answer(prompt, decoding, seed=3).tokens for prompt in prompts]
     arms = [partial(engine(pair).answer, prompt, decoding, 3) for prompt in prompts]
-    assert [answer.tokens for answer in Turns(0.0).run(arms)] == alone
+    assert [answer.tokens for answer in Interleaver(0.0).run(arms)] == alone
 
 
 @pytest.mark.slow
@@ -106,11 +105,11 @@ def test_the_time_of_the_others_does_not_count():
     def sleeper() -> None:
         for written in range(12):
             time.sleep(0.05)
-            between_rounds(CLOCK, written)
+            checkpoint(CLOCK, written)
 
     arms = [partial(engine(pair).answer, [5, 6, 7], SamplingParams(12)) for _ in range(3)]
     begun = time.perf_counter()
-    *answers, _ = Turns(0.0).run([*arms, sleeper])
+    *answers, _ = Interleaver(0.0).run([*arms, sleeper])
     wall = time.perf_counter() - begun
     assert sum(answer.seconds for answer in answers) <= wall - 12 * 0.05
     for answer in answers:
@@ -121,8 +120,6 @@ def test_the_time_of_the_others_does_not_count():
 @pytest.mark.slow
 def test_a_clock_that_runs_on_while_others_do_is_found(monkeypatch):
     """The test above would fail if the marks that an arm gets were not left out of its time."""
-    monkeypatch.setattr(
-        "specbench.decoding.engine.between_rounds", lambda *a: turns.between_rounds(*a) and None
-    )
+    monkeypatch.setattr("specbench.decoding.engine.checkpoint", lambda *a: turns.checkpoint(*a) and None)
     with pytest.raises(AssertionError):
         test_the_time_of_the_others_does_not_count()
