@@ -17,8 +17,8 @@ import torch
 
 from methods.heads import DraftHead, draft_head
 from methods.mirror_sd.brancher import Brancher, Plan
-from methods.mirror_sd.link import Inline, Process, Thread
 from methods.mirror_sd.streams import load_streams
+from methods.mirror_sd.worker import Inline, Process, Thread
 from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
@@ -130,12 +130,12 @@ class MirrorSD(Drafter):
                 "rows": self.head.rows if self.ratio else 0,
                 "dtype": target.dtype,
             }
-            self.link: Inline | Thread | Process = Process(
+            self.worker: Inline | Thread | Process = Process(
                 shape, make_brancher, made, draft_cores, worker_timeout
             )
         else:
             brancher = make_brancher(*made)
-            self.link = Inline(brancher) if placement == "inline" else Thread(brancher, worker_timeout)
+            self.worker = Inline(brancher) if placement == "inline" else Thread(brancher, worker_timeout)
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Notes how long a sequence can get."""
@@ -149,12 +149,12 @@ class MirrorSD(Drafter):
             return
         temperature, seed = draws_of(sequence, self.ratio)
         self._draws = temperature > 0
-        self.link.begin(prefill.ids[0], self._capacity, temperature, seed)
-        self.link.settle(0, sequence.tokens[-1], limit)
+        self.worker.begin(prefill.ids[0], self._capacity, temperature, seed)
+        self.worker.settle(0, sequence.tokens[-1], limit)
 
     def draft(self, batch: Batch) -> Draft:
         """Waits for the draft after the last decision."""
-        reply = self.link.collect()
+        reply = self.worker.collect()
         probs = None
         if self._draws:
             probs = self.head.widen(reply.probs.unsqueeze(0)).to(self.device)  # type: ignore[union-attr] # drawn
@@ -171,14 +171,14 @@ class MirrorSD(Drafter):
         """Hands the exit states over, so that the next draft can begin."""
         self._current.stats["exit_seconds"] = (self._begun, self._clock.mark())
         if self._depth > 0:
-            self.link.launch(self._current.tokens.shape[1], self._depth, hidden_states[0])
+            self.worker.launch(self._current.tokens.shape[1], self._depth, hidden_states[0])
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Hands the target's decision over."""
         sequence = batch.sequences[0]
         limit = sequence.remaining - 1
         if limit > 0 and not sequence.done:
-            self.link.settle(verified.counts[0], sequence.tokens[-1], limit)
+            self.worker.settle(verified.counts[0], sequence.tokens[-1], limit)
 
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
@@ -196,11 +196,11 @@ class MirrorSD(Drafter):
 
     def end(self, slot: int) -> None:
         """Stops the draft's side until the next answer."""
-        self.link.end()
+        self.worker.end()
 
     def close(self) -> None:
         """Ends the draft's side."""
-        self.link.close()
+        self.worker.close()
 
 
 class StreamingMirrorSD(MirrorSD):

@@ -1,4 +1,4 @@
-"""What drafting during verification gains, from the statistics that `link` keeps of each draft."""
+"""What drafting during verification gains, from the statistics that `worker` keeps of each draft."""
 
 from __future__ import annotations
 

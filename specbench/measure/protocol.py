@@ -1,8 +1,8 @@
 """The arms of a job on the same questions: what they are asked, in which order, and what the journal gets of it.
 
 Per question the arms take turns on the same prompt, slice by slice (`specbench.decoding.interleave`), or answer by
-answer where one of them must not be cut, in an order that rotates: what slows the machine slows all of them alike. A batch
-method gets a pool of questions in place of one; everything else is the same.
+answer where one of them must not be cut, in an order that rotates: what slows the machine slows all of them alike. A
+batch method gets a pool of questions in place of one; everything else is the same.
 """
 
 from __future__ import annotations

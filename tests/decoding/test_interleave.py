@@ -120,6 +120,6 @@ def test_the_time_of_the_others_does_not_count():
 @pytest.mark.slow
 def test_a_clock_that_runs_on_while_others_do_is_found(monkeypatch):
     """The test above would fail if the marks that an arm gets were not left out of its time."""
-    monkeypatch.setattr("specbench.decoding.engine.checkpoint", lambda *a: turns.checkpoint(*a) and None)
+    monkeypatch.setattr("specbench.decoding.engine.checkpoint", lambda *a: checkpoint(*a) and None)
     with pytest.raises(AssertionError):
         test_the_time_of_the_others_does_not_count()

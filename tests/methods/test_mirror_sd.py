@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from methods.heads import DraftHead
-from methods.mirror_sd import MirrorSD, StreamingSampling, link
+from methods.mirror_sd import MirrorSD, StreamingSampling, worker
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.branches import likely_decisions, mixture, prefix_products
+from methods.mirror_sd.channel import ProcessChannel
 from methods.mirror_sd.streams import save_streams
-from methods.mirror_sd.wires import ProcessWire
 from methods.sps import SpeculativeSampling
 from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
@@ -193,7 +193,7 @@ def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_
     drafter = mirror(pair, kappa=3, acceptance="ratio", streams=str(tmp_path) if streams else None)
     if kept:
         drafter = trimmed(drafter, kept)
-        drafter.link.brancher.head = drafter.head
+        drafter.worker.brancher.head = drafter.head
     checked = 0
     inner = drafter.draft
 
@@ -339,7 +339,7 @@ def test_it_declares_the_cores_that_it_computes_on(monkeypatch):
 
 @pytest.mark.parametrize("placement", ["inline", "thread"])
 def test_times_of_drafting_are_the_draft_models_devices(monkeypatch, placement):
-    monkeypatch.setattr(link, "Clock", LateClock)
+    monkeypatch.setattr(worker, "Clock", LateClock)
     drafter = mirror(random_pair("llama"), placement, kappa=2)
     found = [step.stats for step in steps(random_pair("llama"), drafter) if step.drafted][1:]
     assert all(isinstance(stats["overlapped_behind_exit_seconds"], float) for stats in found)
@@ -364,8 +364,10 @@ def test_the_drafts_stream_has_a_high_priority(monkeypatch):
         torch.cuda, "Stream", lambda device, priority=0: made.append((device, priority)) or "own"
     )
     monkeypatch.setattr(torch.cuda, "stream", entering)
-    monkeypatch.setattr(link, "serve", lambda wire, brancher, alive: wire.replies.put(link.Say.READY))
-    link.Thread(SimpleNamespace(device=device), 5.0)
+    monkeypatch.setattr(
+        worker, "serve", lambda channel, brancher, alive: channel.replies.put(worker.Response.READY)
+    )
+    worker.Thread(SimpleNamespace(device=device), 5.0)
     assert made == [(device, -1)] and entered == [("own", "draft")]
 
 
@@ -391,7 +393,7 @@ def test_guesses_are_made_from_the_draft_models_own_distributions(variant, strea
         k = made.tokens.shape[1]
         ids = torch.tensor([batch.sequences[0].tokens + made.tokens[0].tolist()])
         own = pair.draft(ids, use_cache=False).logits[0, -(k + 1) :]
-        torch.testing.assert_close(drafter.link.brancher._own[: k + 1], own, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(drafter.worker.brancher._own[: k + 1], own, atol=1e-3, rtol=1e-3)
         seen.append(k)
 
     drafter.draft, drafter.on_hidden = draft, check
@@ -406,7 +408,7 @@ def test_drafts_are_drawn_with_other_numbers_than_acceptance(monkeypatch):
 
     def watched(probs, tokens, draft_probs, uniforms, live):
         accepting.update(uniforms[0].tolist())
-        drawing.update(drafter.link.brancher._uniforms.tolist())
+        drawing.update(drafter.worker.brancher._uniforms.tolist())
         return real(probs, tokens, draft_probs, uniforms, live)
 
     monkeypatch.setattr(acceptance, "sampled_chain", watched)
@@ -415,24 +417,24 @@ def test_drafts_are_drawn_with_other_numbers_than_acceptance(monkeypatch):
 
 
 def test_a_process_is_handed_what_was_written():
-    wire = ProcessWire(longest=9, depth=3, width=4, rows=5, dtype=torch.float32)
+    channel = ProcessChannel(longest=9, depth=3, width=4, rows=5, dtype=torch.float32)
     tokens, probs, states = torch.tensor([7, 3]), torch.rand(2, 5), torch.rand(3, 4)
-    wire.put_draft(tokens, probs)
-    wire.put_spans((0.5, 0.0, 2.0))
-    wire.put_states(states)
-    wire.put_prompt(torch.arange(6))
-    assert wire.draft(2)[0].tolist() == [7, 3] and torch.equal(wire.draft(2)[1], probs)
-    assert wire.spans() == (0.5, 0.0, 2.0)
-    assert torch.equal(wire.states(3), states) and wire.prompt(6).tolist() == list(range(6))
-    wire.put_reason("no room " * 100)
-    assert wire.reason().startswith("no room no room")
+    channel.put_draft(tokens, probs)
+    channel.put_spans((0.5, 0.0, 2.0))
+    channel.put_states(states)
+    channel.put_prompt(torch.arange(6))
+    assert channel.draft(2)[0].tolist() == [7, 3] and torch.equal(channel.draft(2)[1], probs)
+    assert channel.spans() == (0.5, 0.0, 2.0)
+    assert torch.equal(channel.states(3), states) and channel.prompt(6).tolist() == list(range(6))
+    channel.put_reason("no room " * 100)
+    assert channel.reason().startswith("no room no room")
     for number in range(20):  # more messages than the ring holds, taken as they come
         before = time.perf_counter()
-        wire.requests.put(2, number, 5, seconds=(0.5,))
-        message = wire.requests.take(lambda: True)
+        channel.requests.put(2, number, 5, seconds=(0.5,))
+        message = channel.requests.take(lambda: True)
         assert before < message.sent < time.perf_counter()
         assert (message.kind, message.numbers[:2], message.seconds[0]) == (2, (number, 5), 0.5)
-        assert not wire.requests.waiting()
+        assert not channel.requests.waiting()
 
 
 def test_an_exit_layer_that_the_target_does_not_have():
@@ -470,7 +472,7 @@ def beside():
     cores = os.sched_getaffinity(0)
     drafter = mirror(random_pair("llama"), "process", kappa=3)
     yield drafter, cores
-    pid = drafter.link.handle.pid
+    pid = drafter.worker.handle.pid
     drafter.close()
     assert not running(pid)
 
@@ -501,7 +503,7 @@ def test_a_process_sleeps_between_answers(beside):
     steps(pair, drafter)
 
     def used() -> int:
-        with open(f"/proc/{drafter.link.handle.pid}/stat") as stat:
+        with open(f"/proc/{drafter.worker.handle.pid}/stat") as stat:
             user, system = stat.read().rsplit(")", 1)[1].split()[11:13]
         return int(user) + int(system)
 
@@ -515,7 +517,7 @@ def test_no_worker_outlives_its_parent():
     """However the parent ends. It is forked, so that only the worker has everything to import."""
 
     def hold_a_worker(said) -> None:
-        said.send(mirror(random_pair("llama"), "process").link.handle.pid)
+        said.send(mirror(random_pair("llama"), "process").worker.handle.pid)
         time.sleep(100)
 
     hears, says = multiprocessing.Pipe()
@@ -549,7 +551,7 @@ def test_a_worker_that_dies_or_hangs(how):
         drafter = mirror(pair, "process", kappa=3, worker_timeout=2.0)
         engine = Engine(StagedModel(pair.target), drafter, frozenset())
         engine.answer(PROMPT, SamplingParams(8))
-        pid = drafter.link.handle.pid
+        pid = drafter.worker.handle.pid
         sent = signal.SIGKILL if how == "kill" else signal.SIGSTOP
         timer = threading.Timer(rng.random() * expected.seconds, os.kill, (pid, sent))
         timer.start()

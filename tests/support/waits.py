@@ -39,7 +39,7 @@ KERNELS_READ = {
 # Made of others, none of which reads a value: most of what a pass does, and slow to take apart.
 PRODUCTS = {"aten.linear.default", "aten.matmul.default"}
 # Where numbers of the host are handled: pinned copies; messages between threads, in tensors of the host.
-OF_THE_HOST = (("specbench/decoding/device.py", None), ("methods/mirror_sd/wires.py", {"put", "take"}))
+OF_THE_HOST = (("specbench/decoding/device.py", None), ("methods/mirror_sd/channel.py", {"put", "take"}))
 
 
 class Waits:

@@ -40,7 +40,7 @@ from tests.benchmarks.gpu.settings import Loaded, Settings, method_settings, nam
 
 GB, MS = 1e9, 1e3
 # They look at confidences, exits or branches, see tests/test_conformance.py; torch counts those of all threads.
-LOOKS = ("kangaroo", "s2d", "sps_ss", "mirror_sd", "mirror_ss", "ssd")
+POLLS_BEFORE_YIELD = ("kangaroo", "s2d", "sps_ss", "mirror_sd", "mirror_ss", "ssd")
 # Where there is no time for every method.
 SOME = ("sps", "pld", "recycling", "medusa", "kangaroo")
 REPEATS = 20
@@ -387,7 +387,7 @@ def told(check: Check, label: str, judge: Judge, engine: Engine) -> None:
     )
     if check.device.type == "cuda":
         waits = waits_in(judge, engine)
-        high = None if any(word.rstrip(",") in LOOKS for word in label.split()) else 1.0
+        high = None if any(word.rstrip(",") in POLLS_BEFORE_YIELD for word in label.split()) else 1.0
         check.say(Figure(f"{label}: waits a round", waits, "", 1.0, high))
 
 

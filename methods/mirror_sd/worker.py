@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import multiprocessing
 
-from methods.mirror_sd.wires import Message, ProcessWire, ThreadWire
+from methods.mirror_sd.channel import Message, ProcessChannel, ThreadChannel
 from specbench.decoding.cpu.autotune import choose_layouts
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError, one_line
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 STARTING = 300.0  # seconds that a new process gets until it is ready
 
 
-class Ask(IntEnum):
+class Command(IntEnum):
     """Messages of the target's side."""
 
     BEGIN, LAUNCH, SETTLE, END, CLOSE = range(5)
 
 
-class Say(IntEnum):
+class Response(IntEnum):
     """Messages of the draft's side."""
 
     READY, DRAFT, ENDED, FAILED = range(4)
@@ -131,46 +131,46 @@ class Inline:
 
 
 class Remote:
-    """The same with overlap: requests go over a wire to `serve`, in a thread or process.
+    """The same with overlap: requests go over a channel to `serve`, in a thread or process.
 
     Args:
-        wire: to the draft's side.
+        channel: to the draft's side.
         handle: the thread or process.
         timeout: seconds to wait for an answer.
     """
 
     def __init__(
-        self, wire: ThreadWire | ProcessWire, handle: threading.Thread | BaseProcess, timeout: float
+        self, channel: ThreadChannel | ProcessChannel, handle: threading.Thread | BaseProcess, timeout: float
     ):
-        self.wire, self.handle, self.timeout = wire, handle, timeout
+        self.channel, self.handle, self.timeout = channel, handle, timeout
         self._active = False
-        self._answer(Say.READY, max(timeout, STARTING))
+        self._answer(Response.READY, max(timeout, STARTING))
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         """Starts a sequence, and waits until its prompt is prefilled."""
         self._active = True
-        self.wire.put_prompt(prompt)
-        self.wire.requests.put(Ask.BEGIN, prompt.shape[0], room, seed, seconds=(temperature,))
-        self._answer(Say.READY, self.timeout)  # a prefill is a prefill, on both sides
+        self.channel.put_prompt(prompt)
+        self.channel.requests.put(Command.BEGIN, prompt.shape[0], room, seed, seconds=(temperature,))
+        self._answer(Response.READY, self.timeout)  # a prefill is a prefill, on both sides
 
     def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
         """Asks for drafts after every likely decision."""
-        self.wire.put_states(states)
-        self.wire.requests.put(Ask.LAUNCH, k, depth)
+        self.channel.put_states(states)
+        self.channel.requests.put(Command.LAUNCH, k, depth)
 
     def settle(self, accepted: int, following: int, limit: int) -> None:
         """Hands the decision over."""
-        self.wire.requests.put(Ask.SETTLE, accepted, following, limit)
+        self.channel.requests.put(Command.SETTLE, accepted, following, limit)
 
     def collect(self) -> Reply:
         """Waits for the draft after the last decision."""
         start = time.perf_counter()
-        message = self._answer(Say.DRAFT, self.timeout)
+        message = self._answer(Response.DRAFT, self.timeout)
         n, hit, together, alone = message.numbers
-        before_exit, behind_exit, exposed = self.wire.spans()
+        before_exit, behind_exit, exposed = self.channel.spans()
         idle, ipc = message.seconds
         ipc += time.perf_counter() - max(start, message.sent)
-        tokens, probs = self.wire.draft(n)
+        tokens, probs = self.channel.draft(n)
         return Reply(
             tokens,
             probs,
@@ -183,27 +183,27 @@ class Remote:
         if not self._active:
             return
         self._active = False
-        self.wire.requests.put(Ask.END)
-        self._answer(Say.ENDED, self.timeout)
+        self.channel.requests.put(Command.END)
+        self._answer(Response.ENDED, self.timeout)
 
     def close(self) -> None:
         """Ends the draft's side, by force if it does not answer."""
         self._active = False
         if self.handle.is_alive():
-            self.wire.requests.put(Ask.CLOSE)
+            self.channel.requests.put(Command.CLOSE)
             self.handle.join(self.timeout)
         self._kill()
 
-    def _answer(self, kind: Say, timeout: float) -> Message:
+    def _answer(self, kind: Response, timeout: float) -> Message:
         """The next reply of type `kind`; earlier ones of another are discarded.
 
         Raises:
             JobError: the draft's side failed, is gone, or has not answered for `timeout` seconds.
         """
         try:
-            while (message := self.wire.replies.take(self.handle.is_alive, timeout)).kind != kind:
-                if message.kind == Say.FAILED:
-                    raise JobError(f"the draft worker failed: {self.wire.reason()}")
+            while (message := self.channel.replies.take(self.handle.is_alive, timeout)).kind != kind:
+                if message.kind == Response.FAILED:
+                    raise JobError(f"the draft worker failed: {self.channel.reason()}")
             return message
         except BaseException as error:  # whatever it was, nothing may be asked of it again
             self._active = False
@@ -238,25 +238,25 @@ class Thread(Remote):
     """
 
     def __init__(self, brancher: Brancher, timeout: float):
-        wire = ThreadWire(brancher.device)
+        channel = ThreadChannel(brancher.device)
         on_cuda = brancher.device.type == "cuda"
 
         def work() -> None:
             # Of high priority: a pass of the target fills the GPU, and a draft after it would hide nothing.
             stream = torch.cuda.Stream(brancher.device, priority=-1) if on_cuda else None
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                serve(wire, brancher, threading.main_thread().is_alive)
+                serve(channel, brancher, threading.main_thread().is_alive)
 
         handle = threading.Thread(target=work, name="draft", daemon=True)
         handle.start()
-        super().__init__(wire, handle, timeout)
+        super().__init__(channel, handle, timeout)
 
 
 class Process(Remote):
     """The draft's side in a process; while an answer is decoded each side has its cores to itself.
 
     Args:
-        shape: arguments of `ProcessWire`.
+        shape: arguments of `ProcessChannel`.
         make: called there with `arguments`, returns the `Brancher`.
         arguments: of `make`.
         cores: how many the draft's side gets of those that this process may use; where that leaves none, both share
@@ -267,16 +267,19 @@ class Process(Remote):
     def __init__(self, shape: dict, make: Callable, arguments: tuple, cores: int, timeout: float):
         self._all = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
         self._own, theirs = self._all[:-cores], self._all[-cores:]
-        wire = ProcessWire(**shape, spins=bool(self._own) or sys.platform != "linux")
+        channel = ProcessChannel(**shape, spins=bool(self._own) or sys.platform != "linux")
         if not self._own:
             self._own = theirs = self._all
         self._threads: int | None = None  # while an answer is decoded: those that torch had before
         context = multiprocessing.get_context("spawn")
         handle = context.Process(
-            target=_work, args=(wire, make, arguments, theirs, cores, os.getpid()), name="draft", daemon=True
+            target=_work,
+            args=(channel, make, arguments, theirs, cores, os.getpid()),
+            name="draft",
+            daemon=True,
         )
         handle.start()
-        super().__init__(wire, handle, timeout)
+        super().__init__(channel, handle, timeout)
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         """Starts a sequence, with cores for each side."""
@@ -308,7 +311,7 @@ def _pin(cores: list[int]) -> None:
 
 
 def _work(
-    wire: ProcessWire, make: Callable, arguments: tuple, cores: list[int], threads: int, parent: int
+    channel: ProcessChannel, make: Callable, arguments: tuple, cores: list[int], threads: int, parent: int
 ) -> None:
     """The main function of the draft's process, which ends with its parent, however that ends."""
     end_with_parent()
@@ -319,20 +322,20 @@ def _work(
         brancher = make(*arguments)
         choose_layouts()
     except Exception as error:  # noqa: BLE001 - told to the other side, which ends the run
-        _give_up(wire, error)
+        _give_up(channel, error)
         return
-    serve(wire, brancher, lambda: os.getppid() == parent)
+    serve(channel, brancher, lambda: os.getppid() == parent)
 
 
-def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[], bool]) -> None:
+def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Callable[[], bool]) -> None:
     """The draft's side: answers requests until it is asked to close, or the other side is gone."""
     now, clock = time.perf_counter, Clock(brancher.device)
-    requests = wire.requests
+    requests = channel.requests
     idle = ipc = 0.0
     before_exit: Span = 0.0
     behind_exit: Span = 0.0
     active = False
-    wire.replies.put(Say.READY)
+    channel.replies.put(Response.READY)
     while True:
         waited = now()
         try:
@@ -344,42 +347,44 @@ def serve(wire: ThreadWire | ProcessWire, brancher: Brancher, alive: Callable[[]
         ipc += got - max(message.sent, waited)
         try:
             match message.kind:
-                case Ask.BEGIN:
+                case Command.BEGIN:
                     n, room, seed, _ = message.numbers
                     active = True
                     idle = ipc = before_exit = behind_exit = 0.0
-                    brancher.begin(wire.prompt(n), room, message.seconds[0], seed)
-                    wire.replies.put(Say.READY)
-                case Ask.LAUNCH:
+                    brancher.begin(channel.prompt(n), room, message.seconds[0], seed)
+                    channel.replies.put(Response.READY)
+                case Command.LAUNCH:
                     k, depth, *_ = message.numbers
                     begun = clock.mark()
-                    brancher.expand(k, depth, wire.states(k + 1), requests.waiting)
+                    brancher.expand(k, depth, channel.states(k + 1), requests.waiting)
                     behind_exit = clock.span(begun, clock.mark())
-                case Ask.SETTLE:
+                case Command.SETTLE:
                     accepted, following, limit, _ = message.numbers
                     begun = clock.mark()
                     found = brancher.settle(accepted, following, limit, requests.waiting)
-                    wire.put_draft(found.tokens, found.probs)
+                    channel.put_draft(found.tokens, found.probs)
                     hit = -1 if found.hit is None else int(found.hit)
-                    wire.put_spans((before_exit, behind_exit, clock.span(begun, clock.mark())))
+                    channel.put_spans((before_exit, behind_exit, clock.span(begun, clock.mark())))
                     seconds = (idle, ipc)
-                    wire.replies.put(Say.DRAFT, found.tokens.shape[0], hit, *found.passes, seconds=seconds)
+                    channel.replies.put(
+                        Response.DRAFT, found.tokens.shape[0], hit, *found.passes, seconds=seconds
+                    )
                     idle = ipc = before_exit = behind_exit = 0.0
                     if not requests.waiting():
                         begun = clock.mark()
                         brancher.foresee()
                         before_exit = clock.span(begun, clock.mark())
-                case Ask.END:
+                case Command.END:
                     active = False
                     clock.synchronize()  # what is queued for the sequence; marks of it are read now
-                    wire.replies.put(Say.ENDED)
+                    channel.replies.put(Response.ENDED)
                 case _:
                     return
         except Exception as error:  # noqa: BLE001 - told to the other side, which ends the run
-            _give_up(wire, error)
+            _give_up(channel, error)
             return
 
 
-def _give_up(wire: ThreadWire | ProcessWire, error: Exception) -> None:
-    wire.put_reason(one_line(error))
-    wire.replies.put(Say.FAILED)
+def _give_up(channel: ThreadChannel | ProcessChannel, error: Exception) -> None:
+    channel.put_reason(one_line(error))
+    channel.replies.put(Response.FAILED)

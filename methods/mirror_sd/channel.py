@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 RING = 8  # messages that may be on their way; neither side is ever more than a few ahead
 SPANS = 3  # of a draft: before the exit, during the rest of the pass, after the decision
-NAP = 0.5  # seconds between two looks at whether the other side still lives
-LOOKS = 200  # looks in a row before other work on this core gets a chance
+POLL_SECONDS = 0.5  # seconds between two looks at whether the other side still lives
+POLLS_BEFORE_YIELD = 200  # looks in a row before other work on this core gets a chance
 
 
 Marked = tuple[torch.Tensor, torch.cuda.Event | None]
@@ -35,7 +35,7 @@ class Message:
     """One message.
 
     Attributes:
-        kind: an `Ask` or a `Say`.
+        kind: an `Command` or a `Response`.
         numbers: up to four whole ones.
         seconds: up to two.
         sent: when, by the clock that all processes of a machine share.
@@ -57,7 +57,7 @@ class Semaphore(Protocol):
         """Raises it."""
 
 
-class Box:
+class MessageQueue:
     """Messages in one direction.
 
     Args:
@@ -118,15 +118,15 @@ class Box:
 
     def _wait(self, spinning: bool) -> bool:
         if not spinning:
-            return self.arrived.acquire(True, NAP)
-        for _ in range(LOOKS):
+            return self.arrived.acquire(True, POLL_SECONDS)
+        for _ in range(POLLS_BEFORE_YIELD):
             if self.arrived.acquire(False):
                 return True
         os.sched_yield()
         return False
 
 
-class ProcessWire:
+class ProcessChannel:
     """For two processes of one machine whose models are on the CPU.
 
     Args:
@@ -135,14 +135,17 @@ class ProcessWire:
         width: of the target's states.
         rows: width of the draft's distributions; 0 when none are handed over.
         dtype: of the target's states.
-        spins: as in `Box`; not where both sides share a core.
+        spins: as in `MessageQueue`; not where both sides share a core.
     """
 
     def __init__(
         self, longest: int, depth: int, width: int, rows: int, dtype: torch.dtype, spins: bool = True
     ):
         semaphore = multiprocessing.get_context("spawn").Semaphore
-        self.requests, self.replies = Box(semaphore(0), True, spins), Box(semaphore(0), True, spins)
+        self.requests, self.replies = (
+            MessageQueue(semaphore(0), True, spins),
+            MessageQueue(semaphore(0), True, spins),
+        )
         self._prompt = torch.zeros(longest, dtype=torch.int64).share_memory_()
         self._states = torch.zeros(depth + 1, width, dtype=dtype).share_memory_()
         self._tokens = torch.zeros(depth, dtype=torch.int64).share_memory_()
@@ -194,7 +197,7 @@ class ProcessWire:
         return bytes(self._reason.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-class ThreadWire:
+class ThreadChannel:
     """For two threads of one process.
 
     On CUDA each works on a stream of its own: what is handed over comes with an event that the other stream waits for,
@@ -205,7 +208,10 @@ class ThreadWire:
     """
 
     def __init__(self, device: torch.device):
-        self.requests, self.replies = Box(threading.Semaphore(0)), Box(threading.Semaphore(0))
+        self.requests, self.replies = (
+            MessageQueue(threading.Semaphore(0)),
+            MessageQueue(threading.Semaphore(0)),
+        )
         self.device = device
         self._copying: dict[torch.device, torch.cuda.Stream] = {}
         self._prompt: Marked
