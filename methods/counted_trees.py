@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-Place = TypeVar("Place")
+Position = TypeVar("Position")
 
 
 @dataclass(slots=True)
@@ -32,8 +32,8 @@ class Counted:
 
 
 def likeliest(
-    place: Place,
-    followers: Callable[[Place, int], Iterable[tuple[int, Place, float]]],
+    place: Position,
+    followers: Callable[[Position, int], Iterable[tuple[int, Position, float]]],
     nodes: int,
     depth: int,
     least: float = 0.0,
@@ -51,9 +51,9 @@ def likeliest(
     tree = Counted()
     found = count()
     # Products are negative: a heap has the smallest first.
-    waiting: list[tuple[float, int, int, int, int, Place]] = []
+    waiting: list[tuple[float, int, int, int, int, Position]] = []
 
-    def look(place: Place, product: float, parent: int, above: int) -> None:
+    def look(place: Position, product: float, parent: int, above: int) -> None:
         for token, behind, share in followers(place, above) if above < depth else ():
             if product * share >= least:
                 heapq.heappush(waiting, (-product * share, next(found), token, parent, above + 1, behind))

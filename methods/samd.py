@@ -155,7 +155,7 @@ def merged(first: Draft, second: Draft, chosen: list[bool]) -> Draft:
         chosen: of each sequence.
     """
     k, device = max(first.tokens.shape[1], second.tokens.shape[1]), first.tokens.device
-    here = on_device([[one] for one in chosen], device).bool()
+    from_first = on_device([[one] for one in chosen], device).bool()
 
     def wide(draft: Draft) -> torch.Tensor:
         return pad(draft.tokens, (0, k - draft.tokens.shape[1]))
@@ -169,13 +169,13 @@ def merged(first: Draft, second: Draft, chosen: list[bool]) -> Draft:
             return torch.arange(-1, k - 1, device=device).unsqueeze(0)
         return pad(draft.tree.parents, (0, k - draft.tokens.shape[1]), value=-1)
 
-    tokens = torch.where(here, wide(first), wide(second))
+    tokens = torch.where(from_first, wide(first), wide(second))
     tree, probs = None, None
     if first.tree is not None or second.tree is not None:
-        tree = Tree.of(torch.where(here, parents(first), parents(second)))
+        tree = Tree.of(torch.where(from_first, parents(first), parents(second)))
     if second.probs is not None:  # a certain token was drawn from a distribution that has no other
         drawn = pad(second.probs, (0, 0, 0, k - second.tokens.shape[1]))
-        certain = one_hot(tokens, drawn.shape[-1]).to(drawn.dtype)
-        probs = torch.where(here.unsqueeze(2), certain, drawn)
-    candidates = torch.where(here, live(first), live(second)).squeeze(1)
+        sure = one_hot(tokens, drawn.shape[-1]).to(drawn.dtype)
+        probs = torch.where(from_first.unsqueeze(2), sure, drawn)
+    candidates = torch.where(from_first, live(first), live(second)).squeeze(1)
     return replace(second, tokens=tokens, probs=probs, tree=tree, candidates=candidates)

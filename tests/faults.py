@@ -258,8 +258,8 @@ FAULTS = (
         "a moved slot loses its last entry",
         "caches",
         f"{D}/kv_cache.py",
-        "layer[:, there, :kv_len] = layer[:, here, :kv_len]",
-        "layer[:, there, : kv_len - 2] = layer[:, here, : kv_len - 2]",
+        "layer[:, goal, :kv_len] = layer[:, origin, :kv_len]",
+        "layer[:, goal, : kv_len - 2] = layer[:, origin, : kv_len - 2]",
         ("tests/decoding/test_kv_cache.py", "tests/decoding/test_schedules.py", *BATCHES),
     ),
     Fault(

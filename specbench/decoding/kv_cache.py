@@ -144,9 +144,9 @@ class KVCache:
     def copy_slots(self, sources: torch.Tensor, destinations: torch.Tensor, kv_len: int) -> None:
         """Copies the first `kv_len` entries of the slots `sources` to the slots `destinations`, all at once."""
         for segment in self.segments:
-            here, there = sources.to(segment.device), destinations.to(segment.device)
+            origin, goal = sources.to(segment.device), destinations.to(segment.device)
             for layer in segment:  # as in `gather`
-                layer[:, there, :kv_len] = layer[:, here, :kv_len]
+                layer[:, goal, :kv_len] = layer[:, origin, :kv_len]
 
     def gather(self, order: torch.Tensor) -> None:
         """Moves the entries order[i] of slot i, order [b, width], to its first `width` entries.

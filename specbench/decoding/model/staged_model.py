@@ -284,13 +284,13 @@ class StagedModel:
             hidden = hidden + self._learned(ctx, n)
         cache.begin_pass(lo, hi, ctx, b, n)
         arguments = self._arguments(ctx, n, cache, masks)
-        here = hidden.device
+        current = hidden.device
         parts = zip(self.layers[lo:hi], self._kinds[lo:hi], self._devices[lo:hi])
         for i, (layer, kind, device) in enumerate(parts, lo):
             if i in taps and on_hidden is not None:
                 on_hidden(i, hidden)
-            if device != here:  # of a target that is spread over several
-                hidden, here = hidden.to(device), device
+            if device != current:  # of a target that is spread over several
+                hidden, current = hidden.to(device), device
                 arguments = {key: _moved(own, device) for key, own in arguments.items()}
             hidden = layer(hidden, **arguments[kind])
         return hidden

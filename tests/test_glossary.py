@@ -1,0 +1,52 @@
+"""The words of the code are those of docs/glossary.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from specbench import ROOT
+
+
+def retired() -> set[str]:
+    """The words that the glossary replaces."""
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|([^|]+)\|([^|]+)\|$", text.partition("## One word for one thing")[2], re.MULTILINE)
+    return {word for _, column in rows for word in re.findall(r"`(\w+)`", column)}
+
+
+def names(tree: ast.AST) -> Iterator[str]:
+    """Names that code gives: of classes, functions, parameters, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname
+
+
+def found(path: Path) -> set[str]:
+    return set(names(ast.parse(path.read_text(encoding="utf-8")))) & retired()
+
+
+def test_no_retired_word_names_anything():
+    paths = [path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")]
+    paths = [path for path in paths if not path.is_relative_to(ROOT / "specbench" / "tiny")]
+    wrong = {str(path.relative_to(ROOT)): words for path in paths if (words := found(path))}
+    assert len(retired()) > 30 and not wrong
+
+
+def test_a_retired_word_is_found_wherever_it_names_something(tmp_path):
+    path = tmp_path / "module.py"
+    for line in ("class Pass: ...", "def f(reach): ...", "certain = 1", "self.wire = 1", "import x as Turns"):
+        path.write_text(line)
+        assert found(path), line
+    path.write_text("# Pass\nx.reach\n")
+    assert not found(path)
