@@ -69,6 +69,13 @@ MODULES = {  # python -m MODULE: the configuration that it composes
 }
 
 
+def test_the_list_of_modules_is_that_of_the_packages():
+    spec = importlib.util.spec_from_file_location("modules", DOCS / "modules.py")
+    modules = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(modules)
+    assert modules.content() in (DOCS / "design.md").read_text(encoding="utf-8"), "run python docs/modules.py"
+
+
 def ids(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
