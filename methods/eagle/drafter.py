@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from methods.draft_layer import LayerCache
 from methods.dynamic_trees import Growth, most_nodes
 from methods.heads import draft_head
 from methods.rank_trees import grown, rank_tree
 from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
 from specbench.decoding.device import on_device, span
 from specbench.decoding.drafter import Drafter, Needs
-from specbench.decoding.kv_cache import ForwardContext, KVCache
-from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair
@@ -32,6 +32,7 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
+    from specbench.decoding.kv_cache import ForwardContext
     from collections.abc import Callable, Hashable, Sequence
 
     from methods.eagle.layer import DraftingModel
@@ -85,21 +86,17 @@ class EagleDrafter(Drafter):
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the layer's cache."""
         self.target = target
-        capacity = slots.capacity + self.expanded
-        self._layout = slots.cache(self.model.new_cache(capacity, slots.count))
-        like = torch.empty(1, dtype=target.dtype, device=target.device)
-        self._rope = self.model.rope(torch.arange(capacity, device=target.device).unsqueeze(0), like)
+        self._layer = LayerCache(self.model, slots, target.dtype, self.expanded)
         width = self.model.config.hidden_size
         # The output of each sequence's last true pair.
         self._outputs = slots.tensor(width, dtype=target.dtype)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Feeds the prompt's pairs, the last of which ends with the pending token."""
-        n = prefill.ids.shape[1]
         tokens = on_device([sequence.tokens[1:]], prefill.ids.device)
         features = self.model.features(prefill.hidden_states)
-        cache = self._layout.prefill_view(slot, n)
-        self._outputs[slot] = self._feed(features, tokens, cache, ForwardContext.consecutive(0, n))[0, -1]
+        out = self.model(features, self._embed(tokens), **self._layer.prompt(slot, features))
+        self._outputs[slot] = out[0, -1]
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Feeds the tokens that stay with the target's own states, over the entries of the draft."""
@@ -109,13 +106,13 @@ class EagleDrafter(Drafter):
 
         def feed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
             # A sequence that keeps fewer tokens than another is fed others after its end: the next round writes there.
-            ctx = self._layout.place(_pairs(batch), n, 1)
+            ctx = self._layer.layout.place(_pairs(batch), n, 1)
             features = self.model.features(dict(zip(self.taps, states, strict=True)))
-            out = self._feed(features, _behind(batch, n), self._layout.cache, ctx)
+            out = self._feed(features, _behind(batch, n), ctx)
             return [out[torch.arange(batch.size, device=out.device), count]]
 
         states = [verified.kept(verified.hidden_states[tap])[:, :n] for tap in self.taps]
-        cache, key = self._layout.cache, ("commit", n)
+        cache, key = self._layer.layout.cache, ("commit", n)
         (out,) = self.target.run_batch(batch, cache, key, feed, verified.count, *states, entries=n)
         self._outputs[: batch.size] = out
 
@@ -130,7 +127,7 @@ class EagleDrafter(Drafter):
             function: a whole draft.
             nodes: a bound on those of a sequence that go through the layer.
         """
-        cache, outputs = self._layout.cache, self._outputs[: batch.size]
+        cache, outputs = self._layer.layout.cache, self._outputs[: batch.size]
         return self.target.run_batch(batch, cache, ("draft", key), function, outputs, entries=nodes)
 
     def _level(
@@ -148,17 +145,13 @@ class EagleDrafter(Drafter):
         Returns:
             Outputs [b, n, h].
         """
-        ctx = self._layout.place(_pairs(batch), tokens.shape[1], 1 + first, tree)
-        return self._feed(features, tokens, self._layout.cache, ctx)
+        return self._feed(
+            features, tokens, self._layer.layout.place(_pairs(batch), tokens.shape[1], 1 + first, tree)
+        )
 
-    def _feed(
-        self, features: torch.Tensor, tokens: torch.Tensor, cache: KVCache, ctx: ForwardContext
-    ) -> torch.Tensor:
+    def _feed(self, features: torch.Tensor, tokens: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Pairs of features [b, n, h] and tokens [b, n] -> outputs [b, n, h]."""
-        b, n = tokens.shape
-        cache.begin_pass(0, 1, ctx, b, n)
-        rope, mask = rope_of(self._rope, ctx, n), attention_mask(ctx, n, features)
-        return self.model(features, self._embed(tokens), rope, mask, cache)
+        return self.model(features, self._embed(tokens), **self._layer.arguments(ctx, features))
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token ids [b, n] -> [b, n, h] for the drafting model."""

@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from methods.draft_layer import LayerCache
 from methods.heads import draft_head
 from methods.rank_trees import chosen_paths, rank_tree
 from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
-from specbench.decoding.kv_cache import ForwardContext, KVCache
-from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from methods.hydra_heads.heads import PrefixLayer
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
 
@@ -81,18 +80,14 @@ class HydraHeads(Drafter):
         self._target = target
         self._states = slots.tensor(target.hidden_size, dtype=target.dtype)
         if (prefix := self.heads.prefix) is not None:
-            self._layout = slots.cache(prefix.new_cache(slots.capacity, slots.count))
-            self._rope = prefix.rope(
-                torch.arange(slots.capacity, device=target.device).unsqueeze(0), self._states
-            )
+            self._layer = LayerCache(prefix, slots, target.dtype)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Notes the state to draft from, in front of the first pending token."""
-        states, n = prefill.hidden_states[NORMED], prefill.ids.shape[1]
-        if self.heads.prefix is not None:
-            states = self._prefix(
-                states, self._layout.prefill_view(slot, n), ForwardContext.consecutive(0, n)
-            )
+        states = prefill.hidden_states[NORMED]
+        if (prefix := self.heads.prefix) is not None:
+            states = states.to(self._states.device)  # of a target that is spread over several
+            states = prefix(states, **self._layer.prompt(slot, states))
         self._states[slot] = states[0, -1]
 
     def draft(self, batch: Batch) -> Draft:
@@ -127,28 +122,22 @@ class HydraHeads(Drafter):
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes the state to draft from next, in front of the token that is pending now."""
         states = verified.hidden_states[NORMED]
-        if self.heads.prefix is None:
+        prefix = self.heads.prefix
+        if prefix is None:
             self._states[: batch.size] = verified.last(states)
             return
+        layout = self._layer.layout
         # Where fewer tokens were kept than elsewhere, what follows is written over in the next round.
         n = 1 + max(verified.counts)
 
         def feed(batch: Batch, count: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
-            seen = self._prefix(states, self._layout.cache, self._layout.place(batch, n))
+            states = states.to(self._states.device)  # as above
+            seen = prefix(states, **self._layer.arguments(layout.place(batch, n), states))
             return [seen[torch.arange(batch.size, device=seen.device), count]]
 
-        given, cache = (verified.count, verified.kept(states)[:, :n]), self._layout.cache
-        (seen,) = self._target.run_batch(batch, cache, ("commit", n), feed, *given, entries=n)
+        given, key = (verified.count, verified.kept(states)[:, :n]), ("commit", n)
+        (seen,) = self._target.run_batch(batch, layout.cache, key, feed, *given, entries=n)
         self._states[: batch.size] = seen
-
-    def _prefix(self, states: torch.Tensor, cache: KVCache, ctx: ForwardContext) -> torch.Tensor:
-        """The target's states [b, n, d] -> the prefix layer's."""
-        states = states.to(self._states.device)  # of a target that is spread over several
-        b, n = states.shape[:2]
-        cache.begin_pass(0, 1, ctx, b, n)
-        return cast("PrefixLayer", self.heads.prefix)(
-            states, rope_of(self._rope, ctx, n), attention_mask(ctx, n, states), cache
-        )
 
     def _own_output(self, i: int) -> torch.nn.Module | None:
         """Head i's own output matrix, trimmed like the target's head; None where that is used."""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from methods.draft_layer import LayerCache
 from methods.heads import StopTracker, draft_head
 from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
 from specbench.decoding.drafter import Drafter, Needs
-from specbench.decoding.kv_cache import ForwardContext, KVCache
-from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, Resume, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
@@ -24,6 +24,7 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
+    from specbench.decoding.kv_cache import ForwardContext
     from methods.kangaroo.adapter import Adapter
     from specbench.decoding.slots import Slots
     from specbench.decoding.tree import Tree
@@ -76,9 +77,7 @@ class Kangaroo(Drafter):
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the adapter's cache."""
         self.target = target
-        self._layout = slots.cache(self.adapter.new_cache(slots.capacity, slots.count))
-        like = torch.empty(1, dtype=target.dtype, device=target.device)
-        self._rope = self.adapter.rope(torch.arange(slots.capacity, device=target.device).unsqueeze(0), like)
+        self._layer = LayerCache(self.adapter, slots, target.dtype)
         # The exit state in front of each sequence's pending token, which the adapter may not have seen.
         self._before = slots.tensor(1, target.hidden_size, dtype=target.dtype)
         # Known tokens of each sequence whose exit states the adapter has seen.
@@ -86,10 +85,10 @@ class Kangaroo(Drafter):
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Fills a slot of the adapter's cache with the prompt's exit states."""
-        states, n = prefill.hidden_states[self.exit_layer], prefill.ids.shape[1]
-        self._adapt(states, self._layout.prefill_view(slot, n), ForwardContext.consecutive(0, n))
+        states = prefill.hidden_states[self.exit_layer]
+        self.adapter(states, **self._layer.prompt(slot, states))
         self._before[slot] = states[0, -1:]
-        self._adapted[slot] = n
+        self._adapted[slot] = prefill.ids.shape[1]
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts until tokens of low confidence or `max_draft_tokens`; verification resumes after the exit layer."""
@@ -119,7 +118,7 @@ class Kangaroo(Drafter):
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Moves what the adapter has seen of an accepted path, and keeps the exit state of its last token."""
-        self._layout.commit(batch, verified.count, verified.counts, verified.path)
+        self._layer.layout.commit(batch, verified.count, verified.counts, verified.path)
         for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
             self._adapted[slot] = length + min(self._depth - 1, count)  # all but the last token of a path
         self._before[: batch.size, 0] = verified.last(self._states)
@@ -154,20 +153,18 @@ class Kangaroo(Drafter):
 
     def _logits(self, batch: Batch, feed: torch.Tensor, offset: int) -> torch.Tensor:
         """Exit states [b, n, d], the first `offset` after the pending token's -> logits [b, rows] after the last."""
-        n, cache = feed.shape[1], self._layout.cache
+        n, layout = feed.shape[1], self._layer.layout
 
         def adapted(batch: Batch, feed: torch.Tensor) -> list[torch.Tensor]:
-            states = self._adapt(feed, cache, self._layout.place(batch, n, offset))
+            states = self._adapt(feed, layout.place(batch, n, offset))
             return [self.head.logits(states[:, -1])]
 
         key, entries = ("draft", n, offset), offset + n
-        return self.target.run_batch(batch, cache, key, adapted, feed, entries=entries)[0]
+        return self.target.run_batch(batch, layout.cache, key, adapted, feed, entries=entries)[0]
 
-    def _adapt(self, states: torch.Tensor, cache: KVCache, ctx: ForwardContext) -> torch.Tensor:
+    def _adapt(self, states: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Exit states [b, n, d] -> states [b, n, d] for the head."""
-        b, n = states.shape[:2]
-        cache.begin_pass(0, 1, ctx, b, n)
-        return self.adapter(states, rope_of(self._rope, ctx, n), attention_mask(ctx, n, states), cache)
+        return self.adapter(states, **self._layer.arguments(ctx, states))
 
 
 def _exit_layer(asked: int | None, adapter: Adapter, layers: int) -> int:

@@ -111,13 +111,13 @@ class KangarooTree(Kangaroo):
         Returns:
             Token ids [b, width], scores [b, width], and the tree with this level.
         """
-        n, cache = feed.shape[1], self._layout.cache
+        n, layout = feed.shape[1], self._layer.layout
 
         def grown(
             batch: Batch, feed: torch.Tensor, scores: torch.Tensor, *above: torch.Tensor
         ) -> list[torch.Tensor]:
             tree = Tree.of_tensors(above) if above else None
-            adapted = self._adapt(feed, cache, self._layout.place(batch, n, offset, tree))
+            adapted = self._adapt(feed, layout.place(batch, n, offset, tree))
             # What stands in front of the pending token only fills the cache.
             logits = self.head.logits(adapted[:, -1:] if tree is None else adapted)
             followers = likeliest_ids(logits, width)
@@ -133,5 +133,5 @@ class KangarooTree(Kangaroo):
 
         given = (feed, scores) if tree is None else (feed, scores, *tree.tensors)
         key, entries = ("draft", n, offset, width), offset + n
-        ids, scores, *found = self.target.run_batch(batch, cache, key, grown, *given, entries=entries)
+        ids, scores, *found = self.target.run_batch(batch, layout.cache, key, grown, *given, entries=entries)
         return ids, scores, Tree.of_tensors(found, width)

@@ -80,7 +80,7 @@ def test_caches_after_every_round(folder):
             rope = self.adapter.rope(torch.arange(known).unsqueeze(0), states)
             self.adapter(states, rope, None, other)
             for cache, expected, n in (
-                (self._layout.cache, other, held),
+                (self._layer.layout.cache, other, held),
                 (batch.layout.cache, fresh, known),
             ):
                 ours, theirs = (c.segments[0][:, :, :, :n] for c in (cache, expected))

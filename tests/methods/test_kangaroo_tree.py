@@ -84,7 +84,10 @@ def test_what_is_drafted_and_what_the_caches_hold(arch, adapter):
             _, own = adapted(self.adapter, states)
             whole = self.target.new_cache(known)
             self.target.run_layers(self.target.embed(torch.tensor([sequence.tokens[:-1]])), whole, 0)
-            for cache, expected, n in ((self._layout.cache, own, held), (batch.layout.cache, whole, known)):
+            for cache, expected, n in (
+                (self._layer.layout.cache, own, held),
+                (batch.layout.cache, whole, known),
+            ):
                 ours, theirs = (c.segments[0][:, :, :, :n] for c in (cache, expected))
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
             torch.testing.assert_close(self._before[:1], states[:, -1:], atol=1e-4, rtol=1e-3)
