@@ -322,7 +322,7 @@ def measure_process(folder: Path) -> None:
     code = subprocess.run(
         [sys.executable, "-m", "specbench.measure.runner", str(folder)], cwd=ROOT
     ).returncode
-    if code not in (0, store.AGAIN):
+    if code not in (0, store.EXIT_CONTINUE):
         raise UserError(f"{folder.name} ended with exit code {code}: {store.why_failed(folder) or 'killed'}")
 
 

@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
@@ -23,8 +23,10 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
+from specbench.measure import runner
 from specbench.measure.protocol import BASELINE, METHOD, Bench
 from specbench.measure.runner import prepare
+from specbench.models.pairs import Pair, load_pair
 from specbench.system.paths import packaged
 from tests.support.conf import composed, drafts, inline, is_scheduler, lacks_part, names
 from tests.support.graphs import PretendedRunner, pretend
@@ -41,7 +43,7 @@ SCHEDULERS = (RaggedBatch, EqSpec, ExSpec)
 CONFIDENCE = {"goes_on_at": 6}  # a draft ends after a token of low confidence: one look at each
 BRANCHES = {"likely": 1}  # in the draft's thread: which branches there are
 # How many guesses of the streams came true says how many passes there are, and which entries stay.
-STREAMS = {"_grown": 2 * 7, "settle": 1, "joined": 1}
+STREAMS = {"_grown": 2 * NEW_TOKENS, "settle": 1, "joined": 1}
 LOOKS: dict[str, dict[str, int]] = {
     "kangaroo": CONFIDENCE,
     "kangaroo_tree": CONFIDENCE,
@@ -58,6 +60,21 @@ REPLAYS = {
     **{"ar": 1, "pld": 1, "sps": 2, "vocabtrim": 2, "sps_tree": 3, "oracle": 2, "medusa": 3},
     **{"hydra_heads": 4, "eagle": 4, "eagle2": 4, "eagle3": 4},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _pairs_are_loaded_once() -> Iterator[None]:
+    loaded: dict[tuple, Pair] = {}
+
+    def load(cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
+        key = OmegaConf.to_yaml(cfg), seed, with_draft
+        if key not in loaded:
+            loaded[key] = load_pair(cfg, seed, with_draft=with_draft)
+        return loaded[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "load_pair", load)
+        yield
 
 
 def pair_of(method: str) -> str:
@@ -185,10 +202,12 @@ def test_graphs_change_neither_an_answer_nor_a_draft(monkeypatch, bench, method)
     plain = answered(bench, requests)
     counts = replays_by_round(monkeypatch, pretend(monkeypatch))
     captured = prepared(method)
+    captured._set_reference_answers(requests)
     with closing(captured.drafter):
         for _ in range(2):  # what was captured, then what is replayed
             counts.clear()
-            answers = answered(captured, requests)
+            captured.drafter.forget()
+            answers = captured.arms[METHOD](requests)
             assert method not in REPLAYS or counts[0] == REPLAYS[method]
             assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
             assert what_was_drafted(answers) == what_was_drafted(plain)

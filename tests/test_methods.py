@@ -18,8 +18,8 @@ from tests.support.conf import composed, drafts, inline
 
 pytestmark = pytest.mark.slow
 
-# What a run has of its own: no drafts, a process beside the target's, a scheduler, state that outlives answers.
-RUNS = ("ar", "mirror_sd", "exspec", "swift")
+# What a run has of its own: a process beside the target's, a scheduler.
+RUNS = ("mirror_sd", "exspec")
 WITH_PROCESS = "mirror_sd"
 TASKS = ("mt_bench", "summarization")  # two turns, a long prompt
 # What no paper tried: trimmed heads in batches, on the deep target.

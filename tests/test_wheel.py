@@ -77,6 +77,7 @@ def test_a_run_writes_to_the_working_directory(installed, tmp_path):
     assert report.returncode == 0 and (tmp_path / "runs" / "report" / "index.html").exists(), report.stderr
 
 
+@pytest.mark.nightly
 def test_a_method_of_the_users_own(installed, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "conf" / "method").mkdir(parents=True)

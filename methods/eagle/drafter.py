@@ -32,10 +32,10 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from specbench.decoding.kv_cache import ForwardContext
     from collections.abc import Callable, Hashable, Sequence
 
     from methods.eagle.layer import DraftingModel
+    from specbench.decoding.kv_cache import ForwardContext
     from specbench.decoding.slots import Slots
 
 # The tree of the authors' EAGLE-1, 25 nodes: children by path of ranks.

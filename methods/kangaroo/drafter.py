@@ -24,8 +24,8 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
-    from specbench.decoding.kv_cache import ForwardContext
     from methods.kangaroo.adapter import Adapter
+    from specbench.decoding.kv_cache import ForwardContext
     from specbench.decoding.slots import Slots
     from specbench.decoding.tree import Tree
 

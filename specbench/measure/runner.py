@@ -237,12 +237,11 @@ class Job:
         if self.plan.precision is None or passes < self.plan.repeats:
             return None
         if self._passes != passes:
-            from specbench.measure.metrics.summary import (
-                summary as metrics,  # late: pandas takes a second to import
-            )
+            # Late: pandas takes a second to import.
+            from specbench.measure.metrics.summary import speedup_over_passes
 
             known = read_json(self.run_dir / store.FACTS)
-            self._speedup = metrics.speedup_over_passes(self.journal.records, known)
+            self._speedup = speedup_over_passes(self.journal.records, known)
             self._passes = passes
         return self._speedup.width
 

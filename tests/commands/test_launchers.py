@@ -125,6 +125,7 @@ def cluster():
         nodes.shutdown()
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_ray_gives_the_same_answers(swept_here, cluster):
     folder, arguments, answers = swept_here

@@ -27,6 +27,7 @@ optuna = pytest.importorskip("optuna")
 SEARCHES = sorted((CONF / "search").glob("*.yaml"))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
 def test_every_search_varies_what_its_method_has(path):
@@ -119,10 +120,10 @@ def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
     best = max(run_dirs, key=lambda run_dir: read_json(run_dir / store.SUMMARY)["overall"]["speedup"])
     method = store.read_config(best)["method"]
     command = shlex.split(again.splitlines()[-1])
-    assert command[:4] == ["python", "-m", "specbench", "run", "method=sps"] and "trials=3" not in command
+    assert command[:5] == ["python", "-m", "specbench", "run", "method=sps"] and "trials=3" not in command
     assert command[-2:] == [f"method.{k}={method[k]:g}" for k in ("max_draft_tokens", "confidence_threshold")]
     assert "settings=published" in command, "the tuned settings of the pair would be part of it"
-    assert composed("bench", *command[3:]).data.path == "q.jsonl"
+    assert composed("bench", *command[4:]).data.path == "q.jsonl"
 
 
 @pytest.mark.slow

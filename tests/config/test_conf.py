@@ -76,6 +76,7 @@ def test_method(method):
     check_method(cfg)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("drafter", NAMES["drafter"])
 def test_any_drafter_serves_any_batch_method(drafter):

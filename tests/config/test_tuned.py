@@ -93,6 +93,7 @@ def test_a_tuned_file(path):
     assert set(tuned) == set(published)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("method", METHODS)
 def test_both_settings_of_every_method_can_run(method):
@@ -105,6 +106,7 @@ def test_both_settings_of_every_method_can_run(method):
         assert (source or {}).get("pair") == (has_file or None)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("method", METHODS)
 def test_a_pair_that_was_not_tuned_has_the_published_settings(method):

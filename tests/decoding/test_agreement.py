@@ -109,6 +109,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fault", FAULTS)

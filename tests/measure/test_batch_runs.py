@@ -263,6 +263,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("method", "fault"), FAULTS)
 def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, method, fault):  # noqa: F811
     fault(monkeypatch)

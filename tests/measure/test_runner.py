@@ -593,6 +593,7 @@ def without_times(summary: dict) -> dict:
 PASSES = ["repeats=3", "processes=2", "precision=1e-9", "max_minutes=1e-6"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.process
 @pytest.mark.parametrize(("more", "passes", "behind"), [([], [0], 2), (PASSES, [0, 0, 1], 15)])
 def test_killed_and_started_again(workplace, tmp_path, monkeypatch, more, passes, behind):

@@ -99,6 +99,7 @@ def answers(
     return [answer.tokens for answer in given]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @pytest.mark.parametrize(
     "method",
@@ -213,6 +214,7 @@ def drafter_of(method: str, parts: dict[str, str], pair=None) -> Drafter:
     return WHOLE[method][0](pair or random_pair("llama"), parts.__getitem__)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("method", WHOLE)
 def test_drafts_are_those_without_graphs(monkeypatch, parts, method, temperature):
@@ -359,6 +361,7 @@ SAMPLED = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheduler", [None, "ragged"])
 @pytest.mark.parametrize("method", SAMPLED)
 def test_samples_are_those_without_graphs(monkeypatch, method, scheduler):

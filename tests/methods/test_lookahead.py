@@ -17,6 +17,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Request, SequenceState
 from specbench.measure.metrics.dataframes import steps_frame
 from tests.support import batches
@@ -69,6 +70,7 @@ def round_of(drafter: Lookahead, search: Search, pending: int) -> Batch:
     """A round of one sequence, whose search is given."""
     request = Request(PROMPT, SamplingParams(50))
     sequence = SequenceState(0, request, frozenset(), [*PROMPT, pending])
+    drafter.open(Slots(1, 100, torch.device("cpu")), None)
     drafter._searches[0] = search
     tokens = torch.tensor([sequence.tokens])
     sizes = [drafter.max_draft_tokens], drafter.max_draft_tokens, drafter.max_nodes

@@ -289,6 +289,7 @@ def place(tmp_path, monkeypatch) -> list[str]:
     return [*commands.small_pair_and_questions(tmp_path), "repeats=2", "decoding.max_new_tokens=40"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [["method=oracle"], ["method=ragged", "drafter=oracle", "batch_size=3"]])
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])

@@ -399,6 +399,7 @@ def _acceptance(answers) -> float:
     return sum(s.accepted for s in steps) / sum(s.drafted for s in steps)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_say_and_accept_what_they_do_on_the_embedded_pair(method):
@@ -408,6 +409,7 @@ def test_methods_say_and_accept_what_they_do_on_the_embedded_pair(method):
     assert _acceptance(drafted) == pytest.approx(_acceptance(own), rel=0.01)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_text_is_the_embedded_pairs(shape):

@@ -60,6 +60,7 @@ def test_a_file_in_float32_becomes_the_very_model_with_its_tokenizer_template_an
     assert pair.source == "from a GGUF file in F32"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
 def test_a_quantised_file_becomes_the_model_of_its_rounded_weights(tiny, tmp_path, kind):
     path = file_of(tiny, tmp_path / "small.gguf", kind=kind)
@@ -103,6 +104,7 @@ def test_what_a_killed_conversion_left_is_done_anew(tiny, tmp_path, cache, monke
     assert source_of(converted(path)) == "from a GGUF file in F32"
 
 
+@pytest.mark.nightly
 def test_another_file_of_the_same_name_is_another_model(tiny, tmp_path):
     path = file_of(tiny, tmp_path / "small.gguf")
     first = converted(path)
