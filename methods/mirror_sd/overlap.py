@@ -10,15 +10,11 @@ from specbench.measure.metrics.dataframes import stat
 if TYPE_CHECKING:
     import pandas as pd
 
-# Seconds of each draft, and what journals of earlier versions call them.
-NAMES = {
-    "exit_seconds": "exit_seconds",
-    "overlapped_before_exit_seconds": "early_seconds",
-    "overlapped_behind_exit_seconds": "beside_seconds",
-    "exposed_seconds": "after_seconds",
-    "idle_seconds": "idle_seconds",
-    "ipc_seconds": "handover_seconds",
-}
+# Seconds of each draft.
+SECONDS = (
+    *("exit_seconds", "overlapped_before_exit_seconds", "overlapped_behind_exit_seconds"),
+    *("exposed_seconds", "idle_seconds", "ipc_seconds"),
+)
 UNKNOWN = "\u2013"  # not measured
 
 
@@ -34,7 +30,7 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
       max(exit, draft before it) + max(rest of the pass, draft during it) + messages + draft after the decision (the
       whole of it after a miss, the rest of it after a hit) + the rest of the round; round_seconds: as measured.
     """
-    seconds = {n: stat(rounds, n).fillna(stat(rounds, old)).astype(float) for n, old in NAMES.items()}
+    seconds = {name: stat(rounds, name).astype(float) for name in SECONDS}
     rounds = rounds.assign(hit=stat(rounds, "hit"), **seconds)
     launched = rounds[rounds["exit_seconds"].notna()]
     if launched.empty:

@@ -126,9 +126,7 @@ class Bench:
         """Takes the answers of earlier repeats from the journal: later ones are certified against the first."""
         for record in records:
             for turn in record["turns"]:
-                key = self._key(
-                    record["question_id"], turn["turn"], turn["prompt_sha256"], record.get("repeat", 0)
-                )
+                key = self._key(record["question_id"], turn["turn"], turn["prompt_sha256"], record["repeat"])
                 self._first.setdefault(key, turn["arms"][self.reference][0]["tokens"])
 
     def measure(self, questions: list[Question], place: int, repeat: int = 0) -> list[dict]:

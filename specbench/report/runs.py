@@ -16,6 +16,7 @@ from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.records import run_folder as store
+from specbench.measure.records.migrate import migrated
 from specbench.system.errors import UserError
 from specbench.system.files import finite, read_json
 
@@ -209,7 +210,7 @@ def _records(folder: Path) -> list[dict]:
                     lacking += [name for one in generations for name in _lacking(one, GENERATION)]
         if lacking:
             raise UserError(f"damaged: {store.RECORDS}, line {number}, lacks {named(lacking)}")
-    return records
+    return migrated(records)
 
 
 def _lines(path: Path) -> int:

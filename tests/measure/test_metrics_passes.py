@@ -6,6 +6,7 @@ import pytest
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import generations_frame, steps_frame
 from specbench.measure.metrics.statistics import over_passes
+from specbench.measure.records.migrate import migrated
 from tests.support.synthetic import CONFIG, FACTS, TIE, VIOLATION, overall, passes, record, turn
 
 
@@ -29,11 +30,11 @@ def test_records_of_passes_are_those_of_older_folders_taken_apart():
     for table in (generations_frame, steps_frame):
         one, other = (
             table(records).sort_values(["question_id", "repeat", "arm"], kind="stable", ignore_index=True)
-            for records in (apart, together)
+            for records in (apart, migrated(together))
         )
         columns = [name for name in one.columns if name != "pool"]
         pd.testing.assert_frame_equal(one[columns], other[columns])
-    assert overall(apart) == overall(together)
+    assert overall(apart) == overall(migrated(together))
 
 
 def test_the_interval_over_passes_by_hand():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from methods.mirror_sd import MirrorSD
-from methods.mirror_sd.overlap import NAMES
 from methods.s2d import SortedDraft
 from specbench.measure.metrics.dataframes import steps_frame
+from specbench.measure.records.migrate import STATS, migrated
 from tests.support.synthetic import columns, generation, record, turn
 
 OWN = (
@@ -23,12 +23,12 @@ OWN = (*OWN, "ipc_seconds")
 
 def frame(rounds: list[dict]):
     method = generation([r["accepted"] for r in rounds]) | {"steps": columns(rounds)}
-    return steps_frame([record(turns=[turn(method=method)])])
+    return steps_frame(migrated([record(turns=[turn(method=method)])]))
 
 
 def found_overlap(rounds: list[dict], older: bool = False) -> dict | None:
     """Of rounds that say at once what is in `stats`; `older`: under the names of earlier versions."""
-    name = NAMES if older else {}
+    name = {new: old for old, new in STATS.items()} if older else {}
     nested = [
         {k: v for k, v in r.items() if k not in OWN}
         | {"stats": {name.get(k, k): v for k, v in r.items() if k in OWN} or None}
@@ -63,7 +63,7 @@ def test_columns_of_older_journals_are_read():
         "idle_seconds": [0.1, None],
     }
     del steps["stats"]
-    frame = steps_frame([record(turns=[turn(method=generation() | {"steps": steps})])])
+    frame = steps_frame(migrated([record(turns=[turn(method=generation() | {"steps": steps})])]))
     assert frame["stats"].tolist() == [
         {"exits": [2, 6], "grouped": True, "hit": None, "idle_seconds": 0.1},
         None,

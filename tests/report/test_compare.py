@@ -3,6 +3,7 @@ import random
 import numpy as np
 import pytest
 
+from specbench.measure.records.migrate import migrated
 from specbench.report import compare, formats
 from specbench.system.errors import UserError
 from tests.support.messages import says
@@ -182,7 +183,7 @@ def batch(
 ) -> list[dict]:
     """A journal of pools of `members` questions; seconds of a question by pool and repeat, and of one by one, which a
     repeat changes by 1 %."""
-    return [
+    records = [
         record(
             members * pool + i,
             pool=pool,
@@ -200,6 +201,7 @@ def batch(
         for pool in range(len(plain))
         for i in range(members)
     ]
+    return migrated(records)
 
 
 def test_a_batch_against_single_sequences_gives_no_number(run, capsys):

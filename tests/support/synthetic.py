@@ -83,7 +83,7 @@ def generation(accepted=(), seconds=None, prefill=0.1, tokens=None, drafted=5) -
 
 
 def turn(number=0, equivalence=EXACT, **arms) -> dict:
-    """One turn; each arm is a generation or a list of repeats."""
+    """One turn; each arm is a generation, or a list of repeats, which `migrated` takes apart."""
     return {
         "turn": number,
         "prompt_tokens": 10,
@@ -100,6 +100,8 @@ def record(question_id=1, task="qa", category=None, turns=(), error=None, pool=N
         "task": task,
         "category": category or task,
         "pool": question_id if pool is None else pool,
+        "repeat": 0,
+        "process": 0,
         "error": error,
         "turns": list(turns),
     }

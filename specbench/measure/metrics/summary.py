@@ -81,7 +81,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "temperature": config["decoding"]["temperature"],
         "batch_size": config["batch_size"],
         "repeats": len(repeats(records)) or config["repeats"],
-        "processes": len({record.get("process", 0) for record in records}),
+        "processes": len({record["process"] for record in records}),
         "experiment": config["experiment"],
         "protocol": config["protocol"],
         "dtype": facts["dtype"],
@@ -191,13 +191,8 @@ def single_rate(generations: pd.DataFrame) -> float | None:
 
 
 def repeats(records: list[dict]) -> set[int]:
-    """Numbers of the passes that were made over the questions; records of older folders hold several."""
-    return {
-        record.get("repeat", 0) + i
-        for record in records
-        for turn in record["turns"]
-        for i in range(len(turn["arms"]["method"]))
-    }
+    """Numbers of the passes that were made over the questions."""
+    return {record["repeat"] for record in records if record["turns"]}
 
 
 def speedup_over_passes(records: list[dict], facts: dict) -> Speedup:
@@ -271,7 +266,7 @@ def parts_by_process(records: list[dict], what: str, batched: bool) -> list[pd.D
         return []
     by_process: dict[int, list[dict]] = {}
     for record in records:
-        by_process.setdefault(record.get("process", 0), []).append(record)
+        by_process.setdefault(record["process"], []).append(record)
     return [parts(own, what, batched) for own in by_process.values()]
 
 

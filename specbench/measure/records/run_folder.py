@@ -209,7 +209,7 @@ class Journal:
 
 def _key(record: dict) -> tuple[int, int]:
     """What there is one record of: a question in a pass."""
-    return record["question_id"], record.get("repeat", 0)
+    return record["question_id"], record["repeat"]
 
 
 @contextmanager

@@ -1,0 +1,68 @@
+"""Journal records of older folders, brought to today's form on reading. All other code knows today's form alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+# Numbers of single methods that had columns of their own, before `stats` held them.
+COLUMNS = (
+    *("exits", "grouped", "exit_seconds", "hit"),
+    *("early_seconds", "beside_seconds", "after_seconds", "idle_seconds", "handover_seconds"),
+)
+# What Mirror-SD's statistics were called.
+STATS = {
+    "early_seconds": "overlapped_before_exit_seconds",
+    "beside_seconds": "overlapped_behind_exit_seconds",
+    "after_seconds": "exposed_seconds",
+    "handover_seconds": "ipc_seconds",
+}
+
+
+def migrated(records: Iterable[dict]) -> list[dict]:
+    """Records of one repeat each, whatever version wrote them."""
+    return [new for record in records for new in _by_repeat(record)]
+
+
+def _by_repeat(record: dict) -> Iterator[dict]:
+    """A record for each repeat: older folders have one for each question, with all repeats in it."""
+    runs = [len(generations) for turn in record["turns"] for generations in turn["arms"].values()]
+    first = record.get("repeat", 0)
+    for i in range(max(runs, default=1)):
+        turns = [
+            turn
+            | {
+                "arms": {
+                    arm: [_generation(generations[i])]
+                    for arm, generations in turn["arms"].items()
+                    if i < len(generations)
+                }
+            }
+            for turn in record["turns"]
+        ]
+        yield record | {"repeat": first + i, "process": record.get("process", 0), "turns": turns}
+
+
+def _generation(generation: dict) -> dict:
+    steps = generation["steps"]
+    if "sequences" not in steps:
+        steps = steps | {"sequences": steps["rows"]}
+    if "stats" not in steps:
+        steps = steps | {"stats": [_of_columns(steps, i) for i in range(len(steps["sequences"]))]}
+    if any(stats and STATS.keys() & stats.keys() for stats in steps["stats"]):
+        renamed = [stats and {STATS.get(k, k): v for k, v in stats.items()} for stats in steps["stats"]]
+        steps = steps | {"stats": renamed}
+    return generation if steps is generation["steps"] else generation | {"steps": steps}
+
+
+def _of_columns(steps: dict[str, list], i: int) -> dict[str, Any] | None:
+    """The statistics of round i, from the columns of single methods."""
+    every = {name: steps[name][i] for name in COLUMNS if name in steps}
+    stats = {name: value for name, value in every.items() if value is not None and value != []}
+    if (
+        "exit_seconds" in stats or "idle_seconds" in stats
+    ):  # of a draft that nothing was launched for it is known, too
+        stats["hit"] = every["hit"]
+    return stats or None
