@@ -166,7 +166,7 @@ class Eagle(EagleDrafter):
 
     Args:
         pair: with the target.
-        part: folder of the drafting model's checkpoint.
+        weights: folder of the drafting model's checkpoint.
         nodes: of the tree at most, the most frequently right ones first; None: all that config.json names. A checkpoint
             without a tree gets the authors' of 25 nodes.
         max_draft_tokens: levels of the tree at most, each of which costs a pass; None: all.
@@ -182,13 +182,13 @@ class Eagle(EagleDrafter):
     def __init__(
         self,
         pair: Pair,
-        part: str,
+        weights: str,
         nodes: Count | None = 25,
         max_draft_tokens: Count | None = None,
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
-        model, settings = _loaded(pair, part)
+        model, settings = _loaded(pair, weights)
         super().__init__(model, draft_head(pair, StagedModel(pair.target), vocab_map, vocab_size))
         deepest = max_draft_tokens or float("inf")
         paths = [tuple(path) for path in settings.get("tree") or EAGLE_TREE]
@@ -265,7 +265,7 @@ class Eagle2(DynamicEagle):
 
     Args:
         pair: with the target.
-        part: folder of the drafting model's checkpoint.
+        weights: folder of the drafting model's checkpoint.
         nodes: as in `DynamicEagle`; the published 60 count the pending token.
         width: as in `DynamicEagle`.
         max_draft_tokens: as in `DynamicEagle`; the published depth of 5 is one of 6 levels.
@@ -281,7 +281,7 @@ class Eagle2(DynamicEagle):
     def __init__(
         self,
         pair: Pair,
-        part: str,
+        weights: str,
         nodes: Count = 59,
         width: Count = 10,
         max_draft_tokens: Count = 6,
@@ -289,14 +289,14 @@ class Eagle2(DynamicEagle):
         vocab_size: Count | None = None,
     ):
         head = draft_head(pair, StagedModel(pair.target), vocab_map, vocab_size)
-        super().__init__(_loaded(pair, part)[0], head, nodes, width, max_draft_tokens)
+        super().__init__(_loaded(pair, weights)[0], head, nodes, width, max_draft_tokens)
 
 
-def _loaded(pair: Pair, part: str) -> tuple[DraftingModel, dict[str, Any]]:
+def _loaded(pair: Pair, weights: str) -> tuple[DraftingModel, dict[str, Any]]:
     """The drafting model of a pair, and the content of its config.json."""
     from methods.eagle.checkpoint import load_eagle  # late: transformers' models take seconds to import
 
-    return load_eagle(packaged(part), pair.target, pair.device, pair.dtype, pair.expansion)
+    return load_eagle(packaged(weights), pair.target, pair.device, pair.dtype, pair.expansion)
 
 
 def _behind(batch: Batch, n: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ class Eagle3(DynamicEagle):
 
     Args:
         pair: with the target.
-        part: folder of the drafting model's checkpoint.
+        weights: folder of the drafting model's checkpoint.
         nodes: as in `DynamicEagle`; the published 60 count the pending token.
         width: as in `DynamicEagle`.
         max_draft_tokens: as in `DynamicEagle`; the published depth of 5 is one of 6 levels.
@@ -68,7 +68,7 @@ class Eagle3(DynamicEagle):
     def __init__(
         self,
         pair: Pair,
-        part: str,
+        weights: str,
         nodes: Count = 59,
         width: Count = 10,
         max_draft_tokens: Count = 6,
@@ -78,7 +78,7 @@ class Eagle3(DynamicEagle):
         from methods.eagle3.checkpoint import load_eagle3  # late: transformers' models take seconds to import
 
         taps = None if layers is None else tuple(layers)
-        model = load_eagle3(packaged(part), StagedModel(pair.target), pair.expansion, taps, rope_theta)
+        model = load_eagle3(packaged(weights), StagedModel(pair.target), pair.expansion, taps, rope_theta)
         super().__init__(model, DraftVocabulary(model), nodes, width, max_draft_tokens)
         self.head = DraftVocabulary(cast("Eagle3Model", self.model))  # the copy with cheaper calls
         # A round reads once what makes features of states; of an embedding a pass reads single rows.

@@ -37,7 +37,7 @@ class HydraHeads(Drafter):
 
     Args:
         pair: with the target.
-        heads: folder of the heads' checkpoint, with a prefix layer (Hydra++) or without (Hydra).
+        weights: folder of the heads' checkpoint, with a prefix layer (Hydra++) or without (Hydra).
         nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
             get the authors' of 63 nodes.
         vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
@@ -54,7 +54,7 @@ class HydraHeads(Drafter):
     def __init__(
         self,
         pair: Pair,
-        heads: str,
+        weights: str,
         nodes: Count | None = None,
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
@@ -63,7 +63,7 @@ class HydraHeads(Drafter):
         from methods.hydra_heads.checkpoint import load_heads
 
         target = StagedModel(pair.target)
-        loaded, settings = load_heads(packaged(heads), target, pair)
+        loaded, settings = load_heads(packaged(weights), target, pair)
         self.heads = lean_copy(loaded)
         self.head = draft_head(pair, target, vocab_map, vocab_size)
         self.paths = chosen_paths(settings.get("tree"), loaded.heads, nodes, self.head.rows)

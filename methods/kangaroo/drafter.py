@@ -35,7 +35,7 @@ class Kangaroo(Drafter):
 
     Args:
         pair: with the target.
-        adapter: folder of the adapter's checkpoint.
+        weights: folder of the adapter's checkpoint.
         exit_layer: layers of the drafting part; None takes the one that the adapter's config.json names (the authors'
             does not: 2 for their 7B, 3 for their 13B adapter).
         max_draft_tokens: gamma.
@@ -53,7 +53,7 @@ class Kangaroo(Drafter):
     def __init__(
         self,
         pair: Pair,
-        adapter: str,
+        weights: str,
         exit_layer: Count | None = None,
         max_draft_tokens: Count = 6,
         confidence_threshold: Probability = 0.6,
@@ -62,7 +62,7 @@ class Kangaroo(Drafter):
     ):
         from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
 
-        loaded = load_adapter(packaged(adapter), pair.target.config, pair.device, pair.dtype, pair.expansion)
+        loaded = load_adapter(packaged(weights), pair.target.config, pair.device, pair.dtype, pair.expansion)
         self.adapter = lean_copy(loaded)
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer

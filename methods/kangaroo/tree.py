@@ -30,7 +30,7 @@ class KangarooTree(Kangaroo):
 
     Args:
         pair: with the target.
-        adapter: as in `Kangaroo`.
+        weights: as in `Kangaroo`.
         exit_layer: as in `Kangaroo`.
         width: nodes of a level (K).
         max_draft_tokens: levels; the paper bounds the size of a tree and does not state it.
@@ -48,7 +48,7 @@ class KangarooTree(Kangaroo):
     def __init__(
         self,
         pair: Pair,
-        adapter: str,
+        weights: str,
         exit_layer: Count | None = None,
         width: Count = 10,
         max_draft_tokens: Count = 6,
@@ -57,7 +57,7 @@ class KangarooTree(Kangaroo):
         vocab_size: Count | None = None,
     ):
         super().__init__(
-            pair, adapter, exit_layer, max_draft_tokens, confidence_threshold, vocab_map, vocab_size
+            pair, weights, exit_layer, max_draft_tokens, confidence_threshold, vocab_map, vocab_size
         )
         self.width = width
         self.max_nodes = width * max_draft_tokens

@@ -35,7 +35,7 @@ class Medusa(Drafter):
 
     Args:
         pair: with the target.
-        heads: folder of the heads' checkpoint, the authors' or vLLM's.
+        weights: folder of the heads' checkpoint, the authors' or vLLM's.
         nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
             get the authors' of 63 nodes.
         vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
@@ -52,16 +52,16 @@ class Medusa(Drafter):
     def __init__(
         self,
         pair: Pair,
-        heads: str,
+        weights: str,
         nodes: Count | None = None,
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
         target = StagedModel(pair.target)
-        self.heads, settings, ids = load_heads(packaged(heads), target, pair)
+        self.heads, settings, ids = load_heads(packaged(weights), target, pair)
         if ids is not None and vocab_map is not None:
             raise UserError(
-                f"the heads in '{heads}' score some tokens alone, by a map of their own: set vocab=full"
+                f"the heads in '{weights}' score some tokens alone, by a map of their own: set vocab=full"
             )
         self.head = (
             draft_head(pair, target, vocab_map, vocab_size)

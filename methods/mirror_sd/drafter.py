@@ -61,7 +61,7 @@ class MirrorSD(Drafter):
         draft_device: device of the draft model; None: the target's.
         draft_cores: cores of a process.
         worker_timeout: seconds to wait for an answer of the worker.
-        streams: folder with the embeddings of the streams that the draft model was trained with; None: it has none.
+        weights: folder with the embeddings of the streams that the draft model was trained with; None: it has none.
         vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
@@ -86,7 +86,7 @@ class MirrorSD(Drafter):
         draft_device: str | None = None,
         draft_cores: Count = 1,
         worker_timeout: Positive = 60.0,
-        streams: str | None = None,
+        weights: str | None = None,
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
@@ -116,7 +116,7 @@ class MirrorSD(Drafter):
         # A worker drafts while the target verifies, on cores of its own.
         self.exclusive = placement != "inline"
         self.extra_cores = {"process": draft_cores, "thread": 1, "inline": 0}[placement]
-        guessing = None if streams is None else load_streams(packaged(streams), draft, pair.draft_expansion)
+        guessing = None if weights is None else load_streams(packaged(weights), draft, pair.draft_expansion)
         made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, exit_parts, plan, guessing)
         if placement == "process":
             if (target.device.type, self.model.device.type) != ("cpu", "cpu"):
@@ -216,7 +216,7 @@ class StreamingSampling(Drafter):
         pair: with the target.
         max_draft_tokens: gamma.
         acceptance: as in `MirrorSD`.
-        streams: as in `MirrorSD`.
+        weights: as in `MirrorSD`.
         vocab_map: as in `MirrorSD`.
         vocab_size: as in `MirrorSD`.
 
@@ -231,7 +231,7 @@ class StreamingSampling(Drafter):
         pair: Pair,
         max_draft_tokens: Count = 5,
         acceptance: Literal["exact", "ratio"] = "exact",
-        streams: str | None = None,
+        weights: str | None = None,
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
@@ -241,7 +241,7 @@ class StreamingSampling(Drafter):
         self.max_draft_tokens = max_draft_tokens
         self.ratio = acceptance == "ratio"
         self.deterministic = not self.ratio
-        guessing = None if streams is None else load_streams(packaged(streams), draft, pair.draft_expansion)
+        guessing = None if weights is None else load_streams(packaged(weights), draft, pair.draft_expansion)
         plan = Plan(max_draft_tokens, 1, guesses="none")
         made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, None, plan, guessing)
         self.brancher = make_brancher(*made)

@@ -20,7 +20,7 @@ class REST(Drafter):
 
     Args:
         pair: with the tokenizer that the datastore must have been made with.
-        datastore: its folder (`specbench train rest` makes one).
+        weights: folder of the datastore (`specbench train rest` makes one).
         nodes: of the tree at most.
         max_draft_tokens: longest path.
         max_match: longest end of the text that is looked for.
@@ -36,7 +36,7 @@ class REST(Drafter):
     def __init__(
         self,
         pair: Pair,
-        datastore: str,
+        weights: str,
         nodes: Count = 64,
         max_draft_tokens: Count = 10,
         max_match: Count = 16,
@@ -46,7 +46,7 @@ class REST(Drafter):
         check_sorted(max_match, max_draft_tokens)
         self.max_nodes, self.max_draft_tokens = nodes, max_draft_tokens
         self.max_match, self.min_match = max_match, min_match
-        self.datastore = load_datastore(datastore, pair)
+        self.datastore = load_datastore(weights, pair)
 
     def draft(self, batch: Batch) -> Draft:
         """The tree after the longest match; none where there is none."""

@@ -121,7 +121,7 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         ),
         (["pair.target=.", "pair.tokenizer=null", "pair.parts.kangaroo=./nothing"], "'./nothing'"),
         (["method=ar", "pair.target=/nothing"], "'/nothing'"),
-        (["method.adapter=${nope}"], "nope"),
+        (["method.weights=${nope}"], "nope"),
         (["seed=9223372036854775808"], "seed ... 0 ... 9223372036854775807 ... 922337203"),
         (["task.tasks=abc"], "task.tasks ... dictionary ... list ... 'abc'"),
         (["run_dir=7"], "run_dir ... null ... 7"),
@@ -222,7 +222,7 @@ def test_sampling_needs_a_method_that_can(monkeypatch):
 
 
 def test_part_given_by_hand():
-    checks.check_method(composed("pair.parts.kangaroo=null", "method.adapter=/some/folder"))
+    checks.check_method(composed("pair.parts.kangaroo=null", "method.weights=/some/folder"))
 
 
 # -- the child process

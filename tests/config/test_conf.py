@@ -55,7 +55,7 @@ def test_defaults_follow_the_data_and_the_pair():
     cfg = resolved()
     assert set(GROUPS) <= set(cfg)
     assert cfg.decoding.max_new_tokens == cfg.data.max_new_tokens
-    assert cfg.method.adapter == cfg.pair.parts.kangaroo
+    assert cfg.method.weights == cfg.pair.parts.kangaroo
     assert resolved("data.max_new_tokens=7").decoding.max_new_tokens == 7
 
 

@@ -107,9 +107,9 @@ def test_streams_change_nothing_about_a_draft(streaming, variant):
     """Main streams vet the guesses: tokens are those of the draft model alone."""
     pair, folder = streaming
     if variant == "serial":
-        drafter = StreamingSampling(pair, 4, streams=folder)
+        drafter = StreamingSampling(pair, 4, weights=folder)
     else:
-        drafter = mirror(pair, streams=folder, **VARIANTS[variant])
+        drafter = mirror(pair, weights=folder, **VARIANTS[variant])
     assert tokens_of(drafts(drafter, pair, 0.0)) == plain_drafts(pair.name)
 
 
@@ -151,10 +151,10 @@ def test_a_draft_that_nobody_wants_any_more():
 def test_streams_of_another_model_are_refused(tmp_path):
     pair = random_pair("llama")
     with pytest.raises(UserError, match="mirror_sd.train"):
-        mirror(pair, streams=str(tmp_path))
+        mirror(pair, weights=str(tmp_path))
     save_streams(torch.zeros(2, 32), tmp_path)
     with pytest.raises(UserError, match=r"\[2, 32\].*\b64\b"):
-        mirror(pair, streams=str(tmp_path))
+        mirror(pair, weights=str(tmp_path))
 
 
 class Interrupted(Brancher):
@@ -173,7 +173,7 @@ class Interrupted(Brancher):
 def test_whenever_the_decision_is_known(variant, streams, streaming, monkeypatch):
     pair, folder = streaming
     monkeypatch.setattr("methods.mirror_sd.drafter.Brancher", Interrupted)
-    drafter = mirror(pair, streams=folder if streams else None, **VARIANTS[variant])
+    drafter = mirror(pair, weights=folder if streams else None, **VARIANTS[variant])
     assert tokens_of(drafts(drafter, pair, 0.0)) == plain_drafts(pair.name)
 
 
@@ -190,7 +190,7 @@ def test_the_ratio_rule_is_given_what_drafts_were_drawn_from(kept, streams, tmp_
     """Every token's row is the draft model's own distribution after the tokens before it, branch or not."""
     pair = random_pair("llama")
     save_streams(0.3 * torch.randn(STREAMS, 64), tmp_path)
-    drafter = mirror(pair, kappa=3, acceptance="ratio", streams=str(tmp_path) if streams else None)
+    drafter = mirror(pair, kappa=3, acceptance="ratio", weights=str(tmp_path) if streams else None)
     if kept:
         drafter = trimmed(drafter, kept)
         drafter.worker.brancher.head = drafter.head
@@ -378,7 +378,7 @@ def test_guesses_are_made_from_the_draft_models_own_distributions(variant, strea
     """After the pending token and each draft token, however the draft came to be."""
     pair, folder = streaming
     monkeypatch.setattr("methods.mirror_sd.drafter.Brancher", Interrupted)
-    drafter = mirror(pair, streams=folder if streams else None, **VARIANTS[variant])
+    drafter = mirror(pair, weights=folder if streams else None, **VARIANTS[variant])
     inner, hook, seen, drafted = drafter.draft, drafter.on_hidden, [], []
 
     def draft(batch):
