@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 SETTINGS = {
-    **{"count": Count, "batch_size": Count, "max_new_tokens": Count},
-    **{"temperature": Temperature, "seed": Seed},
+    "count": Count,
+    "batch_size": Count,
+    "max_new_tokens": Count,
+    "temperature": Temperature,
+    "seed": Seed,
 }
 POOL = 8  # batches that are answered together, so that few places are empty at the end
 

@@ -35,17 +35,19 @@ HELD_OUT_BATCHES = 8
 
 # What the settings of every trainer take.
 SETTINGS = {
-    **{
-        "steps": Count,
-        "accumulate": Count,
-        "batch_size": Count,
-        "save_every": Count,
-        "seed": Seed,
-        "threads": Count | None,
-    },
-    **{"length": Annotated[int, Range(2)], "learning_rate": Positive, "prompt_weight": NotNegative},
-    **{"loss_tokens": Count | None, "states": str | None},
-    **{"precision": Literal["no", "bf16"], "save_dtype": Literal["float32", "bfloat16", "float16"]},
+    "steps": Count,
+    "accumulate": Count,
+    "batch_size": Count,
+    "save_every": Count,
+    "seed": Seed,
+    "threads": Count | None,
+    "length": Annotated[int, Range(2)],
+    "learning_rate": Positive,
+    "prompt_weight": NotNegative,
+    "loss_tokens": Count | None,
+    "states": str | None,
+    "precision": Literal["no", "bf16"],
+    "save_dtype": Literal["float32", "bfloat16", "float16"],
 }
 
 

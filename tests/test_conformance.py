@@ -57,8 +57,17 @@ LOOKS: dict[str, dict[str, int]] = {
 }
 # Replays of a round, as methods are configured.
 REPLAYS = {
-    **{"ar": 1, "pld": 1, "sps": 2, "vocabtrim": 2, "sps_tree": 3, "oracle": 2, "medusa": 3},
-    **{"hydra_heads": 4, "eagle": 4, "eagle2": 4, "eagle3": 4},
+    "ar": 1,
+    "pld": 1,
+    "sps": 2,
+    "vocabtrim": 2,
+    "sps_tree": 3,
+    "oracle": 2,
+    "medusa": 3,
+    "hydra_heads": 4,
+    "eagle": 4,
+    "eagle2": 4,
+    "eagle3": 4,
 }
 
 

@@ -22,13 +22,13 @@ ATTENTION = "chained_steps"  # what transformers calls `_attention`
 
 
 def _attention(
-    module: torch.nn.Module,
+    _module: torch.nn.Module,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float,
-    **kwargs: object,
+    **_kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of row t to the true pairs up to t, and of every later step to that of row t alone.
 

@@ -46,8 +46,12 @@ LAYER_SETTINGS = (
 )
 # What must have this value, if it is there.
 FIXED = {
-    **{"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True},
-    **{"use_mtp_layernorm": False, "speculators_model_type": "eagle3", "hidden_act": "silu"},
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "speculators_model_type": "eagle3",
+    "hidden_act": "silu",
 }
 # What changes nothing in how one layer drafts.
 HARMLESS = {

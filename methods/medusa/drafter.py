@@ -95,7 +95,7 @@ class Medusa(Drafter):
         paths = tuple(self.paths[: batch.max_nodes])
         tree, levels = rank_tree(paths, batch.max_draft, self.device)
 
-        def filled(batch: Batch, states: torch.Tensor) -> list[torch.Tensor]:
+        def filled(_batch: Batch, states: torch.Tensor) -> list[torch.Tensor]:
             states = self.heads(states)[:, : len(levels)]
             if self._output is None:
                 logits = self.head.logits(states)

@@ -80,7 +80,7 @@ def never() -> bool:
     return False
 
 
-def no_exit(states: torch.Tensor) -> torch.Tensor:
+def no_exit(_states: torch.Tensor) -> torch.Tensor:
     """Stands for the target's head where nothing is guessed from an exit."""
     raise ValueError("guesses from an exit need the target's norm and head")
 

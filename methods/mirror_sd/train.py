@@ -148,7 +148,7 @@ def train(cfg: DictConfig) -> Path:
             f"held_out_right_{1 + j}": share for j, share in enumerate(shares)
         }
 
-    def save(out: Path, figures: dict[str, float]) -> None:
+    def save(out: Path, _figures: dict[str, float]) -> None:
         save_model(draft, pair, cfg, out)
         save_streams(module.streams.detach().to(draft.dtype), out)
 

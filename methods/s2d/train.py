@@ -96,7 +96,7 @@ def train(cfg: DictConfig) -> Path:
         shares = agreement(partial(module.choices, target=pair.target), held_out)
         return {f"held_out_agreement_{exit}": share for exit, share in zip(exits, shares)}
 
-    def save(out: Path, figures: dict[str, float]) -> None:
+    def save(out: Path, _figures: dict[str, float]) -> None:
         model.config.exits = exits
         save_model(model, pair, cfg, out)
 

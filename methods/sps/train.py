@@ -83,7 +83,7 @@ def train(cfg: DictConfig) -> Path:
     def evaluate() -> dict[str, float]:
         return {"held_out_agreement": agreement(module.choices, held_out)}
 
-    def save(out: Path, figures: dict[str, float]) -> None:
+    def save(out: Path, _figures: dict[str, float]) -> None:
         save_model(draft, pair, cfg, out)
 
     return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))

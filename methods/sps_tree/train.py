@@ -34,8 +34,13 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 SETTINGS = {
-    **{"tokens": Count, "max_new_tokens": Count, "temperature": Temperature, "seed": Seed},
-    **{"nodes": Count, "depth": Count, "ranks": Count},
+    "tokens": Count,
+    "max_new_tokens": Count,
+    "temperature": Temperature,
+    "seed": Seed,
+    "nodes": Count,
+    "depth": Count,
+    "ranks": Count,
 }
 
 

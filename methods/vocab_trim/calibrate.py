@@ -34,8 +34,12 @@ if TYPE_CHECKING:
 SOURCES = ("raw_text", "draft_generated", "target_generated")
 SETTINGS = {
     "source": Literal[SOURCES],
-    **{"size": Count | None, "tokens": Count | None, "held_out_tokens": Count, "max_new_tokens": Count},
-    **{"temperature": Temperature, "seed": Seed},
+    "size": Count | None,
+    "tokens": Count | None,
+    "held_out_tokens": Count,
+    "max_new_tokens": Count,
+    "temperature": Temperature,
+    "seed": Seed,
 }
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 

@@ -55,7 +55,7 @@ class Interleaver:
     """
 
     def __init__(
-        self, seconds: float, around: Callable[[int], AbstractContextManager] = lambda number: nullcontext()
+        self, seconds: float, around: Callable[[int], AbstractContextManager] = lambda _: nullcontext()
     ):
         self.seconds = seconds
         self.around = around

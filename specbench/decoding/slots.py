@@ -34,7 +34,7 @@ class Slots:
     def tensor(self, *shape: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> torch.Tensor:
         """A tensor [count, *shape] of `fill`."""
         made = torch.full((self.count, *shape), fill, dtype=dtype, device=self.device)
-        self._moves.append(lambda sources, destinations, kv_len: move_slots(made, sources, destinations))
+        self._moves.append(lambda sources, destinations, _: move_slots(made, sources, destinations))
         return made
 
     def by_position(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Slots:
         """An array [count, *shape] on the host."""
         made = np.zeros((self.count, *shape), dtype=dtype)
 
-        def move(sources: list[int], destinations: list[int], kv_len: int) -> None:
+        def move(sources: list[int], destinations: list[int], _kv_len: int) -> None:
             made[destinations] = made[sources]
 
         self._moves.append(move)
@@ -59,7 +59,7 @@ class Slots:
         """A list with one value per slot, each made by `make`. Set its entries; never replace the list."""
         made = [make() for _ in range(self.count)]
 
-        def move(sources: list[int], destinations: list[int], kv_len: int) -> None:
+        def move(sources: list[int], destinations: list[int], _kv_len: int) -> None:
             moved = [made[source] for source in sources]
             for destination, value in zip(destinations, moved):
                 made[destination] = value

@@ -100,9 +100,13 @@ class Sizes:
 
 
 NAMES = {
-    **{"hidden": "a hidden size", "inner": "an intermediate size", "layers": "a number of layers"},
-    **{"kv_heads": "a number of key/value heads", "group": "a number of query heads per key/value head"},
-    **{"head_dim": "a head width", "vocab": "a vocabulary"},
+    "hidden": "a hidden size",
+    "inner": "an intermediate size",
+    "layers": "a number of layers",
+    "kv_heads": "a number of key/value heads",
+    "group": "a number of query heads per key/value head",
+    "head_dim": "a head width",
+    "vocab": "a vocabulary",
 }
 
 

@@ -49,8 +49,13 @@ Seed = Annotated[
 ]  # torch takes less than 2**64, and the draft model's seed is one higher
 
 NAMES: dict[Any, str] = {
-    **{int: "a whole number", float: "a number", bool: "true or false", str: "text"},
-    **{NoneType: "null", list: "a list", dict: "a dictionary"},
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+    list: "a list",
+    dict: "a dictionary",
 }
 
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.

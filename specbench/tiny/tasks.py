@@ -177,8 +177,7 @@ def rag(s: Setting) -> Turns:
     rng = s.rng
     passages: list[list] = []
     heroes = [s.writer.person(name) for name in s.people(3)]
-    for hero in heroes:
-        passages.append([s.writer.clause(hero) for _ in range(rng.choice((3, 4)))])
+    passages += [[s.writer.clause(hero) for _ in range(rng.choice((3, 4)))] for hero in heroes]
     blocks = [
         f"[{i + 1}] " + " ".join(sentence(c.english()) for c in passage) for i, passage in enumerate(passages)
     ]

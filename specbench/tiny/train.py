@@ -179,7 +179,7 @@ class Build:
         def evaluate() -> dict[str, float]:
             return {"held_out_loss": answer_loss(model, held_out)}
 
-        def save(out: Path, figures: dict[str, float]) -> None:
+        def save(out: Path, _figures: dict[str, float]) -> None:
             if stage.ship:
                 models.save_bf16(model, out)
             else:

@@ -18,7 +18,9 @@ from tests.support.conf import composed
 BOARD = OmegaConf.load(CONF / "experiment" / "spec_bench_board.yaml").hydra.sweeper.params.method.split(",")
 # What pair=vicuna-7b does not come with, by the methods that cannot do without it.
 LACKING = {
-    **{"rest": "rest", "kangaroo": "kangaroo", "kangaroo_tree": "kangaroo"},
+    "rest": "rest",
+    "kangaroo": "kangaroo",
+    "kangaroo_tree": "kangaroo",
     "eagle3": "eagle3",
 }
 

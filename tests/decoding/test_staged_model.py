@@ -85,14 +85,18 @@ def test_a_model_without_the_parts_is_named():
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {
-    **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
-    **{
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-    },
-    **{"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
 }
 LINEAR = {
     "linear_key_head_dim": 8,

@@ -316,8 +316,14 @@ def test_the_drafter_of_an_expanded_target(vocab, tmp_path):
     """It drafts the same."""
     pair = random_pair("llama")
     shape = {
-        **{"model_type": "llama", "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 10},
-        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 24, "vocab_size": vocab},
+        "model_type": "llama",
+        "hidden_size": 96,
+        "intermediate_size": 128,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 24,
+        "vocab_size": vocab,
     }
     expansion = Expansion(pair.target.config.to_dict(), shape, "x")
     target = expand_model(pair.target, expansion, torch.device("cpu"), torch.float32)

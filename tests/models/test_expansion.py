@@ -38,8 +38,14 @@ from tests.support.models import random_model
 CPU = torch.device("cpu")
 # Of the small random model: 64 wide, 4 heads of 16 over 2 key/value heads, 5 layers, 61 tokens, no ties.
 SAME = {
-    **{"model_type": "llama", "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 5},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 61},
+    "model_type": "llama",
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 61,
 }
 CHANGES = {
     "wider": {},

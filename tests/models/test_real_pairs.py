@@ -37,9 +37,18 @@ WITH_DRAFT = [name for name in REAL if PAIRS[name].draft and PAIRS[name].draft_s
 OF_THE_HUB = [name for name, pair in PAIRS.items() if is_hub_id(pair.target)]
 # Parameters in billions, of the pairs that are named after a size.
 SIZES = {
-    **{"vicuna-7b": 6.74, "vicuna-13b": 13.0, "vicuna-33b": 32.5, "llama-2-70b-chat": 69.0},
-    **{"qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "glm-4-9b": 9.4, "llama-3.1-8b": 8.03},
-    **{"llama-3.2-3b": 3.21, "mistral-small-24b": 23.6, "opt-66b": 65.7},
+    "vicuna-7b": 6.74,
+    "vicuna-13b": 13.0,
+    "vicuna-33b": 32.5,
+    "llama-2-70b-chat": 69.0,
+    "qwen3-8b": 8.19,
+    "qwen3-14b": 14.8,
+    "qwen3-32b": 32.8,
+    "glm-4-9b": 9.4,
+    "llama-3.1-8b": 8.03,
+    "llama-3.2-3b": 3.21,
+    "mistral-small-24b": 23.6,
+    "opt-66b": 65.7,
 }
 CHAT = [
     {"role": "user", "content": "Say ab."},

@@ -63,14 +63,19 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gemma2": (
         "Gemma2",
         {
-            **{"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING},
-            **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": SLIDING,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
         },
     ),
     "gemma3": (
         "Gemma3",
         {
-            **{"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING},
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": SLIDING,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
@@ -82,20 +87,22 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "granite": (
         "Granite",
         {
-            **{"embedding_multiplier": 3.0, "logits_scaling": 4.0},
-            **{"residual_multiplier": 0.7, "attention_multiplier": 0.3},
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.3,
         },
     ),
     "gpt_neox": ("GPTNeoX", {"num_key_value_heads": 4}),
     "gpt_oss": (
         "GptOss",
         {
-            **{"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING},
-            **{
-                "num_local_experts": 8,
-                "num_experts_per_tok": 2,
-                "rope_parameters": {"rope_type": "default"} | THETA,
-            },
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": SLIDING,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default"} | THETA,
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
@@ -120,8 +127,12 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         "Llama",
         {
             "rope_parameters": {
-                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-                **{"original_max_position_embeddings": 64, **THETA},
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+                **THETA,
             }
         },
     ),

@@ -46,9 +46,16 @@ SOME = ("sps", "pld", "recycling", "medusa", "kangaroo")
 REPEATS = 20
 # On a CPU, to try the script itself: narrow models, few tokens.
 SMALL_TARGET = {
-    **{"model_type": "llama", "hidden_size": 160, "intermediate_size": 400, "num_hidden_layers": 24},
-    **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 40, "vocab_size": 16400},
-    **{"max_position_embeddings": 4096, "tie_word_embeddings": False},
+    "model_type": "llama",
+    "hidden_size": 160,
+    "intermediate_size": 400,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 40,
+    "vocab_size": 16400,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
 }
 SMALL_DRAFT = SMALL_TARGET | {"num_hidden_layers": 4}
 
