@@ -26,7 +26,7 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count, Probability, Seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
@@ -128,9 +128,7 @@ class Oracle(WrappedDrafter):
             self.inner.head = OracleHead(self.inner.head, self._propose, self._next)  # type: ignore[attr-defined]
         self._foretold: dict[tuple[int, ...], Foretold] = {}
 
-    def set_reference_answers(
-        self, prompts: SequenceState[list[int]], answers: SequenceState[list[int]]
-    ) -> None:
+    def set_reference_answers(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
         """Draws what will be proposed."""
         drawn = (self.acceptance, self.vocab_size, self.seed, self.max_draft_tokens)
         self._foretold = {

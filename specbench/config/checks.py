@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -75,7 +75,7 @@ def check(cfg: DictConfig) -> None:
 
     It then holds `settings_source`, what the method's settings are: see `tuned`.
     """
-    chosen = OmegaConf.to_container(cfg)
+    chosen = cast("dict[str, Any]", OmegaConf.to_container(cfg))
     for group in GROUPS:
         if not isinstance(chosen.get(group), dict):
             raise UserError(f"no {group} is chosen: set {group} to the name of a file in conf/{group}/")

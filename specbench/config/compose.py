@@ -130,7 +130,7 @@ def choices_of(group: str) -> list[str]:
 def explain(error: HydraException | OmegaConfBaseException, config_name: str, overrides: list[str]) -> str:
     """One line for what Hydra says in many."""
     if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
         choices = [option for option in error.options if not option.startswith("_")]
         return f"unknown {group} '{choice}': {suggest(choice, choices)}"
     if isinstance(error, ConfigCompositionException):
@@ -148,7 +148,7 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
         choices.append(f"hydra.searchpath=[file://{own}]")
     with initialize_config_dir(str(CONF), version_base="1.3"):
         hydra_too = key.startswith("hydra.")
-        node = OmegaConf.to_container(compose(config_name, choices, return_hydra_config=hydra_too))
+        node: Any = OmegaConf.to_container(compose(config_name, choices, return_hydra_config=hydra_too))
     for part in key.split("."):
         known = node if isinstance(node, dict) else {}
         if part not in known:

@@ -110,7 +110,7 @@ class Pair:
     @property
     def anatomy(self) -> str | None:
         """What an expanded target is, for tables: "Llama of 36 layers x 4096"; None for any other."""
-        return self.expansion and self.expansion.anatomy()
+        return None if self.expansion is None else self.expansion.anatomy()
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
         """Token ids of a conversation, `[{"role": ..., "content": ...}]`, up to where the answer begins."""

@@ -135,7 +135,7 @@ def test_a_pair_names_the_published_weights_of_its_target(pair, method):
     assert name.count("/") == 1 and owner in ("FasterDecoding", "ankner", "yuhuili")
     (size,) = re.findall(r"\d+b", pair)
     assert size in model.lower(), "the size of the target"
-    assert name in {cfg.method.get(key) for key in ("part", "heads")}
+    assert name == cfg.method.weights
 
 
 def test_a_pair_without_published_weights_names_none():

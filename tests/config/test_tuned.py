@@ -67,7 +67,7 @@ def test_a_method_has_the_defaults_of_its_class(method):
 def test_variants_are_what_their_names_say():
     assert {method: variant(method) for method in METHODS if variant(method)} == {
         "mirror_hybrid": {"candidates"},
-        "mirror_ss": {"streams"},
+        "mirror_ss": {"weights"},
         "s2d_exit1": {"only"},
         "s2d_exit2": {"only"},
         "s2d_exit3": {"only"},

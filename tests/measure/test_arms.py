@@ -64,7 +64,7 @@ def test_graphs_are_warmed_up_with_whole_answers(monkeypatch, passes, tokens):
     asked: list[list[Request]] = []
     bench = Bench(
         pair=SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT),
-        target=SimpleNamespace(passes=passes),
+        target=SimpleNamespace(runner=passes),
         drafter=SimpleNamespace(needs=SimpleNamespace(reference_answer=False)),
         arms={BASELINE: asked.append},
         decoding=SamplingParams(300),

@@ -108,7 +108,7 @@ def test_questions_by_hand():
     plain = [generation([0] * 9, seconds=4.0, drafted=0)] * 2
     two = [turn(i, baseline=plain, method=method) for i in range(2)]
     ties = [turn(0, TIE, baseline=plain, method=method), turn(1, VIOLATION, baseline=plain, method=method)]
-    records = [record(7, "rag", turns=two), record(3, error="no room"), record(5, turns=ties)]
+    records = migrated([record(7, "rag", turns=two), record(3, error="no room"), record(5, turns=ties)])
     found = metrics.by_question(records, "baseline", batched=False)
     assert list(found["question_id"]) == [3, 5, 7] and list(found["task"]) == ["qa", "qa", "rag"]
     assert list(found["verdict"]) == [None, "violation", "exact"]
@@ -209,7 +209,7 @@ def test_repeats_are_averaged_per_question_and_totalled_in_sums():
 
     first = record(1, turns=[turn(baseline=repeats(4.0, 2.0), method=repeats(1.0, 2.0))])
     second = record(2, turns=[turn(baseline=repeats(6.0), method=repeats(3.0, 3.0))])
-    found = overall([first, second])
+    found = overall(migrated([first, second]))
     assert found["speedup"] == pytest.approx((3.0 + 6.0) / (1.5 + 3.0))
     assert (found["questions"], found["tokens"], found["seconds"]) == (2, 20, 9.0)
 
@@ -439,7 +439,7 @@ def spec_bench_records(repeats: int) -> list[dict]:
         for i in range(4)
     ]
     records[6] = record(records[6]["question_id"], "mt_bench", "coding", error="no memory")
-    return random.Random(0).sample(records, len(records))
+    return migrated(random.Random(0).sample(records, len(records)))
 
 
 @pytest.mark.parametrize("repeats", [1, 3])

@@ -17,6 +17,7 @@ from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import STEP_COLUMNS
 from specbench.measure.records import run_folder as store
 from specbench.measure.records import source
+from specbench.measure.records.migrate import migrated
 from specbench.measure.records.source import MAKING, measuring_files, source_sha256
 from specbench.system.errors import UserError
 from specbench.system.files import read_json, write_json
@@ -324,12 +325,12 @@ def test_two_processes_never_share_a_folder(run_dir):
 @pytest.fixture
 def finished(run_dir) -> Path:
     repeats = [generation([1, 1], seconds=s) for s in (1.0, 1.1)]
-    append(
-        run_dir,
+    records = [
         answered(2, "rag", accepted=[5, 0, 3]),
         record(3, error="out of memory"),
         record(1, "mt_bench", "writing", [turn(i, baseline=repeats, method=repeats) for i in range(2)]),
-    )
+    ]
+    append(run_dir, *migrated(records))
     store.finalise(run_dir)
     return run_dir
 

@@ -43,7 +43,7 @@ def config(cost: str, folder: Path) -> dict:
         "pld": ("methods.pld.PromptLookup", {"max_draft_tokens": 2}),
         "sps": ("methods.sps.SpeculativeSampling", {"confidence_threshold": 0.9}),
         "s2d": ("methods.s2d.SortedDraft", {"thresholds": [0.03, 0.04]}),
-        "kangaroo": ("methods.kangaroo.Kangaroo", {"adapter": str(folder), "exit_layer": 2}),
+        "kangaroo": ("methods.kangaroo.Kangaroo", {"weights": str(folder), "exit_layer": 2}),
     }
     target, settings = names[cost]
     return {"_target_": target, "name": cost, **settings}

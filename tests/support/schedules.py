@@ -43,7 +43,7 @@ class FakeTarget:
     """The interface of `StagedModel` that the batch engine uses. Keys hold a token's share of the checksum."""
 
     device = torch.device("cpu")
-    passes, width, padding = None, None, 0
+    runner, width, padding = None, None, 0
     config = SimpleNamespace(max_position_embeddings=10**6)
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
