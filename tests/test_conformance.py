@@ -33,7 +33,7 @@ from tests.support.graphs import PretendedRunner, pretend
 from tests.support.waits import Waits, watched
 
 METHODS = [name for name in names("method") if not is_scheduler(name)]
-FAST = ("ar", "pld", "recycling", "sps")
+FAST = ("pld", "sps")
 TASKS = ("mt_bench", "summarization")  # a short prompt, a long one
 NEW_TOKENS = 20
 # Each drafter with one of them, each with a third of the drafters.

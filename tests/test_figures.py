@@ -114,6 +114,7 @@ def questions(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SPEC_BENCH_QUESTIONS", str(tmp_path / "questions.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("pair", "label"), [(pair, label) for pair, rows in load_figures().ROWS_OF.items() for label in rows]
@@ -131,6 +132,7 @@ def test_labels_give_folders_of_their_own(figures):
         assert len({figures.slug(label) for label in rows}) == len(rows)
 
 
+@pytest.mark.slow
 def test_rows_are_measured_in_rounds_and_gone_on_with(figures, tmp_path, monkeypatch):
     """Each row with one process, then each with another; a process that was stopped halfway first."""
     done, stops, asked = [], [4], []

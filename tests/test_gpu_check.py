@@ -23,6 +23,7 @@ from tests.support.conf import composed, is_hub_id
 MISSING = ("hydra", "omegaconf", "antlr4", "greenlet", "wandb", "datasets")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", names("method"))
 def test_a_method_is_configured_as_by_hydra(method):
     cfg = composed("bench", f"method={method}", "settings=published")
@@ -30,6 +31,7 @@ def test_a_method_is_configured_as_by_hydra(method):
     assert method_settings(method, pair_settings("tiny")) == OmegaConf.to_container(cfg.method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", names("pair"))
 def test_a_pair_is_configured_as_by_hydra(pair):
     cfg = composed("bench", f"pair={pair}").pair

@@ -126,6 +126,7 @@ HEADS = {  # pairs that name their authors' published checkpoints, by method
 }
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(("pair", "method"), [(p, m) for p, methods in HEADS.items() for m in methods])
 def test_a_pair_names_the_published_weights_of_its_target(pair, method):
     cfg = resolved(f"pair={pair}", f"method={method}")

@@ -75,6 +75,7 @@ def test_variants_are_what_their_names_say():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_tuned_file(path):
     text = path.read_text(encoding="utf-8")

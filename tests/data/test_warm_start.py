@@ -101,6 +101,7 @@ def with_history(pair, name: str) -> Drafter:
     return drafter
 
 
+@pytest.mark.slow
 @EVERY_DRAFTER
 @pytest.mark.parametrize("memory", ["answer", "run"])
 def test_the_first_draft_is_that_of_an_equal_history(pair, warm, name, memory):
@@ -109,6 +110,7 @@ def test_the_first_draft_is_that_of_an_equal_history(pair, warm, name, memory):
     assert warmed[0] != drafts(pair, DRAFTERS[name](pair))[0], "the file must matter"
 
 
+@pytest.mark.slow
 @EVERY_DRAFTER
 def test_with_memory_of_one_answer_each_begins_warmed(pair, warm, name):
     drafter = DRAFTERS[name](pair, warm=warm)
@@ -119,6 +121,7 @@ def test_with_memory_of_one_answer_each_begins_warmed(pair, warm, name):
     assert drafts(pair, drafter) == first
 
 
+@pytest.mark.slow
 @EVERY_DRAFTER
 def test_with_memory_of_the_run_it_goes_on_and_comes_back(pair, warm, name):
     drafter = DRAFTERS[name](pair, memory="run", warm=warm)
@@ -140,6 +143,7 @@ def plain(pair) -> tuple[list[Request], list[list[int]]]:
     return asked, [answer.tokens for answer in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5)
 @EVERY_DRAFTER
 @pytest.mark.parametrize("memory", ["answer", "run"])

@@ -109,6 +109,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.first_fast
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -121,6 +122,7 @@ def test_a_planted_fault_is_found(fault, name, dtype, monkeypatch):
         target.check(text)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("width", [None, 8])

@@ -59,6 +59,7 @@ def test_answers_are_transformers_own(family):
         assert any(s.accepted < s.drafted for s in steps) == (name != "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_accepted_in_half_precision(family):
     model = copy.deepcopy(random_pair(family).target)

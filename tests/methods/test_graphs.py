@@ -214,6 +214,7 @@ def drafter_of(method: str, parts: dict[str, str], pair=None) -> Drafter:
     return WHOLE[method][0](pair or random_pair("llama"), parts.__getitem__)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("method", WHOLE)
@@ -245,6 +246,7 @@ def replays_by_round(monkeypatch, made) -> list[int]:
     return counts
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("method", WHOLE)
 def test_replays_of_a_round(monkeypatch, parts, method):
     counts = replays_by_round(monkeypatch, pretend(monkeypatch))
@@ -303,6 +305,7 @@ def test_whole_drafts_can_be_compiled(monkeypatch, parts, method, temperature):
     assert sum(graphs.replays for graphs in made) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sps", "sps tree", "eagle", "eagle2", "eagle3", "kangaroo tree"])
 def test_batches_of_whole_drafts(monkeypatch, parts, method):
     """Sequences of different lengths: drafts as without graphs."""
@@ -361,6 +364,7 @@ SAMPLED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheduler", [None, "ragged"])
 @pytest.mark.parametrize("method", SAMPLED)
