@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from methods.vocab_trim.vocab_map import kept_ids
-from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.cpu.packed_linear import packed_linear
+from specbench.decoding.model.cost import weight_bytes
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:

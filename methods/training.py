@@ -15,7 +15,7 @@ from methods.states import batches_of_states, key_of, rows_of, states_of
 from specbench.data.conversations import batched, conversations
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.staged_model import finished, logit_steps
+from specbench.decoding.model.anatomy import finished, logit_steps
 from specbench.decoding.sampling import SamplingParams
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.system.settings import Count, NotNegative, Positive, Range, Seed

@@ -200,7 +200,7 @@ FAULTS = (
     Fault(
         "a token does not see itself",
         "masks",
-        f"{D}/model/staged_model.py",
+        f"{D}/model/layer_stack.py",
         "allowed = back >= 0\n",
         "allowed = (back > 0) | (kv_positions.unsqueeze(-2) == 0)\n",
         ("tests/decoding/test_staged_model.py", *LOSSLESS),
@@ -208,7 +208,7 @@ FAULTS = (
     Fault(
         "a window is one position too wide",
         "masks",
-        f"{D}/model/staged_model.py",
+        f"{D}/model/layer_stack.py",
         "allowed &= back < window",
         "allowed &= back <= window",
         ("tests/decoding/test_staged_model.py", "tests/decoding/test_families.py"),

@@ -479,12 +479,13 @@ def check_command(words: list[str]) -> None:
     # Left out: placeholders, and the method of a page's own example.
     overrides = [override for override in overrides if override != "method=bigram"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        for job in as_jobs([*of_preset(overrides), *overrides]):
-            launched = any(override.startswith("hydra") for override in job)
-            cfg = compose(config, overrides=job) if launched else composed(config, *job)
-            if config == "bench":
-                OmegaConf.resolve(cfg)
-                check_method(cfg)
+        jobs = as_jobs([*of_preset(overrides), *overrides])
+        launched = any(override.startswith("hydra") for override in overrides)
+        made = [compose(config, overrides=job) for job in jobs] if launched else []
+    for cfg in made or [composed(config, *job) for job in jobs]:
+        if config == "bench":
+            OmegaConf.resolve(cfg)
+            check_method(cfg)
 
 
 def commands_of(name: str) -> list:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from methods.draft_layer import LayerCache
 from methods.dynamic_trees import Growth, most_nodes
 from methods.heads import draft_head
 from methods.rank_trees import grown, rank_tree
-from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
+from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.device import on_device, span
 from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.model.cost import weight_bytes
+from specbench.decoding.model.layer_cache import LayerCache
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.tree import Tree

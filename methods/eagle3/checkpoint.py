@@ -15,7 +15,7 @@ from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkp
 from methods.eagle3.model import DEPTHS, Eagle3Config, Eagle3Model, default_taps
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
-from specbench.decoding.model.staged_model import check_rope
+from specbench.decoding.model.anatomy import check_rope
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from methods.eagle.drafter import DynamicEagle
-from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.drafter import Needs
+from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import Pair
 from specbench.system.paths import packaged

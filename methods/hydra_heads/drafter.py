@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from methods.draft_layer import LayerCache
 from methods.heads import draft_head
 from methods.rank_trees import chosen_paths, rank_tree
-from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
+from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.model.cost import weight_bytes
+from specbench.decoding.model.layer_cache import LayerCache
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair

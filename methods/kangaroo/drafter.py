@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.draft_layer import LayerCache
 from methods.heads import StopTracker, draft_head
-from specbench.decoding.cpu.lean_modules import lean_copy, weight_bytes
+from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.model.cost import weight_bytes
+from specbench.decoding.model.layer_cache import LayerCache
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, Resume, SequenceState, Verified
 from specbench.models.pairs import Pair

@@ -13,8 +13,8 @@ import torch
 from methods.heads import DraftHead, draft_head, target_ids
 from methods.medusa.checkpoint import load_heads
 from methods.rank_trees import chosen_paths, likeliest_ids, rank_tree
-from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair

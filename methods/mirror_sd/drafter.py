@@ -19,9 +19,9 @@ from methods.heads import DraftHead, draft_head
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.streams import load_streams
 from methods.mirror_sd.worker import Inline, Process, Thread
-from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.trace import Clock

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from methods.swift.search import LayerSearch
-from specbench.decoding.cpu.lean_modules import check_parts
 from specbench.decoding.drafter import Drafter
+from specbench.decoding.model.sublayers import check_parts
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability

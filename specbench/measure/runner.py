@@ -25,7 +25,8 @@ from specbench.data.questions import Question, find_questions_file, load_questio
 from specbench.data.warm_start import warm_record
 from specbench.decoding.drafter import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.staged_model import StagedModel, name_of
+from specbench.decoding.model.anatomy import name_of
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from specbench.decoding.device import place_weights
-from specbench.decoding.model import staged_model as targets
-from specbench.decoding.model.agreement import agreement, own_ways
-from specbench.decoding.model.staged_model import StagedModel, random_ids
+from specbench.decoding.model import layer_stack
+from specbench.decoding.model.agreement import agreement, own_ways, random_ids
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
 from specbench.measure.runner import prepare
 from specbench.models.pairs import load_pair
@@ -44,18 +44,17 @@ def model_in(name: str, dtype: torch.dtype):
 
 def shift_positions(target: StagedModel, monkeypatch) -> None:
     """After the prompt they are one too large."""
-    rope = target._rope
+    target._make_angles(2048)
+    ropes = target.stack.ropes
     monkeypatch.setattr(
-        target,
-        "_rope",
-        lambda ctx, n, c: rope(replace(ctx, start=ctx.start + (ctx.start > 0)), n, c + 1),
+        target.stack, "ropes", lambda ctx, n: ropes(replace(ctx, start=ctx.start + (ctx.start > 0)), n)
     )
 
 
 def change_theta(target: StagedModel, monkeypatch) -> None:
     config = copy.deepcopy(target.config)
     config.rope_parameters["rope_theta"] *= 10
-    target.rotary = type(target.rotary)(config)
+    target.stack.rotary = type(target.stack.rotary)(config)
 
 
 def leave_out_a_layer(target: StagedModel, monkeypatch) -> None:
@@ -77,7 +76,7 @@ def mask_that(allows) -> object:
             back = positions.unsqueeze(-1) - torch.arange(ctx.kv_len)
             return torch.zeros(1, 1, *back.shape, dtype=like.dtype).masked_fill_(~allows(back), float("-inf"))
 
-        monkeypatch.setattr(targets, "attention_mask", mask)
+        monkeypatch.setattr(layer_stack, "attention_mask", mask)
 
     return plant
 

@@ -12,10 +12,10 @@ import torch._dynamo
 
 from specbench.decoding import engine as engines
 from specbench.decoding.cpu import packed_linear as linear
-from specbench.decoding.cpu.lean_modules import experts_wait
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import staged_model as targets
+from specbench.decoding.model.cost import experts_wait
 from specbench.decoding.model.graphs import (
     EagerRunner,
     GraphRunner,

@@ -184,9 +184,9 @@ def test_a_model_without_a_head_is_refused_in_one_line(monkeypatch):
     ("arch", "fault"),
     [
         ("gemma2", {"_logit_steps": []}),
-        ("gemma2", {"_implied_masks": True}),
-        ("gemma2", {"_kinds": [(None, None)] * 4}),
-        ("gemma3", {"_kinds": [(None, "full_attention"), (8, "sliding_attention")] * 2}),
+        ("gemma2", {"implied_masks": True}),
+        ("gemma2", {"kinds": [(None, None)] * 4}),
+        ("gemma3", {"kinds": [(None, "full_attention"), (8, "sliding_attention")] * 2}),
         ("cohere", {"_logit_steps": []}),
         ("granite", {"_embedding_scale": 1.0}),
         ("granite", {"_logit_steps": []}),
@@ -196,7 +196,9 @@ def test_check_refuses_what_leaves_out_a_step_of_a_family(arch, fault):
     """With some of these faults greedy answers would be right: scales and caps leave the largest logit the largest."""
     target = StagedModel(random_model(arch, 0))
     target.check()
-    vars(target).update(fault | {"_kinds_there": frozenset(fault.get("_kinds", target._kinds))})
+    for owner in (target, target.stack):
+        vars(owner).update({name: value for name, value in fault.items() if hasattr(owner, name)})
+    target.stack.kinds_there = frozenset(target.stack.kinds)
     with pytest.raises(UserError, match="its logits differ"):
         target.check()
 

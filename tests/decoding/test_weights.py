@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from specbench.decoding.cpu.lean_modules import Experts, weight_bytes
 from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.cost import Experts, weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from tests.support.decoding import generate_with_transformers, random_pair

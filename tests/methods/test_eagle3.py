@@ -19,7 +19,8 @@ from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import ForwardContext
-from specbench.decoding.model.staged_model import StagedModel, attention_mask, rope_of
+from specbench.decoding.model.layer_stack import attention_mask, rope_of
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.models.expansion import Expansion, expand_model
 from specbench.models.expansion import wide as wide_shape

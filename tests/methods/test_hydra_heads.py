@@ -22,8 +22,8 @@ from methods.hydra_heads.train import Distillation, fresh_heads
 from methods.hydra_heads.train import train as train_hydra_heads
 from methods.ragged import RaggedBatch
 from methods.rank_trees import MEDUSA_TREE
-from specbench.decoding.cpu.lean_modules import weight_bytes
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request

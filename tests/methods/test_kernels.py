@@ -63,7 +63,7 @@ def passes(layers: int, tokens: int) -> int:
     """Operations of a pass of so many tokens after 1000 others, head included."""
     target = StagedModel(model(TARGET, layers))
     cache = target.new_cache(2048)
-    target._angles(2048)
+    target._make_angles(2048)
     with Kernels() as kernels:
         target.head(target.run_layers(target.embed(torch.zeros(1, tokens, dtype=torch.int64)), cache, 1000))
     return kernels.total

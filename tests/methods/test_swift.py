@@ -8,9 +8,9 @@ import torch
 
 from methods.swift import Swift
 from methods.swift.search import LayerSearch, _evidence, _kernel
-from specbench.decoding.cpu.lean_modules import thinned
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.model.sublayers import thinned
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request

@@ -8,6 +8,7 @@ from functools import cache
 
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.layer_stack import LayerStack
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
@@ -53,12 +54,12 @@ def assert_lossless(arch: str, drafter: Drafter, third: int | None = None) -> li
 
 def plant_mask_off_by_one(monkeypatch) -> None:
     """A fault: in passes of several tokens after a prompt each token sees what the one before it does."""
-    masks = StagedModel._masks
+    masks = LayerStack.masks
 
     def off_by_one(self, ctx, n, like):
         return [mask if mask is None or n == 1 else mask.roll(1, -2) for mask in masks(self, ctx, n, like)]
 
-    monkeypatch.setattr(StagedModel, "_masks", off_by_one)
+    monkeypatch.setattr(LayerStack, "masks", off_by_one)
 
 
 def sampled_requests(pair, new_tokens: int, temperature: float) -> list[Request]:

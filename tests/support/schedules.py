@@ -15,7 +15,7 @@ import torch
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import ForwardContext, KVCache
-from specbench.decoding.model.staged_model import attention_mask
+from specbench.decoding.model.layer_stack import attention_mask
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.slots import Slots

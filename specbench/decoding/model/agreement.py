@@ -20,7 +20,7 @@ from specbench.decoding.cpu.grouped_attention import attending
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # How many times its model's noise the staged forward may lie off. In half precision a fault shows little above the
 # noise; of 27 families, with and without passes of fixed shapes, none lay further off than 0.75 times the noise. In
@@ -121,3 +121,16 @@ def _rms(one: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
         logits = a.float() if other is None else a.float() - b.float()
         found.append(logits.std(-1, correction=0))
     return torch.cat(found)
+
+
+def random_ids(config: PretrainedConfig, vocab_size: int, length: int) -> list[int]:
+    """Token ids drawn by chance, always the same, without those that the config names as special."""
+    named = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+    special = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])}
+    drawn = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
+    return filled([i for i in drawn if i not in special], length)
+
+
+def filled(ids: Sequence[int], length: int) -> list[int]:
+    """The first `length` token ids of a text that is said again as often as that takes."""
+    return (list(ids) * -(-length // len(ids)))[:length]

@@ -1,17 +1,15 @@
 """A stock Hugging Face causal language model, driven layer by layer.
 
-The one file that touches a model's insides. It needs the anatomy that the decoder-only families share (token
-embedding, a list of layers, rotary or learned positions, a final norm, a head). What differs between families is read
-from the model and its config, by the tables below: no family is named here. `StagedModel.check` compares the staged
-forward with the model's own once at load, so a family with another anatomy is refused instead of being measured
-wrongly. Draft models are driven by this same class.
+It needs the anatomy that the decoder-only families share (token embedding, a list of layers, rotary or learned
+positions, a final norm, a head). What differs between families is read from the model and its config, see `anatomy`.
+`StagedModel.check` compares the staged forward with the model's own once at load, so a family with another anatomy is
+refused instead of being measured wrongly. Draft models are driven by this same class.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
 from itertools import chain, pairwise
@@ -19,44 +17,38 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from specbench.decoding.cpu.grouped_attention import SHORT, fold_mask, grouped_attention_config
-from specbench.decoding.cpu.lean_modules import (
-    PARTS,
-    check_parts,
-    experts_of,
-    experts_wait,
-    lean_copy,
-    thinned,
-    weight_bytes,
-)
+from specbench.decoding.cpu.grouped_attention import SHORT, grouped_attention_config
+from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.kv_cache import EMPTY, ForwardContext, KVCache
-from specbench.decoding.model.agreement import Agreement, agreement, own_ways
+from specbench.decoding.model.agreement import Agreement, agreement, filled, own_ways, random_ids
+from specbench.decoding.model.anatomy import (
+    CACHES,
+    EMBEDDING_SCALE,
+    NORMS,
+    Kind,
+    check_rope,
+    device_of,
+    drivable,
+    finished,
+    logit_steps,
+    name_of,
+    window_of,
+)
+from specbench.decoding.model.cost import EXPERTS, experts_of, experts_wait, weight_bytes
 from specbench.decoding.model.graphs import EagerRunner, GraphRunner, is_within, options_of
+from specbench.decoding.model.layer_stack import LayerStack
+from specbench.decoding.model.sublayers import PARTS, check_parts
 from specbench.decoding.state import NORMED, Draft, Prefill
-from specbench.system.errors import UserError, one_line
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:  # a slow import, not needed to read `Drafter.needs`
-    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Hashable, Sequence
 
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from specbench.decoding.state import Batch
 
-NORMS = ("norm", "final_layer_norm", "final_layernorm")  # what families call the norm in front of the head
-CACHES = ("past_key_values", "layer_past")  # what layers call the cache
-EMBEDDING_SCALE = "embedding_multiplier"  # a config's factor of token embeddings that their module leaves out
-# What a config can ask to be done with the products of states and head, by the name of the number in it.
-LOGIT_STEPS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
-    "logit_scale": lambda logits, scale: logits * scale,
-    "logits_scaling": lambda logits, scale: logits / scale,
-    "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,
-}
-LogitSteps = list[tuple["Callable[[torch.Tensor, float], torch.Tensor]", float]]
-# What a config calls the number of its routed experts.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
-STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # The KV length of a fixed-shape pass is rounded up to a multiple of this; the excess is masked.
 KV_BUCKET = 256
 ROPE_STEP = 4096  # and the angles of so many positions are made at once: a graph reads them where they are
@@ -64,9 +56,6 @@ ROPE_STEP = 4096  # and the angles of so many positions are made at once: a grap
 CHECKED, BEYOND, LONGEST_FILLED = 72, 32, 512
 # What such a pass gives: the states after its last layer, the same after the final norm, or logits.
 STATES, NORMED_STATES, LOGITS = "states", "normed states", "logits"
-# What layers of one kind have in common: the window that they look back on, and the type that names their angles in a
-# model that has several tables of them; None for all positions and for the one table.
-Kind = tuple[int | None, str | None]
 
 
 class StagedModel:
@@ -115,42 +104,20 @@ class StagedModel:
             pack_linears(
                 self.lm_head, fixed=getattr(self.lm_head, "weight", None) is self.embed_tokens.weight
             )
-            # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
-            self._implied_masks = self.config._attn_implementation == "sdpa"
             self.width, self.padding = width, (width or 1) - 1
             self.runner = runner_of(model) or (EagerRunner() if width else None)
-            kv_heads, _ = self._cache_shape()
-            # Without graphs, most passes on CUDA have no mask; with them all do.
-            grouped = self.config.num_attention_heads > kv_heads and (
-                model.device.type == "cpu" or isinstance(self.runner, GraphRunner)
-            )
-            # What attention is given for each query head of a group; 1 where it gets a mask as transformers does.
-            self._groups = (
-                self.config.num_attention_heads // kv_heads if grouped and self._implied_masks else 1
-            )
-            config = grouped_attention_config(self.config) if self._groups > 1 else None
-            self.layers: list[torch.nn.Module] = [lean_copy(layer, config) for layer in base.layers]
-            self._head = lean_copy(self.lm_head)
-            self.rotary, self.learned_positions = positions  # one of them is None
             self.device = model.device
             self.dtype = model.dtype
+            self.stack = self._stacked(base, positions)
+            self._head = lean_copy(self.lm_head)
             self.vocab_size = vocab_size or self.lm_head.out_features
-            self._devices = [device_of(layer) for layer in self.layers]
             self._cut_head = self.vocab_size < self.lm_head.out_features
             self._head_device = next(chain(self.lm_head.parameters(), self.lm_head.buffers())).device
             embeddings = self.embed_tokens.weight.shape[0]
             self._last_id = embeddings - 1 if (embedded_ids or 0) > embeddings else None
             self._embedding_scale = getattr(self.config, EMBEDDING_SCALE, None) or 1.0
             self._logit_steps = logit_steps(self.config)
-            arguments = signature(base.layers[0].forward).parameters
-            self._cache_name = next(name for name in CACHES if name in arguments)
-            types = getattr(self.config, "layer_types", None) or [None] * len(self.layers)
-            windows = [_window(self.config, i) for i in range(len(self.layers))]
-            typed = self.rotary is not None and "layer_type" in signature(self.rotary.forward).parameters
-            self._kinds: list[Kind] = [(w, t if typed else None) for w, t in zip(windows, types, strict=True)]
-            self._kinds_there = tuple(dict.fromkeys(self._kinds))
             self._counting = torch.arange(0)
-            self._rope_tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
             self._experts = [experts_of(layer) for layer in base.layers]
             self._layer_bytes = [
                 weight_bytes(layer) - (0 if experts is None else experts.bytes)
@@ -160,6 +127,40 @@ class StagedModel:
             # Experts that are nowhere to be found would be counted as if every token read all of them.
             self._uncounted = not self._has_experts and any(getattr(self.config, name, 0) for name in EXPERTS)
             self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
+
+    def _stacked(self, base: Any, positions: Sequence[Any]) -> LayerStack:
+        """The layers of a family's decoder, with its embeddings of positions: rotary or learned ones."""
+        rotary, learned = positions
+        # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
+        implied_masks = self.config._attn_implementation == "sdpa"
+        heads, (kv_heads, _) = self.config.num_attention_heads, self._cache_shape()
+        # Without graphs, most passes on CUDA have no mask; with them all do.
+        grouped = heads > kv_heads and (self.device.type == "cpu" or isinstance(self.runner, GraphRunner))
+        # 1 where attention gets a mask as transformers does.
+        groups = heads // kv_heads if grouped and implied_masks else 1
+        config = grouped_attention_config(self.config) if groups > 1 else None
+        types = getattr(self.config, "layer_types", None) or [None] * len(base.layers)
+        windows = [window_of(self.config, i) for i in range(len(base.layers))]
+        typed = rotary is not None and "layer_type" in signature(rotary.forward).parameters
+        kinds: list[Kind] = [(w, t if typed else None) for w, t in zip(windows, types, strict=True)]
+        takes = signature(base.layers[0].forward).parameters
+        return LayerStack(
+            [lean_copy(layer, config) for layer in base.layers],
+            kinds,
+            [device_of(layer) for layer in base.layers],
+            rotary,
+            learned,
+            self.config.max_position_embeddings - 1,
+            next(name for name in CACHES if name in takes),
+            groups,
+            implied_masks,
+            torch.empty(1, device=self.device, dtype=self.dtype),
+        )
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The layers."""
+        return self.stack.layers
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> StagedModel:
         """This model with some parts of its layers left out, for drafting; it shares weights and caches.
@@ -175,10 +176,7 @@ class StagedModel:
         """
         twin = copy.copy(self)
         twin.runner, twin.width, twin.padding = None, None, 0
-        twin.layers = [
-            thinned(layer, i in attention, i in mlp, pair)
-            for i, (layer, pair) in enumerate(zip(self.layers, self._mlp_gives_pair))
-        ]
+        twin.stack = self.stack.without(attention, mlp, self._mlp_gives_pair)
         twin._experts = [None if i in mlp else experts for i, experts in enumerate(self._experts)]
         twin._layer_bytes = [
             0 if i in attention and i in mlp else whole - (i in attention) * own - (i in mlp) * fed
@@ -222,7 +220,7 @@ class StagedModel:
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
         """An empty cache for `slots` sequences of up to `capacity` positions."""
-        return KVCache(self._devices, *self._cache_shape(), slots, capacity, self.dtype)
+        return KVCache(self.stack.devices, *self._cache_shape(), slots, capacity, self.dtype)
 
     def _cache_shape(self) -> tuple[int, int]:
         """Heads of keys and values, width of a head."""
@@ -265,52 +263,8 @@ class StagedModel:
         hi = len(self.layers) if hi is None else hi
         if self.runner is not None and has_fixed_shape(ctx, n):
             return self._fixed(hidden, cache, ctx, lo, hi, taps, on_hidden)[STATES]
-        return self._layers(hidden, cache, ctx, lo, hi, self._masks(ctx, n, hidden), taps, on_hidden)
-
-    def _layers(
-        self,
-        hidden: torch.Tensor,
-        cache: KVCache,
-        ctx: ForwardContext,
-        lo: int,
-        hi: int,
-        masks: Sequence[torch.Tensor | None],
-        taps: Sequence[int] = (),
-        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
-    ) -> torch.Tensor:
-        """As `run_layers`, with the mask of each kind of layers."""
-        b, n = hidden.shape[:2]
-        if self.rotary is None and lo == 0:
-            hidden = hidden + self._learned(ctx, n)
-        cache.begin_pass(lo, hi, ctx, b, n)
-        arguments = self._arguments(ctx, n, cache, masks)
-        current = hidden.device
-        parts = zip(self.layers[lo:hi], self._kinds[lo:hi], self._devices[lo:hi])
-        for i, (layer, kind, device) in enumerate(parts, lo):
-            if i in taps and on_hidden is not None:
-                on_hidden(i, hidden)
-            if device != current:  # of a target that is spread over several
-                hidden, current = hidden.to(device), device
-                arguments = {key: _moved(own, device) for key, own in arguments.items()}
-            hidden = layer(hidden, **arguments[kind])
-        return hidden
-
-    def _masks(self, ctx: ForwardContext, n: int, like: torch.Tensor) -> list[torch.Tensor | None]:
-        """The attention mask of each kind of layers."""
-        masks = [attention_mask(ctx, n, like, window, self._implied_masks) for window, _ in self._kinds_there]
-        return [fold_mask(mask, self._groups) for mask in masks] if self._groups > 1 else masks
-
-    def _arguments(
-        self, ctx: ForwardContext, n: int, cache: KVCache, masks: Sequence[torch.Tensor | None]
-    ) -> dict[Kind, dict[str, Any]]:
-        """What the layers of each kind are called with in a pass, beside the states [b, n, d]."""
-        rope = {} if self.rotary is None else self._rope(ctx, n, cache.capacity)
-        arguments: dict[Kind, dict[str, Any]] = {}
-        for kind, mask in zip(self._kinds_there, masks):
-            arguments[kind] = {"attention_mask": mask, self._cache_name: cache, "use_cache": True}
-            if rope:
-                arguments[kind]["position_embeddings"] = rope[kind[1]]
-        return arguments
+        self._make_angles(max(cache.capacity, ctx.kv_len))
+        return self.stack.run(hidden, cache, ctx, lo, hi, None, taps, on_hidden)
 
     # -- stages of a fixed shape ---------------------------------------------------------------------------------
 
@@ -355,13 +309,12 @@ class StagedModel:
             inside = [layer for layer in range(lo + 1, hi) if layer in taps]
         cuts = inside if cut else []
         wanted = wanted if cut else (*inside, *wanted)
-        if self.rotary is not None:
-            self._angles(cache.capacity)  # made now: not in the middle of a capture
+        self._make_angles(cache.capacity)  # now: not in the middle of a capture
         width = max(n, self.width or 1)
         ctx = self._materialize(ctx, cache, b, n, width)
         if width > n:
             given = torch.cat([given, given[:, -1:].expand(-1, width - n, *given.shape[2:])], dim=1)
-        inputs = ctx.positions, ctx.write_index, *self._masks(ctx, width, self.embed_tokens.weight)
+        inputs = ctx.positions, ctx.write_index, *self.stack.masks(ctx, width, self.embed_tokens.weight)
         for start, end in zip([lo, *cuts], [*cuts, hi]):
             names: Sequence[str | int] = wanted if end == hi else (STATES,)
             key = (start, end, ctx.kv_len, *names)
@@ -440,7 +393,7 @@ class StagedModel:
 
             ctx = ForwardContext(kv_len, write_index, None, positions)
             hidden = self.embed(given) if given.dim() == 2 else given
-            hidden = self._layers(hidden, cache, ctx, lo, hi, masks, taps, keep)
+            hidden = self.stack.run(hidden, cache, ctx, lo, hi, masks, taps, keep)
             if wanted == (STATES,):
                 return [hidden]
             normed = self.norm(hidden)
@@ -482,7 +435,9 @@ class StagedModel:
     def _embed_with_positions(self, ids: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """The states [b, n, d] that enter the first layer."""
         hidden = self.embed(ids)
-        return hidden + self._learned(ctx, ids.shape[1]) if self.rotary is None else hidden
+        if self.stack.rotary is None:
+            hidden = hidden + self.stack.embedded_positions(ctx, ids.shape[1])
+        return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., d] after the last layer -> logits [..., vocab]."""
@@ -622,97 +577,20 @@ class StagedModel:
 
         A pass of a window's length costs memory for the logits of every token of it, so that long ones are not filled.
         """
-        windows = [window + BEYOND for window, _ in self._kinds_there if window and window <= LONGEST_FILLED]
+        windows = [
+            window + BEYOND for window, _ in self.stack.kinds_there if window and window <= LONGEST_FILLED
+        ]
         length = max(CHECKED, *windows, KV_BUCKET + 11 if isinstance(self.runner, GraphRunner) else 0)
         return min(length, self.config.max_position_embeddings)
 
-    # -- positions ---------------------------------------------------------------------------------------------
-
-    def _rope(
-        self, ctx: ForwardContext, n: int, capacity: int
-    ) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
-        """Cosines and sines [b or 1, n, rotary_dim] of the positions of a pass, of each table of angles."""
-        tables = self._angles(max(capacity, ctx.kv_len))
-        return {name: rope_of(table, ctx, n) for name, table in tables.items()}
-
-    def _angles(self, capacity: int) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
-        """Cosines and sines [1, at least capacity, rotary_dim] of all positions, computed once for each table."""
-        if not self._rope_tables or next(iter(self._rope_tables.values()))[0].shape[1] < capacity:
-            if self.runner is not None:  # those before are no longer there
-                self.runner.forget()
-                capacity = -(-capacity // ROPE_STEP) * ROPE_STEP
-            positions = torch.arange(capacity, device=self.device).unsqueeze(0)
-            # Of the first argument only its dtype and device are read.
-            like = torch.empty(1, device=self.device, dtype=self.dtype)
-            for name in {angles for _, angles in self._kinds}:
-                self._rope_tables[name] = self.rotary(like, positions, *([] if name is None else [name]))
-        return self._rope_tables
-
-    def _learned(self, ctx: ForwardContext, n: int) -> torch.Tensor:
-        """Learned embeddings [b or 1, n, d] of the same positions, added to the token embeddings (OPT)."""
-        if ctx.start is not None:
-            positions = torch.arange(ctx.start, ctx.start + n, device=self.device).unsqueeze(0)
-        else:
-            assert ctx.positions is not None  # of every pass without a start
-            positions = ctx.positions
-        # A draft may reach further than the answer can: what is computed there is never used.
-        positions = positions.clamp(max=self.config.max_position_embeddings - 1)
-        return self.learned_positions(None, position_ids=positions)
-
-
-def logit_steps(config: PretrainedConfig) -> LogitSteps:
-    """What a model does with the products of its states and its head, in order; see `LOGIT_STEPS`."""
-    named = ((step, getattr(config, name, None)) for name, step in LOGIT_STEPS.items())
-    return [(step, number) for step, number in named if number is not None and number != 1]
-
-
-def finished(products: torch.Tensor, steps: LogitSteps) -> torch.Tensor:
-    """The logits that the steps make of products, of any shape."""
-    for step, number in steps:
-        products = step(products, number)
-    return products
-
-
-@contextmanager
-def drivable(model: PreTrainedModel) -> Iterator[None]:
-    """Turns the errors that an unsupported anatomy causes into a UserError that names the model type.
-
-    Running out of memory stays the error that it is.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ValueError,
-        IndexError,
-        KeyError,
-        NotImplementedError,
-    ) as error:
-        raise UserError(
-            f"model type '{model.config.model_type}' cannot be driven layer by layer: {one_line(error)}"
-        ) from error
-
-
-def random_ids(config: PretrainedConfig, vocab_size: int, length: int) -> list[int]:
-    """Token ids drawn by chance, always the same, without those that the config names as special."""
-    named = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
-    special = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])}
-    drawn = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
-    return filled([i for i in drawn if i not in special], length)
-
-
-def filled(ids: Sequence[int], length: int) -> list[int]:
-    """The first `length` token ids of a text that is said again as often as that takes."""
-    return (list(ids) * -(-length // len(ids)))[:length]
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """A dtype as the configuration names it, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
+    def _make_angles(self, capacity: int) -> None:
+        """Sees to it that there are angles for so many positions, computed once."""
+        if self.stack.rotary is None or self.stack.positions >= capacity:
+            return
+        if self.runner is not None:  # those before are no longer there
+            self.runner.forget()
+            capacity = -(-capacity // ROPE_STEP) * ROPE_STEP
+        self.stack.make_angles(capacity)
 
 
 def runner_of(model: PreTrainedModel) -> GraphRunner | None:
@@ -737,102 +615,3 @@ def runner_of(model: PreTrainedModel) -> GraphRunner | None:
 def has_fixed_shape(ctx: ForwardContext, n: int) -> bool:
     """Whether others of the same shape will follow a pass of n tokens: not that of a prompt."""
     return ctx.start != 0 and n <= SHORT and (is_within() or torch.is_inference_mode_enabled())
-
-
-def check_rope(config: PretrainedConfig) -> None:
-    """Raises UserError for rotary positions whose angles depend on more than the position.
-
-    With "longrope" and "dynamic" transformers chooses the angles of a whole pass by the largest position in it. A draft
-    that reaches over a threshold would change the angles of the target's own tokens too, and the longest sequence of a
-    batch those of all others: no answer would equal that of autoregressive decoding.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [
-        rope,
-        *(part for part in rope.values() if isinstance(part, dict)),
-    ]  # some keep one for each layer type
-    for kind in kinds:
-        if (name := kind.get("rope_type", "default")) not in STATIC_ROPE:
-            raise UserError(
-                f"model type '{config.model_type}' has rotary positions of type '{name}', whose angles may change with "
-                "the length of a pass, so that drafts would change the answer: use a checkpoint whose rope_type is one "
-                f"of {', '.join(sorted(STATIC_ROPE))}"
-            )
-
-
-def rope_of(
-    table: tuple[torch.Tensor, torch.Tensor], ctx: ForwardContext, n: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [b or 1, n, rotary_dim] of a pass of n tokens, from those of all positions."""
-    cos, sin = table
-    if ctx.start is not None:
-        return cos.narrow(1, ctx.start, n), sin.narrow(1, ctx.start, n)
-    return cos[0][ctx.positions], sin[0][ctx.positions]
-
-
-def attention_mask(
-    ctx: ForwardContext, n: int, like: torch.Tensor, window: int | None = None, implied: bool = True
-) -> torch.Tensor | None:
-    """The additive attention mask of a pass.
-
-    Args:
-        ctx: the pass.
-        n: its tokens of each sequence.
-        like: gives dtype and device.
-        window: positions that a layer looks back on; None for all.
-        implied: whether the attention kernel has a rule of its own: causal where there are several positions.
-
-    Returns:
-        [b or 1, 1, n, kv_len]; None where none is needed: of a single position all are visible, in an empty cache the
-        kernel's own rule is the right one.
-    """
-    device = like.device
-    in_window = window is None or ctx.kv_len <= window
-    if ctx.start is not None:
-        if in_window and (n == 1 or (implied and ctx.start == 0)):
-            return None
-        positions = torch.arange(ctx.start, ctx.kv_len, device=device).unsqueeze(0)
-        kv_positions = torch.arange(ctx.kv_len, device=device).unsqueeze(0)
-    else:
-        assert ctx.positions is not None
-        assert ctx.kv_positions is not None
-        positions, kv_positions = ctx.positions, ctx.kv_positions
-    back = positions.unsqueeze(-1) - kv_positions.unsqueeze(-2)
-    allowed = back >= 0
-    if ctx.visible is not None:
-        visible = ctx.visible.expand(allowed.shape[0], -1, -1)
-        allowed = torch.cat([allowed[..., : ctx.kv_len - visible.shape[-1]], visible], dim=-1)
-    if window is not None and not in_window:
-        allowed &= back < window
-    mask = torch.zeros(allowed.shape, dtype=like.dtype, device=device)
-    return mask.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
-
-
-def _moved(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """What layers are called with, on another device; the cache knows its devices itself."""
-    moved = dict(arguments)
-    if arguments["attention_mask"] is not None:
-        moved["attention_mask"] = arguments["attention_mask"].to(device)
-    if "position_embeddings" in arguments:
-        moved["position_embeddings"] = tuple(part.to(device) for part in arguments["position_embeddings"])
-    return moved
-
-
-def _window(config: PretrainedConfig, layer: int) -> int | None:
-    """The number of positions that a layer attends to, its own included; None for all.
-
-    Raises UserError for attention of another type, which a short check might not find out.
-    """
-    kind = (getattr(config, "layer_types", None) or ["sliding_attention"] * (layer + 1))[layer]
-    if kind not in ("sliding_attention", "full_attention"):
-        raise UserError(
-            f"model type '{config.model_type}' cannot be driven layer by layer: it has layers of type '{kind}'"
-        )
-    return getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
-
-
-def device_of(module: torch.nn.Module) -> torch.device:
-    """The device a module runs on: that of accelerate's hook, if it has one, or else that of its weights."""
-    hook = getattr(module, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    return next(module.parameters()).device if device is None else torch.device(device)

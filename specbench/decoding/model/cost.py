@@ -1,0 +1,106 @@
+"""What a pass costs: the bytes of the weights that it reads, those of routed experts by expectation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# What a config calls the number of its routed experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def weight_bytes(module: torch.nn.Module) -> int:
+    """Bytes of a module's weights as they are stored: parameters, buffers, and what a quantised layer saves beside."""
+    saved = {
+        id(value): value for value in module.state_dict(keep_vars=True).values()
+    }  # a tied one counts once
+    return sum(_stored_bytes(value) for value in saved.values() if isinstance(value, torch.Tensor))
+
+
+def _stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor; of one that stands for others, such as a quantised one, of these."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The routed experts of a layer, of which each token uses a few.
+
+    Attributes:
+        bytes: of the weights of all of them.
+        count: how many there are.
+        chosen: how many a token uses; None where the layer does not say.
+    """
+
+    bytes: int
+    count: int
+    chosen: int | None
+
+    def read(self, tokens: int) -> float:
+        """Bytes that a pass of so many tokens is expected to read; NaN where that cannot be known.
+
+        Of the experts each token is taken to choose its own, independent of the others, all with equal chances. A
+        router that prefers some, or tokens that choose alike, read fewer.
+        """
+        if self.chosen is None:
+            return math.nan
+        if tokens == 1:
+            return self.bytes * self.chosen // self.count
+        return round(self.bytes * (1 - (1 - self.chosen / self.count) ** tokens))
+
+
+def experts_of(layer: torch.nn.Module) -> Experts | None:
+    """The routed experts of a layer, None where it has none. Those that every token uses are not among them."""
+    found = [
+        (module, count) for name, module in layer.named_modules() if (count := _experts_in(name, module))
+    ]
+    if not found:
+        return None
+    chosen = (getattr(module, "top_k", None) for module in layer.modules())
+    return Experts(
+        bytes=sum(weight_bytes(module) for module, _ in found),
+        count=found[0][1],
+        chosen=next((number for number in chosen if isinstance(number, int)), None),
+    )
+
+
+def experts_wait(model: PreTrainedModel) -> bool:
+    """Whether the routed experts of a model on CUDA tell the host which of them are used, which no graph can hold.
+
+    It depends on the version of transformers, the data type and the GPU, so that a layer's experts are tried, with
+    their router; those that cannot be called alone count as waiting.
+    """
+    experts = [name for name, module in model.named_modules() if _experts_in(name, module)]
+    if not experts:
+        return True
+    mixture = model.get_submodule(experts[0].rpartition(".")[0])
+    weight = next(mixture.parameters())
+    states = weight.new_zeros(1, 2, model.config.get_text_config().hidden_size)
+    watched = torch.cuda.get_sync_debug_mode()
+    try:
+        with torch.inference_mode():
+            mixture(states)  # the first call sets things up, and may wait for that
+            torch.cuda.set_sync_debug_mode("error")
+            mixture(states)
+    except (RuntimeError, TypeError):
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(watched)
+    return False
+
+
+def _experts_in(name: str, module: torch.nn.Module) -> int:
+    """How many experts a module is made of: modules in a list of that name, or parts of tensors; 0 for any other."""
+    if isinstance(module, torch.nn.ModuleList):
+        return len(module) if name.endswith("experts") else 0
+    count = getattr(module, "num_experts", 0)
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return count if any(tensor.dim() == 3 and len(tensor) == count for tensor in own) else 0

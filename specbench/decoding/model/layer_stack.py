@@ -1,0 +1,211 @@
+"""Layers of a model, run one after the other: the masks and angles of a pass, and what the layers are called with."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbench.decoding.cpu.grouped_attention import fold_mask
+from specbench.decoding.model.sublayers import thinned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from specbench.decoding.kv_cache import ForwardContext, KVCache
+    from specbench.decoding.model.anatomy import Kind
+
+
+class LayerStack:
+    """The layers of a model.
+
+    Args:
+        layers: as `lean_copy` makes them.
+        kinds: of each layer.
+        devices: of each layer.
+        rotary: gives the angles of positions; None where positions are learned.
+        learned: gives embeddings of positions; None where they are rotary.
+        last_position: the last one that `learned` has.
+        cache_name: what layers call the cache.
+        groups: query heads that share keys and get one mask; 1 where each gets its own.
+        implied_masks: whether the attention kernel is causal without a mask, in an empty cache.
+        like: has the dtype and the device of the states.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[torch.nn.Module],
+        kinds: Sequence[Kind],
+        devices: Sequence[torch.device],
+        rotary: Any,
+        learned: Any,
+        last_position: int,
+        cache_name: str,
+        groups: int,
+        implied_masks: bool,
+        like: torch.Tensor,
+    ):
+        self.layers, self.kinds, self.devices = [*layers], [*kinds], devices
+        self.kinds_there = tuple(dict.fromkeys(kinds))
+        self.rotary, self.learned, self.last_position = rotary, learned, last_position
+        self.cache_name, self.groups, self.implied_masks = cache_name, groups, implied_masks
+        self.like = like
+        self.angles: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def without(
+        self, attention: Collection[int], mlp: Collection[int], mlp_gives_pair: Sequence[bool]
+    ) -> LayerStack:
+        """The same layers with some parts left out, see `thinned`."""
+        twin = copy.copy(self)
+        twin.layers = [
+            thinned(layer, i in attention, i in mlp, pair)
+            for i, (layer, pair) in enumerate(zip(self.layers, mlp_gives_pair))
+        ]
+        return twin
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        cache: KVCache,
+        ctx: ForwardContext,
+        lo: int,
+        hi: int,
+        masks: Sequence[torch.Tensor | None] | None = None,
+        taps: Sequence[int] = (),
+        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """Runs layers [lo, hi) over states [b, n, d]. Their angles must have been made, see `make_angles`.
+
+        Args:
+            hidden: the states.
+            cache: receives keys and values.
+            ctx: of the pass.
+            lo: the first layer.
+            hi: the layer after the last one.
+            masks: of each kind of layers; None: those of `ctx`.
+            taps: layers in front of which `on_hidden` is called.
+            on_hidden: called with a layer and the states [b, n, d] that enter it.
+
+        Returns:
+            States [b, n, d] after the layers.
+        """
+        b, n = hidden.shape[:2]
+        masks = self.masks(ctx, n, hidden) if masks is None else masks
+        if self.rotary is None and lo == 0:
+            hidden = hidden + self.embedded_positions(ctx, n)
+        cache.begin_pass(lo, hi, ctx, b, n)
+        arguments = self._arguments(ctx, n, cache, masks)
+        current = hidden.device
+        stages = zip(self.layers[lo:hi], self.kinds[lo:hi], self.devices[lo:hi])
+        for i, (layer, kind, device) in enumerate(stages, lo):
+            if i in taps and on_hidden is not None:
+                on_hidden(i, hidden)
+            if device != current:  # of a target that is spread over several
+                hidden, current = hidden.to(device), device
+                arguments = {key: _moved(given, device) for key, given in arguments.items()}
+            hidden = layer(hidden, **arguments[kind])
+        return hidden
+
+    def masks(self, ctx: ForwardContext, n: int, like: torch.Tensor) -> list[torch.Tensor | None]:
+        """The attention mask of each kind of layers."""
+        masks = [attention_mask(ctx, n, like, window, self.implied_masks) for window, _ in self.kinds_there]
+        return [fold_mask(mask, self.groups) for mask in masks] if self.groups > 1 else masks
+
+    def _arguments(
+        self, ctx: ForwardContext, n: int, cache: KVCache, masks: Sequence[torch.Tensor | None]
+    ) -> dict[Kind, dict[str, Any]]:
+        """What the layers of each kind are called with in a pass, beside the states [b, n, d]."""
+        ropes = self.ropes(ctx, n)
+        arguments: dict[Kind, dict[str, Any]] = {}
+        for kind, mask in zip(self.kinds_there, masks):
+            arguments[kind] = {"attention_mask": mask, self.cache_name: cache, "use_cache": True}
+            if ropes:
+                arguments[kind]["position_embeddings"] = ropes[kind[1]]
+        return arguments
+
+    # -- positions
+
+    @property
+    def positions(self) -> int:
+        """How many positions there are angles for."""
+        return next(iter(self.angles.values()))[0].shape[1] if self.angles else 0
+
+    def make_angles(self, count: int) -> None:
+        """Makes the cosines and sines [1, count, rotary_dim] of the first positions, of each table of angles."""
+        positions = torch.arange(count, device=self.like.device).unsqueeze(0)
+        for name in {angles for _, angles in self.kinds}:
+            # Of the first argument only its dtype and device are read.
+            self.angles[name] = self.rotary(self.like, positions, *([] if name is None else [name]))
+
+    def ropes(self, ctx: ForwardContext, n: int) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and sines [b or 1, n, rotary_dim] of the positions of a pass, of each table of angles."""
+        return {name: rope_of(table, ctx, n) for name, table in self.angles.items()}
+
+    def embedded_positions(self, ctx: ForwardContext, n: int) -> torch.Tensor:
+        """Learned embeddings [b or 1, n, d] of the same positions, added to the token embeddings (OPT)."""
+        if ctx.start is not None:
+            positions = torch.arange(ctx.start, ctx.start + n, device=self.like.device).unsqueeze(0)
+        else:
+            assert ctx.positions is not None  # of every pass without a start
+            positions = ctx.positions
+        # A draft may reach further than the answer can: what is computed there is never used.
+        return self.learned(None, position_ids=positions.clamp(max=self.last_position))
+
+
+def rope_of(
+    table: tuple[torch.Tensor, torch.Tensor], ctx: ForwardContext, n: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [b or 1, n, rotary_dim] of a pass of n tokens, from those of all positions."""
+    cos, sin = table
+    if ctx.start is not None:
+        return cos.narrow(1, ctx.start, n), sin.narrow(1, ctx.start, n)
+    return cos[0][ctx.positions], sin[0][ctx.positions]
+
+
+def attention_mask(
+    ctx: ForwardContext, n: int, like: torch.Tensor, window: int | None = None, implied: bool = True
+) -> torch.Tensor | None:
+    """The additive attention mask of a pass.
+
+    Args:
+        ctx: the pass.
+        n: its tokens of each sequence.
+        like: gives dtype and device.
+        window: positions that a layer looks back on; None for all.
+        implied: whether the attention kernel has a rule of its own: causal where there are several positions.
+
+    Returns:
+        [b or 1, 1, n, kv_len]; None where none is needed: of a single position all are visible, in an empty cache the
+        kernel's own rule is the right one.
+    """
+    device = like.device
+    in_window = window is None or ctx.kv_len <= window
+    if ctx.start is not None:
+        if in_window and (n == 1 or (implied and ctx.start == 0)):
+            return None
+        positions = torch.arange(ctx.start, ctx.kv_len, device=device).unsqueeze(0)
+        kv_positions = torch.arange(ctx.kv_len, device=device).unsqueeze(0)
+    else:
+        assert ctx.positions is not None
+        assert ctx.kv_positions is not None
+        positions, kv_positions = ctx.positions, ctx.kv_positions
+    back = positions.unsqueeze(-1) - kv_positions.unsqueeze(-2)
+    allowed = back >= 0
+    if ctx.visible is not None:
+        visible = ctx.visible.expand(allowed.shape[0], -1, -1)
+        allowed = torch.cat([allowed[..., : ctx.kv_len - visible.shape[-1]], visible], dim=-1)
+    if window is not None and not in_window:
+        allowed &= back < window
+    mask = torch.zeros(allowed.shape, dtype=like.dtype, device=device)
+    return mask.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
+
+
+def _moved(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """What layers are called with, on another device; the cache knows its devices itself."""
+    moved = dict(arguments)
+    if arguments["attention_mask"] is not None:
+        moved["attention_mask"] = arguments["attention_mask"].to(device)
+    if "position_embeddings" in arguments:
+        moved["position_embeddings"] = tuple(part.to(device) for part in arguments["position_embeddings"])
+    return moved
