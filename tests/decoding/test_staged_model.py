@@ -17,6 +17,7 @@ from specbench.decoding.cpu.packed_linear import by_columns
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import ForwardContext
+from specbench.decoding.model.layer_stack import LayerStack
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Draft, Resume
@@ -41,16 +42,17 @@ def test_check_accepts_the_stock_models(arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_check_refuses_shifted_positions(arch, monkeypatch):
     """A fault of ours, or a model whose positions work in another way, is found before anything is measured."""
-    for name in ("_rope", "_learned"):
-        positions = getattr(StagedModel, name)
+    for name in ("ropes", "embedded_positions"):
+        positions = getattr(LayerStack, name)
 
-        def shifted(self, ctx, n, *capacity, positions=positions):
-            start = ctx.start + (ctx.start > 0)
-            return positions(self, replace(ctx, start=start), n, *(c + 1 for c in capacity))
+        def shifted(self, ctx, n, positions=positions):
+            return positions(self, replace(ctx, start=ctx.start + (ctx.start > 0)), n)
 
-        monkeypatch.setattr(StagedModel, name, shifted)
+        monkeypatch.setattr(LayerStack, name, shifted)
+    target = StagedModel(random_pair(arch).target)
+    target._make_angles(1000)
     with pytest.raises(UserError, match="model type '.*layer by layer"):
-        StagedModel(random_pair(arch).target).check()
+        target.check()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

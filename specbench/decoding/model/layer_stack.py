@@ -37,7 +37,7 @@ class LayerStack:
         self,
         layers: Sequence[torch.nn.Module],
         kinds: Sequence[Kind],
-        devices: Sequence[torch.device],
+        devices: list[torch.device],
         rotary: Any,
         learned: Any,
         last_position: int,
