@@ -20,10 +20,10 @@ class WrappedDrafter(Drafter):
     """Base of a drafter that wraps another one: every member of `Drafter` is passed on to the inner drafter.
 
     A subclass overrides what it does itself, and calls `super()` where the inner drafter takes part. `summarise` and
-    `describe` belong to classes: a run asks those of the outer and of the inner class, see `measure.of_method`.
+    `describe` belong to classes: a run asks those of the outer and of the inner class, see `metrics.method_stats`.
 
     Args:
-        inner: the drafter that is wrapped; see `draft.make_drafter`.
+        inner: the drafter that is wrapped; see `drafter.make_drafter`.
 
     Attributes:
         inner: as given. The other attributes of a `Drafter` are copied from it; a subclass sets those that differ.

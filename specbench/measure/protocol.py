@@ -373,7 +373,7 @@ class Bench:
         return use_threads(asked, work if on_cpu else None, self.choose_layouts)
 
     def choose_layouts(self, known: dict | None = None) -> dict:
-        """Gives all weights the layouts that are fastest in this run's passes; see `layouts.choose_layouts`.
+        """Gives all weights the layouts that are fastest in this run's passes; see `autotune.choose_layouts`.
 
         Those are the baseline's, of one token of each sequence, and the widest of the method. A batch has passes of a
         single sequence, too, of the arm that it is compared with.

@@ -2,7 +2,7 @@
 
 Every finished question is journalled at once, and the summary is written last: a run that was killed goes on from its
 journal. Where several processes share the passes of a run, this one measures its own and ends with the exit code
-`store.EXIT_CONTINUE`.
+`run_folder.EXIT_CONTINUE`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def run(run_dir: Path) -> int:
     """Measures what the folder still lacks, as far as it is this process's share, and at the end writes the summary.
 
     Returns:
-        1 if a question failed, `store.EXIT_CONTINUE` if another process is to go on, else 0.
+        1 if a question failed, `run_folder.EXIT_CONTINUE` if another process is to go on, else 0.
     """
     cfg = OmegaConf.create(store.read_config(run_dir))
     questions = load_questions(cfg.data, cfg.task)

@@ -1,7 +1,7 @@
 """Linear layers for decoding, whose weights lie in memory as they are read fastest.
 
 A product with a few tokens takes as long as its weight takes to be read, if the weight lies in memory in the order in
-which the kernel reads it. A weight may therefore have copies in other layouts, which `layouts.choose_layouts` chooses
+which the kernel reads it. A weight may therefore have copies in other layouts, which `autotune.choose_layouts` chooses
 by measuring. Layers that read the same states, such as the projections to queries, keys and values, are one product: a
 product with one large matrix comes nearer to the speed of memory than several with small ones. Values never change,
 only their order, and with it the order in which products are summed.

@@ -34,7 +34,7 @@ def of_method(owners: Sequence[type], rounds: pd.DataFrame) -> dict[str, Any]:
 
     Args:
         owners: classes of drafters and schedulers.
-        rounds: rows of `frames.steps_frame` of one arm.
+        rounds: rows of `dataframes.steps_frame` of one arm.
     """
     return {name: value for owner in owners for name, value in owner.summarise(rounds).items()}  # type: ignore[attr-defined] # of both
 

@@ -1,6 +1,6 @@
 """From journal records to the numbers of a summary.
 
-Nothing else in the project computes a metric but `rounds.py` (those that rounds have without a baseline), `machine.py`
+Nothing else in the project computes a metric but `acceptance` (those that rounds have without a baseline), `machine`
 (what was seen of the machine), and what a method makes of its own statistics. Every function is pure. A number that
 could not be measured is None. Totals (tokens, seconds) are over all repeats; comparisons take the mean of a question's
 repeats first, so that the jackknife of an interval drops questions.
