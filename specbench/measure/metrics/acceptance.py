@@ -1,6 +1,7 @@
 """Metrics of draft-verify rounds that need no baseline: acceptance, bytes read, occupancy of a batch.
 
-Every function takes rows of `dataframes.steps_frame` of one arm and is pure. A number that could not be measured is None.
+Every function takes rows of `dataframes.steps_frame` of one arm and is pure. A number that could not be measured is
+None.
 """
 
 from __future__ import annotations
