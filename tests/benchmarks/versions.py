@@ -22,9 +22,13 @@ import json, sys, time
 from dataclasses import replace
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from specbench.config.compose import CONF
 from specbench.measure import runner
-from specbench.data.questions import load_questions
+try:
+    from specbench.config.compose import CONF
+    from specbench.data.questions import load_questions
+except ImportError:  # before the package had rooms
+    from specbench.compose import CONF
+    from specbench.questions import load_questions
 
 with initialize_config_dir(str(CONF), version_base="1.3"):
     cfg = compose("bench", overrides=sys.argv[1:])

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from specbench.decoding.kv_cache import ForwardContext, KVCache
     from specbench.decoding.model.anatomy import Kind
 
+ALL = 2**62  # positions, where there are no angles to make
+
 
 class LayerStack:
     """The layers of a model.
@@ -52,6 +54,7 @@ class LayerStack:
         self.cache_name, self.groups, self.implied_masks = cache_name, groups, implied_masks
         self.like = like
         self.angles: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.positions = ALL if rotary is None else 0  # how many positions there are angles for
 
     def without(
         self, attention: Collection[int], mlp: Collection[int], mlp_gives_pair: Sequence[bool]
@@ -126,17 +129,13 @@ class LayerStack:
 
     # -- positions
 
-    @property
-    def positions(self) -> int:
-        """How many positions there are angles for."""
-        return next(iter(self.angles.values()))[0].shape[1] if self.angles else 0
-
     def make_angles(self, count: int) -> None:
         """Makes the cosines and sines [1, count, rotary_dim] of the first positions, of each table of angles."""
         positions = torch.arange(count, device=self.like.device).unsqueeze(0)
         for name in {angles for _, angles in self.kinds}:
             # Of the first argument only its dtype and device are read.
             self.angles[name] = self.rotary(self.like, positions, *([] if name is None else [name]))
+        self.positions = count
 
     def ropes(self, ctx: ForwardContext, n: int) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
         """Cosines and sines [b or 1, n, rotary_dim] of the positions of a pass, of each table of angles."""
