@@ -193,7 +193,7 @@ class Oracle(WrappedDrafter):
         if b == 1 and batch.kv_bucket is None:
             proposed = self._table[:1, batch.lengths[0] : batch.lengths[0] + k]
         else:
-            proposed = self._table[:b].gather(1, span(batch.known, k))
+            proposed = self._table[:b].gather(1, span(batch.seq_lens, k))
         # A captured function must also cover an answer that leaves the reference later.
         surely = batch.kv_bucket is None and None not in self._known[:b]
         self._proposed, self._unknown, self._step = proposed, None if surely else proposed == UNKNOWN, 0

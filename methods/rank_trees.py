@@ -208,7 +208,7 @@ def rank_tree(
         above = {path: i for i, path in enumerate(level)}
         start += inner
     parents = on_device([places.get(path[:-1], -1) for path in nodes], device)
-    return Tree.of(parents, widest=max((level.most_siblings for level in levels), default=None)), levels
+    return Tree.of(parents, max_children=max((level.most_siblings for level in levels), default=None)), levels
 
 
 def likeliest_ids(logits: torch.Tensor, k: int) -> torch.Tensor:

@@ -305,7 +305,7 @@ def _behind(batch: Batch, n: int) -> torch.Tensor:
     first = batch.lengths[0]
     if len({*batch.lengths}) == 1 and batch.kv_bucket is None:
         return batch.tokens[: batch.size, first : first + n]
-    return batch.tokens[: batch.size].gather(1, span(batch.known, n))
+    return batch.tokens[: batch.size].gather(1, span(batch.seq_lens, n))
 
 
 def _pairs(batch: Batch) -> Batch:
@@ -313,4 +313,4 @@ def _pairs(batch: Batch) -> Batch:
 
     The last true pair stands where a model of tokens has the pending one.
     """
-    return replace(batch, lengths=[length - 1 for length in batch.lengths], _known=batch.known - 1)
+    return replace(batch, lengths=[length - 1 for length in batch.lengths], _seq_lens=batch.seq_lens - 1)

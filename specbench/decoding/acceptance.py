@@ -48,7 +48,7 @@ class Accepted:
 
 def accept_at_once(
     runner: EagerRunner | None,
-    memory: object,
+    owner: object,
     logits: torch.Tensor,
     draft: Draft,
     decoding: SamplingParams,
@@ -61,7 +61,7 @@ def accept_at_once(
 
     Args:
         runner: runs it; None where there are no graphs.
-        memory: that what is captured goes with, as in `EagerRunner.run`.
+        owner: that what is captured goes with, as in `EagerRunner.run`.
         logits: as in `accept`, like all that follow.
         draft: its tokens, probabilities, candidates and tree may differ from round to round.
         decoding: how tokens are chosen.
@@ -71,7 +71,7 @@ def accept_at_once(
     greedy_chain = uniforms is None and draft.tree is None
     if not isinstance(runner, GraphRunner) or not draft.tokens.shape[1] or greedy_chain:
         return accept(logits, draft, decoding, uniforms, limits)
-    shape, widest = ((), None) if draft.tree is None else (draft.tree.tensors, draft.tree.widest)
+    shape, max_children = ((), None) if draft.tree is None else (draft.tree.tensors, draft.tree.max_children)
     number = None if isinstance(draft.candidates, torch.Tensor) else draft.candidates
     counts = draft.candidates if number is None else None
     optional = {"probs": draft.probs, "uniforms": uniforms, "limits": limits, "candidates": counts}
@@ -79,14 +79,14 @@ def accept_at_once(
 
     def whole(logits: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
         found = dict(zip(given, rest))
-        tree = Tree.of_tensors(rest[len(given) :], widest) if shape else None
+        tree = Tree.of_tensors(rest[len(given) :], max_children) if shape else None
         own = Draft(tokens, found.get("probs"), tree, found.get("candidates", number))
         accepted = accept(logits, own, decoding, found.get("uniforms"), found.get("limits"))
         path = [] if accepted.path is None else [accepted.path]
         return [accepted.count, accepted.next, accepted.tokens, *path]
 
-    key = "accept", decoding.temperature, number, widest, *given, len(shape)
-    return Accepted(*runner.run(memory, key, whole, logits, draft.tokens, *given.values(), *shape))
+    key = "accept", decoding.temperature, number, max_children, *given, len(shape)
+    return Accepted(*runner.run(owner, key, whole, logits, draft.tokens, *given.values(), *shape))
 
 
 def accept(
@@ -302,7 +302,7 @@ def sampled_tree(
     p, slots = probs, torch.arange(b, device=tokens.device).unsqueeze(1)
     open_ = torch.ones(b, k + 1, dtype=torch.bool, device=tokens.device)  # nodes without an accepted child
     taken = torch.zeros_like(tried)
-    for turn in range(k if tree.widest is None else tree.widest):
+    for turn in range(k if tree.max_children is None else tree.max_children):
         now = (order == turn) & tried
         # The child of each node that it is the turn of; k where there is none.
         child = torch.full((b, k + 2), k, device=tokens.device)

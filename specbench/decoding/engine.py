@@ -87,11 +87,11 @@ class Engine:
         self._spare = 1 + self._nodes + target.padding
         longest = self.scheduler.longest_draft
         nodes = self._nodes if longest is None else min(self._nodes, longest)
-        self.widest = 1 + nodes  # tokens of a verification of one sequence
-        if target.width is not None and self.widest > target.width:
+        self.verify_tokens = 1 + nodes  # tokens of a verification of one sequence
+        if target.width is not None and self.verify_tokens > target.width:
             raise UserError(
                 f"decoding.verify_width is {target.width}, and a draft with the token in front of it has up to "
-                f"{self.widest}: set decoding.verify_width={self.widest} or more, or null"
+                f"{self.verify_tokens}: set decoding.verify_width={self.verify_tokens} or more, or null"
             )
         self._cache: KVCache | None = None
 
@@ -133,7 +133,7 @@ class Engine:
     def _generate(self, requests: list[Request], held: list[SequenceState]) -> list[Generation]:
         self.clock.synchronize()
         begun = self._last = self.clock.mark()
-        self._open(requests)
+        self._allocate(requests)
         opened = self._last = self.clock.mark()
         waiting = deque(
             SequenceState(i, request, self.stop_ids if request.stop_ids is None else request.stop_ids)
@@ -144,7 +144,7 @@ class Engine:
         while True:
             if waiting:
                 self._admit(waiting, held)
-            self._retire(held)
+            self._remove_finished(held)
             if not held:
                 break
             rounds.append(self._round(held, len(rounds)))
@@ -162,7 +162,7 @@ class Engine:
         """Runs one round; returns what its steps have in common."""
         clock, scheduler, layout, drafter = self.clock, self.scheduler, self._layout, self.drafter
         begun = self._last
-        running = held[: self._seat(held)]
+        running = held[: self._compact_running(held)]
         batch = self._batch(running)
         layout.begin_round(batch.lengths, self._spare)
         stats = scheduler.stats
@@ -188,7 +188,7 @@ class Engine:
             drafter.overlaps_verification,
         )
         verified_at = clock.mark()
-        verified = self._settle(batch, draft, logits, states, number)
+        verified = self._commit_round(batch, draft, logits, states, number)
         if batch.max_draft:
             drafter.commit(batch, verified)
         for slot, one in enumerate(running):
@@ -220,7 +220,7 @@ class Engine:
             self.drafter.siblings,
         )
 
-    def _seat(self, held: list[SequenceState]) -> int:
+    def _compact_running(self, held: list[SequenceState]) -> int:
         """Brings the sequences that run to the first slots of every buffer; returns their number."""
         chosen = self.scheduler.choose(held)
         b = len(chosen)
@@ -238,7 +238,7 @@ class Engine:
                 one.skipped_rounds += one.request_index < youngest
         return b
 
-    def _settle(
+    def _commit_round(
         self, batch: Batch, draft: Draft, logits: torch.Tensor, states: dict[int, torch.Tensor], number: int
     ) -> Verified:
         """Brings sequences, buffers and layout up to what is accepted."""
@@ -248,7 +248,7 @@ class Engine:
             # What is written after a sequence's new end is no token: the next round writes there again.
             self._tokens[0, batch.lengths[0] : batch.lengths[0] + 1 + k] = accepted.tokens[0]
         else:
-            self._tokens[:b].scatter_(1, span(batch.known, 1 + k), accepted.tokens)
+            self._tokens[:b].scatter_(1, span(batch.seq_lens, 1 + k), accepted.tokens)
         facts = self._on_host(draft, logits, accepted)
         counts = [fact[0] for fact in facts]
         self._layout.commit(batch, accepted.count, counts, accepted.path)
@@ -311,7 +311,7 @@ class Engine:
         k = draft.tokens.shape[1]
         return k if draft.tree is None else min(k, self.drafter.max_draft_tokens)
 
-    def _retire(self, held: list[SequenceState]) -> None:
+    def _remove_finished(self, held: list[SequenceState]) -> None:
         """Takes out the sequences that are done and were not replaced; the last one takes the slot of each."""
         for slot in reversed([slot for slot, one in enumerate(held) if one.done]):
             last = held.pop()
@@ -334,12 +334,12 @@ class Engine:
         while room > 0 and waiting:
             slot = next((slot for slot, one in enumerate(held) if one.done), len(held))
             one = waiting.popleft()
-            self._join(one, slot)
+            self._prefill(one, slot)
             if not one.done:  # one that ends with its first token leaves the slot to the next
                 held[slot : slot + 1] = [one]
                 room -= 1
 
-    def _join(self, one: SequenceState, slot: int) -> None:
+    def _prefill(self, one: SequenceState, slot: int) -> None:
         """Prefills a sequence on its own."""
         begun = self._last
         request, device = one.request, self.target.device
@@ -366,7 +366,7 @@ class Engine:
         self._last = self.clock.mark()
         one.prefill = (begun, self._last)
 
-    def _open(self, requests: list[Request]) -> None:
+    def _allocate(self, requests: list[Request]) -> None:
         """Makes what holds these requests, or takes what the last call has left."""
         # Sequences near their end take part in the drafts of others.
         capacity = max(len(r.prompt) + r.decoding.max_new_tokens for r in requests) + self._spare
@@ -398,7 +398,7 @@ class Engine:
             return None
         if batch.size == 1:
             return self._uniforms[:1, batch.lengths[0] : batch.lengths[0] + n]
-        at = span(batch.known, n)
+        at = span(batch.seq_lens, n)
         return self._uniforms[torch.arange(batch.size, device=at.device).unsqueeze(1), at]
 
     def _check(self, requests: list[Request]) -> None:

@@ -24,7 +24,7 @@ class Lengths(Protocol):
     kv_bucket: int | None
 
     @property
-    def known(self) -> torch.Tensor:
+    def seq_lens(self) -> torch.Tensor:
         """[b] `lengths` on the device."""
 
 
@@ -68,20 +68,21 @@ class RaggedLayout:
         kv_len = longest + n
         held = self._entries[:, :kv_len]
         if tree is None:
-            entries = span(batch.known - 1 + offset, n)
+            entries = span(batch.seq_lens - 1 + offset, n)
             return ForwardContext(kv_len, self._write_index(entries), None, entries, held)
         # Of a tree the entries are consecutive, the positions are not.
         there, b = offset + n, len(lengths)
-        positions = batch.known.unsqueeze(1) - 1 + tree.offsets()[:, :there]
+        positions = batch.seq_lens.unsqueeze(1) - 1 + tree.offsets()[:, :there]
         visible = tree.visible[:, offset:there, :there]
         if start == longest:
             own = positions[: tree.depths.shape[0]]
             held = torch.cat([held[:, : start - offset].expand(own.shape[0], -1), own], dim=1)
             return ForwardContext(kv_len, start, None, positions[:, offset:], held, visible)
         # The trees begin at different entries: what each token sees of all of them is written out.
-        of_tree = span(batch.known - 1, there)
+        of_tree = span(batch.seq_lens - 1, there)
         held = held.expand(b, -1).scatter(1, of_tree, positions)
-        sees = (self._entries[:, :kv_len] < (batch.known - 1).unsqueeze(1)).unsqueeze(1).expand(b, n, kv_len)
+        sees = self._entries[:, :kv_len] < (batch.seq_lens - 1).unsqueeze(1)
+        sees = sees.unsqueeze(1).expand(b, n, kv_len)
         sees = sees.scatter(2, of_tree.unsqueeze(1).expand(b, n, there), visible.expand(b, n, there))
         return ForwardContext(
             kv_len, self._write_index(of_tree[:, offset:]), None, positions[:, offset:], held, sees
@@ -140,10 +141,10 @@ class RaggedLayout:
         n = max(counts)
         if path is None or n == 0:
             return
-        ends = span(batch.known, n)
+        ends = span(batch.seq_lens, n)
         # After a path's end there is nothing to keep: the next round writes there again.
         within = path[:, :n].clamp(max=path.shape[1] - 1)
-        self.cache.move_entries(batch.known.unsqueeze(1) + within, ends)
+        self.cache.move_entries(batch.seq_lens.unsqueeze(1) + within, ends)
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies whole slots, of sequences of fewer than `kv_len` tokens, all at once."""
@@ -207,10 +208,10 @@ class AlignedLayout(RaggedLayout):
             self._held[:b, entry:kv_len] = self._entries[:, entry:kv_len]
             return ForwardContext.consecutive(entry, n)
         if tree is None:
-            positions, visible = span(batch.known - 1 + offset, n), None
+            positions, visible = span(batch.seq_lens - 1 + offset, n), None
         else:
             there = offset + n
-            positions = batch.known.unsqueeze(1) - 1 + tree.offsets()[:, offset:there]
+            positions = batch.seq_lens.unsqueeze(1) - 1 + tree.offsets()[:, offset:there]
             visible = tree.visible[:, offset:there, :there]
         self._held[:b, entry:kv_len] = positions
         return ForwardContext(kv_len, entry, None, positions, self._held[:b, :kv_len], visible)

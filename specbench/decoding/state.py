@@ -240,7 +240,7 @@ class Batch:
             when greedy. A sequence's samples depend on its seed alone, not on batch composition or scheduling.
         siblings: as in `Drafter`.
         kv_bucket: set inside a captured function: the KV length to attend to. `lengths` is then unavailable on the
-            host, see `known`. None elsewhere.
+            host, see `seq_lens`. None elsewhere.
     """
 
     sequences: list[SequenceState]
@@ -254,7 +254,7 @@ class Batch:
     uniforms: torch.Tensor | None = None
     siblings: int = 1
     kv_bucket: int | None = None
-    _known: torch.Tensor | None = None
+    _seq_lens: torch.Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -262,18 +262,18 @@ class Batch:
         return len(self.lengths)
 
     @property
-    def known(self) -> torch.Tensor:
+    def seq_lens(self) -> torch.Tensor:
         """[b] `lengths` on the device."""
-        if self._known is None:
-            self._known = on_device(self.lengths, self.tokens.device)
-        return self._known
+        if self._seq_lens is None:
+            self._seq_lens = on_device(self.lengths, self.tokens.device)
+        return self._seq_lens
 
     def last_tokens(self, n: int) -> torch.Tensor:
         """[b, n] the last n known tokens of each sequence, a shorter one padded with its first token in front."""
         first, last = min(self.lengths), max(self.lengths)
         if first == last >= n and self.kv_bucket is None:
             return self.tokens[: self.size, first - n : first]
-        return self.tokens[: self.size].gather(1, span(self.known - n, n).clamp(min=0))
+        return self.tokens[: self.size].gather(1, span(self.seq_lens - n, n).clamp(min=0))
 
     def draws(self, offset: int, siblings: int | None = None) -> torch.Tensor | None:
         """Numbers to draw the tokens with that stand `offset` positions after the pending ones; None when greedy.
@@ -292,17 +292,17 @@ class Batch:
             numbers = self.uniforms[:1, self.lengths[0] + offset]
         else:
             slots = torch.arange(self.size, device=self.uniforms.device)
-            numbers = self.uniforms[slots, self.known + offset]
+            numbers = self.uniforms[slots, self.seq_lens + offset]
         return numbers[:, first] if siblings is None else numbers[:, first : first + siblings]
 
     def device_only(
-        self, kv_bucket: int, known: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor | None
+        self, kv_bucket: int, seq_lens: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor | None
     ) -> Batch:
         """A device-only copy of this batch.
 
         Args:
             kv_bucket: as the attribute.
-            known: [b].
+            seq_lens: [b].
             tokens: [b, capacity].
             uniforms: [b, capacity, ...], or None.
         """
@@ -317,5 +317,5 @@ class Batch:
             layout=None,  # type: ignore[arg-type] # that of the target may know more on the host than lengths
             uniforms=uniforms,
             kv_bucket=kv_bucket,
-            _known=known,
+            _seq_lens=seq_lens,
         )

@@ -24,23 +24,23 @@ class Tree:
         on_path: [b or 1, k, k] which nodes lie on the path to each node, itself included.
         depths: [b or 1, k] nodes on that path.
         visible: [b or 1, 1 + k, 1 + k] which of the pending token and the nodes each of them attends to.
-        widest: a bound on the children of one node, for trees of drawn tokens; None: k.
+        max_children: a bound on the children of one node, for trees of drawn tokens; None: k.
     """
 
     parents: torch.Tensor
     on_path: torch.Tensor
     depths: torch.Tensor
     visible: torch.Tensor
-    widest: int | None = None
+    max_children: int | None = None
 
     @classmethod
-    def of(cls, parents: torch.Tensor, widest: int | None = None) -> Tree:
+    def of(cls, parents: torch.Tensor, max_children: int | None = None) -> Tree:
         """The tree of `parents`, [b, k], or [k] for one that all sequences share."""
         parents = parents if parents.dim() == 2 else parents.unsqueeze(0)
         seen = torch.nn.functional.pad(ancestors(parents), (1, 0, 1, 0))
         seen[..., 0].fill_(True)
         on_path = seen[:, 1:, 1:]
-        return cls(parents, on_path, on_path.sum(-1), seen, widest)
+        return cls(parents, on_path, on_path.sum(-1), seen, max_children)
 
     @classmethod
     def of_lists(cls, parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
@@ -63,14 +63,14 @@ class Tree:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What `of_tensors` makes it of again, with `widest`."""
+        """What `of_tensors` makes it of again, with `max_children`."""
         return self.parents, self.on_path, self.depths, self.visible
 
     @classmethod
-    def of_tensors(cls, tensors: Sequence[torch.Tensor], widest: int | None = None) -> Tree:
+    def of_tensors(cls, tensors: Sequence[torch.Tensor], max_children: int | None = None) -> Tree:
         """The tree of these `tensors`."""
         parents, on_path, depths, visible = tensors
-        return cls(parents, on_path, depths, visible, widest)
+        return cls(parents, on_path, depths, visible, max_children)
 
     def offsets(self) -> torch.Tensor:
         """[b or 1, 1 + k] positions of the pending token and the nodes after the pending token's."""

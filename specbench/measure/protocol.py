@@ -67,7 +67,7 @@ class Bench:
         protocol: whose earlier answers a conversation goes on with: "spec_bench": each arm's own.
         seed: of the sampling.
         batch_size: None for a method that decodes one sequence at a time.
-        widest: tokens of each sequence in the method's widest pass.
+        verify_tokens: tokens of each sequence in the method's widest pass.
         warmup: questions to warm up with.
         slice_seconds: after which an arm hands over to another one; None: arms alternate by whole answers.
         remeasure: how often a turn that others disturbed is measured again at most.
@@ -86,7 +86,7 @@ class Bench:
     protocol: str
     seed: int
     batch_size: int | None = None
-    widest: int = 1
+    verify_tokens: int = 1
     warmup: Sequence[Question] = ()
     slice_seconds: float | None = None
     remeasure: int = 0
@@ -379,7 +379,7 @@ class Bench:
         single sequence, too, of the arm that it is compared with.
         """
         b = self.batch_size or 1
-        passes = [PassShape(1, 1), PassShape(b, 1), PassShape(b, self.widest)]
+        passes = [PassShape(1, 1), PassShape(b, 1), PassShape(b, self.verify_tokens)]
         return choose_layouts(self.target, passes, known or {})
 
     def _warm_up_requests(self, most_tokens: int) -> list[Request]:

@@ -83,7 +83,7 @@ def prepare(cfg: DictConfig) -> Bench:
         protocol=cfg.protocol,
         seed=cfg.seed,
         batch_size=size,
-        widest=measured.widest,
+        verify_tokens=measured.verify_tokens,
         warmup=warmup,
         slice_seconds=None if drafter.exclusive else cfg.slice_seconds,
         remeasure=cfg.remeasure,

@@ -287,7 +287,7 @@ def test_sampled_trees_leave_the_distribution_unchanged(deterministic):
     logits = torch.randn(1, 4, VOCAB, generator=g)
     p = torch.softmax(logits[0], dim=-1)
     q = torch.softmax(torch.randn(VOCAB, generator=g), dim=-1)
-    tree = Tree.of(torch.tensor([-1, -1, 0]), widest=2)
+    tree = Tree.of(torch.tensor([-1, -1, 0]), max_children=2)
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.int64)
     for seed in range(6000):
         numbers = position_draws(seed, 4, 2, torch.device("cpu"))

@@ -44,57 +44,57 @@ class Memory:
 
 
 def test_a_pass_is_captured_once_and_what_it_gives_is_the_callers():
-    graphs, memory, calls = PretendedRunner(), Memory(), []
+    graphs, owner, calls = PretendedRunner(), Memory(), []
 
     def double(given: torch.Tensor) -> list[torch.Tensor]:
         calls.append(given)
-        memory.numbers.copy_(given)
+        owner.numbers.copy_(given)
         return [2 * given]
 
     with torch.inference_mode():
         ones, threes = (
-            graphs.run(memory, "double", double, torch.full((4,), number))[0] for number in (1.0, 3.0)
+            graphs.run(owner, "double", double, torch.full((4,), number))[0] for number in (1.0, 3.0)
         )
         assert graphs.captures == 1 and ones.tolist() == [2] * 4 and threes.tolist() == [6] * 4
         assert len({id(given) for given in calls}) == 1, "it is given the same tensors each time"
-        assert memory.numbers.tolist() == [3] * 4
-        graphs.run(memory, "double", double, torch.ones(4, dtype=torch.float64))
-        graphs.run(memory, "again", double, torch.ones(4))
+        assert owner.numbers.tolist() == [3] * 4
+        graphs.run(owner, "double", double, torch.ones(4, dtype=torch.float64))
+        graphs.run(owner, "again", double, torch.ones(4))
         graphs.run(Memory(), "double", double, torch.ones(4))
         assert graphs.captures == 4, "another dtype, key, or memory is another pass"
         graphs.forget()
-        graphs.run(memory, "double", double, torch.ones(4))
+        graphs.run(owner, "double", double, torch.ones(4))
         assert graphs.captures == 5
 
 
 def test_what_a_captured_function_runs_is_a_part_of_it():
     """With the same graphs and with others; each alone would be captured in the middle of a capture."""
-    graphs, others, memory = PretendedRunner(), PretendedRunner(), Memory()
+    graphs, others, owner = PretendedRunner(), PretendedRunner(), Memory()
 
     def both(given: torch.Tensor) -> list[torch.Tensor]:
-        (twice,) = graphs.run(memory, "inner", lambda own: [2 * own], given)
-        return others.run(memory, "inner", lambda own: [own + 1], twice)
+        (twice,) = graphs.run(owner, "inner", lambda own: [2 * own], given)
+        return others.run(owner, "inner", lambda own: [own + 1], twice)
 
     with torch.inference_mode():
         for number in (1.0, 3.0):
             assert (
-                graphs.run(memory, "both", both, torch.full((4,), number))[0].tolist() == [2 * number + 1] * 4
+                graphs.run(owner, "both", both, torch.full((4,), number))[0].tolist() == [2 * number + 1] * 4
             )
         assert (graphs.captures, graphs.replays) == (1, 2) and (others.captures, others.replays) == (0, 0)
-        graphs.run(memory, "inner", lambda own: [2 * own], torch.ones(4))
+        graphs.run(owner, "inner", lambda own: [2 * own], torch.ones(4))
     assert graphs.captures == 2, "alone it is a pass of its own"
 
 
 def test_a_capture_that_fails_is_over():
-    graphs, memory = PretendedRunner(), Memory()
+    graphs, owner = PretendedRunner(), Memory()
 
     def failing(given: torch.Tensor) -> list[torch.Tensor]:
         raise RuntimeError("for some reason")
 
     with torch.inference_mode():
         with pytest.raises(RuntimeError, match="for some reason"):
-            graphs.run(memory, "failing", failing, torch.ones(4))
-        graphs.run(memory, "double", lambda given: [2 * given], torch.ones(4))
+            graphs.run(owner, "failing", failing, torch.ones(4))
+        graphs.run(owner, "double", lambda given: [2 * given], torch.ones(4))
     assert graphs.captures == 1
 
 
@@ -111,27 +111,27 @@ def test_without_graphs_a_function_of_a_batch_is_called_as_it_is():
 
 
 def test_what_was_captured_goes_with_its_memory():
-    graphs, memory = PretendedRunner(), Memory()
+    graphs, owner = PretendedRunner(), Memory()
     with torch.inference_mode():
-        graphs.run(memory, "double", lambda given: [2 * given], torch.ones(4))
+        graphs.run(owner, "double", lambda given: [2 * given], torch.ones(4))
     assert len(graphs._captured) == 1
-    del memory
+    del owner
     gc.collect()
     assert len(graphs._captured) == 0
 
 
 def test_memory_that_moves_is_found():
     """The double would prove nothing if it let through what a graph cannot do."""
-    graphs, memory = PretendedRunner(), Memory()
+    graphs, owner = PretendedRunner(), Memory()
 
     def add(given: torch.Tensor) -> list[torch.Tensor]:
-        return [given + memory.numbers]
+        return [given + owner.numbers]
 
     with torch.inference_mode():
-        graphs.run(memory, "add", add, torch.ones(4))
-        memory.numbers = torch.ones(4)
+        graphs.run(owner, "add", add, torch.ones(4))
+        owner.numbers = torch.ones(4)
         with pytest.raises(AssertionError, match="a graph would"):
-            graphs.run(memory, "add", add, torch.ones(4))
+            graphs.run(owner, "add", add, torch.ones(4))
 
 
 def test_an_answer_captures_a_pass_for_each_reach(monkeypatch):
@@ -343,7 +343,7 @@ def test_a_pass_can_be_compiled_as_a_whole(monkeypatch, arch):
     compared = []
 
     class Both(EagerRunner):
-        def run(self, memory, key, function, *inputs):
+        def run(self, owner, key, function, *inputs):
             torch._dynamo.reset()
             own = function(*inputs)
             for one, other in zip(own, compiled(function, "eager")(*inputs), strict=True):

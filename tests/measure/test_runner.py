@@ -221,7 +221,7 @@ def test_threads_are_measured_written_down_and_kept(
 
 
 @pytest.mark.parametrize(
-    ("method", "widest", "more"),
+    ("method", "verify_tokens", "more"),
     [
         ("ar", 1, ()),
         ("sps", 4, ("method.max_draft_tokens=3",)),
@@ -229,7 +229,9 @@ def test_threads_are_measured_written_down_and_kept(
         ("sps", 6, ("decoding.verify_width=6",)),
     ],
 )
-def test_layouts_are_chosen_in_passes_of_this_run(workplace, tmp_path, monkeypatch, method, widest, more):
+def test_layouts_are_chosen_in_passes_of_this_run(
+    workplace, tmp_path, monkeypatch, method, verify_tokens, more
+):
     """The baseline's and the method's widest one, of the one target that both have."""
     asked = []
 
@@ -241,7 +243,7 @@ def test_layouts_are_chosen_in_passes_of_this_run(workplace, tmp_path, monkeypat
     code, summary, _ = measured(workplace, method, tmp_path, "task=rag", *more)
     assert code == 0 and summary["layouts"] == {"groups": {}, "pass_ms": {}}
     assert {id(target) for target, _ in asked} == {id(asked[0][0])}
-    assert asked[0][1] == {(1, 1), (1, widest)}
+    assert asked[0][1] == {(1, 1), (1, verify_tokens)}
 
 
 def test_threads_by_hand(workplace, tmp_path, _same_threads_afterwards):

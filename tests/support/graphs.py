@@ -95,10 +95,10 @@ class PretendedRunner(GraphRunner):
 class Unguarded(PretendedRunner):
     """A fault: what is returned is overwritten by the next replay."""
 
-    def run(self, memory: object, key: Hashable, function: Callable, *inputs: torch.Tensor) -> Sequence:
+    def run(self, owner: object, key: Hashable, function: Callable, *inputs: torch.Tensor) -> Sequence:
         """As `GraphRunner.run`, without the copies."""
-        super().run(memory, key, function, *inputs)
-        known = self._captured[memory]
+        super().run(owner, key, function, *inputs)
+        known = self._captured[owner]
         return known[key, *((given.shape, given.dtype) for given in inputs)].outputs
 
 

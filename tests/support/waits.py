@@ -51,26 +51,26 @@ class Waits:
 
     def __init__(self) -> None:
         self.found: dict[str, list[list[str]]] = defaultdict(list)
-        self._open: list[str] | None = None
+        self._allocate: list[str] | None = None
         self._within = False  # an operation that was noted already
 
     def note(self, what: str) -> None:
         """Notes a wait, if it is in the loop and not of the host's own numbers."""
-        if self._open is None or self._within:
+        if self._allocate is None or self._within:
             return
         file, line, function = _caller()
         if not any(file == own and (names is None or function in names) for own, names in OF_THE_HOST):
-            self._open.append(f"{what} at {file}:{line} in {function}")
+            self._allocate.append(f"{what} at {file}:{line} in {function}")
 
     @contextmanager
     def call(self, kind: str) -> Iterator[None]:
         """A call of the engine."""
-        self._open = own = []
+        self._allocate = own = []
         self.found[kind].append(own)
         try:
             yield
         finally:
-            self._open = None
+            self._allocate = None
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -137,7 +137,7 @@ def _known(func: Any) -> tuple[str, bool]:
 def watched(monkeypatch) -> Iterator[Waits]:
     """Watches all engines of this thread."""
     waits = Waits()
-    for name, kind in (("_round", "round"), ("_join", "join"), ("_retire", "retire")):
+    for name, kind in (("_round", "round"), ("_prefill", "join"), ("_remove_finished", "retire")):
         inner = getattr(Engine, name)
 
         def outer(self, *args, inner=inner, kind=kind) -> Any:

@@ -55,13 +55,13 @@ class EagerRunner:
     """Runs passes as they are."""
 
     def run(
-        self, memory: object, key: Hashable, function: Function, *inputs: torch.Tensor
+        self, owner: object, key: Hashable, function: Function, *inputs: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """Runs a pass.
 
         Args:
-            memory: that the function works on beside its inputs, such as a cache: compared by identity, not kept alive.
-            key: says with `memory` and the shapes of the inputs which function it is.
+            owner: that the function works on beside its inputs, such as a cache: compared by identity, not kept alive.
+            key: says with `owner` and the shapes of the inputs which function it is.
             function: of the inputs; it returns tensors, and leaves the inputs as they are.
             inputs: everything that may differ between two passes with one key.
 
@@ -104,7 +104,7 @@ class GraphRunner(EagerRunner):
         self._pool: Any = None  # what torch calls a handle
 
     def run(
-        self, memory: object, key: Hashable, function: Function, *inputs: torch.Tensor
+        self, owner: object, key: Hashable, function: Function, *inputs: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """As `EagerRunner.run`; the tensors that are returned belong to the caller.
 
@@ -112,7 +112,7 @@ class GraphRunner(EagerRunner):
         """
         if is_within():
             return function(*inputs)
-        known = self._captured.setdefault(memory, {})
+        known = self._captured.setdefault(owner, {})
         key = key, *((given.shape, given.dtype) for given in inputs)
         captured = known.get(key)
         if captured is None:

@@ -333,7 +333,7 @@ class StagedModel:
     def run_batch(
         self,
         batch: Batch,
-        memory: Any,
+        owner: Any,
         key: Hashable,
         function: Callable[..., Sequence[torch.Tensor]],
         *given: torch.Tensor,
@@ -346,12 +346,12 @@ class StagedModel:
 
         Args:
             batch: the running sequences.
-            memory: as in `EagerRunner.run`: what `open` made for this function, a cache as a rule.
+            owner: as in `EagerRunner.run`: what `open` made for this function, a cache as a rule.
             key: likewise.
-            function: of a batch and of what is given; it returns tensors, and changes nothing but `memory`. What it
-                reads beside its arguments stays the same and where it is for as long as `memory` is there.
+            function: of a batch and of what is given; it returns tensors, and changes nothing but `owner`. What it
+                reads beside its arguments stays the same and where it is for as long as `owner` is there.
             *given: tensors that differ from round to round.
-            entries: of the cache `memory`, after the known tokens, that its passes may attend to; None: it attends to
+            entries: of the cache `owner`, after the known tokens, that its passes may attend to; None: it attends to
                 nothing.
 
         Returns:
@@ -359,15 +359,17 @@ class StagedModel:
         """
         if not isinstance(self.runner, GraphRunner) or not torch.is_inference_mode_enabled():
             return function(batch, *given)
-        kv_bucket = 0 if entries is None else self._kv_bucket(max(batch.lengths) + entries, memory)
+        kv_bucket = 0 if entries is None else self._kv_bucket(max(batch.lengths) + entries, owner)
         drawn = [] if batch.uniforms is None else [batch.uniforms[: batch.size]]
 
-        def whole(known: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor) -> Sequence[torch.Tensor]:
+        def whole(
+            seq_lens: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor
+        ) -> Sequence[torch.Tensor]:
             uniforms = rest[0] if drawn else None
-            return function(batch.device_only(kv_bucket, known, tokens, uniforms), *rest[len(drawn) :])
+            return function(batch.device_only(kv_bucket, seq_lens, tokens, uniforms), *rest[len(drawn) :])
 
         key = key, kv_bucket, batch.decoding.temperature, len(drawn)
-        return self.runner.run(memory, key, whole, batch.known, batch.tokens[: batch.size], *drawn, *given)
+        return self.runner.run(owner, key, whole, batch.seq_lens, batch.tokens[: batch.size], *drawn, *given)
 
     @staticmethod
     def _kv_bucket(kv_len: int, cache: KVCache) -> int:
