@@ -14,7 +14,9 @@ from specbench.decoding.tree import Tree
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 Path = tuple[int, ...]
 BLOCK = 64  # of logits, whose maximum is looked at first
@@ -171,6 +173,43 @@ class Level:
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [b, m, rows] after the nodes above that have children -> the row [b, n] of each node's rank."""
         return likeliest_ids(logits, self.most_ranks)[:, self.parents, self.ranks]
+
+
+def fill_tree(
+    levels: Sequence[Level],
+    logits_of: Callable[[int, torch.Tensor | None], torch.Tensor],
+    choose: Choose,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Fills a tree whose leaves come last, level by level.
+
+    Args:
+        levels: of the tree, as `rank_tree` gives them with `leaves_last`.
+        logits_of: called with a depth and the tokens [b, m] with children of the level above (None at depth 0), gives
+            logits [b, m, rows] after these.
+        choose: called with a depth and these logits, gives the level's token ids [b, n] and, if they are drawn, the
+            distributions [b, n, rows] that they are drawn from.
+
+    Returns:
+        Tokens [b, k], and distributions [b, k, rows] or None.
+    """
+    inner: list[torch.Tensor] = []
+    leaves: list[torch.Tensor] = []
+    inner_probs: list[torch.Tensor] = []
+    leaf_probs: list[torch.Tensor] = []
+    for depth, level in enumerate(levels):
+        tokens, probs = choose(depth, logits_of(depth, inner[-1] if depth else None))
+        inner.append(tokens[:, : level.inner])
+        leaves.append(tokens[:, level.inner :])
+        if probs is not None:
+            inner_probs.append(probs[:, : level.inner])
+            leaf_probs.append(probs[:, level.inner :])
+    drawn = [*inner_probs, *leaf_probs]
+    return torch.cat([*inner, *leaves], dim=1), torch.cat(drawn, dim=1) if drawn else None
+
+
+def likeliest_of(levels: Sequence[Level], ids: Callable[[torch.Tensor], torch.Tensor]) -> Choose:
+    """For `fill_tree`: chooses the likeliest tokens of each level. ids: rows of the head -> token ids."""
+    return lambda depth, logits: (ids(levels[depth].likeliest(logits)), None)
 
 
 @cache  # without a bound: what is captured reads these tensors for as long as it is replayed

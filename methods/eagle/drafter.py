@@ -19,7 +19,7 @@ import torch
 
 from methods.dynamic_trees import Growth, most_nodes
 from methods.heads import draft_head
-from methods.rank_trees import grown, rank_tree
+from methods.rank_trees import fill_tree, grown, likeliest_of, rank_tree
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.device import on_device, span
 from specbench.decoding.drafter import Drafter, Needs
@@ -204,18 +204,16 @@ class Eagle(EagleDrafter):
 
         def filled(batch: Batch, outputs: torch.Tensor) -> list[torch.Tensor]:
             out = outputs.unsqueeze(1)
-            inner: list[torch.Tensor] = []
-            leaves: list[torch.Tensor] = []
-            for depth, level in enumerate(levels):
-                if depth:
+
+            def logits_of(depth: int, tokens: torch.Tensor | None) -> torch.Tensor:
+                nonlocal out
+                if tokens is not None:
                     above = levels[depth - 1]
-                    out = self._level(
-                        batch, out[:, above.parents[: above.inner]], inner[-1], above.start, tree
-                    )
-                tokens = self.head.ids(level.likeliest(self.head.logits(out)))
-                inner.append(tokens[:, : level.inner])
-                leaves.append(tokens[:, level.inner :])
-            return [torch.cat([*inner, *leaves], dim=1)]
+                    features = out[:, above.parents[: above.inner]]
+                    out = self._level(batch, features, tokens, above.start, tree)
+                return self.head.logits(out)
+
+            return [fill_tree(levels, logits_of, likeliest_of(levels, self.head.ids))[0]]
 
         (tokens,) = self._as_one(batch, (paths, len(levels)), filled, len(paths))
         return Draft(tokens, tree=tree, bytes_read=len(levels) * self._bytes)

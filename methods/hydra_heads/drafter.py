@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from methods.heads import draft_head
-from methods.rank_trees import chosen_paths, rank_tree
+from methods.rank_trees import chosen_paths, fill_tree, likeliest_of, rank_tree
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
@@ -99,18 +99,16 @@ class HydraHeads(Drafter):
         def filled(batch: Batch, states: torch.Tensor) -> list[torch.Tensor]:
             # Of each node with children: the state, and the embeddings of the tokens from the pending one to its own.
             read = torch.cat([states.unsqueeze(1), self._target.embed(batch.last_tokens(1))], dim=-1)
-            inner: list[torch.Tensor] = []
-            leaves: list[torch.Tensor] = []
-            for depth, level in enumerate(levels):
-                if depth:
+
+            def logits_of(depth: int, tokens: torch.Tensor | None) -> torch.Tensor:
+                nonlocal read
+                if tokens is not None:
                     before = levels[depth - 1]
                     path = read[:, before.parents[: before.inner]]
-                    read = torch.cat([path, self._target.embed(inner[-1])], dim=-1)
-                logits = self._logits(self.heads(depth, read), depth)
-                tokens = self.head.ids(level.likeliest(logits))
-                inner.append(tokens[:, : level.inner])
-                leaves.append(tokens[:, level.inner :])
-            return [torch.cat([*inner, *leaves], dim=1)]
+                    read = torch.cat([path, self._target.embed(tokens)], dim=-1)
+                return self._logits(self.heads(depth, read), depth)
+
+            return [fill_tree(levels, logits_of, likeliest_of(levels, self.head.ids))[0]]
 
         key = ("draft", paths, len(levels))
         (tokens,) = self._target.run_batch(batch, self.heads, key, filled, self._states[: batch.size])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from methods.heads import drawable
-from methods.rank_trees import Level, Path, checked_paths, rank_tree, shaped
+from methods.rank_trees import Level, Path, checked_paths, fill_tree, rank_tree, shaped
 from methods.sps import SpeculativeSampling
 from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
 from specbench.decoding.state import Batch, Draft, Verified
@@ -90,26 +90,19 @@ class DraftModelTree(SpeculativeSampling):
 
     def _filled(self, batch: Batch, n: int, tree: Tree, levels: list[Level]) -> list[torch.Tensor]:
         """Tokens [b, k] and, where they were drawn, the distributions [b, k, vocab]; n tokens are fed first."""
-        first, _, _ = self._next(batch, batch.last_tokens(n), 1 - n)
-        logits = first.unsqueeze(1)
-        inner: list[torch.Tensor] = []
-        leaves: list[torch.Tensor] = []
-        inner_probs: list[torch.Tensor] = []
-        leaf_probs: list[torch.Tensor] = []
-        for depth, level in enumerate(levels):
-            if depth:
-                logits = self._level(batch, inner[-1], 1 + levels[depth - 1].start, tree)
-            tokens, probs = self._children(
-                logits, level, batch.decoding, batch.draws(depth, level.most_siblings)
-            )
-            inner.append(tokens[:, : level.inner])
-            leaves.append(tokens[:, level.inner :])
-            if probs is not None:
-                inner_probs.append(probs[:, : level.inner])
-                leaf_probs.append(probs[:, level.inner :])
-        drawn = [*inner_probs, *leaf_probs]
-        tokens = torch.cat([*inner, *leaves], dim=1)
-        return [tokens, self.head.widen(torch.cat(drawn, dim=1))] if drawn else [tokens]
+
+        def logits_of(depth: int, tokens: torch.Tensor | None) -> torch.Tensor:
+            if tokens is None:
+                return self._next(batch, batch.last_tokens(n), 1 - n)[0].unsqueeze(1)
+            return self._level(batch, tokens, 1 + levels[depth - 1].start, tree)
+
+        def choose(depth: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            level = levels[depth]
+            draws = batch.draws(depth, level.most_siblings)
+            return self._children(logits, level, batch.decoding, draws)
+
+        tokens, probs = fill_tree(levels, logits_of, choose)
+        return [tokens] if probs is None else [tokens, self.head.widen(probs)]
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Moves what the draft model knows of the accepted path after the known tokens."""
