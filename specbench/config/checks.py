@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from specbench.config.spec import RunSpec
 from specbench.config.tuned import settings_source
 from specbench.data.questions import load_questions, warmup_questions
 from specbench.data.warm_start import WARM, check_warm
@@ -121,14 +122,12 @@ def check_method(cfg: DictConfig) -> Needs:
 
     cls = located(cfg.method, "method", Drafter, Scheduler)
     takes = parameters(cls, "method", cfg.method)
-    batched, what, group = issubclass(cls, Scheduler), "method", cfg.method
+    spec = RunSpec.of(cfg, issubclass(cls, Scheduler))
+    batched, what, group = spec.scheduler is not None, spec.what, cast("DictConfig", spec.drafter)
     if batched:
-        cls(
-            batch_size=cfg.batch_size, **values.parameters(cfg.method)
-        )  # it needs no weights to say what is wrong
-        what, group = "drafter", cfg.drafter
-        cls = located(group, what, Drafter)
-        takes = parameters(cls, what, group)
+        # It needs no weights to say what is wrong.
+        cls(batch_size=cfg.batch_size, **values.parameters(cfg.method))
+        takes = parameters(located(group, what, Drafter), what, group)
     name = group.name
     if not batched and cfg.drafter.name != "none":
         raise UserError(

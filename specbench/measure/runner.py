@@ -8,6 +8,7 @@ journal. Where several processes share the passes of a run, this one measures it
 from __future__ import annotations
 
 import gc
+import pkgutil
 import random
 import sys
 import time
@@ -16,11 +17,11 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from specbench.config.spec import RunSpec
 from specbench.data.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
 from specbench.decoding.drafter import Drafter, make_drafter, needs_of
@@ -45,35 +46,35 @@ from specbench.system.settings import parameters, plain
 
 def prepare(cfg: DictConfig) -> Bench:
     """Loads the pair and builds the arms."""
-    method = hydra.utils.get_class(cfg.method._target_)
-    batched = issubclass(method, Scheduler)
-    drafting = cfg.drafter if batched else cfg.method
-    needs = needs_of(drafting)
+    spec = RunSpec.of(cfg)
+    needs, size = needs_of(spec.drafter), spec.batch_size
     pair_cfg = cfg.pair
     if needs.part:  # it may bring the draft model with it
         pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     target = StagedModel(pair.target, width=cfg.decoding.verify_width)
     target.check(pair.sample_ids())
-    drafter = make_drafter(drafting, pair=pair)
+    drafter = make_drafter(spec.drafter, pair=pair)
 
     def engine(drafter: Drafter, scheduler: Scheduler | None = None) -> Engine:
         return Engine(target, drafter, pair.stop_ids, scheduler, pair.context_length)
 
-    size = cfg.batch_size if batched else None
     single = one_by_one(engine(Drafter()))
     arms: dict[str, Arm] = {BASELINE: single}
-    if batched and cfg.batch_size > 1:
-        arms[BASELINE] = engine(Drafter(), Scheduler(cfg.batch_size)).generate
-    scheduler = method(batch_size=size, **parameters(cfg.method)) if batched else None
-    measured = engine(drafter, scheduler)
-    arms[METHOD] = measured.generate if batched else one_by_one(measured)
-    if batched and cfg.batch_size > 1:
+    if spec.scheduler is None:
+        measured = engine(drafter)
+        arms[METHOD] = one_by_one(measured)
+    else:
+        make = pkgutil.resolve_name(spec.scheduler["_target_"])
+        measured = engine(drafter, make(batch_size=size, **parameters(spec.scheduler)))
+        arms[METHOD] = measured.generate
+    if size is not None and size > 1:
+        arms[BASELINE] = engine(Drafter(), Scheduler(size)).generate
         arms[SINGLE] = single
     if cfg.generate:
         arms[HF] = generate_arm(pair, size or 1, counted(target.pass_bytes()))
     decoding = SamplingParams(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
-    warmup = warmup_questions(cfg.data)
+    warmup, drafting = warmup_questions(cfg.data), plain(spec.drafter)
     return Bench(
         pair=pair,
         target=target,
@@ -87,9 +88,8 @@ def prepare(cfg: DictConfig) -> Bench:
         warmup=warmup,
         slice_seconds=None if drafter.exclusive else cfg.slice_seconds,
         remeasure=cfg.remeasure,
-        training=provenance.trained(pair_cfg, plain(drafting), needs.draft_model)
-        | warm_record(plain(drafting), pair),
-        trained_weights=provenance.trained_weights(plain(drafting)),
+        training=provenance.trained(pair_cfg, drafting, needs.draft_model) | warm_record(drafting, pair),
+        trained_weights=provenance.trained_weights(drafting),
     )
 
 

@@ -8,11 +8,12 @@ from methods.oracle import Oracle
 from methods.s2d import SortedDraft
 from methods.samd import SAMDecoding
 from specbench.config.checks import check_method
+from specbench.config.spec import RunSpec
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
-from specbench.measure.metrics.method_stats import classes, of_method
+from specbench.measure.metrics.method_stats import of_method
 from specbench.system.errors import UserError
 from tests.methods.test_stats import frame
 from tests.support.conf import composed
@@ -48,13 +49,13 @@ def test_what_the_inner_drafter_has_learnt_is_forgotten_and_restored(make):
 
 def test_a_wrappers_summary_has_the_inner_drafters_numbers():
     cfg = composed("bench", "method=oracle", "method.cost_of=s2d")
-    owners = classes(cfg, False)
+    owners = RunSpec.of(cfg).owners
     assert owners == [Oracle, SortedDraft]
     rounds = frame([{"accepted": 1, "drafted": 2, "stats": {"exits": [2, 6]}}])
     assert of_method(owners, rounds) == {"exit_shares": {"2": 0.5, "6": 0.5}}
     batched = composed("bench", "method=ragged", "drafter=oracle", "drafter.cost_of=s2d")
-    assert classes(batched, True)[1:] == [Oracle, SortedDraft]
-    assert Drafter not in classes(composed("bench", "method=samd"), False)
+    assert RunSpec.of(batched).owners[1:] == [Oracle, SortedDraft]
+    assert Drafter not in RunSpec.of(composed("bench", "method=samd")).owners
 
 
 def test_a_memory_that_only_the_inner_drafter_has_is_refused():

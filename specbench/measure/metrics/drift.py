@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specbench.measure.metrics.acceptance import acceptance_length
 from specbench.measure.metrics.metrics import MetricInput
-from specbench.system.settings import LEARNS, WRAPPED
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-
-def learns(config: Mapping, batched: bool) -> bool:
-    """Whether state of the drafter of a run, or of one that it wraps, outlives an answer."""
-    group = config["drafter" if batched else "method"]
-    name, value = LEARNS
-    return any(one.get(name) == value for one in (group, group.get(WRAPPED) or {}))
 
 
 def thirds(records: list[dict], facts: dict, reference: str, batch_size: int | None) -> dict[str, dict]:

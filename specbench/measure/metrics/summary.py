@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
+from specbench.config.spec import RunSpec
 from specbench.data.warm_start import warm_lines
 from specbench.measure.metrics.acceptance import acceptance_length, acceptance_rate, ratio
 from specbench.measure.metrics.dataframes import failed_questions, generations_frame, steps_frame
-from specbench.measure.metrics.drift import learns, thirds, thirds_lines
+from specbench.measure.metrics.drift import thirds, thirds_lines
 from specbench.measure.metrics.machine import machine, speed
-from specbench.measure.metrics.method_stats import classes, describe
+from specbench.measure.metrics.method_stats import describe
 from specbench.measure.metrics.metrics import VERDICTS, MetricInput, bandwidth_fraction, equivalence, numbers
 from specbench.measure.metrics.statistics import Speedup, over_passes, ratio_of_means
 from specbench.measure.metrics.timing import ARMS, paired_seconds, passes_seconds, pool_seconds, turn_means
-from specbench.system import settings as values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,13 +56,10 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     total_records, records = len(records), [record for of_task in tasks.values() for record in of_task]
     baseline = baseline_numbers(records, facts)
     reference = ARMS[baseline["quoted_against"]]
-    batch_size = config["batch_size"] if facts["batched"] else None
-    owners = classes(config, facts["batched"])
+    spec = RunSpec.of(config, facts["batched"])
+    batch_size, owners = spec.batch_size, spec.owners
     overall = numbers(MetricInput(records, facts, reference, batch_size, owners=owners))
-    apart = thirds(in_order, facts, reference, batch_size) if learns(config, facts["batched"]) else {}
-    settings = values.settings(config["method"])
-    if facts["batched"]:
-        settings |= {f"drafter.{key}": value for key, value in values.settings(config["drafter"]).items()}
+    apart = thirds(in_order, facts, reference, batch_size) if spec.learns else {}
     source = config.get("settings_source") or {}  # older folders have none
     return {
         "schema": SCHEMA,
@@ -70,8 +67,9 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "failed": len(failed),
         "records": total_records,
         "method": config["method"]["name"],
-        "drafter": config["drafter"]["name"] if batch_size else None,
-        "settings": settings,
+        "drafter": None if spec.scheduler is None else spec.drafter["name"],
+        "unit": spec.unit,
+        "settings": spec.settings,
         "settings_source": source.get("source"),
         "settings_tuned_on": source.get("pair"),
         "settings_published": source.get("published", {}),
