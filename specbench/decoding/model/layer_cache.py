@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from specbench.decoding.slots import Slots
 
 
-class CachedLayer(Protocol):
+class DraftingLayer(Protocol):
     """A layer that attends to its own keys and values."""
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
@@ -34,7 +34,7 @@ class LayerCache:
         extra: entries of each slot beyond the capacity of `slots`.
     """
 
-    def __init__(self, layer: CachedLayer, slots: Slots, dtype: torch.dtype, extra: int = 0):
+    def __init__(self, layer: DraftingLayer, slots: Slots, dtype: torch.dtype, extra: int = 0):
         capacity = slots.capacity + extra
         self.layout = slots.cache(layer.new_cache(capacity, slots.count))
         positions = torch.arange(capacity, device=slots.device).unsqueeze(0)
