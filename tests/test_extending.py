@@ -67,12 +67,14 @@ def test_layers(pair):
 
 def examples() -> dict[str, str]:
     """By path, the content of every example of a module or a YAML in the docs."""
-    method_page, models_page = (
+    lookups, cached, models_page = (
         (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-        for page in ("adding-a-method", "own-models")
+        for page in ("adding-a-method", "drafting-models", "own-models")
     )
     found = re.findall(
-        r"^`((?:methods|conf)/[\w/.]+)`:\n\n```\w+\n(.*?)^```", method_page, re.MULTILINE | re.DOTALL
+        r"^`((?:methods|conf)/[\w/.]+)`[^\n]*:\n\n```\w+\n(.*?)^```",
+        lookups + cached,
+        re.MULTILINE | re.DOTALL,
     )
     for content in re.findall(r"^```yaml\n(.*?)^```", models_page, flags=re.MULTILINE | re.DOTALL):
         group = "task" if "\ntasks:" in content else "pair"
@@ -118,7 +120,13 @@ def run(copy: Path, chosen: str, *paths: str) -> tuple[str, dict[str, int]]:
 
 
 def test_what_is_added_by_the_letter_passes_every_test(extended):
-    assert {Path(path).stem for path in examples()} == {"bigram", "bigram_tree", "my-pair", "code"}
+    assert {Path(path).stem for path in examples()} == {
+        "bigram",
+        "bigram_tree",
+        "early_exit",
+        "my-pair",
+        "code",
+    }
     names = {Path(path).stem for path in examples() | ADDED}
     # A name begins a test's parameters, or follows another one.
     parameters = [f"{before}{name}" for name in sorted(names) for before in "[-"]
