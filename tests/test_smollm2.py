@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from specbench.data.questions import TASKS
@@ -20,6 +21,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
+from specbench.measure.numeric_noise import forced_logits
 from specbench.models.packages import described
 from specbench.models.pairs import Pair, load_pair
 from tests.conftest import USERS_CACHE
@@ -201,6 +203,18 @@ def test_a_mask_that_is_off_by_one_is_no_tie(verdicts, monkeypatch):
 @pytest.fixture(scope="module")
 def half(_fetched) -> Pair:
     return load(dtype="bfloat16")
+
+
+@pytest.mark.parametrize("width", [8, 11, 17])
+def test_in_bfloat16_logits_do_not_depend_on_what_else_is_in_a_pass_of_one_width(half, width):
+    """Bit by bit, also where passes cross a step of the KV length, which the short answers below do not reach."""
+    ids = half.tokenizer(" ".join(QUESTIONS * 4))["input_ids"]
+    target = StagedModel(half.target, width=width)
+    for start in (246, 502):
+        prompt, answer = ids[:start], ids[start : start + 2 * width]
+        single, *blocks = (forced_logits(target, prompt, answer, n) for n in (1, 3, width))
+        for block in blocks:
+            assert torch.equal(block, single)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -61,7 +61,7 @@ def test_nodes_with_children_come_first_and_levels_find_their_own(paths, depth):
         nodes = [((*above[parent], rank), place) for parent, rank, place in rows]
         assert level.start == len(inner) and level.leaves == (len(nodes) > level.inner)
         assert level.most_ranks == 1 + max(path[-1] for path, _ in nodes)
-        assert level.most_siblings == 1 + max(place for _, place in nodes) <= tree.widest
+        assert level.most_siblings == 1 + max(place for _, place in nodes) <= tree.max_children
         inner += nodes[: level.inner]
         leaves += nodes[level.inner :]
         above = [path for path, _ in nodes[: level.inner]]

@@ -19,7 +19,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure import numeric_noise as rounding
-from specbench.measure.numeric_noise import shape_noise
+from specbench.measure.numeric_noise import forced_logits, shape_noise
 from specbench.measure.runner import prepare
 from specbench.system.errors import UserError
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
@@ -27,6 +27,7 @@ from tests.support.conf import composed
 from tests.support.decoding import random_prompt
 from tests.support.lossless import plant_mask_off_by_one
 from tests.support.methods import sorted_pair
+from tests.support.models import random_model
 
 WIDTH = 8
 
@@ -86,6 +87,20 @@ def test_rounding_is_that_of_the_answers(half):
     samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
     assert shape_noise(StagedModel(half.target), samples) > 0
     assert shape_noise(StagedModel(half.target, width=WIDTH), samples) == 0
+
+
+def test_a_token_rounds_alike_at_every_place_of_a_pass():
+    """Three heads share keys: at width 11 the fused attention would take 32 of 33 queries together and one alone."""
+    shape = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+    model = random_model("llama", 3, **shape, initializer_range=0.1, max_position_embeddings=512)
+    place_weights(model, torch.device("cpu"), torch.bfloat16)
+    target = StagedModel(model, width=11)
+    assert target.width == 12
+    assert StagedModel(model, width=10).width == 10
+    ids = torch.randint(60, (290,), generator=torch.Generator().manual_seed(246)).tolist()
+    single, *blocks = (forced_logits(target, ids[:246], ids[246:], n) for n in (1, 3, 10, 11))
+    for block in blocks:
+        assert torch.equal(block, single)
 
 
 def test_a_fault_in_verification_is_no_rounding(half, monkeypatch):

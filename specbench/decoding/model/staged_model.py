@@ -49,8 +49,11 @@ if TYPE_CHECKING:  # a slow import, not needed to read `Drafter.needs`
 
     from specbench.decoding.state import Batch
 
-# The KV length of a fixed-shape pass is rounded up to a multiple of this; the excess is masked.
-KV_BUCKET = 256
+# The KV length of a fixed-shape pass is rounded up to a multiple of this; the excess is masked. The fused attention of
+# CPUs takes 512 entries at a time: where its last block were shorter in one pass than in another, sums would round
+# otherwise, with the same entries visible.
+KV_BUCKET = 512
+QUERY_BLOCK = 32  # queries that it takes at a time; one that is left alone goes through another kernel
 ROPE_STEP = 4096  # and the angles of so many positions are made at once: a graph reads them where they are
 # Tokens of the text that a model is checked on; those after a layer's window, and the longest window that is filled.
 CHECKED, BEYOND, LONGEST_FILLED = 72, 32, 512
@@ -67,9 +70,11 @@ class StagedModel:
         embedded_ids: of a draft model, how many ids its target has, which may be more than it has embeddings for:
             Qwen2.5's large models pad to 152064 ids, the small ones to 151936. An id beyond is embedded as the last one
             that there is.
-        width: pad every decode pass to this many tokens per sequence; None: no padding.
+        width: pad every decode pass to this many tokens per sequence, or to one more where the kernels would round the
+            last token otherwise than those in front of it; None: no padding.
 
     Attributes:
+        width: as it is padded to.
         runner: runs the passes of fixed shapes, see `_fixed`; None where passes have the shapes that they are given in.
         padding: entries after the last one of a sequence that `width` may write to.
 
@@ -104,11 +109,14 @@ class StagedModel:
             pack_linears(
                 self.lm_head, fixed=getattr(self.lm_head, "weight", None) is self.embed_tokens.weight
             )
-            self.width, self.padding = width, (width or 1) - 1
             self.runner = runner_of(model) or (EagerRunner() if width else None)
             self.device = model.device
             self.dtype = model.dtype
             self.stack = self._stacked(base, positions)
+            # Otherwise a token's logits would depend on its place in the pass.
+            alone = width is not None and width > 1 and width * self.stack.groups % QUERY_BLOCK == 1
+            self.width = width + alone if width is not None else None
+            self.padding = (self.width or 1) - 1
             self._head = lean_copy(self.lm_head)
             self.vocab_size = vocab_size or self.lm_head.out_features
             self._cut_head = self.vocab_size < self.lm_head.out_features
@@ -220,6 +228,8 @@ class StagedModel:
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
         """An empty cache for `slots` sequences of up to `capacity` positions."""
+        if self.width is not None:  # so that the last step of the KV length is a whole one
+            capacity = -(-capacity // KV_BUCKET) * KV_BUCKET
         return KVCache(self.stack.devices, *self._cache_shape(), slots, capacity, self.dtype)
 
     def _cache_shape(self) -> tuple[int, int]:
