@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.state import Draft
 
 if TYPE_CHECKING:
@@ -34,6 +35,32 @@ def forced_logits(target: StagedModel, prompt: list[int], answer: list[int], blo
     for start in range(len(prompt), ids.shape[1] - 1, block):
         rows = ids[:, start : min(start + block, ids.shape[1] - 1)]
         logits.append(target.verify(rows[:, :1], Draft(rows[:, 1:]), cache, start)[0])
+    return torch.cat(logits).float()
+
+
+@torch.inference_mode()
+def tree_logits(target: StagedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """As `forced_logits`, each token being a tree's last node, after siblings that it does not see.
+
+    Its keys and values then lie at a later entry than in a chain, and attention adds them up in another order.
+    """
+    n = min(max(BLOCKS), target.width or max(BLOCKS))  # the token's parent, siblings, and itself
+    offsets = torch.ones(n, dtype=torch.int64, device=target.device)
+    offsets[0] = 0
+    visible = torch.eye(n, dtype=torch.bool, device=target.device)
+    visible[:, 0] = True
+    ids = torch.tensor([prompt + answer], device=target.device)
+    cache = target.new_cache(ids.shape[1] + n + target.padding)
+    logits = [target.prefill(ids[:, : len(prompt)], cache).logits]
+    logits.append(
+        target.verify(ids[:, len(prompt) : len(prompt) + 1], Draft(ids[:, :0]), cache, len(prompt))[0]
+    )
+    for start in range(len(prompt), ids.shape[1] - 2):
+        parent, token = ids[:, start : start + 1], ids[:, start + 1 : start + 2]
+        draft = Draft(torch.cat([parent.expand(-1, n - 2), token], dim=1))
+        logits.append(
+            target.verify(parent, draft, cache, ForwardContext.nodes(start, offsets, visible))[0, -1:]
+        )
     return torch.cat(logits).float()
 
 
@@ -70,7 +97,9 @@ def drawn_margin(
     return decoding.temperature * float((torch.logit(ends.new_tensor(uniform)) - torch.logit(nearer)).abs())
 
 
-def shape_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]]) -> float:
+def shape_noise(
+    target: StagedModel, samples: list[tuple[list[int], list[int]]], trees: bool = False
+) -> float:
     """Twice the largest change, between block shapes, of the distance of the target's first two choices.
 
     Twice, because the largest of some hundred positions is a sample itself. A fault in our verification changes logits,
@@ -80,9 +109,10 @@ def shape_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]])
     Args:
         target: Whose passes are compared.
         samples: (prompt, answer) token ids.
+        trees: also compare a tree's nodes, which lie at other entries of the cache than the tokens of a chain.
 
     Returns:
-        Logits; 0 where all passes have one width.
+        Logits; 0 where all passes have one width and there are no trees.
     """
     firsts = [first_two(target, prompt, answer) for prompt, answer in samples]
     ours = max(
@@ -90,18 +120,22 @@ def shape_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]])
         for (prompt, answer), (top, gap) in zip(samples, firsts)
         for n in BLOCKS
     )
-    if ours == 0.0:
+    if trees:
+        passes = (tree_logits(target, *sample) for sample in samples)
+        ours = max(ours, *(change(logits, *first) for logits, first in zip(passes, firsts)))
+    if ours == 0.0 and not trees:
         return 0.0
-    model = 0.0
+    model = step = 0.0
     for (prompt, answer), (top, _) in zip(samples, firsts):
         single = forced_rows(target, prompt, answer, 1, 1)[0]
-        # A logit is itself rounded: what the model's forward can show is at least one step of its dtype.
-        step = torch.finfo(target.dtype).eps * single.abs().max().item()
+        step = max(step, torch.finfo(target.dtype).eps * single.abs().max().item())
         gap = single.gather(-1, top).diff()
-        model = max(
-            model, step, *(change(forced_rows(target, prompt, answer, n, 1)[0], top, gap) for n in BLOCKS)
-        )
-    return 2 * (ours if ours <= NOT_ROUNDING * model else model)
+        model = max(model, *(change(forced_rows(target, prompt, answer, n, 1)[0], top, gap) for n in BLOCKS))
+    # A logit is itself rounded: what the model's forward can show is at least one step of its dtype.
+    model = max(model, step)
+    largest = ours if ours <= NOT_ROUNDING * model else model
+    # At one width few nodes of trees round otherwise, and short samples may hold none of them.
+    return 2 * (max(largest, step) if trees else largest)
 
 
 def batch_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]], rows: int) -> float:

@@ -352,7 +352,7 @@ class Bench:
             requests = self._warm_up_requests(NOISE_TOKENS)
             answers = self.arms[self.reference](requests)
             samples = [(request.prompt, answer.tokens) for request, answer in zip(requests, answers)]
-            self._noise = shape_noise(self.target, samples)
+            self._noise = shape_noise(self.target, samples, trees=self.drafter.max_nodes > 0)
             if self.batch_size:
                 self._noise = max(self._noise, batch_noise(self.target, samples, self.batch_size))
         return self._noise

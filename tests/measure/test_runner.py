@@ -304,7 +304,9 @@ def test_arms_take_turns_in_going_first(workplace, tmp_path, monkeypatch):
 def test_the_noise_is_measured_when_an_answer_differs_and_once(workplace, tmp_path, monkeypatch):
     measured_noise = []
     shape_noise = pairing.shape_noise
-    monkeypatch.setattr(pairing, "shape_noise", lambda *of: measured_noise.append(of) or shape_noise(*of))
+    monkeypatch.setattr(
+        pairing, "shape_noise", lambda *of, **more: measured_noise.append(of) or shape_noise(*of, **more)
+    )
     _, summary, _ = measured(workplace, "pld", tmp_path / "exact")
     assert summary["equivalence"]["exact"] == summary["equivalence"]["answers"] and not measured_noise
 

@@ -19,7 +19,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure import numeric_noise as rounding
-from specbench.measure.numeric_noise import forced_logits, shape_noise
+from specbench.measure.numeric_noise import forced_logits, shape_noise, tree_logits
 from specbench.measure.runner import prepare
 from specbench.system.errors import UserError
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
@@ -87,6 +87,18 @@ def test_rounding_is_that_of_the_answers(half):
     samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
     assert shape_noise(StagedModel(half.target), samples) > 0
     assert shape_noise(StagedModel(half.target, width=WIDTH), samples) == 0
+
+
+def test_nodes_of_trees_are_right_but_for_rounding(half):
+    """They lie at other entries than the tokens of a chain, so that one width does not make them equal bit by bit."""
+    samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
+    target = StagedModel(half.target, width=WIDTH)
+    assert 0 < shape_noise(target, samples, trees=True) <= 2 * shape_noise(StagedModel(half.target), samples)
+    exact = StagedModel(sorted_pair("qwen3").target)
+    for prompt, answer in samples:
+        torch.testing.assert_close(
+            tree_logits(exact, prompt, answer), forced_logits(exact, prompt, answer, 1)
+        )
 
 
 def test_a_token_rounds_alike_at_every_place_of_a_pass():
