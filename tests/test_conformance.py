@@ -29,7 +29,7 @@ from specbench.measure.runner import prepare
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.paths import packaged
 from tests.support.conf import composed, drafts, inline, is_scheduler, lacks_part, names
-from tests.support.graphs import PretendedRunner, pretend
+from tests.support.graphs import pretend, replays_by_round
 from tests.support.waits import Waits, watched
 
 METHODS = [name for name in names("method") if not is_scheduler(name)]
@@ -220,21 +220,6 @@ def test_graphs_change_neither_an_answer_nor_a_draft(monkeypatch, bench, method)
             assert method not in REPLAYS or counts[0] == REPLAYS[method]
             assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
             assert what_was_drafted(answers) == what_was_drafted(plain)
-
-
-def replays_by_round(monkeypatch, made: list[PretendedRunner]) -> list[int]:
-    """The replays of all rounds to come; the list grows."""
-    counts: list[int] = []
-    inner = Engine._round
-
-    def counted(self, *given):
-        before = sum(graphs.replays for graphs in made)
-        done = inner(self, *given)
-        counts.append(sum(graphs.replays for graphs in made) - before)
-        return done
-
-    monkeypatch.setattr(Engine, "_round", counted)
-    return counts
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.state import Draft
+from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
@@ -45,10 +46,7 @@ def tree_logits(target: StagedModel, prompt: list[int], answer: list[int]) -> to
     Its keys and values then lie at a later entry than in a chain, and attention adds them up in another order.
     """
     n = min(max(BLOCKS), target.width or max(BLOCKS))  # the token's parent, siblings, and itself
-    offsets = torch.ones(n, dtype=torch.int64, device=target.device)
-    offsets[0] = 0
-    visible = torch.eye(n, dtype=torch.bool, device=target.device)
-    visible[:, 0] = True
+    tree = Tree.of(torch.full((n - 1,), -1, device=target.device))
     ids = torch.tensor([prompt + answer], device=target.device)
     cache = target.new_cache(ids.shape[1] + n + target.padding)
     logits = [target.prefill(ids[:, : len(prompt)], cache).logits]
@@ -58,9 +56,8 @@ def tree_logits(target: StagedModel, prompt: list[int], answer: list[int]) -> to
     for start in range(len(prompt), ids.shape[1] - 2):
         parent, token = ids[:, start : start + 1], ids[:, start + 1 : start + 2]
         draft = Draft(torch.cat([parent.expand(-1, n - 2), token], dim=1))
-        logits.append(
-            target.verify(parent, draft, cache, ForwardContext.nodes(start, offsets, visible))[0, -1:]
-        )
+        ctx = ForwardContext.nodes(start, tree.offsets()[0], tree.visible[0])
+        logits.append(target.verify(parent, draft, cache, ctx)[0, -1:])
     return torch.cat(logits).float()
 
 

@@ -37,7 +37,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Batch, Request
 from tests.support.decoding import random_pair, random_prompt
-from tests.support.graphs import PretendedRunner, Unguarded, pretend
+from tests.support.graphs import PretendedRunner, Unguarded, pretend, replays_by_round
 from tests.support.methods import drafts, saved_eagle, sorted_pair, trimmed
 
 NEW_TOKENS = 20
@@ -229,21 +229,6 @@ def test_drafts_are_those_without_graphs(monkeypatch, parts, method, temperature
         assert (probs is None) == (own_probs is None)
         if probs is not None:
             torch.testing.assert_close(probs, own_probs, rtol=1e-3, atol=1e-5)
-
-
-def replays_by_round(monkeypatch, made) -> list[int]:
-    """The replays of all rounds to come; the list grows."""
-    counts: list[int] = []
-    inner = Engine._round
-
-    def counted(self, *given):
-        before = sum(graphs.replays for graphs in made)
-        done = inner(self, *given)
-        counts.append(sum(graphs.replays for graphs in made) - before)
-        return done
-
-    monkeypatch.setattr(Engine, "_round", counted)
-    return counts
 
 
 @pytest.mark.first_fast

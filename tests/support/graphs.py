@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbench.decoding import sampling
+from specbench.decoding.engine import Engine
 from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.graphs import Captured, GraphRunner, within
 
@@ -120,3 +121,18 @@ def pretend(
     monkeypatch.setattr(sampling, "argmax_token", lambda logits: logits.argmax(-1))
     monkeypatch.setattr(targets, "KV_BUCKET", kv_bucket)
     return made
+
+
+def replays_by_round(monkeypatch, made: list[GraphRunner]) -> list[int]:
+    """The replays of all rounds to come; the list grows."""
+    counts: list[int] = []
+    inner = Engine._round
+
+    def counted(self, *given):
+        before = sum(graphs.replays for graphs in made)
+        done = inner(self, *given)
+        counts.append(sum(graphs.replays for graphs in made) - before)
+        return done
+
+    monkeypatch.setattr(Engine, "_round", counted)
+    return counts

@@ -291,9 +291,8 @@ def _try_products(
         passes.run(shape)
         return {name: sum(matrix.seconds for matrix in timed[layout, name]) for name in groups}
 
-    if (
-        passes.first > 0
-    ):  # kernels are made when they are first called; else in the pass in front of the timed one
+    # Kernels are made when they are first called: here, or in the pass in front of the timed one.
+    if passes.first > 0:
         for layout in names:
             turn(layout)
     return _in_rounds(names, usual, turn, SECONDS)
