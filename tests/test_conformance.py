@@ -24,7 +24,8 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure import runner
-from specbench.measure.protocol import BASELINE, METHOD, Bench
+from specbench.measure.arms import BASELINE, METHOD
+from specbench.measure.bench import Bench
 from specbench.measure.runner import prepare
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.paths import packaged
@@ -101,7 +102,7 @@ def prepared(method: str, *settings: str, pair: str | None = None) -> Bench:
     OmegaConf.resolve(cfg)
     bench = prepare(cfg)
     questions = {question.task: question for question in reversed(warmup_questions(cfg.data))}
-    bench.warmup = [questions[task] for task in TASKS]
+    bench.protocol.warmup = [questions[task] for task in TASKS]
     return bench
 
 
@@ -115,13 +116,13 @@ def method(request) -> str:
 @pytest.fixture(scope="module")
 def bench(method) -> Iterator[Bench]:
     made = prepared(method)
-    with closing(made.drafter):
+    with closing(made.setup.drafter):
         yield made
 
 
 def requests_of(bench: Bench, temperature: float = 0.0, count: int = 2) -> list[Request]:
     """Requests of different lengths, two of each prompt where there are four."""
-    prompts = [request.prompt for request in bench._warm_up_requests(NEW_TOKENS)]
+    prompts = [request.prompt for request in bench.protocol.warm_up_requests(NEW_TOKENS)]
     return [Request(prompts[i % 2], SamplingParams(NEW_TOKENS - 2 * i, temperature), i) for i in range(count)]
 
 
@@ -129,14 +130,14 @@ def requests_of(bench: Bench, temperature: float = 0.0, count: int = 2) -> list[
 def expected(pair: str, temperature: float, count: int) -> list[list[int]]:
     """What autoregressive decoding says."""
     plain = prepared("ar", pair=pair)
-    return [answer.tokens for answer in plain.arms[BASELINE](requests_of(plain, temperature, count))]
+    return [answer.tokens for answer in plain.setup.answers(BASELINE, requests_of(plain, temperature, count))]
 
 
 def answered(bench: Bench, requests: list[Request]) -> list[Generation]:
     """The method's answers, by a drafter that remembers none of them."""
-    bench.drafter.forget()
-    bench._set_reference_answers(requests)
-    return bench.arms[METHOD](requests)
+    bench.setup.drafter.forget()
+    bench.setup.set_reference_answers(requests)
+    return bench.setup.answers(METHOD, requests)
 
 
 def what_was_drafted(answers: list[Generation]) -> list[list[tuple[int, int]]]:
@@ -154,7 +155,7 @@ def test_answers_are_the_targets_and_drafts_are_worth_something(bench, method):
 
 
 def test_samples_of_drafts_without_chance_are_those_of_autoregressive_decoding(bench, method):
-    if 0.8 not in temperatures(method) or not bench.drafter.deterministic:
+    if 0.8 not in temperatures(method) or not bench.setup.drafter.deterministic:
         pytest.skip(f"the drafts of {method} are drawn, or it does not sample")
     answers = answered(bench, requests_of(bench, 0.8))
     assert [answer.tokens for answer in answers] == expected(pair_of(method), 0.8, 2)
@@ -162,14 +163,15 @@ def test_samples_of_drafts_without_chance_are_those_of_autoregressive_decoding(b
 
 def test_in_a_batch(monkeypatch, bench, method):
     """Each sequence gets its answer, and the batch waits for the device as often as one sequence does."""
-    if not bench.drafter.needs.batching:
+    if not bench.setup.drafter.needs.batching:
         pytest.skip(f"{method} decodes one sequence at a time")
+    setup = bench.setup
     scheduler = SCHEDULERS[METHODS.index(method) % len(SCHEDULERS)](3)
-    engine = Engine(bench.target, bench.drafter, bench.pair.stop_ids, scheduler, bench.pair.context_length)
+    engine = Engine(setup.target, setup.drafter, setup.pair.stop_ids, scheduler, setup.pair.context_length)
     requests = requests_of(bench, count=4)
     right = expected(pair_of(method), 0.0, 4)
-    bench.drafter.forget()
-    bench._set_reference_answers(requests)
+    bench.setup.drafter.forget()
+    bench.setup.set_reference_answers(requests)
     with watched(monkeypatch) as waits:
         answers = engine.generate(requests)
     assert [answer.tokens for answer in answers] == right
@@ -179,10 +181,10 @@ def test_in_a_batch(monkeypatch, bench, method):
 def test_it_waits_once_a_round(monkeypatch, bench, method):
     for temperature in temperatures(method):
         requests = requests_of(bench, temperature, 1)
-        bench.drafter.forget()
-        bench._set_reference_answers(requests)
+        bench.setup.drafter.forget()
+        bench.setup.set_reference_answers(requests)
         with watched(monkeypatch) as waits:
-            bench.arms[METHOD](requests)
+            bench.setup.answers(METHOD, requests)
         assert_one_wait(waits, LOOKS.get(method, {}), temperature == 0)
 
 
@@ -211,12 +213,12 @@ def test_graphs_change_neither_an_answer_nor_a_draft(monkeypatch, bench, method)
     plain = answered(bench, requests)
     counts = replays_by_round(monkeypatch, pretend(monkeypatch))
     captured = prepared(method)
-    captured._set_reference_answers(requests)
-    with closing(captured.drafter):
+    captured.setup.set_reference_answers(requests)
+    with closing(captured.setup.drafter):
         for _ in range(2):  # what was captured, then what is replayed
             counts.clear()
-            captured.drafter.forget()
-            answers = captured.arms[METHOD](requests)
+            captured.setup.drafter.forget()
+            answers = captured.setup.answers(METHOD, requests)
             assert method not in REPLAYS or counts[0] == REPLAYS[method]
             assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
             assert what_was_drafted(answers) == what_was_drafted(plain)
@@ -226,8 +228,8 @@ def test_graphs_change_neither_an_answer_nor_a_draft(monkeypatch, bench, method)
 def test_the_targets_thread_never_waits_for_the_drafts(monkeypatch):
     """The watch is of this thread alone: the draft's side reads in its own."""
     bench = prepared("mirror_sd", "method.placement=thread")
-    with closing(bench.drafter), watched(monkeypatch) as waits:
-        bench.arms[METHOD](requests_of(bench, count=1))
+    with closing(bench.setup.drafter), watched(monkeypatch) as waits:
+        bench.setup.answers(METHOD, requests_of(bench, count=1))
     assert_one_wait(waits, {})
 
 
@@ -240,7 +242,7 @@ def test_angles_of_positions_are_not_rounded(name):
     folder = None if needs.part is None else packaged(cfg.pair.parts[needs.part])
     if not needs.draft_model and (folder is None or not any(folder.glob("*.safetensors"))):
         pytest.skip(f"{name} brings no weights")
-    with closing(prepared(name, "pair.dtype=bfloat16").drafter) as drafter:
+    with closing(prepared(name, "pair.dtype=bfloat16").setup.drafter) as drafter:
         modules = [module for module in modules_of(drafter, set()) if [*module.parameters()]]
         assert modules
         for module in modules:

@@ -8,8 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench.data.questions import warmup_questions
-from specbench.measure import protocol as pairing
-from specbench.measure import runner
+from specbench.measure import certify, runner, warm_up
 from specbench.measure.machine import provenance
 from specbench.measure.records import run_folder as store
 from specbench.measure.runner import prepare
@@ -59,11 +58,11 @@ def check_answers(*settings: str, accepts: bool) -> None:
     OmegaConf.resolve(cfg)
     bench = prepare(cfg)
     questions = [question for question in warmup_questions(cfg.data) if question.task in TASKS][:4]
-    bench.warmup = questions
-    requests = bench._warm_up_requests(24)
-    bench._set_reference_answers(requests)
-    with closing(bench.drafter):
-        right, given = (bench.arms[arm](requests) for arm in ("baseline", "method"))
+    bench.protocol.warmup = questions
+    requests = bench.protocol.warm_up_requests(24)
+    bench.setup.set_reference_answers(requests)
+    with closing(bench.setup.drafter):
+        right, given = (bench.setup.answers(arm, requests) for arm in ("baseline", "method"))
     assert [answer.tokens for answer in given] == [answer.tokens for answer in right]
     assert (sum(sum(step.accepted for step in answer.steps) for answer in given) > 0) == accepts
 
@@ -71,8 +70,8 @@ def check_answers(*settings: str, accepts: bool) -> None:
 def check(monkeypatch, tmp_path, *settings: str, accepts: bool) -> None:
     """A short run of some tasks: every answer is the target's, and the drafts are worth something, if there are any."""
     monkeypatch.setattr(provenance, "bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(pairing, "WARM_UP_TOKENS", 8)
-    monkeypatch.setattr(pairing, "NOISE_TOKENS", 8)
+    monkeypatch.setattr(warm_up, "TOKENS", 8)
+    monkeypatch.setattr(certify, "NOISE_TOKENS", 8)
     monkeypatch.setattr(runner, "warmup_questions", lambda data: warmup_questions(data)[:1])
     limits = ["pair.device=cpu", f"runs_root={tmp_path}", "data.limit=1", "repeats=1", "remeasure=0"]
     limits += ["decoding.max_new_tokens=12", f"generate={not accepts}"]

@@ -8,14 +8,14 @@ chooses the sequences of each round and their layout in memory.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from specbench.decoding.acceptance import Accepted, accept_at_once
 from specbench.decoding.device import move_slots, on_device, span
-from specbench.decoding.interleave import checkpoint
 from specbench.decoding.sampling import TARGET, SamplingParams, check_sampled, position_draws
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.slots import Slots
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from specbench.decoding.kv_cache import KVCache
     from specbench.decoding.kv_layout import RaggedLayout
     from specbench.decoding.model.staged_model import StagedModel
+
+T = TypeVar("T")
+Rounds = Generator[int, bool | None, list[Generation]]  # see `Engine.rounds`
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most requests
 FIXED_STEP = 1024  # where what was captured is lost with every cache
@@ -99,15 +102,23 @@ class Engine:
         """Decodes one sequence; the arguments are those of `Request`, all else is as in `generate`."""
         return self.generate([Request(prompt, decoding, seed)])[0]
 
-    @torch.inference_mode()
     def generate(self, requests: list[Request]) -> list[Generation]:
+        """Decodes every request to its end at once: `rounds` without a pause."""
+        return exhaust(self.rounds(requests))
+
+    @torch.inference_mode()  # of a generator: torch enters the mode for each step, and leaves it for the caller
+    def rounds(self, requests: list[Request]) -> Rounds:
         """Decodes every request to its end: a stop token, or exactly `max_new_tokens` new tokens.
 
         The seconds of a sequence are its prefill and an equal share of every round that it took part in: so the seconds
-        of all sequences add up to the time of the call.
+        of all sequences add up to the time of the rounds.
 
         Args:
             requests: sequences to decode, at one temperature.
+
+        Yields:
+            After each round, the tokens that it has added to all answers. Whoever does something else meanwhile sends
+            True: that time is then left out.
 
         Returns:
             The answers in the order of the requests.
@@ -121,8 +132,8 @@ class Engine:
         self._check(requests)
         held: list[SequenceState] = []
         try:
-            return self._generate(requests, held)
-        except BaseException:
+            return (yield from self._rounds(requests, held))
+        except BaseException:  # of one that is closed early, too
             self._cache = None  # it may hold NaN or infinities, which a mask does not remove (0 * inf = NaN)
             raise
         finally:
@@ -130,7 +141,7 @@ class Engine:
                 if not one.done:  # given up
                     self.drafter.end(slot)
 
-    def _generate(self, requests: list[Request], held: list[SequenceState]) -> list[Generation]:
+    def _rounds(self, requests: list[Request], held: list[SequenceState]) -> Rounds:
         self.clock.synchronize()
         begun = self._last = self.clock.mark()
         self._allocate(requests)
@@ -141,6 +152,7 @@ class Engine:
         )
         sequences = [*waiting]
         rounds: list[Round] = []
+        emitted = 0
         while True:
             if waiting:
                 self._admit(waiting, held)
@@ -148,9 +160,9 @@ class Engine:
             if not held:
                 break
             rounds.append(self._round(held, len(rounds)))
-            others = checkpoint(self.clock, sum(one.emitted for one in sequences))
-            if others is not None:
-                self._last = others[1]
+            before, emitted = emitted, sum(one.emitted for one in sequences)
+            if (yield emitted - before):
+                self._last = self.clock.mark()
         self.clock.synchronize()
         opening = self.clock.seconds(begun, opened) / len(sequences)
         timed = [self._timed(r) for r in rounds]
@@ -456,6 +468,15 @@ class Engine:
         spent = sum(s.draft_seconds + s.verify_seconds + s.other_seconds + s.align_seconds for s in steps)
         finish = "stop" if one.tokens[-1] in one.stop_ids else "length"
         return Generation(one.new_tokens, prefill, prefill + spent, finish, steps)
+
+
+def exhaust(generator: Generator[Any, Any, T]) -> T:
+    """Runs a generator to its end; returns what it returns."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            return end.value
 
 
 def check_request(request: Request, context_length: int) -> None:

@@ -1,14 +1,16 @@
-"""Ways to answer requests: an engine for single sequences one by one, and transformers' own generate in batches."""
+"""Ways to answer requests, round by round: engines, for one sequence or a batch, and transformers' own generate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria
 
-from specbench.decoding.interleave import checkpoint
+from specbench.decoding.engine import Rounds, exhaust
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.stop import truncate_at_stop
@@ -16,23 +18,67 @@ from specbench.decoding.trace import Clock, Generation, Step, Timestamp
 from specbench.models.pairs import Pair
 
 if TYPE_CHECKING:
+    from specbench.decoding.drafter import Drafter
     from specbench.decoding.engine import Engine
+    from specbench.decoding.model.staged_model import StagedModel
 
-Arm = Callable[[list[Request]], list[Generation]]
+T = TypeVar("T")
+Arm = Callable[[list[Request]], Rounds]
+Pause = Callable[[int], bool | None]  # called with the new tokens of a step; whether others ran meanwhile
+
+# SINGLE: the baseline at batch size 1, in batched runs the reference for equivalence and for the throughput ratio.
+BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
+
+
+@dataclass(slots=True)
+class Setup:
+    """The models of a run, and the arms that they make.
+
+    Attributes:
+        pair: the loaded models.
+        target: of the pair.
+        drafter: of the method.
+        arms: by name.
+        batch_size: None for a method that decodes one sequence at a time.
+        verify_tokens: tokens of each sequence in the method's widest pass.
+    """
+
+    pair: Pair
+    target: StagedModel
+    drafter: Drafter
+    arms: dict[str, Arm]
+    batch_size: int | None = None
+    verify_tokens: int = 1
+
+    @property
+    def reference(self) -> str:
+        """The arm that every answer is compared with."""
+        return SINGLE if SINGLE in self.arms else BASELINE
+
+    def answers(self, arm: str, requests: list[Request]) -> list[Generation]:
+        """What an arm answers, at once."""
+        return exhaust(self.arms[arm](requests))
+
+    def set_reference_answers(self, requests: list[Request]) -> None:
+        """Gives a drafter that needs them the target's own answers to what it is asked next; not timed."""
+        if self.drafter.needs.reference_answer:
+            answers = self.answers(BASELINE, requests)
+            self.drafter.set_reference_answers([r.prompt for r in requests], [a.tokens for a in answers])
 
 
 class Steps(StoppingCriteria):
-    """Stops nothing: times the steps of transformers' generate, and lets other arms run between two of them.
+    """Stops nothing: times the steps of transformers' generate, and pauses between two of them.
 
     Args:
         clock: of the arm.
         prompt: tokens of the longest prompt.
         batch: requests that are answered at once.
         device: that the answers are on.
+        pause: called after each step.
     """
 
-    def __init__(self, clock: Clock, prompt: int, batch: int, device: torch.device):
-        self.clock, self.prompt = clock, prompt
+    def __init__(self, clock: Clock, prompt: int, batch: int, device: torch.device, pause: Pause):
+        self.clock, self.length, self.pause = clock, prompt, pause
         self._none = torch.zeros(batch, dtype=torch.bool, device=device)  # which answers are to stop
         self.begins: list[Timestamp] = [clock.mark()]
         self.ends: list[Timestamp] = []
@@ -41,8 +87,9 @@ class Steps(StoppingCriteria):
         """Ends a step, the first of which is the prefill; input_ids: [batch, n] so far."""
         batch, length = input_ids.shape
         self.ends.append(self.clock.mark())
-        span = checkpoint(self.clock, batch * (length - self.prompt))
-        self.begins.append(self.ends[-1] if span is None else span[1])
+        others_ran = self.pause(batch * (length - self.length))
+        self.begins.append(self.clock.mark() if others_ran else self.ends[-1])
+        self.length = length
         return self._none
 
     def seconds(self) -> list[float]:
@@ -52,7 +99,14 @@ class Steps(StoppingCriteria):
 
 def one_by_one(engine: Engine) -> Arm:
     """An engine for single sequences, which answers its requests one after the other."""
-    return lambda requests: [engine.generate([request])[0] for request in requests]
+
+    def rounds(requests: list[Request]) -> Rounds:
+        answers = []
+        for request in requests:
+            answers += yield from engine.rounds([request])
+        return answers
+
+    return rounds
 
 
 class FastestOf:
@@ -69,15 +123,15 @@ class FastestOf:
         self.arms = arms
         self.chosen: str | None = None
 
-    def __call__(self, requests: list[Request]) -> list[Generation]:
-        """The answers of the faster arm."""
+    def __call__(self, requests: list[Request]) -> Rounds:
+        """The rounds of the faster arm."""
         if self.chosen is None:
             seconds = {}
             for name, arm in self.arms.items():
-                arm(requests)  # what is compiled and captured is so now
-                seconds[name] = sum(answer.seconds for answer in arm(requests))
+                exhaust(arm(requests))  # what is compiled and captured is so now
+                seconds[name] = sum(answer.seconds for answer in exhaust(arm(requests)))
             self.chosen = min(seconds, key=lambda name: seconds[name])
-        return self.arms[self.chosen](requests)
+        return (yield from self.arms[self.chosen](requests))
 
 
 def generate_arm(pair: Pair, batch_size: int, pass_bytes: int | None) -> Arm:
@@ -90,6 +144,43 @@ def generate_arm(pair: Pair, batch_size: int, pass_bytes: int | None) -> Arm:
 
 
 def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0, **options: Any) -> Arm:
+    """`hf_generate` round by round; the arguments are the same."""
+    answer = hf_generate(pair, batch_size, pass_bytes, **options)
+
+    @_without_gradients(options)
+    def rounds(requests: list[Request]) -> Rounds:
+        return (yield from as_generator(partial(answer, requests)))
+
+    return rounds
+
+
+def as_generator(function: Callable[[Pause], T]) -> Generator[int, bool | None, T]:
+    """A function that cannot yield, as a generator: its calls of `Pause` yield their argument, and return what is sent.
+
+    torch's modes belong to the thread: the generator is to be decorated with the one that the function runs in.
+    """
+    from greenlet import GreenletExit, greenlet  # late: who pauses nothing can do without it
+
+    running = greenlet(function)
+    try:
+        value = running.switch(lambda tokens: running.parent.switch(tokens))
+        while not running.dead:
+            value = running.switch((yield value))
+        return value
+    finally:
+        if not running.dead:
+            running.throw(GreenletExit)
+
+
+def _without_gradients(options: dict[str, Any]) -> torch.no_grad | torch.inference_mode:
+    """As a decorator, the mode that transformers' generate runs in."""
+    # A static cache is kept from call to call, and what is captured reads it: no tensor of one call alone.
+    return torch.no_grad() if "cache_implementation" in options else torch.inference_mode()
+
+
+def hf_generate(
+    pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0, **options: Any
+) -> Callable[[list[Request], Pause], list[Generation]]:
     """The generate of transformers on the same target: the reference that our baseline must not be slower than.
 
     Args:
@@ -97,15 +188,16 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0,
         batch_size: requests that it gets at once, padded on the left; their seconds are shared equally.
         pass_bytes: bytes of weights that one pass reads, for the steps; None where that cannot be known.
         **options: more arguments for `generate`, such as `assistant_model`.
+
+    Returns:
+        A function of requests and of what is called between steps.
     """
     clock = Clock(pair.device)
     target: Any = pair.target
     pad = min(pair.stop_ids, default=0)
-    # A static cache is kept from call to call, and what is captured reads it: no tensor of one call alone.
-    without_gradients = torch.no_grad if "cache_implementation" in options else torch.inference_mode
 
-    @without_gradients()
-    def generate(requests: list[Request]) -> list[Generation]:
+    @_without_gradients(options)
+    def generate(requests: list[Request], pause: Pause) -> list[Generation]:
         decoding = SamplingParams(
             max(r.decoding.max_new_tokens for r in requests), requests[0].decoding.temperature
         )
@@ -120,7 +212,7 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0,
         torch.manual_seed(requests[0].seed)
         clock.synchronize()
         longest = max(len(r.prompt) for r in requests)
-        steps = Steps(clock, longest, len(requests), pair.device)
+        steps = Steps(clock, longest, len(requests), pair.device, pause)
         ids = torch.tensor(
             [[pad] * (longest - len(r.prompt)) + r.prompt for r in requests], device=pair.device
         )
@@ -152,13 +244,13 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0,
         longest, cap = max(len(r.prompt) for r in chunk), max(r.decoding.max_new_tokens for r in chunk)
         return len(chunk) <= batch_size and longest + cap <= pair.context_length
 
-    def in_batches(requests: list[Request]) -> list[Generation]:
+    def in_batches(requests: list[Request], pause: Pause) -> list[Generation]:
         chunks: list[list[Request]] = []
         for request in requests:
             if chunks and fits([*chunks[-1], request]):
                 chunks[-1].append(request)
             else:
                 chunks.append([request])
-        return [generation for chunk in chunks for generation in generate(chunk)]
+        return [generation for chunk in chunks for generation in generate(chunk, pause)]
 
     return in_batches

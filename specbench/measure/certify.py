@@ -6,10 +6,21 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from specbench.decoding.sampling import TARGET, position_draws
 from specbench.decoding.stop import truncate_at_stop
+from specbench.measure.arms import BASELINE, HF
+from specbench.measure.metrics.metrics import VERDICTS
+from specbench.measure.numeric_noise import batch_noise, drawn_margin, margin, shape_noise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+
+    from specbench.decoding.state import Request
+    from specbench.decoding.trace import Generation
+    from specbench.measure.arms import Setup
+    from specbench.measure.protocol import Protocol
+
+NOISE_TOKENS = 32  # of each warm-up question, on which the rounding noise is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +65,77 @@ def certify(
     if len(answer) > len(ours):
         return Certificate("violation", len(ours), None, None)
     return Certificate("exact", None, None, None)
+
+
+class Certifier:
+    """Judges the answers of a run by the reference's first answer to the same prompt.
+
+    Args:
+        setup: models and arms.
+        protocol: with the warm-up questions, on which the rounding noise is measured.
+    """
+
+    def __init__(self, setup: Setup, protocol: Protocol):
+        self.setup, self.protocol = setup, protocol
+        self._noise: float | None = None
+        self._first: dict[tuple[int, int, str, int], list[int]] = {}
+
+    def recall(self, records: list[dict]) -> None:
+        """Takes the answers of earlier repeats from the journal: later ones are certified against the first."""
+        for record in records:
+            for turn in record["turns"]:
+                self.first_answer(record["question_id"], record["repeat"], turn)
+
+    def first_answer(self, question_id: int, repeat: int, turn: dict) -> list[int]:
+        """The reference's first answer to a prompt: that of `turn`, a journal record, if there is no earlier one."""
+        # When sampling, every repeat has a text of its own.
+        key = question_id, turn["turn"], turn["prompt_sha256"], 0 if self.protocol.decoding.greedy else repeat
+        return self._first.setdefault(key, turn["arms"][self.setup.reference][0]["tokens"])
+
+    def judge(
+        self, arm: str, requests: dict[str, Request], answers: dict[str, list[Generation]], first: list[int]
+    ) -> Certificate:
+        """The worst certificate of an arm's answers to a question, and of the reference's, against the first answer.
+
+        Not judged are answers to other prompts, and such that are drawn with other numbers than the reference's: those
+        of transformers, and of a drafter that draws.
+
+        Args:
+            arm: its name.
+            requests: of each arm.
+            answers: of each arm, in every attempt: also one that is not timed must be right.
+            first: the reference's first answer.
+        """
+        setup, request = self.setup, requests[self.setup.reference]
+        prompt, decoding = request.prompt, request.decoding
+        same_draws = decoding.greedy or (arm != HF and setup.drafter.deterministic)
+        if not same_draws or requests[arm].prompt != prompt:
+            return Certificate(None, None, None, None)
+
+        def margin_at(index: int, preferred: int, other: int) -> float:
+            if decoding.greedy:
+                return margin(setup.target, prompt, first, index, preferred, other)
+            draws = position_draws(request.seed, decoding.max_new_tokens, 1, setup.pair.device)
+            uniform = float(draws[index, TARGET])
+            return drawn_margin(setup.target, prompt, first, index, other, decoding, uniform)
+
+        judged = {arm, setup.reference} | ({BASELINE} if arm == HF else set())
+        texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}
+        certificates = [
+            certify(first, list(text), setup.pair.stop_ids, margin_at, self.noise) for text in texts
+        ]
+        return max(certificates, key=lambda c: VERDICTS.index(c.verdict))
+
+    def noise(self) -> float:
+        """The rounding noise in logits, on the reference's answers to the warm-up questions.
+
+        It is measured when it is first needed: the first answer that differs waits for it, not the first question.
+        """
+        if self._noise is None:
+            setup, requests = self.setup, self.protocol.warm_up_requests(NOISE_TOKENS)
+            answers = setup.answers(setup.reference, requests)
+            samples = [(request.prompt, answer.tokens) for request, answer in zip(requests, answers)]
+            self._noise = shape_noise(setup.target, samples, trees=setup.drafter.max_nodes > 0)
+            if setup.batch_size:
+                self._noise = max(self._noise, batch_noise(setup.target, samples, setup.batch_size))
+        return self._noise

@@ -31,13 +31,27 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted
-from specbench.measure.arms import Arm, FastestOf, generate_arm, one_by_one
+from specbench.measure.arms import (
+    BASELINE,
+    HF,
+    METHOD,
+    SINGLE,
+    Arm,
+    FastestOf,
+    Setup,
+    generate_arm,
+    one_by_one,
+)
+from specbench.measure.bench import Bench, attempt
+from specbench.measure.certify import Certifier
+from specbench.measure.conductor import Conductor
 from specbench.measure.machine import provenance
 from specbench.measure.machine.speed import Probes
 from specbench.measure.metrics.statistics import Speedup
 from specbench.measure.plan import RunPlan, whole
-from specbench.measure.protocol import BASELINE, HF, METHOD, SINGLE, Bench, attempt
+from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
+from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
 from specbench.models.pairs import load_pair, with_part
 from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
@@ -67,29 +81,23 @@ def prepare(cfg: DictConfig) -> Bench:
     else:
         make = pkgutil.resolve_name(spec.scheduler["_target_"])
         measured = engine(drafter, make(batch_size=size, **parameters(spec.scheduler)))
-        arms[METHOD] = measured.generate
+        arms[METHOD] = measured.rounds
     if size is not None and size > 1:
-        arms[BASELINE] = engine(Drafter(), Scheduler(size)).generate
+        arms[BASELINE] = engine(Drafter(), Scheduler(size)).rounds
         arms[SINGLE] = single
     if cfg.generate:
         arms[HF] = generate_arm(pair, size or 1, counted(target.pass_bytes()))
     decoding = SamplingParams(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
-    warmup, drafting = warmup_questions(cfg.data), plain(spec.drafter)
+    setup = Setup(pair, target, drafter, arms, size, measured.verify_tokens)
+    protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
+    drafting = plain(spec.drafter)
     return Bench(
-        pair=pair,
-        target=target,
-        drafter=drafter,
-        arms=arms,
-        decoding=decoding,
-        protocol=cfg.protocol,
-        seed=cfg.seed,
-        batch_size=size,
-        verify_tokens=measured.verify_tokens,
-        warmup=warmup,
-        slice_seconds=None if drafter.exclusive else cfg.slice_seconds,
-        remeasure=cfg.remeasure,
-        training=provenance.trained(pair_cfg, drafting, needs.draft_model) | warm_record(drafting, pair),
-        trained_weights=provenance.trained_weights(drafting),
+        setup,
+        protocol,
+        Conductor(setup, None if drafter.exclusive else cfg.slice_seconds, cfg.remeasure),
+        Certifier(setup, protocol),
+        provenance.trained(pair_cfg, drafting, needs.draft_model) | warm_record(drafting, pair),
+        provenance.trained_weights(drafting),
     )
 
 
@@ -121,7 +129,7 @@ def run(run_dir: Path) -> int:
         repeat = job.next_pass()
         if repeat is not None or not job.is_known():
             bench = prepare(cfg)
-            with closing(bench.drafter):
+            with closing(bench.setup.drafter):
                 job.measure(bench, repeat)
         if job.next_pass() is not None:
             return store.EXIT_CONTINUE
@@ -156,29 +164,30 @@ class Job:
 
     def measure(self, bench: Bench, repeat: int | None) -> None:
         """Warms up, notes what the run is made of, and measures this process's passes from `repeat` on."""
-        planned = pools(self.questions, self.cfg.pool if bench.batch_size else None, self.cfg.seed)
+        planned = pools(self.questions, self.cfg.pool if bench.setup.batch_size else None, self.cfg.seed)
         drop_torn_pool(self.journal, planned)
-        bench.process = 0 if repeat is None else self.plan.process_of(repeat)
-        bench.recall(self.journal.records)
+        process = 0 if repeat is None else self.plan.process_of(repeat)
+        bench.certifier.recall(self.journal.records)
         known, probes = self._begin(bench)
         gc.collect()
         gc.freeze()  # what is loaded by now stays: the collector need not walk it between two questions
         with self._bar(bench) as bar:
-            while repeat is not None and self.plan.process_of(repeat) == bench.process:
+            while repeat is not None and self.plan.process_of(repeat) == process:
                 done = {r["question_id"] for r in self.journal.records if r["repeat"] == repeat}
-                for place, pool in enumerate(planned):
-                    if pool[0].question_id in done:
+                for pool, questions in enumerate(planned):
+                    if questions[0].question_id in done:
                         continue
                     begun = time.perf_counter()
-                    records = attempt(bench, pool, place, repeat)
-                    spent = (time.perf_counter() - begun) / len(pool)
-                    if place == len(planned) - 1 or probes.is_due():
+                    records = attempt(bench, questions, pool, repeat)
+                    spent = (time.perf_counter() - begun) / len(questions)
+                    if pool == len(planned) - 1 or probes.is_due():
                         probes.take()
                     records[-1]["speed"] = probes.collect()
-                    self.journal.append(*(record | {"wall_seconds": spent} for record in records))
-                    bar.update(len(pool))
-                    if bench.peak_memory != known["peak_memory_bytes"]:
-                        known["peak_memory_bytes"] = bench.peak_memory
+                    run_facts = {"process": process, "wall_seconds": spent}
+                    self.journal.append(*(record | run_facts for record in records))
+                    bar.update(len(questions))
+                    if bench.conductor.peak_memory != known["peak_memory_bytes"]:
+                        known["peak_memory_bytes"] = bench.conductor.peak_memory
                         write_json(self.run_dir / store.FACTS, known)
                 repeat = self.next_pass()
                 if repeat is not None:
@@ -191,33 +200,34 @@ class Job:
         Returns:
             The facts, and the probes with a first one.
         """
-        asked, begun, path = self.cfg.threads, {}, self.run_dir / store.PROVENANCE
+        threads, begun, path = self.cfg.threads, {}, self.run_dir / store.PROVENANCE
         if path.exists():  # gone on with: the same threads and layouts, not measured anew
             begun = read_json(path)
-            asked = begun["threads"]["torch"]
-        chosen = bench.use_threads(asked)
-        layouts = bench.choose_layouts(begun.get("layouts"))
-        found = provenance.collect(OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data))
-        bench.watch.threads = torch.get_num_threads()
-        bench.watch.find_children()
-        before = bench.watch.read()
-        bench.warm_up()
-        reasons = bench.watch.unfit(before, bench.watch.read())
+            threads = begun["threads"]["torch"]
+        setup, protocol, watch = bench.setup, bench.protocol, bench.conductor.watch
+        thread_choice = choose_threads(setup, protocol, threads)
+        layouts = choose_layouts(setup, begun.get("layouts"))
+        machine = provenance.collect(OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data))
+        watch.threads = torch.get_num_threads()
+        watch.find_children()
+        before = watch.read()
+        warm_up(setup, protocol)
+        reasons = watch.unfit(before, watch.read())
         if reasons:
             print(f"this machine is not fit for measuring now: {'; '.join(reasons)}", file=sys.stderr)
-        probes = Probes(bench.pair.device)
+        probes = Probes(setup.pair.device)
         first = probes.take()
         speed = {"machine": probes.machine, "first": first, "best": probes.best}
-        more = {"thread_choice": asdict(chosen), "layouts": layouts, "unfit": reasons, "speed": speed}
-        provenance.record(self.run_dir, found | more)
+        more = {"thread_choice": asdict(thread_choice), "layouts": layouts, "unfit": reasons, "speed": speed}
+        provenance.record(self.run_dir, machine | more)
         if (self.run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
-            bench.peak_memory = read_json(self.run_dir / store.FACTS)["peak_memory_bytes"]
+            bench.conductor.peak_memory = read_json(self.run_dir / store.FACTS)["peak_memory_bytes"]
         known = facts(bench) | {"layouts": layouts, "speed": {"machine": probes.machine, "best": probes.best}}
         write_json(self.run_dir / store.FACTS, known)
         return known, probes
 
     def _bar(self, bench: Bench) -> tqdm:
-        label = self.cfg.method.name + (f", {self.cfg.drafter.name}" if bench.batch_size else "")
+        label = self.cfg.method.name + (f", {self.cfg.drafter.name}" if bench.setup.batch_size else "")
         done = len(self.journal.records)
         return tqdm(
             desc=label,
@@ -256,11 +266,11 @@ def drop_torn_pool(journal: store.Journal, planned: list[list[Question]]) -> Non
     if not journal.records:
         return
     last = journal.records[-1]
-    place, repeat = last["pool"], last["repeat"]
-    count = sum((record["pool"], record["repeat"]) == (place, repeat) for record in journal.records)
-    if count < len(planned[place]):
+    pool, repeat = last["pool"], last["repeat"]
+    count = sum((record["pool"], record["repeat"]) == (pool, repeat) for record in journal.records)
+    if count < len(planned[pool]):
         print(
-            f"pool {place + 1} of {len(planned)} was cut short after {count} of its {len(planned[place])} questions: "
+            f"pool {pool + 1} of {len(planned)} was cut short after {count} of its {len(planned[pool])} questions: "
             "all of them are measured again",
             file=sys.stderr,
         )
@@ -269,22 +279,23 @@ def drop_torn_pool(journal: store.Journal, planned: list[list[Question]]) -> Non
 
 def facts(bench: Bench) -> dict:
     """What the summary needs of the run beside its records."""
-    pair, generate = bench.pair, bench.arms.get(HF)
+    setup, conductor = bench.setup, bench.conductor
+    pair, generate = setup.pair, setup.arms.get(HF)
     return {
-        "target_pass_bytes": counted(bench.target.pass_bytes()),
+        "target_pass_bytes": counted(setup.target.pass_bytes()),
         "threads": torch.get_num_threads(),
-        "extra_cores": bench.drafter.extra_cores,
+        "extra_cores": setup.drafter.extra_cores,
         "dtype": name_of(pair.dtype),
         "device": str(pair.device),
         "bandwidth_bytes_per_second": provenance.bandwidth(pair.device),
         "weights": pair.init,
         "anatomy": pair.anatomy,
         "weights_source": pair.source,
-        "batched": bench.batch_size is not None,
-        "slice_seconds": bench.slice_seconds,
+        "batched": setup.batch_size is not None,
+        "slice_seconds": conductor.slice_seconds,
         "training": bench.training,
         "trained_weights": bench.trained_weights,
-        "peak_memory_bytes": bench.peak_memory,
+        "peak_memory_bytes": conductor.peak_memory,
     } | ({"generate_cache": generate.chosen} if isinstance(generate, FastestOf) else {})
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from specbench.data.questions import load_questions, warmup_questions
+from specbench.decoding.engine import exhaust
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
@@ -45,10 +46,10 @@ class Interleaved:
 
 def interleave(arms: dict[str, Arm], requests: list[Request], repeats: int = 1) -> Interleaved:
     """Every arm on every request, one after the other, in an order that rotates; after one request as warm-up."""
-    chosen = use_threads(None, lambda: [arm(requests[:1]) for arm in arms.values()])
+    chosen = use_threads(None, lambda: [exhaust(arm(requests[:1])) for arm in arms.values()])
     print(f"{chosen.threads} threads of torch, by {chosen.chosen_by}")
     for arm in arms.values():
-        arm(requests[:1])
+        exhaust(arm(requests[:1]))
     names = list(arms)
     found = Interleaved({name: [0.0] * len(requests) for name in names}, {name: [] for name in names})
     for place, request in enumerate(tqdm(requests, unit="prompt")):
@@ -57,7 +58,7 @@ def interleave(arms: dict[str, Arm], requests: list[Request], repeats: int = 1) 
             said = set()
             for name in names[shift:] + names[:shift]:
                 start = time.perf_counter()
-                answer = arms[name]([request])[0]
+                answer = exhaust(arms[name]([request]))[0]
                 found.seconds[name][place] += time.perf_counter() - start
                 found.answers[name].append(answer)
                 said.add(tuple(answer.tokens))

@@ -19,7 +19,8 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.trace import Generation
-from specbench.measure.runner import Bench, prepare
+from specbench.measure.bench import Bench
+from specbench.measure.runner import prepare
 from specbench.models.pairs import load_pair
 from tests.support.expanded import SHAPES, expanded_config
 
@@ -39,12 +40,13 @@ def config_of(shape: str | None, *overrides: str) -> DictConfig:
 
 def prompts(bench: Bench, cfg: DictConfig) -> list[list[int]]:
     """Token ids of the first turn of every question."""
-    return [bench.prompt(question, []) for question in load_questions(cfg.data, cfg.task)]
+    return [bench.protocol.prompt(question, []) for question in load_questions(cfg.data, cfg.task)]
 
 
 def answers(bench: Bench, drafter: Drafter, asked: list[list[int]], tokens: int) -> list[Generation]:
     """What a drafter makes of some prompts."""
-    engine = Engine(bench.target, drafter, bench.pair.stop_ids, context_length=bench.pair.context_length)
+    setup = bench.setup
+    engine = Engine(setup.target, drafter, setup.pair.stop_ids, context_length=setup.pair.context_length)
     return [engine.answer(prompt, SamplingParams(tokens)) for prompt in tqdm(asked, leave=False)]
 
 
@@ -73,7 +75,7 @@ def text_table(limit: str, tokens: int, shapes: list[str], dtype: str) -> None:
         pair = load_pair(config_of(shape, *overrides).pair, 0, with_draft=False)
         equal, largest = 0, 0.0
         for prompt, answer in zip(tqdm(asked, leave=False), said):
-            logits, own = forced(pair.target, prompt, answer), forced(bench.pair.target, prompt, answer)
+            logits, own = forced(pair.target, prompt, answer), forced(bench.setup.pair.target, prompt, answer)
             equal += logits.argmax(-1).tolist() == answer
             largest = max(largest, (logits[:, : own.shape[1]] - own).abs().max().item())
         print(f"{shape:20}{len(said):8}{equal:8}{sum(map(len, said)):8}{largest:16.1e}", flush=True)
@@ -91,9 +93,9 @@ def method_table(limit: str, tokens: int, shapes: list[str], dtype: str, methods
         for shape in (None, *shapes):
             cfg = config_of(shape, *overrides)
             bench = prepare(cfg)
-            with closing(bench.drafter):
+            with closing(bench.setup.drafter):
                 asked = prompts(bench, cfg)
-                found = answers(bench, bench.drafter, asked, tokens)
+                found = answers(bench, bench.setup.drafter, asked, tokens)
                 if shape is None:
                     embedded = acceptance(found)
                     continue

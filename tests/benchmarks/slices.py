@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import math
-from functools import partial
 
 import numpy as np
 from tqdm import tqdm
 
 from methods.sps import SpeculativeSampling
 from specbench.decoding.drafter import Drafter
-from specbench.decoding.engine import Engine
-from specbench.decoding.interleave import Interleaver
+from specbench.decoding.engine import Engine, exhaust
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.measure.interleave import Interleaver
 from specbench.measure.metrics.statistics import speedup
 from specbench.system.threads import use_threads
 from tests.benchmarks.common import pair_and_requests, ratio_text
@@ -42,10 +41,9 @@ def main() -> None:
     ]
 
     def arms(number: int) -> list:
-        request = requests[number]
-        return [partial(engine.answer, request.prompt, request.decoding) for engine in engines]
+        return [engine.rounds([requests[number]]) for engine in engines]
 
-    chosen = use_threads(None, lambda: [arm() for arm in arms(0)])
+    chosen = use_threads(None, lambda: [exhaust(arm) for arm in arms(0)])
     print(f"{chosen.threads} threads of torch, by {chosen.chosen_by}")
     ways = {f"{ms:g} ms": ms / 1e3 for ms in options.milliseconds} | {WHOLE: math.inf}
     seconds = {name: np.zeros((2, len(requests))) for name in ways}
@@ -54,8 +52,8 @@ def main() -> None:
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             order = arms(number)[:: -1 if number % 2 else 1]
-            answers = Interleaver(ways[name]).run(order)[:: -1 if number % 2 else 1]
-            seconds[name][:, number] = [answer.seconds for answer in answers]
+            answers = Interleaver(engines[0].clock, ways[name]).run(order)[:: -1 if number % 2 else 1]
+            seconds[name][:, number] = [answer.seconds for (answer,) in answers]
     for name in names:
         first, second = seconds[name]
         ratio, cost = speedup(first, second), speedup(first + second, seconds[WHOLE].sum(axis=0))

@@ -20,30 +20,38 @@ ROOT = Path(__file__).parents[2]
 WORKER = """
 import json, sys, time
 from dataclasses import replace
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from specbench.measure import runner
 try:
     from specbench.config.compose import CONF
     from specbench.data.questions import load_questions
+    from specbench.decoding.state import Request
 except ImportError:  # before the package had rooms
     from specbench.compose import CONF
     from specbench.questions import load_questions
+    from specbench.decoding.draft import Request
+try:
+    from specbench.decoding.engine import exhaust
+except ImportError:  # before arms were generators
+    exhaust = list
 
 with initialize_config_dir(str(CONF), version_base="1.3"):
     cfg = compose("bench", overrides=sys.argv[1:])
 OmegaConf.resolve(cfg)
 bench = runner.prepare(cfg)
-bench.use_threads(1)
-nothing = {name: [] for name in bench.arms}
-requests = [bench._request(q, nothing, "baseline") for q in load_questions(cfg.data, cfg.task)]
-size = cfg.batch_size if bench.batch_size else 1
+torch.set_num_threads(1)
+setup, protocol = (bench.setup, bench.protocol) if hasattr(bench, "setup") else (bench, bench)
+prompts = [protocol.prompt(q, []) for q in load_questions(cfg.data, cfg.task)]
+requests = [Request(prompt, protocol.capped(prompt)) for prompt in prompts]
+size = cfg.batch_size if setup.batch_size else 1
 groups = [requests[i : i + size] for i in range(0, len(requests), size)]
 print(json.dumps(len(groups)), flush=True)
 for line in sys.stdin:
     arm, group = json.loads(line)
     begun = time.perf_counter()
-    answers = bench.arms[arm](groups[group])
+    answers = exhaust(setup.arms[arm](groups[group]))
     seconds = time.perf_counter() - begun
     print(json.dumps([seconds, [a.tokens for a in answers]]), flush=True)
 """

@@ -251,9 +251,9 @@ def test_a_run_checks_its_target_on_text_of_its_tokenizer(monkeypatch):
     monkeypatch.setattr(StagedModel, "check", lambda self, text=None: given.append(text))
     bench = prepare(composed("bench", "pair=tiny", "method=ar", "generate=false"))
     [ids] = given
-    text = bench.pair.tokenizer.decode(ids)
+    text = bench.setup.pair.tokenizer.decode(ids)
     assert "the ferry to the island" in text and len(ids) > 200
-    assert ids == bench.pair.sample_ids()
+    assert ids == bench.setup.pair.sample_ids()
 
 
 def test_drawn_ids_are_no_special_ones():

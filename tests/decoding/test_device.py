@@ -10,7 +10,7 @@ import torch
 from specbench.decoding import trace
 from specbench.decoding.device import move_slots, on_device, place_weights, prepare_device
 from specbench.decoding.trace import Clock
-from specbench.measure import protocol as pairing
+from specbench.measure.bench import Bench, attempt
 from specbench.measure.machine import provenance
 from specbench.models import pairs
 from specbench.models.pairs import load_pair
@@ -103,11 +103,7 @@ def test_slots_are_moved_all_at_once():
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_device_that_has_failed_ends_the_run(monkeypatch, broken):
     """After a sticky error every call fails: one line, not one for each question."""
-    record = {"error": None}
-    bench = SimpleNamespace(
-        pair=SimpleNamespace(device=SECOND_GPU),
-        record=lambda *given: record | {"question_id": 1, "error": given[-1]},
-    )
+    bench = Bench(SimpleNamespace(pair=SimpleNamespace(device=SECOND_GPU)), None, None, None)
 
     def fail(*given):
         raise RuntimeError("CUDA error: device-side assert triggered")
@@ -117,16 +113,16 @@ def test_a_device_that_has_failed_ends_the_run(monkeypatch, broken):
         if broken:
             raise RuntimeError("CUDA error: device-side assert triggered\nCompile with ...")
 
-    bench.measure = fail
+    monkeypatch.setattr(Bench, "measure", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    question = SimpleNamespace(question_id=1)
+    question = SimpleNamespace(question_id=1, task="qa", category="qa")
     if not broken:
-        assert pairing.attempt(bench, [question], 0)[0]["error"].endswith("assert triggered")
+        assert attempt(bench, [question], 0)[0]["error"].endswith("assert triggered")
         return
     with pytest.raises(
         JobError, match=r"cuda:1 has failed .*: RuntimeError: CUDA error: device-side assert triggered$"
     ):
-        pairing.attempt(bench, [question], 0)
+        attempt(bench, [question], 0)
 
 
 def test_the_bandwidth_of_a_gpu_is_measured_without_the_start_of_the_first_sum(monkeypatch):

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.engine import Rounds, exhaust
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
-from specbench.measure import arms
-from specbench.measure import protocol as pairing
-from specbench.measure.arms import FastestOf, generate_arm, hf_generate_arm
-from specbench.measure.protocol import BASELINE, Bench
+from specbench.measure import arms, warm_up
+from specbench.measure.arms import BASELINE, FastestOf, Setup, generate_arm, hf_generate_arm
+from specbench.measure.protocol import Protocol
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.graphs import PretendedRunner
 
@@ -21,8 +22,9 @@ PROMPT = [3, 9, 27, 11]
 
 
 def arm_of(seconds: float, asked: list[float]):
-    def answer(requests: list[Request]) -> list[Generation]:
+    def answer(requests: list[Request]) -> Rounds:
         asked.append(seconds)
+        yield len(requests)
         return [Generation([1], 0.0, seconds, "length") for _ in requests]
 
     return answer
@@ -33,7 +35,7 @@ def test_the_faster_arm_answers(seconds):
     asked: list[float] = []
     arm = FastestOf({"first": arm_of(seconds[0], asked), "second": arm_of(seconds[1], asked)})
     for _ in range(2):
-        assert [g.seconds for g in arm([Request(PROMPT, SamplingParams(1))] * 2)] == [1.0, 1.0]
+        assert [g.seconds for g in exhaust(arm([Request(PROMPT, SamplingParams(1))] * 2))] == [1.0, 1.0]
     assert arm.chosen == ("first", "second")[seconds.index(1.0)]
     assert len(asked) == 2 * 2 + 2, "each is tried once, and timed once"
 
@@ -54,23 +56,21 @@ def test_on_cuda_generate_has_two_ways(monkeypatch):
 def test_a_static_cache_gives_the_same_answer():
     pair = random_pair("llama")
     arm = hf_generate_arm(pair, cache_implementation="static")
-    (answer,) = arm([Request(PROMPT, SamplingParams(12))])
+    (answer,) = exhaust(arm([Request(PROMPT, SamplingParams(12))]))
     assert answer.tokens == generate_with_transformers(pair.target, PROMPT, 12)
 
 
-@pytest.mark.parametrize(("passes", "tokens"), [(None, pairing.WARM_UP_TOKENS), (PretendedRunner(), 300)])
+@pytest.mark.parametrize(("passes", "tokens"), [(None, warm_up.TOKENS), (PretendedRunner(), 300)])
 def test_graphs_are_warmed_up_with_whole_answers(monkeypatch, passes, tokens):
     """A capture takes many passes' time, which is nothing that an answer costs."""
     asked: list[list[Request]] = []
-    bench = Bench(
-        pair=SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT),
-        target=SimpleNamespace(runner=passes),
-        drafter=SimpleNamespace(needs=SimpleNamespace(reference_answer=False)),
-        arms={BASELINE: asked.append},
-        decoding=SamplingParams(300),
-        protocol="paired",
-        seed=0,
-        warmup=[SimpleNamespace(turns=["a question"])],
-    )
-    bench.warm_up()
+
+    def arm(requests: list[Request]) -> Rounds:
+        asked.append(requests)
+        yield len(requests)
+
+    pair = SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT)
+    setup = Setup(pair, SimpleNamespace(runner=passes), Drafter(), {BASELINE: arm})
+    questions = [SimpleNamespace(turns=["a question"])]
+    warm_up.warm_up(setup, Protocol(pair, SamplingParams(300), "paired", 0, questions))
     assert [[request.decoding.max_new_tokens for request in requests] for requests in asked] == [[tokens] * 2]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specbench.decoding.engine import exhaust
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
 from specbench.decoding.sampling import SamplingParams
@@ -51,7 +52,7 @@ def test_padding_never_pushes_a_row_beyond_the_context():
     requests = [
         Request([1] * n, SamplingParams(cap)) for n, cap in ((50, 50), (10, 50), (10, 60), (10, 60), (90, 10))
     ]
-    answers = hf_generate_arm(pair, 2)(requests)
+    answers = exhaust(hf_generate_arm(pair, 2)(requests))
     assert sizes == [(2, 50), (2, 10), (1, 90)] and [a.tokens for a in answers] == [[9]] * 5
 
 
@@ -96,16 +97,16 @@ def test_every_repeat_at_batch_size_1_is_certified(workplace, tmp_path, monkeypa
 
     def spoiled(cfg):
         bench = prepare(cfg)
-        real, asked = bench.arms["single"], []
+        real, asked = bench.setup.arms["single"], []
 
         def single(requests):
-            answers = real(requests)
+            answers = yield from real(requests)
             if asked.count(requests[0].prompt):
                 answers[0].tokens[-1] += 1
             asked.append(requests[0].prompt if asked else "the warm-up")
             return answers
 
-        bench.arms["single"] = single
+        bench.setup.arms["single"] = single
         return bench
 
     monkeypatch.setattr(runner, "prepare", spoiled)
@@ -138,9 +139,9 @@ def test_a_torn_pool_is_measured_again_as_a_whole(workplace, tmp_path, monkeypat
     journal.write_bytes(b"".join(lines[:5]) + torn)
     measured_again, attempt = [], runner.attempt
 
-    def attempted(bench, questions, place, repeat):
+    def attempted(bench, questions, pool, repeat):
         measured_again.append([q.question_id for q in questions])
-        return attempt(bench, questions, place, repeat)
+        return attempt(bench, questions, pool, repeat)
 
     monkeypatch.setattr(runner, "attempt", attempted)
     capsys.readouterr()
@@ -222,8 +223,12 @@ def spoil_answers(spoil):
 
         def spoiled(cfg):
             bench = prepare(cfg)
-            real = bench.arms["method"]
-            bench.arms["method"] = lambda requests: spoil(real(requests))
+            real = bench.setup.arms["method"]
+
+            def method(requests):
+                return spoil((yield from real(requests)))
+
+            bench.setup.arms["method"] = method
             return bench
 
         monkeypatch.setattr(runner, "prepare", spoiled)

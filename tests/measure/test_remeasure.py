@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbench.decoding.trace import Generation, Step
-from specbench.measure import protocol as pairing
+from specbench.measure import conductor
 from specbench.measure.machine.watch import Watch
 from specbench.measure.remeasure import STRETCH, Attempt, Slice, least_disturbed
 from specbench.measure.runner import prepare
@@ -122,9 +122,9 @@ def test_each_go_knows_what_the_first_one_did(monkeypatch):
     monkeypatch.setattr(Watch, "disturbance", lambda *_: 4.0)
     seen: list[list[Attempt]] = []
     monkeypatch.setattr(
-        pairing, "least_disturbed", lambda attempts: seen.append(attempts) or least_disturbed(attempts)
+        conductor, "least_disturbed", lambda attempts: seen.append(attempts) or least_disturbed(attempts)
     )
-    with closing(bench.drafter):
-        bench.measure(bench.warmup[:1], 0)
+    with closing(bench.setup.drafter):
+        bench.measure(bench.protocol.warmup[:1], 0)
     drafted = [[(step.drafted, step.accepted) for step in one.answers["method"][0].steps] for one in seen[0]]
     assert len(drafted) == 3 and drafted == drafted[:1] * 3

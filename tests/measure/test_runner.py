@@ -25,12 +25,13 @@ from specbench.decoding.acceptance import outcome
 from specbench.decoding.cpu import autotune as layouts
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.interleave import Interleaver
 from specbench.decoding.kv_layout import RaggedLayout
-from specbench.measure import protocol as pairing
-from specbench.measure import runner
+from specbench.measure import certify, conductor, runner
+from specbench.measure.bench import Bench
+from specbench.measure.interleave import Interleaver
 from specbench.measure.machine import speed
 from specbench.measure.machine.watch import Watch
+from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
 from specbench.system import threads
 from specbench.system.errors import JobError, UserError
@@ -151,14 +152,14 @@ def test_the_machine_is_probed_before_between_and_after(workplace, tmp_path, mon
         assert not timed, "inside of what is timed"
         return next(taken)
 
-    def turn(bench, *arguments, answer=pairing.Bench._turn):
+    def turn(bench, *arguments, answer=Bench._turn):
         timed.append(None)
         records = answer(bench, *arguments)
         timed.pop()
         return records
 
     monkeypatch.setattr(speed, "probe", probe)
-    monkeypatch.setattr(pairing.Bench, "_turn", turn)
+    monkeypatch.setattr(Bench, "_turn", turn)
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(speed, "SECONDS_BETWEEN", 1e9)
     run_dir = start(workplace, "pld", tmp_path / "runs", "processes=2", "data.limit=1")
@@ -190,13 +191,13 @@ def test_threads_are_measured_written_down_and_kept(
     """A run that goes on takes the number that it began with, whatever would be fastest now."""
     used = []
 
-    def watched(bench, *arguments, answer=pairing.Bench._turn):
+    def watched(bench, *arguments, answer=Bench._turn):
         used.append(torch.get_num_threads())
         if len(used) == 2:
             raise JobError("stopped")
         return answer(bench, *arguments)
 
-    monkeypatch.setattr(pairing.Bench, "_turn", watched)
+    monkeypatch.setattr(Bench, "_turn", watched)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(threads, "usable_cores", lambda: 2)
     monkeypatch.setattr(threads, "fewest_worth", lambda seconds: max(seconds))
@@ -239,7 +240,7 @@ def test_layouts_are_chosen_in_passes_of_this_run(
         asked.append((target, set(passes)))
         return {"groups": {}, "pass_ms": {}}
 
-    monkeypatch.setattr(pairing, "choose_layouts", chosen)
+    monkeypatch.setattr(layouts, "choose_layouts", chosen)
     code, summary, _ = measured(workplace, method, tmp_path, "task=rag", *more)
     assert code == 0 and summary["layouts"] == {"groups": {}, "pass_ms": {}}
     assert {id(target) for target, _ in asked} == {id(asked[0][0])}
@@ -286,9 +287,9 @@ def test_arms_take_turns_in_going_first(workplace, tmp_path, monkeypatch):
 
     def watched(cfg):
         bench = prepare(cfg)
-        bench.arms = {
+        bench.setup.arms = {
             name: lambda *a, name=name, arm=arm: (order.append(name), arm(*a))[1]
-            for name, arm in bench.arms.items()
+            for name, arm in bench.setup.arms.items()
         }
         return bench
 
@@ -303,22 +304,22 @@ def test_arms_take_turns_in_going_first(workplace, tmp_path, monkeypatch):
 
 def test_the_noise_is_measured_when_an_answer_differs_and_once(workplace, tmp_path, monkeypatch):
     measured_noise = []
-    shape_noise = pairing.shape_noise
+    shape_noise = certify.shape_noise
     monkeypatch.setattr(
-        pairing, "shape_noise", lambda *of, **more: measured_noise.append(of) or shape_noise(*of, **more)
+        certify, "shape_noise", lambda *of, **more: measured_noise.append(of) or shape_noise(*of, **more)
     )
     _, summary, _ = measured(workplace, "pld", tmp_path / "exact")
     assert summary["equivalence"]["exact"] == summary["equivalence"]["answers"] and not measured_noise
 
-    real = Engine.generate
+    real = Engine.rounds
 
     def wrong(self, requests):
-        answers = real(self, requests)
+        answers = yield from real(self, requests)
         if type(self.drafter).__name__ == "PromptLookup":
             answers[0].tokens[:3] = [40, 41, 42]
         return answers
 
-    monkeypatch.setattr(Engine, "generate", wrong)
+    monkeypatch.setattr(Engine, "rounds", wrong)
     _, summary, _ = measured(workplace, "pld", tmp_path / "wrong")
     assert summary["equivalence"]["violation"] > 1 and len(measured_noise) == 1
 
@@ -341,16 +342,16 @@ def test_short_slices_change_no_answer(workplace, tmp_path, method):
     assert said(records) == said(alone)
 
 
-def only_whole(seconds, around):
+def only_whole(clock, seconds, around):
     """Stands in for `Interleaver`, and takes no slices."""
     assert math.isinf(seconds)
-    return Interleaver(seconds, around)
+    return Interleaver(clock, seconds, around)
 
 
 def test_an_arm_that_must_not_be_cut_alternates_by_answers(workplace, tmp_path, monkeypatch):
     assert measured(workplace, "pld", tmp_path, "task=rag")[1]["slice_seconds"] == 0.05
     monkeypatch.setattr(Drafter, "exclusive", True)
-    monkeypatch.setattr(pairing, "Interleaver", only_whole)
+    monkeypatch.setattr(conductor, "Interleaver", only_whole)
     assert measured(workplace, "pld", tmp_path, "task=qa")[1]["slice_seconds"] is None
 
 
@@ -403,21 +404,21 @@ def test_a_run_tells_which_file_its_memory_was_warmed_with(workplace, tmp_path, 
 
 def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, monkeypatch):
     """With an arm that says something else in turn 1, the protocols differ in what they ask in turn 2."""
-    real = Engine.generate
+    real = Engine.rounds
 
     def stutter(self, requests):
-        answers = real(self, requests)
+        answers = yield from real(self, requests)
         if type(self.drafter).__name__ == "PromptLookup":
             # Plain letters, which the chat template hands on as they are.
             answers[0].tokens[:3] = [40, 41, 42]
         return answers
 
-    monkeypatch.setattr(Engine, "generate", stutter)
+    monkeypatch.setattr(Engine, "rounds", stutter)
     prompts = {"paired": [], "spec_bench": []}
     for protocol, seen in prompts.items():
-        ask = pairing.Bench.prompt
+        ask = Protocol.prompt
         monkeypatch.setattr(
-            pairing.Bench,
+            Protocol,
             "prompt",
             lambda s, q, a, seen=seen, ask=ask: (seen.append(ask(s, q, a)), ask(s, q, a))[1],
         )
@@ -430,7 +431,7 @@ def test_turn_two_follows_the_baseline_or_each_arm_itself(workplace, tmp_path, m
             "data.limit=1",
             f"protocol={protocol}",
         )
-        monkeypatch.setattr(pairing.Bench, "prompt", ask)
+        monkeypatch.setattr(Protocol, "prompt", ask)
     second = {protocol: {tuple(p) for p in seen[-3:]} for protocol, seen in prompts.items()}
     assert len(second["paired"]) == 1
     assert len(second["spec_bench"]) == 2
@@ -457,27 +458,27 @@ def accept_one_too_many(monkeypatch, bench):
 
 
 def drop_a_token(monkeypatch, bench):
-    real = bench.arms["method"]
+    real = bench.setup.arms["method"]
 
     def forgetful(requests):
-        answers = real(requests)
+        answers = yield from real(requests)
         del answers[0].tokens[5]
         return answers
 
-    bench.arms["method"] = forgetful
+    bench.setup.arms["method"] = forgetful
 
 
 def run_past_the_stop_token(monkeypatch):
-    real = Engine.generate
+    real = Engine.rounds
 
     def restless(self, requests):
         drafting = type(self.drafter) is not Drafter
         self.stop_ids, stops = (frozenset(), self.stop_ids) if drafting else (self.stop_ids, self.stop_ids)
-        answer = real(self, requests)
+        answer = yield from real(self, requests)
         self.stop_ids = stops
         return answer
 
-    monkeypatch.setattr(Engine, "generate", restless)
+    monkeypatch.setattr(Engine, "rounds", restless)
 
 
 @pytest.mark.parametrize("fault", [keep_stale_entries, accept_one_too_many, drop_a_token])
@@ -524,14 +525,14 @@ def test_a_question_that_fails_is_recorded_and_leaves_the_others_alone(workplace
 
 def test_what_ends_the_job_is_not_booked_as_a_question_that_failed(workplace, tmp_path, monkeypatch):
     """The questions before it stand, and the same command goes on after them."""
-    real, calls = Engine.generate, iter(range(1000))
+    real, calls = Engine.rounds, iter(range(1000))
 
     def until(self, *arguments, **more):
         if type(self.drafter).__name__ == "PromptLookup" and next(calls) == 4:
             raise JobError("the draft worker is gone")
         return real(self, *arguments, **more)
 
-    monkeypatch.setattr(Engine, "generate", until)
+    monkeypatch.setattr(Engine, "rounds", until)
     run_dir = start(workplace, "pld", tmp_path)
     with pytest.raises(JobError):
         runner.run(run_dir)
@@ -549,9 +550,9 @@ def test_a_full_disk_ends_a_run_in_one_line(workplace, tmp_path, monkeypatch, ca
     run_dir = start(workplace, "pld", tmp_path)
     journal, attempt = run_dir / store.RECORDS, runner.attempt
 
-    def attempted(bench, questions, place, repeat):
-        records = attempt(bench, questions, place, repeat)
-        if place == 3:
+    def attempted(bench, questions, pool, repeat):
+        records = attempt(bench, questions, pool, repeat)
+        if pool == 3:
             room(journal.stat().st_size + left if left else 0)
         return records
 

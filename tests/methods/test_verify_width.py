@@ -68,10 +68,10 @@ def test_a_run_gives_all_arms_the_width(method):
     cfg = composed("bench", *settings, "decoding.verify_width=8")
     OmegaConf.resolve(cfg)
     bench = prepare(cfg)
-    assert bench.target.width == 8
+    assert bench.setup.target.width == 8
     asked = [Request([11, 23, 35, 47, 59] * 2, SamplingParams(12))]
-    with closing(bench.drafter):
-        one, other = (bench.arms[arm](asked)[0].tokens for arm in ("baseline", "method"))
+    with closing(bench.setup.drafter):
+        one, other = (bench.setup.answers(arm, asked)[0].tokens for arm in ("baseline", "method"))
     assert one == other
 
 

@@ -386,12 +386,13 @@ def _answers(shape: str | None, method: str, *overrides: str):
     inline = ["method.placement=inline"] if method in ("mirror_sd", "mirror_ss", "ssd") else []
     cfg = expanded_config(shape, f"method={method}", *inline, *overrides)
     bench = prepare(cfg)
-    prompts = [bench.prompt(q, []) for q in load_questions(cfg.data, cfg.task)[:QUESTIONS]]
-    with closing(bench.drafter):
+    setup = bench.setup
+    prompts = [bench.protocol.prompt(q, []) for q in load_questions(cfg.data, cfg.task)[:QUESTIONS]]
+    with closing(setup.drafter):
         engine = Engine(
-            bench.target, bench.drafter, bench.pair.stop_ids, context_length=bench.pair.context_length
+            setup.target, setup.drafter, setup.pair.stop_ids, context_length=setup.pair.context_length
         )
-        return bench.pair, prompts, [engine.answer(prompt, SamplingParams(TOKENS)) for prompt in prompts]
+        return setup.pair, prompts, [engine.answer(prompt, SamplingParams(TOKENS)) for prompt in prompts]
 
 
 @cache

@@ -30,7 +30,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Request
 from specbench.decoding.trace import Clock, Generation
-from specbench.measure.arms import hf_generate_arm
+from specbench.measure.arms import hf_generate
 from specbench.measure.certify import certify
 from specbench.measure.machine import provenance
 from specbench.measure.numeric_noise import margin, shape_noise
@@ -544,11 +544,11 @@ def generate(check: Check) -> None:
     for label, options in (("generate", {}), ("generate, static cache", {"cache_implementation": "static"})):
         if check.small and options:
             continue  # it compiles for minutes
-        arm = hf_generate_arm(pair, pass_bytes=judge.target.pass_bytes(), **options)
+        answer = hf_generate(pair, pass_bytes=judge.target.pass_bytes(), **options)
         begun = time.perf_counter()
-        arm(requests[:1])
+        answer(requests[:1], lambda tokens: None)
         check.say(Figure(f"{label}: first answer", time.perf_counter() - begun, "s"))
-        answers = arm(requests)
+        answers = answer(requests, lambda tokens: None)
         tokens = sum(len(answer.tokens) - 1 for answer in answers)
         note = str(judge.verdicts(answers))
         check.say(Figure(label, MS * decode_seconds(answers) / tokens, "ms a token", 4, 20, note))

@@ -1,0 +1,170 @@
+"""A run that is ready to be measured: questions in, journal records out.
+
+Per question, all arms answer the same prompt in turns. A batch method gets a pool of questions in place of one;
+everything else is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from specbench.decoding.trace import Clock, Generation, Step
+from specbench.measure.arms import BASELINE, HF, METHOD
+from specbench.system.errors import JobError, one_line
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbench.data.questions import Question
+    from specbench.decoding.state import Request
+    from specbench.measure.arms import Setup
+    from specbench.measure.certify import Certifier
+    from specbench.measure.conductor import Conductor
+    from specbench.measure.protocol import Protocol
+
+
+@dataclass(slots=True)
+class Bench:
+    """What measures one job.
+
+    Attributes:
+        setup: models and arms.
+        protocol: what they are asked.
+        conductor: lets the arms answer.
+        certifier: judges the answers.
+        training: of the parts of the drafter, see `provenance.trained`.
+        trained_weights: their sizes and forms, see `provenance.trained_weights`.
+    """
+
+    setup: Setup
+    protocol: Protocol
+    conductor: Conductor
+    certifier: Certifier
+    training: dict[str, dict] = field(default_factory=dict)
+    trained_weights: dict[str, dict] = field(default_factory=dict)
+
+    def measure(self, questions: list[Question], pool: int, repeat: int = 0) -> list[dict]:
+        """Measures some questions, which a batch method answers together.
+
+        A question whose prompt cannot be made or does not fit fails alone; everything else is raised.
+
+        Args:
+            questions: to ask.
+            pool: number of this pool, which with `repeat` chooses the order of the arms.
+            repeat: number of the pass over all questions.
+
+        Returns:
+            A journal record for each question.
+        """
+        if pool == 0:
+            self.setup.drafter.forget()  # of the warm-up, and of the pass before
+        arms = self.setup.arms
+        answers: dict[int, dict[str, list[str]]] = {
+            q.question_id: {name: [] for name in arms} for q in questions
+        }
+        turns: dict[int, list[dict]] = {q.question_id: [] for q in questions}
+        errors: dict[int, str] = {}
+        for turn in range(max(len(q.turns) for q in questions)):
+            requests: dict[int, dict[str, Request]] = {}
+            for q in questions:
+                if q.question_id in errors or len(q.turns) <= turn:
+                    continue
+                try:
+                    requests[q.question_id] = {
+                        name: self.protocol.request(q, answers[q.question_id], name, repeat) for name in arms
+                    }
+                except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
+                    errors[q.question_id] = one_line(error)
+            if not requests:
+                continue
+            for number, record in self._turn(requests, turn, pool, repeat).items():
+                texts = {n: self.setup.pair.decode(record["arms"][n][0]["tokens"]) for n in arms}
+                for name, text in texts.items():
+                    answers[number][name].append(text)
+                record["text"] = {name: texts[name] for name in (BASELINE, METHOD)}
+                turns[number].append(record)
+        return [_record(q, pool, repeat, turns[q.question_id], errors.get(q.question_id)) for q in questions]
+
+    def _turn(
+        self, requests: dict[int, dict[str, Request]], turn: int, pool: int, repeat: int
+    ) -> dict[int, dict]:
+        """One turn of some questions through all arms: by question, from requests by arm to a record."""
+        order = self.protocol.order(self.setup.arms, pool, turn, repeat)
+        measured = self.conductor.measure(
+            {name: [by_arm[name] for by_arm in requests.values()] for name in order}
+        )
+        records: dict[int, dict] = {}
+        for i, (number, by_arm) in enumerate(requests.items()):
+            attempts = {name: [attempt.answers[name][i] for attempt in measured.attempts] for name in order}
+            prompt = by_arm[BASELINE].prompt
+            records[number] = record = {
+                "turn": turn,
+                "prompt_tokens": len(prompt),
+                "prompt_sha256": hashlib.sha256(repr(prompt).encode()).hexdigest(),
+                "arms": {name: [_journal(measured.answers[name][i])] for name in order},
+                "machine": measured.machine,  # that of the whole pool
+                "baseline_equivalence": None,
+            }
+            first = self.certifier.first_answer(number, repeat, record)
+            for key, arm in (("equivalence", METHOD), ("baseline_equivalence", HF)):
+                if arm in order:
+                    record[key] = asdict(self.certifier.judge(arm, by_arm, attempts, first))
+        return records
+
+
+def attempt(bench: Bench, questions: list[Question], pool: int, repeat: int = 0) -> list[dict]:
+    """Measures some questions together; whatever goes wrong with them is recorded, and leaves the others alone."""
+    try:
+        records = bench.measure(questions, pool, repeat)
+    except JobError:
+        raise
+    except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
+        _check_device(bench.setup.pair.device, error)
+        records = [_record(question, pool, repeat, [], one_line(error)) for question in questions]
+    for record in records:
+        if record["error"] is not None:
+            tqdm.write(f"question {record['question_id']} failed: {record['error']}", file=sys.stderr)
+    return records
+
+
+def _check_device(device: torch.device, met: Exception) -> None:
+    """Raises JobError where a device does nothing more.
+
+    After an illegal address or a failed assertion on a GPU every call of this process fails, and so would every further
+    question.
+    """
+    try:
+        Clock(device).synchronize()
+    except RuntimeError as error:
+        raise JobError(f"{device} has failed and cannot be used any more: {one_line(error)}") from met
+
+
+def _record(question: Question, pool: int, repeat: int, turns: list[dict], error: str | None) -> dict:
+    """The journal record of a question; of one that failed with an `error`, no turns."""
+    return {
+        "question_id": question.question_id,
+        "task": question.task,
+        "category": question.category,
+        "pool": pool,  # questions of one number were measured together
+        "repeat": repeat,
+        "error": error,
+        "turns": [] if error else turns,
+    }
+
+
+def _journal(generation: Generation) -> dict:
+    """A generation as the journal holds it: steps by column."""
+    columns = {name: [getattr(step, name) for step in generation.steps] for name in Step.__dataclass_fields__}
+    columns["stats"] = [stats or None for stats in columns["stats"]]
+    return {
+        "tokens": generation.tokens,
+        "prefill_seconds": generation.prefill_seconds,
+        "seconds": generation.seconds,
+        "finish": generation.finish,
+        "steps": columns,
+    }

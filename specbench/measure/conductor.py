@@ -1,0 +1,132 @@
+"""Lets the arms of a run answer in turns on a watched machine, and once more where others disturbed them.
+
+The arms take turns on the same prompt slice by slice, or answer by answer where one of them must not be cut: what slows
+the machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specbench.decoding.trace import Clock
+from specbench.measure.arms import METHOD
+from specbench.measure.interleave import Interleaver
+from specbench.measure.machine import provenance
+from specbench.measure.machine.watch import LOST, Counters, Watch, added, between
+from specbench.measure.remeasure import Attempt, Slice, least_disturbed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from specbench.decoding.state import Request
+    from specbench.decoding.trace import Generation
+    from specbench.measure.arms import Setup
+
+# Stop measuring again once more than this share of all time was disturbed, checked after so many seconds.
+HOPELESS, HOPELESS_AFTER = 0.5, 3.0
+TOLERATED = 0.05  # of a turn's time may be disturbed without measuring it again
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One turn of some questions.
+
+    Attributes:
+        answers: of each arm, with the times of the attempts that were disturbed least.
+        attempts: all of them.
+        machine: what the journal holds of the machine meanwhile.
+    """
+
+    answers: dict[str, list[Generation]]
+    attempts: list[Attempt]
+    machine: dict[str, Any]
+
+
+class Conductor:
+    """Measures the arms of a run.
+
+    Args:
+        setup: with the arms.
+        slice_seconds: after which an arm hands over to another one; None: arms alternate by whole answers.
+        remeasure: how often a turn that others disturbed is measured again at most.
+
+    Attributes:
+        watch: of the machine.
+        peak_memory: bytes, while a batch method ran; None where it was not measured.
+    """
+
+    def __init__(self, setup: Setup, slice_seconds: float | None, remeasure: int):
+        self.setup, self.slice_seconds, self.remeasure = setup, slice_seconds, remeasure
+        self.watch = Watch()
+        self.peak_memory: int | None = None
+        self._seconds = self._disturbed_seconds = 0.0  # of all first attempts
+
+    def measure(self, requests: dict[str, list[Request]]) -> Measurement:
+        """Lets every arm answer its requests.
+
+        Args:
+            requests: by arm, in the order of the arms' first slices.
+        """
+        drafter, device = self.setup.drafter, self.setup.pair.device
+        self.setup.set_reference_answers(requests[METHOD])
+        self.watch.find_children()
+        heat = self.watch.heat()
+        learnt = drafter.snapshot()
+        attempts = [self._attempt(requests)]
+        answers, disturbed = least_disturbed(attempts)
+        still_disturbed = disturbed
+        while self._is_worth_another(attempts, still_disturbed):
+            drafter.restore(learnt)  # or it would copy the answer that it has just given
+            attempts.append(self._attempt(requests))
+            answers, still_disturbed = least_disturbed(attempts)
+        heat = between(heat, self.watch.heat())
+        counters = added([attempt.counted() for attempt in attempts])  # over all attempts and arms
+        watched = any(name in counters for name in (*LOST, "others"))
+        machine = {
+            "goes": len(attempts),
+            "disturbed_share": disturbed if watched else None,
+            "still_disturbed_share": still_disturbed if watched else None,
+            "counters": counters | heat,
+            "clock_mhz": self.watch.clock_mhz(),
+            "gpus": provenance.gpus(provenance.GPU_STATE) if device.type == "cuda" else [],
+        }
+        return Measurement(answers, attempts, machine)
+
+    def _attempt(self, requests: dict[str, list[Request]]) -> Attempt:
+        device, order = self.setup.pair.device, list(requests)
+        slices: dict[str, list[Slice]] = {name: [] for name in order}
+
+        @contextmanager
+        def watched(number: int) -> Iterator[None]:
+            name = order[number]
+            counts_memory = name == METHOD and self.setup.batch_size
+            if counts_memory:
+                provenance.reset_peak_memory(device)
+            before = self.watch.read()
+            yield
+            counted = between(before, self.watch.read())
+            slices[name].append(Slice(turns.tokens[number], counted, self.watch.disturbance(counted)))
+            if counts_memory:
+                peak = provenance.peak_memory(device)
+                self.peak_memory = peak and max(peak, self.peak_memory or 0)
+
+        turns = Interleaver(Clock(device), self.slice_seconds or math.inf, watched)
+        answers = turns.run([self.setup.arms[name](of_arm) for name, of_arm in requests.items()])
+        return Attempt(dict(zip(order, answers)), slices)
+
+    def _is_worth_another(self, attempts: list[Attempt], disturbed: float) -> bool:
+        """Whether a turn of which this share is disturbed is to be measured again, and that may help."""
+        if len(attempts) == 1:
+            counted: Counters = attempts[0].counted()
+            self._seconds += counted["seconds"]
+            self._disturbed_seconds += counted["disturbed"]
+        busy = self._disturbed_seconds > HOPELESS * self._seconds and self._seconds > HOPELESS_AFTER
+        return (
+            len(attempts) <= self.remeasure
+            and not busy
+            and self.setup.batch_size is None  # the rounds of a batch belong to all its sequences
+            and disturbed > TOLERATED
+        )

@@ -1,0 +1,65 @@
+"""Before the first question: the number of threads and the layouts of weights are chosen, and every arm warms up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specbench.decoding.cpu import autotune
+from specbench.decoding.model.graphs import GraphRunner
+from specbench.measure.arms import BASELINE, METHOD, SINGLE
+from specbench.system import threads
+
+if TYPE_CHECKING:
+    from specbench.decoding.state import Request
+    from specbench.measure.arms import Setup
+    from specbench.measure.protocol import Protocol
+
+TOKENS = 16  # of each arm on a warm-up question, to warm up and to choose the number of threads by
+
+
+def warm_up(setup: Setup, protocol: Protocol) -> None:
+    """Runs every arm on the warm-up questions with the shortest and the longest prompt."""
+    # Whole answers where passes are captured: each number of entries that they attend to has a graph of its own.
+    captured = isinstance(setup.target.runner, GraphRunner)
+    requests = protocol.warm_up_requests(protocol.decoding.max_new_tokens if captured else TOKENS)
+    requests.sort(key=lambda request: len(request.prompt))
+    ends = [requests[0], requests[-1]]
+    setup.set_reference_answers(ends)
+    for name in setup.arms:
+        setup.answers(name, ends if name == SINGLE else _filled(setup, ends))
+
+
+def choose_threads(setup: Setup, protocol: Protocol, threads_asked: int | None) -> threads.Threads:
+    """Sets torch's threads for all arms: as asked, or as many as baseline and method together are fastest with.
+
+    It is measured on the first warm-up question (batches: on as many as fill one).
+    """
+    requests = _filled(setup, protocol.warm_up_requests(TOKENS))[: setup.batch_size or 1]
+    setup.set_reference_answers(requests)
+
+    def work() -> None:
+        for name in (BASELINE, METHOD):
+            setup.answers(name, requests)
+
+    on_cpu = setup.pair.device.type == "cpu"
+    return threads.use_threads(threads_asked, work if on_cpu else None, lambda: choose_layouts(setup))
+
+
+def choose_layouts(setup: Setup, chosen: dict | None = None) -> dict:
+    """Gives all weights the layouts that are fastest in this run's passes; see `autotune.choose_layouts`.
+
+    Those are the baseline's, of one token of each sequence, and the widest of the method. A batch has passes of a
+    single sequence, too, of the arm that it is compared with.
+
+    Args:
+        setup: with the target.
+        chosen: by an earlier process of this run.
+    """
+    b = setup.batch_size or 1
+    passes = [autotune.PassShape(*shape) for shape in ((1, 1), (b, 1), (b, setup.verify_tokens))]
+    return autotune.choose_layouts(setup.target, passes, chosen or {})
+
+
+def _filled(setup: Setup, requests: list[Request]) -> list[Request]:
+    """The same requests again until they fill a batch."""
+    return requests * -(-(setup.batch_size or 1) // len(requests))
