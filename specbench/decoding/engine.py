@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from specbench.decoding.kv_layout import RaggedLayout
     from specbench.decoding.model.staged_model import StagedModel
 
-T = TypeVar("T")
 Rounds = Generator[int, bool | None, list[Generation]]  # see `Engine.rounds`
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most requests
@@ -132,38 +131,34 @@ class Engine:
         self._check(requests)
         held: list[SequenceState] = []
         try:
-            return (yield from self._rounds(requests, held))
-        except BaseException:  # of one that is closed early, too
+            self.clock.synchronize()
+            begun = self._last = self.clock.mark()
+            self._allocate(requests)
+            opened = self._last = self.clock.mark()
+            sequences = [
+                SequenceState(i, request, self.stop_ids if request.stop_ids is None else request.stop_ids)
+                for i, request in enumerate(requests)
+            ]
+            waiting, emitted = deque(sequences), 0
+            rounds: list[Round] = []
+            while True:
+                if waiting:
+                    self._admit(waiting, held)
+                self._remove_finished(held)
+                if not held:
+                    break
+                rounds.append(self._round(held, len(rounds)))
+                before, emitted = emitted, sum(one.emitted for one in sequences)
+                if (yield emitted - before):
+                    self._last = self.clock.mark()
+            self.clock.synchronize()
+        except BaseException:  # also where it is closed early
             self._cache = None  # it may hold NaN or infinities, which a mask does not remove (0 * inf = NaN)
             raise
         finally:
             for slot, one in enumerate(held):
                 if not one.done:  # given up
                     self.drafter.end(slot)
-
-    def _rounds(self, requests: list[Request], held: list[SequenceState]) -> Rounds:
-        self.clock.synchronize()
-        begun = self._last = self.clock.mark()
-        self._allocate(requests)
-        opened = self._last = self.clock.mark()
-        waiting = deque(
-            SequenceState(i, request, self.stop_ids if request.stop_ids is None else request.stop_ids)
-            for i, request in enumerate(requests)
-        )
-        sequences = [*waiting]
-        rounds: list[Round] = []
-        emitted = 0
-        while True:
-            if waiting:
-                self._admit(waiting, held)
-            self._remove_finished(held)
-            if not held:
-                break
-            rounds.append(self._round(held, len(rounds)))
-            before, emitted = emitted, sum(one.emitted for one in sequences)
-            if (yield emitted - before):
-                self._last = self.clock.mark()
-        self.clock.synchronize()
         opening = self.clock.seconds(begun, opened) / len(sequences)
         timed = [self._timed(r) for r in rounds]
         return [self._generation(one, rounds, timed, opening) for one in sequences]
@@ -470,11 +465,11 @@ class Engine:
         return Generation(one.new_tokens, prefill, prefill + spent, finish, steps)
 
 
-def exhaust(generator: Generator[Any, Any, T]) -> T:
-    """Runs a generator to its end; returns what it returns."""
+def exhaust(rounds: Rounds) -> list[Generation]:
+    """Runs all rounds of a generator at once; returns the answers."""
     while True:
         try:
-            next(generator)
+            next(rounds)
         except StopIteration as end:
             return end.value
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import GenerationConfig
 
 from specbench.decoding.engine import Rounds, exhaust
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.stop import truncate_at_stop
-from specbench.decoding.trace import Clock, Generation, Step, Timestamp
+from specbench.decoding.trace import Clock, Generation, Step
 from specbench.models.pairs import Pair
 
 if TYPE_CHECKING:
     from specbench.decoding.drafter import Drafter
-    from specbench.decoding.engine import Engine
     from specbench.decoding.model.staged_model import StagedModel
 
-T = TypeVar("T")
 Arm = Callable[[list[Request]], Rounds]
 Pause = Callable[[int], bool | None]  # called with the new tokens of a step; whether others ran meanwhile
 
@@ -64,49 +62,6 @@ class Setup:
         if self.drafter.needs.reference_answer:
             answers = self.answers(BASELINE, requests)
             self.drafter.set_reference_answers([r.prompt for r in requests], [a.tokens for a in answers])
-
-
-class Steps(StoppingCriteria):
-    """Stops nothing: times the steps of transformers' generate, and pauses between two of them.
-
-    Args:
-        clock: of the arm.
-        prompt: tokens of the longest prompt.
-        batch: requests that are answered at once.
-        device: that the answers are on.
-        pause: called after each step.
-    """
-
-    def __init__(self, clock: Clock, prompt: int, batch: int, device: torch.device, pause: Pause):
-        self.clock, self.length, self.pause = clock, prompt, pause
-        self._none = torch.zeros(batch, dtype=torch.bool, device=device)  # which answers are to stop
-        self.begins: list[Timestamp] = [clock.mark()]
-        self.ends: list[Timestamp] = []
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.Tensor:
-        """Ends a step, the first of which is the prefill; input_ids: [batch, n] so far."""
-        batch, length = input_ids.shape
-        self.ends.append(self.clock.mark())
-        others_ran = self.pause(batch * (length - self.length))
-        self.begins.append(self.clock.mark() if others_ran else self.ends[-1])
-        self.length = length
-        return self._none
-
-    def seconds(self) -> list[float]:
-        """Seconds of each step; on a GPU only after the clock's `synchronize`."""
-        return [self.clock.seconds(begin, end) for begin, end in zip(self.begins, self.ends)]
-
-
-def one_by_one(engine: Engine) -> Arm:
-    """An engine for single sequences, which answers its requests one after the other."""
-
-    def rounds(requests: list[Request]) -> Rounds:
-        answers = []
-        for request in requests:
-            answers += yield from engine.rounds([request])
-        return answers
-
-    return rounds
 
 
 class FastestOf:
@@ -154,7 +109,7 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0,
     return rounds
 
 
-def as_generator(function: Callable[[Pause], T]) -> Generator[int, bool | None, T]:
+def as_generator(function: Callable[[Pause], list[Generation]]) -> Rounds:
     """A function that cannot yield, as a generator: its calls of `Pause` yield their argument, and return what is sent.
 
     torch's modes belong to the thread: the generator is to be decorated with the one that the function runs in.
@@ -212,20 +167,27 @@ def hf_generate(
         torch.manual_seed(requests[0].seed)
         clock.synchronize()
         longest = max(len(r.prompt) for r in requests)
-        steps = Steps(clock, longest, len(requests), pair.device, pause)
-        ids = torch.tensor(
-            [[pad] * (longest - len(r.prompt)) + r.prompt for r in requests], device=pair.device
-        )
-        mask = torch.tensor(
-            [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in requests], device=pair.device
-        )
+        begins, ends, lengths = [clock.mark()], [], [longest]
+        stops = torch.zeros(len(requests), dtype=torch.bool, device=pair.device)  # none of the answers
+
+        def end_step(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            """Ends a step, the first of which is the prefill; ids: [batch, n] so far."""
+            ends.append(clock.mark())
+            lengths.append(ids.shape[1])
+            others_ran = pause(len(ids) * (lengths[-1] - lengths[-2]))
+            begins.append(clock.mark() if others_ran else ends[-1])
+            return stops
+
+        padding = [longest - len(r.prompt) for r in requests]
+        ids = torch.tensor([[pad] * n + r.prompt for n, r in zip(padding, requests)], device=pair.device)
+        mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding], device=pair.device)
         output = target.generate(
-            ids, attention_mask=mask, generation_config=config, stopping_criteria=[steps], **options
+            ids, attention_mask=mask, generation_config=config, stopping_criteria=[end_step], **options
         )
         new = output[:, longest:].tolist()
-        steps.ends.append(clock.mark())  # after the last step
+        ends.append(clock.mark())  # after the last step
         clock.synchronize()
-        seconds = steps.seconds()
+        seconds = [clock.seconds(begin, end) for begin, end in zip(begins, ends)]
         answers = [
             truncate_at_stop(tokens[: request.decoding.max_new_tokens], pair.stop_ids)
             for tokens, request in zip(new, requests)
@@ -247,10 +209,9 @@ def hf_generate(
     def in_batches(requests: list[Request], pause: Pause) -> list[Generation]:
         chunks: list[list[Request]] = []
         for request in requests:
-            if chunks and fits([*chunks[-1], request]):
-                chunks[-1].append(request)
-            else:
-                chunks.append([request])
+            if not chunks or not fits([*chunks[-1], request]):
+                chunks.append([])
+            chunks[-1].append(request)
         return [generation for chunk in chunks for generation in generate(chunk, pause)]
 
     return in_batches

@@ -64,9 +64,7 @@ class Bench:
         if pool == 0:
             self.setup.drafter.forget()  # of the warm-up, and of the pass before
         arms = self.setup.arms
-        answers: dict[int, dict[str, list[str]]] = {
-            q.question_id: {name: [] for name in arms} for q in questions
-        }
+        texts: dict[int, dict[str, list[str]]] = {q.question_id: {n: [] for n in arms} for q in questions}
         turns: dict[int, list[dict]] = {q.question_id: [] for q in questions}
         errors: dict[int, str] = {}
         for turn in range(max(len(q.turns) for q in questions)):
@@ -76,17 +74,16 @@ class Bench:
                     continue
                 try:
                     requests[q.question_id] = {
-                        name: self.protocol.request(q, answers[q.question_id], name, repeat) for name in arms
+                        name: self.protocol.request(q, texts[q.question_id], name, repeat) for name in arms
                     }
                 except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
                     errors[q.question_id] = one_line(error)
             if not requests:
                 continue
             for number, record in self._turn(requests, turn, pool, repeat).items():
-                texts = {n: self.setup.pair.decode(record["arms"][n][0]["tokens"]) for n in arms}
-                for name, text in texts.items():
-                    answers[number][name].append(text)
-                record["text"] = {name: texts[name] for name in (BASELINE, METHOD)}
+                for name in arms:
+                    texts[number][name].append(self.setup.pair.decode(record["arms"][name][0]["tokens"]))
+                record["text"] = {name: texts[number][name][-1] for name in (BASELINE, METHOD)}
                 turns[number].append(record)
         return [_record(q, pool, repeat, turns[q.question_id], errors.get(q.question_id)) for q in questions]
 
@@ -95,9 +92,8 @@ class Bench:
     ) -> dict[int, dict]:
         """One turn of some questions through all arms: by question, from requests by arm to a record."""
         order = self.protocol.order(self.setup.arms, pool, turn, repeat)
-        measured = self.conductor.measure(
-            {name: [by_arm[name] for by_arm in requests.values()] for name in order}
-        )
+        in_order = {name: [by_arm[name] for by_arm in requests.values()] for name in order}
+        measured = self.conductor.measure(in_order)
         records: dict[int, dict] = {}
         for i, (number, by_arm) in enumerate(requests.items()):
             attempts = {name: [attempt.answers[name][i] for attempt in measured.attempts] for name in order}
@@ -161,10 +157,5 @@ def _journal(generation: Generation) -> dict:
     """A generation as the journal holds it: steps by column."""
     columns = {name: [getattr(step, name) for step in generation.steps] for name in Step.__dataclass_fields__}
     columns["stats"] = [stats or None for stats in columns["stats"]]
-    return {
-        "tokens": generation.tokens,
-        "prefill_seconds": generation.prefill_seconds,
-        "seconds": generation.seconds,
-        "finish": generation.finish,
-        "steps": columns,
-    }
+    fields = ("tokens", "prefill_seconds", "seconds", "finish")
+    return {name: getattr(generation, name) for name in fields} | {"steps": columns}

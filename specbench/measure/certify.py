@@ -10,7 +10,7 @@ from specbench.decoding.sampling import TARGET, position_draws
 from specbench.decoding.stop import truncate_at_stop
 from specbench.measure.arms import BASELINE, HF
 from specbench.measure.metrics.metrics import VERDICTS
-from specbench.measure.numeric_noise import batch_noise, drawn_margin, margin, shape_noise
+from specbench.measure.numeric_noise import batch_noise, drawn_margin, next_logits, shape_noise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -113,17 +113,16 @@ class Certifier:
             return Certificate(None, None, None, None)
 
         def margin_at(index: int, preferred: int, other: int) -> float:
+            logits = next_logits(setup.target, prompt, first, index)
             if decoding.greedy:
-                return margin(setup.target, prompt, first, index, preferred, other)
+                return float(logits[preferred] - logits[other])
             draws = position_draws(request.seed, decoding.max_new_tokens, 1, setup.pair.device)
-            uniform = float(draws[index, TARGET])
-            return drawn_margin(setup.target, prompt, first, index, other, decoding, uniform)
+            return drawn_margin(logits, other, decoding, float(draws[index, TARGET]))
 
         judged = {arm, setup.reference} | ({BASELINE} if arm == HF else set())
         texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}
-        certificates = [
-            certify(first, list(text), setup.pair.stop_ids, margin_at, self.noise) for text in texts
-        ]
+        stop_ids = setup.pair.stop_ids
+        certificates = [certify(first, list(text), stop_ids, margin_at, self.noise) for text in texts]
         return max(certificates, key=lambda c: VERDICTS.index(c.verdict))
 
     def noise(self) -> float:

@@ -15,7 +15,7 @@ from specbench.decoding.trace import Clock
 from specbench.measure.arms import METHOD
 from specbench.measure.interleave import Interleaver
 from specbench.measure.machine import provenance
-from specbench.measure.machine.watch import LOST, Counters, Watch, added, between
+from specbench.measure.machine.watch import LOST, Watch, added, between
 from specbench.measure.remeasure import Attempt, Slice, least_disturbed
 
 if TYPE_CHECKING:
@@ -76,9 +76,12 @@ class Conductor:
         heat = self.watch.heat()
         learnt = drafter.snapshot()
         attempts = [self._attempt(requests)]
+        counted = attempts[0].counted()
+        self._seconds += counted["seconds"]
+        self._disturbed_seconds += counted["disturbed"]
         answers, disturbed = least_disturbed(attempts)
         still_disturbed = disturbed
-        while self._is_worth_another(attempts, still_disturbed):
+        while self._is_worth_another(len(attempts), still_disturbed):
             drafter.restore(learnt)  # or it would copy the answer that it has just given
             attempts.append(self._attempt(requests))
             answers, still_disturbed = least_disturbed(attempts)
@@ -117,15 +120,11 @@ class Conductor:
         answers = turns.run([self.setup.arms[name](of_arm) for name, of_arm in requests.items()])
         return Attempt(dict(zip(order, answers)), slices)
 
-    def _is_worth_another(self, attempts: list[Attempt], disturbed: float) -> bool:
+    def _is_worth_another(self, attempts: int, disturbed: float) -> bool:
         """Whether a turn of which this share is disturbed is to be measured again, and that may help."""
-        if len(attempts) == 1:
-            counted: Counters = attempts[0].counted()
-            self._seconds += counted["seconds"]
-            self._disturbed_seconds += counted["disturbed"]
         busy = self._disturbed_seconds > HOPELESS * self._seconds and self._seconds > HOPELESS_AFTER
         return (
-            len(attempts) <= self.remeasure
+            attempts <= self.remeasure
             and not busy
             and self.setup.batch_size is None  # the rounds of a batch belong to all its sequences
             and disturbed > TOLERATED

@@ -57,18 +57,17 @@ class Interleaver:
         """
         results: dict[int, T] = {}
         self.tokens = [0] * len(arms)
-        waiting = [*range(len(arms))]
-        begun: set[int] = set()
+        paused: dict[int, bool | None] = dict.fromkeys(range(len(arms)))  # what those that go on are sent
         try:
-            while waiting:
-                number = min(waiting, key=self.tokens.__getitem__)
+            while paused:
+                number = min(paused, key=self.tokens.__getitem__)
                 with self.around(number):
                     try:
-                        self._run_slice(number, arms[number], True if number in begun else None)
-                        begun.add(number)
+                        self._run_slice(number, arms[number], paused[number])
+                        paused[number] = True
                     except StopIteration as end:
                         results[number] = end.value
-                        waiting.remove(number)
+                        del paused[number]
         finally:
             for arm in arms:
                 arm.close()

@@ -50,9 +50,8 @@ def tree_logits(target: StagedModel, prompt: list[int], answer: list[int]) -> to
     ids = torch.tensor([prompt + answer], device=target.device)
     cache = target.new_cache(ids.shape[1] + n + target.padding)
     logits = [target.prefill(ids[:, : len(prompt)], cache).logits]
-    logits.append(
-        target.verify(ids[:, len(prompt) : len(prompt) + 1], Draft(ids[:, :0]), cache, len(prompt))[0]
-    )
+    first = ids[:, len(prompt) : len(prompt) + 1]
+    logits.append(target.verify(first, Draft(ids[:, :0]), cache, len(prompt))[0])
     for start in range(len(prompt), ids.shape[1] - 2):
         parent, token = ids[:, start : start + 1], ids[:, start + 1 : start + 2]
         draft = Draft(torch.cat([parent.expand(-1, n - 2), token], dim=1))
@@ -61,30 +60,18 @@ def tree_logits(target: StagedModel, prompt: list[int], answer: list[int]) -> to
     return torch.cat(logits).float()
 
 
-def margin(
-    target: StagedModel, prompt: list[int], answer: list[int], index: int, preferred: int, other: int
-) -> float:
-    """logit[preferred] - logit[other] where the target chooses token `index` of `answer`, decoding token by token."""
-    logits = forced_logits(target, prompt, answer[: index + 1], block=1)[index]
-    return (logits[preferred] - logits[other]).item()
+def next_logits(target: StagedModel, prompt: list[int], answer: list[int], index: int) -> torch.Tensor:
+    """Logits [vocab] of token `index` of `answer`, as the target has them decoding token by token."""
+    return forced_logits(target, prompt, answer[: index + 1], block=1)[index]
 
 
-def drawn_margin(
-    target: StagedModel,
-    prompt: list[int],
-    answer: list[int],
-    index: int,
-    other: int,
-    decoding: SamplingParams,
-    uniform: float,
-) -> float:
-    """How far the logits must move, at the least, for the draw of token `index` to give `other` instead.
+def drawn_margin(logits: torch.Tensor, other: int, decoding: SamplingParams, uniform: float) -> float:
+    """How far logits [vocab] must move, at the least, for the draw with a number `uniform` to give `other` instead.
 
     A draw takes the token in whose part of the distribution function F the number u lies. Moving logits apart by d
     moves F within logit(F) +- d / temperature. So the distance is temperature x |logit(u) - logit(F)| at the end of the
-    other token's part that is nearer to u: a distance between logits, as in `margin`.
+    other token's part that is nearer to u: a distance between logits, as without draws.
     """
-    logits = forced_logits(target, prompt, answer[: index + 1], block=1)[index]
     ends = decoding.probs(logits).double().cumsum(-1)
     ends = ends / ends[-1]
     low, high = (ends[other - 1] if other else ends.new_zeros(())), ends[other]

@@ -48,12 +48,10 @@ class Protocol:
 
     def capped(self, prompt: list[int]) -> SamplingParams:
         """The decoding with a cap that the context still holds, the same for every arm."""
-        room = self.pair.context_length - len(prompt)
-        if room < 1:
-            raise UserError(
-                f"the prompt has {len(prompt)} tokens, the context only {self.pair.context_length}"
-            )
-        return SamplingParams(min(self.decoding.max_new_tokens, room), self.decoding.temperature)
+        length, context = len(prompt), self.pair.context_length
+        if length >= context:
+            raise UserError(f"the prompt has {length} tokens, the context only {context}")
+        return SamplingParams(min(self.decoding.max_new_tokens, context - length), self.decoding.temperature)
 
     def request(self, question: Question, answers: Mapping[str, list[str]], arm: str, repeat: int) -> Request:
         """The next turn of a question for one arm.

@@ -31,17 +31,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted
-from specbench.measure.arms import (
-    BASELINE,
-    HF,
-    METHOD,
-    SINGLE,
-    Arm,
-    FastestOf,
-    Setup,
-    generate_arm,
-    one_by_one,
-)
+from specbench.measure.arms import BASELINE, HF, METHOD, SINGLE, Arm, FastestOf, Setup, generate_arm
 from specbench.measure.bench import Bench, attempt
 from specbench.measure.certify import Certifier
 from specbench.measure.conductor import Conductor
@@ -73,18 +63,14 @@ def prepare(cfg: DictConfig) -> Bench:
     def engine(drafter: Drafter, scheduler: Scheduler | None = None) -> Engine:
         return Engine(target, drafter, pair.stop_ids, scheduler, pair.context_length)
 
-    single = one_by_one(engine(Drafter()))
-    arms: dict[str, Arm] = {BASELINE: single}
-    if spec.scheduler is None:
-        measured = engine(drafter)
-        arms[METHOD] = one_by_one(measured)
-    else:
+    scheduler = None
+    if spec.scheduler is not None:
         make = pkgutil.resolve_name(spec.scheduler["_target_"])
-        measured = engine(drafter, make(batch_size=size, **parameters(spec.scheduler)))
-        arms[METHOD] = measured.rounds
+        scheduler = make(batch_size=size, **parameters(spec.scheduler))
+    measured, single = engine(drafter, scheduler), engine(Drafter())
+    arms: dict[str, Arm] = {BASELINE: single.rounds, METHOD: measured.rounds}
     if size is not None and size > 1:
-        arms[BASELINE] = engine(Drafter(), Scheduler(size)).rounds
-        arms[SINGLE] = single
+        arms |= {BASELINE: engine(Drafter(), Scheduler(size)).rounds, SINGLE: single.rounds}
     if cfg.generate:
         arms[HF] = generate_arm(pair, size or 1, counted(target.pass_bytes()))
     decoding = SamplingParams(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
@@ -168,7 +154,7 @@ class Job:
         drop_torn_pool(self.journal, planned)
         process = 0 if repeat is None else self.plan.process_of(repeat)
         bench.certifier.recall(self.journal.records)
-        known, probes = self._begin(bench)
+        run_facts, probes = self._begin(bench)
         gc.collect()
         gc.freeze()  # what is loaded by now stays: the collector need not walk it between two questions
         with self._bar(bench) as bar:
@@ -183,12 +169,12 @@ class Job:
                     if pool == len(planned) - 1 or probes.is_due():
                         probes.take()
                     records[-1]["speed"] = probes.collect()
-                    run_facts = {"process": process, "wall_seconds": spent}
-                    self.journal.append(*(record | run_facts for record in records))
+                    shared = {"process": process, "wall_seconds": spent}
+                    self.journal.append(*(record | shared for record in records))
                     bar.update(len(questions))
-                    if bench.conductor.peak_memory != known["peak_memory_bytes"]:
-                        known["peak_memory_bytes"] = bench.conductor.peak_memory
-                        write_json(self.run_dir / store.FACTS, known)
+                    if bench.conductor.peak_memory != run_facts["peak_memory_bytes"]:
+                        run_facts["peak_memory_bytes"] = bench.conductor.peak_memory
+                        write_json(self.run_dir / store.FACTS, run_facts)
                 repeat = self.next_pass()
                 if repeat is not None:
                     bar.total = max(bar.total or 0, (repeat + 1) * len(self.questions))
@@ -200,14 +186,14 @@ class Job:
         Returns:
             The facts, and the probes with a first one.
         """
-        threads, begun, path = self.cfg.threads, {}, self.run_dir / store.PROVENANCE
-        if path.exists():  # gone on with: the same threads and layouts, not measured anew
-            begun = read_json(path)
-            threads = begun["threads"]["torch"]
+        threads, earlier, path = self.cfg.threads, {}, self.run_dir / store.PROVENANCE
+        if path.exists():  # resumed: the same threads and layouts, not measured anew
+            earlier = read_json(path)
+            threads = earlier["threads"]["torch"]
         setup, protocol, watch = bench.setup, bench.protocol, bench.conductor.watch
         thread_choice = choose_threads(setup, protocol, threads)
-        layouts = choose_layouts(setup, begun.get("layouts"))
-        machine = provenance.collect(OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data))
+        layouts = choose_layouts(setup, earlier.get("layouts"))
+        collected = provenance.collect(OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data))
         watch.threads = torch.get_num_threads()
         watch.find_children()
         before = watch.read()
@@ -217,14 +203,14 @@ class Job:
             print(f"this machine is not fit for measuring now: {'; '.join(reasons)}", file=sys.stderr)
         probes = Probes(setup.pair.device)
         first = probes.take()
-        speed = {"machine": probes.machine, "first": first, "best": probes.best}
-        more = {"thread_choice": asdict(thread_choice), "layouts": layouts, "unfit": reasons, "speed": speed}
-        provenance.record(self.run_dir, machine | more)
-        if (self.run_dir / store.FACTS).exists():  # gone on with: the peak is that of all parts
+        speed = {"machine": probes.machine, "best": probes.best}
+        chosen = {"thread_choice": asdict(thread_choice), "layouts": layouts, "unfit": reasons}
+        provenance.record(self.run_dir, collected | chosen | {"speed": speed | {"first": first}})
+        if (self.run_dir / store.FACTS).exists():  # resumed: the peak is that of all processes
             bench.conductor.peak_memory = read_json(self.run_dir / store.FACTS)["peak_memory_bytes"]
-        known = facts(bench) | {"layouts": layouts, "speed": {"machine": probes.machine, "best": probes.best}}
-        write_json(self.run_dir / store.FACTS, known)
-        return known, probes
+        run_facts = facts(bench) | {"layouts": layouts, "speed": speed}
+        write_json(self.run_dir / store.FACTS, run_facts)
+        return run_facts, probes
 
     def _bar(self, bench: Bench) -> tqdm:
         label = self.cfg.method.name + (f", {self.cfg.drafter.name}" if bench.setup.batch_size else "")
@@ -308,9 +294,8 @@ def main() -> int:
     try:
         return run(run_dir)
     except Exception as error:
-        with suppress(
-            UserError
-        ):  # on a full disk there may be no room for the note: what happened is told all the same
+        # On a full disk there may be no room for the note: what happened is told all the same.
+        with suppress(UserError):
             store.note_failure(run_dir, str(error) if isinstance(error, UserError) else one_line(error))
         raise
 

@@ -17,7 +17,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.measure.arms import Arm, hf_generate_arm, one_by_one
+from specbench.measure.arms import Arm, hf_generate_arm
 from specbench.measure.metrics.statistics import speedup
 from tests.benchmarks.common import interleave, pair_and_requests, print_ratios
 
@@ -35,9 +35,8 @@ def assisted_arm(pair) -> Arm:
 
 def engine_arm(pair, drafter: Drafter) -> Arm:
     """Our loop with a drafter."""
-    return one_by_one(
-        Engine(StagedModel(pair.target), drafter, pair.stop_ids, context_length=pair.context_length)
-    )
+    target = StagedModel(pair.target)
+    return Engine(target, drafter, pair.stop_ids, context_length=pair.context_length).rounds
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.measure.arms import one_by_one
 from specbench.measure.metrics.statistics import speedup
 from specbench.system.paths import packaged
 from tests.benchmarks.common import interleave, pair_and_requests, print_ratios
@@ -77,7 +76,7 @@ def main() -> None:
         )
     target = StagedModel(pair.target)
     arms = {
-        n: one_by_one(Engine(target, d, pair.stop_ids, context_length=pair.context_length))
+        n: Engine(target, d, pair.stop_ids, context_length=pair.context_length).rounds
         for n, d in drafters.items()
     }
     found = interleave(arms, requests)

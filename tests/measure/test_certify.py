@@ -5,8 +5,8 @@ import torch
 
 from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
 from specbench.decoding.stop import truncate_at_stop
-from specbench.measure import numeric_noise as rounding
 from specbench.measure.certify import Certificate, certify
+from specbench.measure.numeric_noise import drawn_margin
 
 STOP = {0}
 LIMIT = 1e-3
@@ -102,7 +102,7 @@ def test_a_missing_token_is_a_violation_whatever_the_noise():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_drawn_token_is_as_far_off_as_logits_must_move(seed, monkeypatch):
+def test_a_drawn_token_is_as_far_off_as_logits_must_move(seed):
     g = torch.Generator().manual_seed(seed)
     logits, temperature = 2 * torch.randn(6, generator=g).double(), 0.7
     uniform = torch.rand((), generator=g).item()
@@ -111,17 +111,16 @@ def test_a_drawn_token_is_as_far_off_as_logits_must_move(seed, monkeypatch):
     def drawn(moved: torch.Tensor) -> int:
         return sample_inverse_cdf(torch.softmax(moved / temperature, dim=-1), torch.tensor(uniform)).item()
 
-    monkeypatch.setattr(rounding, "forced_logits", lambda *_, **__: logits.unsqueeze(0).float())
     own = drawn(logits)
-    assert rounding.drawn_margin(None, [1], [own], 0, own, decoding, uniform) == 0.0
+    assert drawn_margin(logits.float(), own, decoding, uniform) == 0.0
     for other in set(range(6)) - {own}:
-        margin = rounding.drawn_margin(None, [1], [own], 0, other, decoding, uniform)
+        margin = drawn_margin(logits.float(), other, decoding, uniform)
         # What the number lies beyond is moved against the rest, by a little less and a little more than the margin.
         apart = torch.where(torch.arange(6) < other + (other < own), -0.5, 0.5) * (1 if own < other else -1)
         before, behind = (drawn(logits + apart * margin * factor) for factor in (0.999, 1.001))
         assert (before < other) == (own < other) and before != other and behind == other
 
 
-def test_a_token_of_no_probability_is_never_a_tie(monkeypatch):
-    monkeypatch.setattr(rounding, "forced_logits", lambda *_, **__: torch.tensor([[0.0, float("-inf"), 0.0]]))
-    assert rounding.drawn_margin(None, [1], [0], 0, 1, SamplingParams(4, 1.0), 0.2) == float("inf")
+def test_a_token_of_no_probability_is_never_a_tie():
+    logits = torch.tensor([0.0, float("-inf"), 0.0])
+    assert drawn_margin(logits, 1, SamplingParams(4, 1.0), 0.2) == float("inf")

@@ -14,7 +14,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Clock
-from specbench.measure.arms import as_generator, hf_generate_arm, one_by_one
+from specbench.measure.arms import as_generator, hf_generate_arm
 from specbench.measure.interleave import Interleaver
 from tests.support.decoding import generate_with_transformers, random_pair
 
@@ -126,7 +126,7 @@ def test_rounds_add_up_to_the_answers():
     pair = random_pair("llama")
     requests = [Request(p, SamplingParams(cap)) for p, cap in ((PROMPT, 9), ([9, 8], 5), (PROMPT, 7))]
     turns = interleaver()
-    (answers,) = turns.run([one_by_one(engine(pair))(requests)])
+    (answers,) = turns.run([engine(pair).rounds(requests)])
     assert [len(answer.tokens) for answer in answers] == [9, 5, 7] and turns.tokens == [9 + 5 + 7]
 
 

@@ -144,9 +144,8 @@ class Watch:
         if not self._tasks.exists():
             return None
         for task in os.listdir(self._tasks):
-            with suppress(
-                OSError, IndexError
-            ):  # a thread that has just ended, or a kernel without the counter
+            # A thread that has just ended, or a kernel without the counter.
+            with suppress(OSError, IndexError):
                 fields = (self._tasks / task / "schedstat").read_bytes().split()
                 self._waited_by[task] = int(fields[1])
         return sum(self._waited_by.values()) / 1e9 if self._waited_by else None

@@ -33,7 +33,7 @@ from specbench.decoding.trace import Clock, Generation
 from specbench.measure.arms import hf_generate
 from specbench.measure.certify import certify
 from specbench.measure.machine import provenance
-from specbench.measure.numeric_noise import margin, shape_noise
+from specbench.measure.numeric_noise import next_logits, shape_noise
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import one_line
 from tests.benchmarks.gpu.settings import Loaded, Settings, method_settings, names, pair_settings, read
@@ -357,7 +357,8 @@ class Judge:
             def margin_at(
                 index: int, preferred: int, other: int, prompt: list[int] = prompt, own: Generation = own
             ) -> float:
-                return margin(self.target, prompt, own.tokens, index, preferred, other)
+                logits = next_logits(self.target, prompt, own.tokens, index)
+                return float(logits[preferred] - logits[other])
 
             found = certify(own.tokens, answer.tokens, self.pair.stop_ids, margin_at, self.noise)
             counts[str(found.verdict)] += 1
