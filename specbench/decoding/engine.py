@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from specbench.decoding.kv_layout import RaggedLayout
     from specbench.decoding.model.staged_model import StagedModel
 
-Rounds = Generator[int, bool | None, list[Generation]]  # see `Engine.rounds`
+Rounds = Generator[int, None, list[Generation]]  # see `Engine.rounds`
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most requests
 FIXED_STEP = 1024  # where what was captured is lost with every cache
@@ -116,8 +116,8 @@ class Engine:
             requests: sequences to decode, at one temperature.
 
         Yields:
-            After each round, the tokens that it has added to all answers. Whoever does something else meanwhile sends
-            True: that time is then left out.
+            After each round, the tokens that it has added to all answers. What the caller does until the next round
+            does not count as time of the sequences.
 
         Returns:
             The answers in the order of the requests.
@@ -149,8 +149,8 @@ class Engine:
                     break
                 rounds.append(self._round(held, len(rounds)))
                 before, emitted = emitted, sum(one.emitted for one in sequences)
-                if (yield emitted - before):
-                    self._last = self.clock.mark()
+                yield emitted - before
+                self._last = self.clock.mark()
             self.clock.synchronize()
         except BaseException:  # also where it is closed early
             self._cache = None  # it may hold NaN or infinities, which a mask does not remove (0 * inf = NaN)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
 
 Arm = Callable[[list[Request]], Rounds]
-Pause = Callable[[int], bool | None]  # called with the new tokens of a step; whether others ran meanwhile
+Pause = Callable[[int], None]  # called with the new tokens of a step; others may run meanwhile
 
 # SINGLE: the baseline at batch size 1, in batched runs the reference for equivalence and for the throughput ratio.
 BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
@@ -110,7 +110,7 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0,
 
 
 def as_generator(function: Callable[[Pause], list[Generation]]) -> Rounds:
-    """A function that cannot yield, as a generator: its calls of `Pause` yield their argument, and return what is sent.
+    """A function that cannot yield, as a generator: its calls of `Pause` yield their argument.
 
     torch's modes belong to the thread: the generator is to be decorated with the one that the function runs in.
     """
@@ -120,7 +120,8 @@ def as_generator(function: Callable[[Pause], list[Generation]]) -> Rounds:
     try:
         value = running.switch(lambda tokens: running.parent.switch(tokens))
         while not running.dead:
-            value = running.switch((yield value))
+            yield value
+            value = running.switch()
         return value
     finally:
         if not running.dead:
@@ -174,8 +175,8 @@ def hf_generate(
             """Ends a step, the first of which is the prefill; ids: [batch, n] so far."""
             ends.append(clock.mark())
             lengths.append(ids.shape[1])
-            others_ran = pause(len(ids) * (lengths[-1] - lengths[-2]))
-            begins.append(clock.mark() if others_ran else ends[-1])
+            pause(len(ids) * (lengths[-1] - lengths[-2]))
+            begins.append(clock.mark())
             return stops
 
         padding = [longest - len(r.prompt) for r in requests]

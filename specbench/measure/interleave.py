@@ -42,12 +42,12 @@ class Interleaver:
         self.clock, self.seconds, self.around = clock, seconds, around
         self.tokens: list[int] = []
 
-    def run(self, arms: Sequence[Generator[int, bool | None, T]]) -> list[T]:
+    def run(self, arms: Sequence[Generator[int, None, T]]) -> list[T]:
         """Runs all arms.
 
         Args:
             arms: in the order of their first slices, which decides between equal numbers of tokens later, too. Each
-                yields the tokens of a round, and is sent True where others have run since.
+                yields the tokens of a round.
 
         Returns:
             What each arm returned.
@@ -57,26 +57,25 @@ class Interleaver:
         """
         results: dict[int, T] = {}
         self.tokens = [0] * len(arms)
-        paused: dict[int, bool | None] = dict.fromkeys(range(len(arms)))  # what those that go on are sent
+        waiting = [*range(len(arms))]
         try:
-            while paused:
-                number = min(paused, key=self.tokens.__getitem__)
+            while waiting:
+                number = min(waiting, key=self.tokens.__getitem__)
                 with self.around(number):
                     try:
-                        self._run_slice(number, arms[number], paused[number])
-                        paused[number] = True
+                        self._run_slice(number, arms[number])
                     except StopIteration as end:
                         results[number] = end.value
-                        del paused[number]
+                        waiting.remove(number)
         finally:
             for arm in arms:
                 arm.close()
         return [results[number] for number in range(len(arms))]
 
-    def _run_slice(self, number: int, arm: Generator[int, bool | None, T], paused: bool | None) -> None:
+    def _run_slice(self, number: int, arm: Generator[int, None, T]) -> None:
         """Runs one slice; raises StopIteration where the arm comes to its end."""
         begun = time.perf_counter()
-        self.tokens[number] += arm.send(paused)
+        self.tokens[number] += next(arm)
         while time.perf_counter() - begun < self.seconds:
             self.tokens[number] += next(arm)
         self.clock.synchronize()
