@@ -47,7 +47,7 @@ class Accepted:
 
 
 def accept_at_once(
-    runner: EagerRunner | None,
+    runner: EagerRunner,
     owner: object,
     logits: torch.Tensor,
     draft: Draft,
@@ -60,7 +60,7 @@ def accept_at_once(
     A greedy chain, and a round without a draft, take a few operations: they are no pass.
 
     Args:
-        runner: runs it; None where there are no graphs.
+        runner: runs it.
         owner: that what is captured goes with, as in `EagerRunner.run`.
         logits: as in `accept`, like all that follow.
         draft: its tokens, probabilities, candidates and tree may differ from round to round.

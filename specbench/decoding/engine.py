@@ -386,7 +386,7 @@ class Engine:
             # It holds the cache, which is given back before what is larger is asked for.
             self.__dict__.pop("_layout", None)
             self.__dict__.pop("_slots", None)
-            step = CACHE_STEP if self.target.runner is None else FIXED_STEP
+            step = FIXED_STEP if self.target.fixed_shapes else CACHE_STEP
             capacity = -(-capacity // step) * step
             cache = self.target.new_cache(capacity, slots)
             self._slots = Slots(slots, capacity, self.target.device)

@@ -188,11 +188,12 @@ def test_an_answer_that_fails_leaves_nothing_behind_that_is_not_finite(monkeypat
 
 
 @pytest.mark.parametrize("width", [None, 8])
-@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("arch", ["llama", "opt"])
-def test_taps_are_told(monkeypatch, arch, cut, width):
-    """Where the pass is cut, as without graphs: each before the layers after it have run, so that a drafter can begin
-    beside them. Otherwise the states are outputs of a single graph."""
+def test_on_hidden_is_called_at_every_tap(monkeypatch, arch, split, width):
+    """Where the pass is split, each tap is reached before the layers after it have run, so that a drafter can begin
+    beside them; a tap in front of the first layer comes with the first part. Otherwise the states are outputs of one
+    graph."""
     pair = random_pair(arch)
     depth = pair.target.config.num_hidden_layers
     taps, ids = (depth, 0, 3, NORMED, 1), torch.tensor([PROMPT])
@@ -213,18 +214,18 @@ def test_taps_are_told(monkeypatch, arch, cut, width):
                 4,
                 taps,
                 lambda layer, states: found.append((layer, states, {*ran})),
-                cut,
+                split,
             )
         return found, logits
 
     plain, logits = told(StagedModel(pair.target))
     (graphs,), target = _graphs_of(monkeypatch, arch, width)
     found, own_logits = told(target)
-    assert graphs.replays == (3 if cut else 1)
+    assert graphs.replays == (3 if split else 1)
     assert [layer for layer, *_ in found] == [0, 1, 3, depth, NORMED]
     for (layer, states, ran), (same_layer, others, same_ran) in zip(found, plain, strict=True):
         assert layer == same_layer and same_ran == {*range(depth if layer == NORMED else layer)}
-        assert ran == (same_ran if cut or layer == 0 else {*range(depth)})
+        assert ran == ((same_ran or {0}) if split else {*range(depth)})
         torch.testing.assert_close(states, others, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(own_logits, logits, rtol=1e-3, atol=1e-4)
     assert len({states.data_ptr() for _, states, _ in found}) == 5
@@ -248,7 +249,8 @@ def _graphs_of(monkeypatch, arch: str, width: int | None = None) -> tuple[list[G
 def test_a_cpu_runs_passes_as_they_come():
     """No work beyond a look at one attribute."""
     target = StagedModel(random_pair("llama").target)
-    assert target.runner is None and runner_of(target.model) is None and target.padding == 0
+    assert not target.fixed_shapes and not isinstance(runner_of(target.model), GraphRunner)
+    assert target.padding == 0
     assert EagerRunner().run(target, "key", lambda given: [given], torch.ones(2))[0].tolist() == [1, 1]
 
 
@@ -271,7 +273,7 @@ def test_options_belong_to_a_model():
     one, other, third = _Stand(), _Stand(), _Stand()
     set_options(one, Options(graphs=False))
     set_options(other, Options(compile=True))
-    assert runner_of(one) is None
+    assert not isinstance(runner_of(one), GraphRunner)
     assert runner_of(other).compile and not runner_of(third).compile
 
 

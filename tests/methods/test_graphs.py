@@ -31,6 +31,7 @@ from methods.sps import SpeculativeSampling
 from methods.sps_tree import DraftModelTree
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.model import fixed_shape
 from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.graphs import compiled, is_within, within
 from specbench.decoding.model.staged_model import StagedModel
@@ -390,14 +391,14 @@ def test_what_a_drafter_keeps_must_not_be_overwritten(monkeypatch, adapter):
 def test_entries_behind_a_token_must_be_masked(monkeypatch, method):
     right = expected("llama", 3)
     pretend(monkeypatch)
-    inner = StagedModel._materialize
+    inner = targets.materialize
 
-    def one_more(self, *given):
-        ctx = inner(self, *given)
+    def one_more(*given):
+        ctx = inner(*given)
         ctx.kv_positions = ctx.kv_positions - 1
         return ctx
 
-    monkeypatch.setattr(StagedModel, "_materialize", one_more)
+    monkeypatch.setattr(targets, "materialize", one_more)
     drafter = DRAFTERS[method](sorted_pair("llama"), None)
     engine = Engine(StagedModel(sorted_pair("llama").target), drafter, frozenset())
     assert [answer.tokens for answer in engine.generate(requests("llama", 3))] != right
@@ -406,7 +407,7 @@ def test_entries_behind_a_token_must_be_masked(monkeypatch, method):
 def test_entries_behind_the_last_one_must_be_masked_in_batches(monkeypatch):
     right = expected("llama", 6)
     pretend(monkeypatch)
-    monkeypatch.setattr(targets, "EMPTY", 0)
+    monkeypatch.setattr(fixed_shape, "EMPTY", 0)
     drafter = DRAFTERS["sps"](sorted_pair("llama"), None)
     engine = Engine(StagedModel(sorted_pair("llama").target), drafter, frozenset(), RaggedBatch(3))
     assert [answer.tokens for answer in engine.generate(requests("llama", 6))] != right

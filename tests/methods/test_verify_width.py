@@ -15,6 +15,7 @@ from specbench.decoding.device import place_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import graphs as passes
+from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
@@ -175,14 +176,14 @@ def test_drafts_that_are_longer_are_refused():
 
 @pytest.mark.parametrize("method", ["sps", "recycling"])
 def test_a_pass_must_not_pad_over_its_own_tokens(monkeypatch, method):
-    right, inner = expected("llama", 3), StagedModel._materialize
+    right, inner = expected("llama", 3), targets.materialize
 
-    def shifted(self, ctx, cache, b, n, width):
-        made = inner(self, ctx, cache, b, n, width)
+    def shifted(ctx, counting, capacity, b, n, width):
+        made = inner(ctx, counting, capacity, b, n, width)
         made.write_index = torch.cat([made.write_index[:n], made.write_index[n:] - 2])
         return made
 
-    monkeypatch.setattr(StagedModel, "_materialize", shifted)
+    monkeypatch.setattr(targets, "materialize", shifted)
     engine = Engine(
         StagedModel(sorted_pair("llama").target, width=WIDTH),
         DRAFTERS[method](sorted_pair("llama"), None),

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbench.decoding import sampling
 from specbench.decoding.engine import Engine
+from specbench.decoding.model import fixed_shape
 from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.graphs import Captured, GraphRunner, within
 
@@ -119,7 +120,7 @@ def pretend(
     monkeypatch.setattr(targets, "runner_of", runner_of)
     # As on a GPU: what NumPy makes is nothing that an operation of torch has made.
     monkeypatch.setattr(sampling, "argmax_token", lambda logits: logits.argmax(-1))
-    monkeypatch.setattr(targets, "KV_BUCKET", kv_bucket)
+    monkeypatch.setattr(fixed_shape, "KV_BUCKET", kv_bucket)
     return made
 
 

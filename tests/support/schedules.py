@@ -57,7 +57,7 @@ class FakeTarget:
         return Prefill(ids, self._logits(shares.sum(1)))
 
     def verify(
-        self, pending: torch.Tensor, draft: Draft, cache: KVCache, ctx: ForwardContext, taps, on_hidden, cut
+        self, pending: torch.Tensor, draft: Draft, cache: KVCache, ctx: ForwardContext, taps, on_hidden, split
     ) -> torch.Tensor:
         ids = torch.cat([pending, draft.tokens], dim=1)
         b, n = ids.shape

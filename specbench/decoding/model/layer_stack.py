@@ -93,6 +93,8 @@ class LayerStack:
         Returns:
             States [b, n, d] after the layers.
         """
+        if lo == hi:
+            return hidden
         b, n = hidden.shape[:2]
         masks = self.masks(ctx, n, hidden) if masks is None else masks
         if self.rotary is None and lo == 0:

@@ -20,7 +20,8 @@ import torch
 from specbench.decoding.cpu.grouped_attention import SHORT, grouped_attention_config
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import pack_linears
-from specbench.decoding.kv_cache import EMPTY, ForwardContext, KVCache
+from specbench.decoding.kv_cache import ForwardContext, KVCache
+from specbench.decoding.model import fixed_shape
 from specbench.decoding.model.agreement import Agreement, agreement, filled, own_ways, random_ids
 from specbench.decoding.model.anatomy import (
     CACHES,
@@ -36,6 +37,14 @@ from specbench.decoding.model.anatomy import (
     window_of,
 )
 from specbench.decoding.model.cost import EXPERTS, experts_of, experts_wait, weight_bytes
+from specbench.decoding.model.fixed_shape import (
+    kv_bucket,
+    materialize,
+    rounded_up,
+    segments,
+    widened,
+    without_lone_query,
+)
 from specbench.decoding.model.graphs import EagerRunner, GraphRunner, is_within, options_of
 from specbench.decoding.model.layer_stack import LayerStack
 from specbench.decoding.model.sublayers import PARTS, check_parts
@@ -49,16 +58,9 @@ if TYPE_CHECKING:  # a slow import, not needed to read `Drafter.needs`
 
     from specbench.decoding.state import Batch
 
-# The KV length of a fixed-shape pass is rounded up to a multiple of this; the excess is masked. The fused attention of
-# CPUs takes 512 entries at a time: where its last block were shorter in one pass than in another, sums would round
-# otherwise, with the same entries visible.
-KV_BUCKET = 512
-QUERY_BLOCK = 32  # queries that it takes at a time; one that is left alone goes through another kernel
-ROPE_STEP = 4096  # and the angles of so many positions are made at once: a graph reads them where they are
+ROPE_STEP = 4096  # the angles of so many positions are made at once: a graph reads them where they are
 # Tokens of the text that a model is checked on; those after a layer's window, and the longest window that is filled.
 CHECKED, BEYOND, LONGEST_FILLED = 72, 32, 512
-# What such a pass gives: the states after its last layer, the same after the final norm, or logits.
-STATES, NORMED_STATES, LOGITS = "states", "normed states", "logits"
 
 
 class StagedModel:
@@ -75,7 +77,8 @@ class StagedModel:
 
     Attributes:
         width: as it is padded to.
-        runner: runs the passes of fixed shapes, see `_fixed`; None where passes have the shapes that they are given in.
+        runner: runs the passes of fixed shapes, and what drafters compute.
+        fixed_shapes: whether passes after a prompt have fixed shapes: they are captured, or have a width.
         padding: entries after the last one of a sequence that `width` may write to.
 
     Raises:
@@ -109,13 +112,12 @@ class StagedModel:
             pack_linears(
                 self.lm_head, fixed=getattr(self.lm_head, "weight", None) is self.embed_tokens.weight
             )
-            self.runner = runner_of(model) or (EagerRunner() if width else None)
+            self.runner = runner_of(model)
+            self.fixed_shapes = width is not None or isinstance(self.runner, GraphRunner)
             self.device = model.device
             self.dtype = model.dtype
             self.stack = self._stacked(base, positions)
-            # Otherwise a token's logits would depend on its place in the pass.
-            alone = width is not None and width > 1 and width * self.stack.groups % QUERY_BLOCK == 1
-            self.width = width + alone if width is not None else None
+            self.width = None if width is None else without_lone_query(width, self.stack.groups)
             self.padding = (self.width or 1) - 1
             self._head = lean_copy(self.lm_head)
             self.vocab_size = vocab_size or self.lm_head.out_features
@@ -183,7 +185,7 @@ class StagedModel:
             UserError: the layers do not have these parts as modules.
         """
         twin = copy.copy(self)
-        twin.runner, twin.width, twin.padding = None, None, 0
+        twin.runner, twin.fixed_shapes, twin.width, twin.padding = EagerRunner(), False, None, 0
         twin.stack = self.stack.without(attention, mlp, self._mlp_gives_pair)
         twin._experts = [None if i in mlp else experts for i, experts in enumerate(self._experts)]
         twin._layer_bytes = [
@@ -229,7 +231,7 @@ class StagedModel:
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
         """An empty cache for `slots` sequences of up to `capacity` positions."""
         if self.width is not None:  # so that the last step of the KV length is a whole one
-            capacity = -(-capacity // KV_BUCKET) * KV_BUCKET
+            capacity = rounded_up(capacity, fixed_shape.KV_BUCKET)
         return KVCache(self.stack.devices, *self._cache_shape(), slots, capacity, self.dtype)
 
     def _cache_shape(self) -> tuple[int, int]:
@@ -267,78 +269,105 @@ class StagedModel:
         Returns:
             States [b, n, d] after the layers.
         """
-        n = hidden.shape[1]
-        if isinstance(ctx, int):
-            ctx = ForwardContext.consecutive(ctx, n)
-        hi = len(self.layers) if hi is None else hi
-        if self.runner is not None and has_fixed_shape(ctx, n):
-            return self._fixed(hidden, cache, ctx, lo, hi, taps, on_hidden)[STATES]
-        self._make_angles(max(cache.capacity, ctx.kv_len))
-        return self.stack.run(hidden, cache, ctx, lo, hi, None, taps, on_hidden)
+        return self._pass(hidden, cache, ctx, lo, len(self.layers) if hi is None else hi, taps, on_hidden)
 
-    # -- stages of a fixed shape ---------------------------------------------------------------------------------
-
-    def _fixed(
+    def _pass(
         self,
-        given: torch.Tensor,
+        inputs: torch.Tensor,
         cache: KVCache,
-        ctx: ForwardContext,
+        ctx: ForwardContext | int,
         lo: int,
         hi: int,
-        taps: Sequence[int] = (),
-        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
-        cut: bool = True,
-        wanted: Sequence[str | int] = (STATES,),
-    ) -> dict[str | int, torch.Tensor]:
-        """Runs a fixed-shape pass, which can be captured and whose results do not depend on the number of its tokens.
-
-        It is padded to `width` tokens by repeating the last one, in entries that the next pass overwrites. Its KV
-        length is rounded up to a multiple of `KV_BUCKET`; the excess is masked.
+        taps: Sequence[int],
+        on_hidden: Callable[[int, torch.Tensor], None] | None,
+        split: bool = True,
+        to_logits: bool = False,
+    ) -> torch.Tensor:
+        """Runs layers [lo, hi), in a fixed shape where others of the same shape will follow.
 
         Args:
-            given: ids [b, n], or states [b, n, d] in front of layer `lo`.
+            inputs: ids [b, n], or states [b, n, d] in front of layer `lo`.
             cache: as in `run_layers`.
             ctx: likewise.
             lo: likewise.
             hi: likewise.
-            taps: likewise.
+            taps: likewise; with `to_logits` also the number of layers and `NORMED`.
             on_hidden: likewise.
-            cut: if true, split the pass at each tap, so that `on_hidden` runs before the remaining layers; else it
-                runs after the whole pass.
-            wanted: of STATES, NORMED_STATES and LOGITS.
+            split: as in `verify`.
+            to_logits: whether final norm and head follow; `hi` is then the number of layers.
 
         Returns:
-            What was wanted, [b, n, ...].
+            Logits [b, n, vocab], or states [b, n, d].
         """
-        assert self.runner is not None
-        b, n = given.shape[:2]
-        inside: list[int] = []
-        if on_hidden is not None:
-            if lo in taps and lo < hi:
-                on_hidden(lo, self._embed_with_positions(given, ctx) if lo == 0 else given)
-            inside = [layer for layer in range(lo + 1, hi) if layer in taps]
-        cuts = inside if cut else []
-        wanted = wanted if cut else (*inside, *wanted)
+        b, n = inputs.shape[:2]
+        if isinstance(ctx, int):
+            ctx = ForwardContext.consecutive(ctx, n)
+        if on_hidden is None:
+            taps = ()
+        # Of a prompt no other pass has the shape. Outside of inference mode nothing can be captured.
+        recurs = ctx.start != 0 and n <= SHORT and (is_within() or torch.is_inference_mode_enabled())
+        if not (self.fixed_shapes and recurs):
+            self._make_angles(max(cache.capacity, ctx.kv_len))
+            return self._stage(inputs, cache, ctx, None, lo, hi, taps, on_hidden, to_logits)
         self._make_angles(cache.capacity)  # now: not in the middle of a capture
+        if self._counting.shape[0] < cache.capacity:
+            self._counting = torch.arange(cache.capacity, device=self.device)
         width = max(n, self.width or 1)
-        ctx = self._materialize(ctx, cache, b, n, width)
-        if width > n:
-            given = torch.cat([given, given[:, -1:].expand(-1, width - n, *given.shape[2:])], dim=1)
-        inputs = ctx.positions, ctx.write_index, *self.stack.masks(ctx, width, self.embed_tokens.weight)
-        for start, end in zip([lo, *cuts], [*cuts, hi]):
-            names: Sequence[str | int] = wanted if end == hi else (STATES,)
-            key = (start, end, ctx.kv_len, *names)
-            stage = self._stage(cache, ctx.kv_len, start, end, names)
-            outputs = self.runner.run(cache, key, stage, given, *inputs)  # type: ignore[arg-type] # all spelled out
-            own = [output[:, :n] for output in outputs] if width > n else outputs
-            if end < hi:
-                given = outputs[0]
-                on_hidden(end, own[0])  # type: ignore[misc] # there are cuts only with it
-        found = dict(zip(names, own))
-        if not cut:
-            for tap in inside:
-                on_hidden(tap, found[tap])  # type: ignore[misc] # likewise
-        return found
+        ctx = materialize(ctx, self._counting, cache.capacity, b, n, width)
+        inputs = widened(inputs, width)
+        tensors = ctx.positions, ctx.write_index, *self.stack.masks(ctx, width, self.embed_tokens.weight)
+        for start, end, tapped in segments(lo, hi, taps, split):
+            last = end == hi
+            if last and to_logits:
+                tapped += [tap for tap in (hi, NORMED) if tap in taps]
+            stage = self._fixed_stage(cache, ctx.kv_len, start, end, tapped, last and to_logits)
+            key = start, end, ctx.kv_len, last and to_logits, *tapped
+            inputs, *states = self.runner.run(cache, key, stage, inputs, *tensors)  # type: ignore[arg-type]
+            for tap, seen in zip([*tapped, *([] if last else [end])], [*states, inputs]):
+                on_hidden(tap, seen[:, :n])  # type: ignore[misc] # there are taps only with it
+        return inputs[:, :n]
+
+    def _fixed_stage(
+        self, cache: KVCache, kv_len: int, lo: int, hi: int, taps: Sequence[int], to_logits: bool
+    ) -> Callable[..., list[torch.Tensor]]:
+        """The function of a fixed-shape pass: all that differs between two of them is among its arguments.
+
+        It returns what `_stage` does, then the states at each tap.
+        """
+
+        def stage(
+            inputs: torch.Tensor, positions: torch.Tensor, write_index: torch.Tensor, *masks: torch.Tensor
+        ) -> list[torch.Tensor]:
+            states: dict[int, torch.Tensor] = {}
+            ctx = ForwardContext(kv_len, write_index, None, positions)
+            end = self._stage(inputs, cache, ctx, masks, lo, hi, taps, states.__setitem__, to_logits)
+            return [end, *(states[tap] for tap in taps)]
+
+        return stage
+
+    def _stage(
+        self,
+        inputs: torch.Tensor,
+        cache: KVCache,
+        ctx: ForwardContext,
+        masks: Sequence[torch.Tensor | None] | None,
+        lo: int,
+        hi: int,
+        taps: Sequence[int],
+        on_hidden: Callable[[int, torch.Tensor], None] | None,
+        to_logits: bool,
+    ) -> torch.Tensor:
+        """The operations of a pass; arguments as in `_pass` and `LayerStack.run`."""
+        hidden = self.embed(inputs) if inputs.dim() == 2 else inputs
+        hidden = self.stack.run(hidden, cache, ctx, lo, hi, masks, taps, on_hidden)
+        if not to_logits:
+            return hidden
+        if on_hidden is not None and hi in taps:
+            on_hidden(hi, hidden)
+        normed = self.norm(hidden)
+        if on_hidden is not None and NORMED in taps:
+            on_hidden(NORMED, normed)
+        return self.unembed(normed)
 
     def run_batch(
         self,
@@ -369,87 +398,17 @@ class StagedModel:
         """
         if not isinstance(self.runner, GraphRunner) or not torch.is_inference_mode_enabled():
             return function(batch, *given)
-        kv_bucket = 0 if entries is None else self._kv_bucket(max(batch.lengths) + entries, owner)
+        kv_len = 0 if entries is None else kv_bucket(max(batch.lengths) + entries, owner.capacity)
         drawn = [] if batch.uniforms is None else [batch.uniforms[: batch.size]]
 
         def whole(
             seq_lens: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor
         ) -> Sequence[torch.Tensor]:
             uniforms = rest[0] if drawn else None
-            return function(batch.device_only(kv_bucket, seq_lens, tokens, uniforms), *rest[len(drawn) :])
+            return function(batch.device_only(kv_len, seq_lens, tokens, uniforms), *rest[len(drawn) :])
 
-        key = key, kv_bucket, batch.decoding.temperature, len(drawn)
+        key = key, kv_len, batch.decoding.temperature, len(drawn)
         return self.runner.run(owner, key, whole, batch.seq_lens, batch.tokens[: batch.size], *drawn, *given)
-
-    @staticmethod
-    def _kv_bucket(kv_len: int, cache: KVCache) -> int:
-        """The KV length of a fixed-shape pass that needs `kv_len` entries."""
-        return min(-(-kv_len // KV_BUCKET) * KV_BUCKET, cache.capacity)
-
-    def _stage(
-        self, cache: KVCache, kv_len: int, lo: int, hi: int, wanted: Sequence[str | int]
-    ) -> Callable[..., list[torch.Tensor]]:
-        """The function of such a pass: all that differs between two of them is among its arguments.
-
-        wanted: as in `_fixed`, and layers, for the states in front of them.
-        """
-        taps = [layer for layer in range(lo, hi) if layer in wanted]
-
-        def stage(
-            given: torch.Tensor, positions: torch.Tensor, write_index: torch.Tensor, *masks: torch.Tensor
-        ) -> list[torch.Tensor]:
-            found: dict[str | int, torch.Tensor] = {}
-
-            def keep(layer: int, states: torch.Tensor) -> None:
-                found[layer] = states
-
-            ctx = ForwardContext(kv_len, write_index, None, positions)
-            hidden = self.embed(given) if given.dim() == 2 else given
-            hidden = self.stack.run(hidden, cache, ctx, lo, hi, masks, taps, keep)
-            if wanted == (STATES,):
-                return [hidden]
-            normed = self.norm(hidden)
-            found |= {STATES: hidden, NORMED_STATES: normed, LOGITS: self.unembed(normed)}
-            return [found[name] for name in wanted]
-
-        return stage
-
-    def _materialize(self, ctx: ForwardContext, cache: KVCache, b: int, n: int, width: int) -> ForwardContext:
-        """The same pass, of `width` tokens in place of n, with tensors for numbers and a fixed number of entries."""
-        capacity = cache.capacity
-        if self._counting.shape[0] < capacity:
-            self._counting = torch.arange(capacity, device=self.device)
-        counting, kv_len = self._counting, self._kv_bucket(ctx.kv_len, cache)
-        visible, more = ctx.visible, (0, kv_len - ctx.kv_len)
-        if ctx.start is not None:
-            positions = counting[None, ctx.start : ctx.start + n]
-            kv_positions = counting[None, :kv_len]
-        else:
-            assert ctx.positions is not None
-            assert ctx.kv_positions is not None
-            positions = ctx.positions
-            kv_positions = torch.nn.functional.pad(ctx.kv_positions, more, value=EMPTY)
-            if visible is not None:
-                visible = torch.nn.functional.pad(visible, more)
-        if isinstance(ctx.write_index, int):
-            entries = counting[ctx.write_index : ctx.write_index + n].unsqueeze(0)
-            if b > 1:
-                entries = entries + capacity * counting[:b].unsqueeze(1)
-        else:
-            entries = ctx.write_index.view(b, n)
-        if width > n:
-            positions = torch.cat([positions, positions[:, -1:].expand(-1, width - n)], dim=1)
-            entries = torch.cat([entries, entries[:, -1:] + counting[1 : 1 + width - n]], dim=1)
-            if visible is not None:
-                visible = torch.cat([visible, visible[:, -1:].expand(-1, width - n, -1)], dim=1)
-        return ForwardContext(kv_len, entries.flatten(), None, positions, kv_positions, visible)
-
-    def _embed_with_positions(self, ids: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """The states [b, n, d] that enter the first layer."""
-        hidden = self.embed(ids)
-        if self.stack.rotary is None:
-            hidden = hidden + self.stack.embedded_positions(ctx, ids.shape[1])
-        return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., d] after the last layer -> logits [..., vocab]."""
@@ -484,7 +443,7 @@ class StagedModel:
         ctx: ForwardContext | int,
         taps: Sequence[int] = (),
         on_hidden: Callable[[int, torch.Tensor], None] | None = None,
-        cut: bool = True,
+        split: bool = True,
     ) -> torch.Tensor:
         """Verifies the drafts of b sequences in one pass.
 
@@ -495,51 +454,17 @@ class StagedModel:
             ctx: of the pending and the draft tokens.
             taps: as in `Drafter`; those below the layer that the draft resumes at are left out.
             on_hidden: called on the way with a tap and the states [b, 1 + k, d] there.
-            cut: whether a captured pass is cut at each tap for that; otherwise it calls `on_hidden` after its end.
+            split: whether a captured pass is split at each tap for that, so that `on_hidden` is called before the
+                remaining layers run; otherwise it is called after the whole pass.
 
         Returns:
             Logits [b, 1 + k, vocab] that follow the pending token and each of the draft's tokens.
         """
         if draft.resume is not None:
-            given, lo = draft.resume.hidden, draft.resume.layer
+            inputs, lo = draft.resume.hidden, draft.resume.layer
         else:
-            given, lo = torch.cat([pending, draft.tokens], dim=1) if draft.tokens.shape[1] else pending, 0
-        if self.runner is not None:
-            n = given.shape[1]
-            ctx = ForwardContext.consecutive(ctx, n) if isinstance(ctx, int) else ctx
-            if has_fixed_shape(ctx, n):
-                return self._verify_fixed(given, cache, ctx, lo, taps, on_hidden, cut)
-        hidden = self.embed(given) if draft.resume is None else given
-        if lo < len(self.layers):
-            hidden = self.run_layers(hidden, cache, ctx, lo, taps=taps, on_hidden=on_hidden)
-        if not taps or on_hidden is None:
-            return self.head(hidden)
-        if len(self.layers) in taps:
-            on_hidden(len(self.layers), hidden)
-        normed = self.norm(hidden)
-        if NORMED in taps:
-            on_hidden(NORMED, normed)
-        return self.unembed(normed)
-
-    def _verify_fixed(
-        self,
-        given: torch.Tensor,
-        cache: KVCache,
-        ctx: ForwardContext,
-        lo: int,
-        taps: Sequence[int],
-        on_hidden: Callable[[int, torch.Tensor], None] | None,
-        cut: bool,
-    ) -> torch.Tensor:
-        """As `verify`, of ids or states in front of layer `lo`, in a pass of a fixed shape."""
-        layers = len(self.layers)
-        last = {layers: STATES, NORMED: NORMED_STATES}
-        told = [tap for tap in last if tap in taps] if on_hidden is not None else []
-        wanted = (*(last[tap] for tap in told), LOGITS)
-        found = self._fixed(given, cache, ctx, lo, layers, taps, on_hidden, cut, wanted)
-        for tap in told:
-            on_hidden(tap, found[last[tap]])  # type: ignore[misc] # some are told only where there is one
-        return found[LOGITS]
+            inputs, lo = torch.cat([pending, draft.tokens], dim=1) if draft.tokens.shape[1] else pending, 0
+        return self._pass(inputs, cache, ctx, lo, len(self.layers), taps, on_hidden, split, to_logits=True)
 
     @torch.inference_mode()
     def check(self, text: Sequence[int] | None = None) -> Agreement:
@@ -585,45 +510,42 @@ class StagedModel:
         return found
 
     def _checked_length(self) -> int:
-        """Tokens that `check` needs: more than short windows of layers have, and with graphs more than `KV_BUCKET`.
+        """Tokens that `check` needs: more than short windows of layers have, and with graphs more than a bucket.
 
         A pass of a window's length costs memory for the logits of every token of it, so that long ones are not filled.
         """
         windows = [
             window + BEYOND for window, _ in self.stack.kinds_there if window and window <= LONGEST_FILLED
         ]
-        length = max(CHECKED, *windows, KV_BUCKET + 11 if isinstance(self.runner, GraphRunner) else 0)
+        length = max(
+            CHECKED, *windows, fixed_shape.KV_BUCKET + 11 if isinstance(self.runner, GraphRunner) else 0
+        )
         return min(length, self.config.max_position_embeddings)
 
     def _make_angles(self, capacity: int) -> None:
         """Sees to it that there are angles for so many positions, computed once."""
         if self.stack.positions >= capacity:
             return
-        if self.runner is not None:  # those before are no longer there
+        if self.fixed_shapes:  # those before are no longer there
             self.runner.forget()
-            capacity = -(-capacity // ROPE_STEP) * ROPE_STEP
+            capacity = rounded_up(capacity, ROPE_STEP)
         self.stack.make_angles(capacity)
 
 
-def runner_of(model: PreTrainedModel) -> GraphRunner | None:
-    """What captures the passes of a model on CUDA; None elsewhere, and for a model that no graph can hold.
+def runner_of(model: PreTrainedModel) -> EagerRunner:
+    """What runs the passes of a model: a `GraphRunner` on CUDA, but for a model that no graph can hold.
 
     That is one whose layers are spread over devices; one with quantised weights, whose kernels may look at them on the
     host; and one whose routed experts do, see `experts_wait`.
     """
     options = options_of(model)
     if model.device.type != "cuda" or not options.graphs:
-        return None
+        return EagerRunner()
     devices = {weight.device for weight in chain(model.parameters(), model.buffers())}
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
     quantised = getattr(model.config, "quantization_config", None) is not None
     config = model.config.get_text_config()
     experts = any(getattr(config, name, 0) for name in EXPERTS)
     if len(devices) > 1 or hooked or quantised or (experts and experts_wait(model)):
-        return None
+        return EagerRunner()
     return GraphRunner(model.device, options.compile)
-
-
-def has_fixed_shape(ctx: ForwardContext, n: int) -> bool:
-    """Whether others of the same shape will follow a pass of n tokens: not that of a prompt."""
-    return ctx.start != 0 and n <= SHORT and (is_within() or torch.is_inference_mode_enabled())

@@ -281,7 +281,7 @@ def _drafted(check: Check, pair: Pair, known: int = 300) -> tuple[float, int]:
     drafter.draft(batch)
     spent = MS * seconds(check, lambda: drafter.draft(batch))
     replayed = drafter.draft(batch).tokens
-    if drafter.model.runner is not None:  # the same kernels, started one by one
+    if isinstance(drafter.model.runner, GraphRunner):  # the same kernels, started one by one
         drafter.model.runner = Uncaptured(check.device)
     return spent, int((drafter.draft(batch).tokens != replayed).sum())
 

@@ -1,0 +1,107 @@
+"""Passes of a fixed shape: padded to a width and a KV length, with tensors for all that two of them differ in.
+
+Such a pass can be captured and replayed, and its results do not depend on how many tokens it was asked for.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbench.decoding.kv_cache import EMPTY, ForwardContext
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+# KV lengths are rounded up to a multiple of this; the excess is masked. The fused attention of CPUs takes 512 entries
+# at a time: where its last block were shorter in one pass than in another, sums would round otherwise, with the same
+# entries visible.
+KV_BUCKET = 512
+QUERY_BLOCK = 32  # queries that it takes at a time; one that is left alone goes through another kernel
+
+
+def rounded_up(number: int, step: int) -> int:
+    """The first multiple of `step` that is not below a number."""
+    return -(-number // step) * step
+
+
+def kv_bucket(kv_len: int, capacity: int) -> int:
+    """The KV length of a fixed-shape pass that needs `kv_len` entries of a cache with so many positions."""
+    return min(rounded_up(kv_len, KV_BUCKET), capacity)
+
+
+def without_lone_query(width: int, groups: int) -> int:
+    """Tokens of a pass, one more where the last query would go through another kernel than those in front of it.
+
+    Args:
+        width: tokens of each sequence.
+        groups: query heads that share keys.
+    """
+    return width + (width > 1 and width * groups % QUERY_BLOCK == 1)
+
+
+def widened(inputs: torch.Tensor, width: int) -> torch.Tensor:
+    """Ids [b, n] or states [b, n, d] with the last ones repeated until there are `width` of each sequence."""
+    n = inputs.shape[1]
+    if n == width:
+        return inputs
+    return torch.cat([inputs, inputs[:, -1:].expand(-1, width - n, *inputs.shape[2:])], dim=1)
+
+
+def materialize(
+    ctx: ForwardContext, counting: torch.Tensor, capacity: int, b: int, n: int, width: int
+) -> ForwardContext:
+    """The same pass of `width` tokens in place of n, with tensors for numbers, and the KV length of its bucket.
+
+    What is added is written to entries that the next pass overwrites.
+
+    Args:
+        ctx: of n tokens of each of b sequences.
+        counting: [capacity] 0, 1, 2, ... on the device.
+        capacity: positions of a slot of the cache.
+        b: sequences.
+        n: tokens of each.
+        width: at least n.
+    """
+    kv_len = kv_bucket(ctx.kv_len, capacity)
+    visible, more = ctx.visible, (0, kv_len - ctx.kv_len)
+    if ctx.start is not None:
+        positions = counting[None, ctx.start : ctx.start + n]
+        kv_positions = counting[None, :kv_len]
+    else:
+        assert ctx.positions is not None
+        assert ctx.kv_positions is not None
+        positions = ctx.positions
+        kv_positions = torch.nn.functional.pad(ctx.kv_positions, more, value=EMPTY)
+        if visible is not None:
+            visible = torch.nn.functional.pad(visible, more)
+    if isinstance(ctx.write_index, int):
+        entries = counting[ctx.write_index : ctx.write_index + n].unsqueeze(0)
+        if b > 1:
+            entries = entries + capacity * counting[:b].unsqueeze(1)
+    else:
+        entries = ctx.write_index.view(b, n)
+    if width > n:
+        positions = widened(positions, width)
+        entries = torch.cat([entries, entries[:, -1:] + counting[1 : 1 + width - n]], dim=1)
+        visible = None if visible is None else widened(visible, width)
+    return ForwardContext(kv_len, entries.flatten(), None, positions, kv_positions, visible)
+
+
+def segments(lo: int, hi: int, taps: Collection[int], split: bool) -> list[tuple[int, int, list[int]]]:
+    """Parts of layers [lo, hi) that are run one after the other, each with the taps that are reached in it.
+
+    Args:
+        lo: the first layer.
+        hi: the layer after the last one.
+        taps: as in `Drafter`.
+        split: whether a part ends at every tap between two layers; that tap is its end, and in none of the lists. One
+            in front of layer `lo` is reached in the first part.
+    """
+    inner = [tap for tap in range(lo, hi) if tap in taps]
+    if not split:
+        return [(lo, hi, inner)]
+    bounds = [lo, *(tap for tap in inner if tap > lo), hi]
+    return [(start, end, [tap for tap in inner if tap == start == lo]) for start, end in pairwise(bounds)]
