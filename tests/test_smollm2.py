@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from specbench.data.questions import TASKS
 from specbench.decoding.drafter import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
@@ -117,7 +118,7 @@ def test_the_model_is_the_one_that_it_should_be(pair):
     assert pair.source == "dequantised from Q4_1"
     assert pair.stop_ids == {0, 2}
     assert pair.context_length == 8192
-    StagedModel(pair.target).check(pair.sample_ids())
+    check_staged(StagedModel(pair.target), pair.sample_ids())
 
 
 def test_it_answers_like_a_language_model(pair, answers):

@@ -26,6 +26,7 @@ from specbench.data.questions import Question, find_questions_file, load_questio
 from specbench.data.warm_start import warm_record
 from specbench.decoding.drafter import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.anatomy import name_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
@@ -57,7 +58,7 @@ def prepare(cfg: DictConfig) -> Bench:
         pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     target = StagedModel(pair.target, width=cfg.decoding.verify_width)
-    target.check(pair.sample_ids())
+    check_staged(target, pair.sample_ids())
     drafter = make_drafter(spec.drafter, pair=pair)
 
     def engine(drafter: Drafter, scheduler: Scheduler | None = None) -> Engine:

@@ -125,7 +125,7 @@ class Pair:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def sample_ids(self) -> list[int]:
-        """Token ids of a prompt of ordinary text, the same for every pair, for `StagedModel.check`."""
+        """Token ids of a prompt of ordinary text, the same for every pair, for `check_staged`."""
         return self.prompt_ids([{"role": "user", "content": SAMPLE}])
 
     def decode(self, ids: list[int]) -> str:

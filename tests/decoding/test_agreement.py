@@ -11,9 +11,10 @@ import torch
 
 from specbench.decoding.device import place_weights
 from specbench.decoding.model import layer_stack
-from specbench.decoding.model.agreement import agreement, own_ways, random_ids
+from specbench.decoding.model.agreement import _checked_length, agreement, check_staged, own_ways, random_ids
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
+from specbench.measure import runner
 from specbench.measure.runner import prepare
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
@@ -118,7 +119,7 @@ def test_a_planted_fault_is_found(fault, name, dtype, monkeypatch):
     target = StagedModel(model)
     FAULTS[fault](target, monkeypatch)
     with pytest.raises(UserError, match="its logits differ"):
-        target.check(text)
+        check_staged(target, text)
 
 
 @pytest.mark.first_fast
@@ -127,7 +128,7 @@ def test_a_planted_fault_is_found(fault, name, dtype, monkeypatch):
 @pytest.mark.parametrize("width", [None, 8])
 def test_a_model_without_a_fault_is_accepted(name, dtype, width):
     model, text = model_in(name, dtype)
-    found = StagedModel(model, width=width).check(text)
+    found = check_staged(StagedModel(model, width=width), text)
     assert 0 <= found.distance <= found.limit / 1.4 and found.noise > 0
     assert found.limit < (1e-4 if dtype == torch.float32 else 0.1)
 
@@ -144,27 +145,27 @@ def largest_difference(model, ids: torch.Tensor) -> float:
 
 
 def test_a_model_whose_own_ways_lie_far_apart_is_accepted():
-    """Thirty layers of random weights in bfloat16: a fixed bound of 0.1 of the largest logit refused such models."""
+    """Thirty layers of random weights in bfloat16: by how much depends on the processor's kernels, from 0.09 on."""
     differences = []
     for seed in (1, 2, 3):
         model = random_model("llama", seed, vocab_size=256, num_hidden_layers=30)
         place_weights(model, torch.device("cpu"), torch.bfloat16)
         differences.append(largest_difference(model, torch.arange(24).unsqueeze(0)))
-        found = StagedModel(model).check()
+        found = check_staged(StagedModel(model))
         assert found.distance < found.noise
-    assert max(differences) > 0.1, "the fixed bound refuses none of them"
+    assert max(differences) > 0.05, "a fixed bound that finds faults in other models would accept all of them"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_refusal_names_both_figures_and_the_dtype(dtype):
     model, text = model_in("llama", dtype)
     target = StagedModel(model)
-    accepted = target.check(text)
+    accepted = check_staged(target, text)
     leave_out_a_layer(target, None)
     figure = r"\d\.\de[-+]\d\d"
     told = rf"model's own by {figure} of their scale, and the model's own by {accepted.noise:.1e} among themselves"
     with pytest.raises(UserError, match=rf"model type 'llama' .*{told}, in {str(dtype)[6:]}; ") as refused:
-        target.check(text)
+        check_staged(target, text)
     assert "\n" not in str(refused.value)
 
 
@@ -184,9 +185,9 @@ def test_attention_is_as_before_afterwards(monkeypatch):
         asked.clear()
         if fails:
             with pytest.raises(UserError, match="no eager attention"):
-                StagedModel(model).check(text)
+                check_staged(StagedModel(model), text)
         else:
-            StagedModel(model).check(text)
+            check_staged(StagedModel(model), text)
         assert asked[-1] == "eager" and set(asked) == {"sdpa", "eager"}
         assert model.config._attn_implementation == "sdpa"
 
@@ -236,19 +237,19 @@ def test_eager_attention_that_overflows_is_no_way():
     ids = torch.tensor([random_ids(model.config, 61, 72)])
     with torch.inference_mode():
         assert len(own_ways(model, ids, [0, 60, 72])) == 2
-    StagedModel(model).check(ids[0].tolist())
+    check_staged(StagedModel(model), ids[0].tolist())
 
 
 def test_logits_that_are_no_numbers_are_told():
     model = copy.deepcopy(model_in("llama", torch.float16)[0])
     model.model.norm.weight.data[0] = float("inf")
     with pytest.raises(UserError, match="'llama' gives logits that are no finite numbers in float16"):
-        StagedModel(model).check()
+        check_staged(StagedModel(model))
 
 
 def test_a_run_checks_its_target_on_text_of_its_tokenizer(monkeypatch):
     given = []
-    monkeypatch.setattr(StagedModel, "check", lambda self, text=None: given.append(text))
+    monkeypatch.setattr(runner, "check_staged", lambda target, text=None: given.append(text))
     bench = prepare(composed("bench", "pair=tiny", "method=ar", "generate=false"))
     [ids] = given
     text = bench.setup.pair.tokenizer.decode(ids)
@@ -269,5 +270,5 @@ def test_the_text_fills_short_windows_and_the_positions_that_there_are():
         ({"max_position_embeddings": 40}, 40),
     ):
         target = StagedModel(random_model("mistral", 0, **overrides))
-        assert target._checked_length() == length
-        target.check([5, 9, 20])
+        assert _checked_length(target) == length
+        check_staged(target, [5, 9, 20])

@@ -11,6 +11,7 @@ import torch
 from specbench.decoding.device import place_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
@@ -49,7 +50,7 @@ def test_answers_are_transformers_own(family):
         generate_with_transformers(pair.target, r.prompt, r.decoding.max_new_tokens) for r in requests
     ]
     target = StagedModel(pair.target)
-    target.check()
+    check_staged(target)
     for name, drafter in DRAFTERS.items():
         steps = []
         for size, some in ((1, 2), (3, 4)):
@@ -64,5 +65,5 @@ def test_answers_are_transformers_own(family):
 def test_a_family_is_accepted_in_half_precision(family):
     model = copy.deepcopy(random_pair(family).target)
     place_weights(model, torch.device("cpu"), torch.bfloat16)
-    found = StagedModel(model).check()
+    found = check_staged(StagedModel(model))
     assert found.distance <= found.noise or found.noise == 0

@@ -17,6 +17,7 @@ from specbench.decoding.cpu.packed_linear import by_columns
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import ForwardContext
+from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.layer_stack import LayerStack
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
@@ -36,7 +37,7 @@ def logits_of(model, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_check_accepts_the_stock_models(arch):
-    StagedModel(random_pair(arch).target).check()
+    check_staged(StagedModel(random_pair(arch).target))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -52,7 +53,7 @@ def test_check_refuses_shifted_positions(arch, monkeypatch):
     target = StagedModel(random_pair(arch).target)
     target._make_angles(1000)
     with pytest.raises(UserError, match="model type '.*layer by layer"):
-        target.check()
+        check_staged(target)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -65,7 +66,7 @@ def test_layers_spread_over_devices(arch, monkeypatch):
     )
     target = StagedModel(model)
     assert len(target.new_cache(8).segments) == 2
-    target.check()
+    check_staged(target)
 
 
 def test_check_refuses_a_model_that_does_more_than_its_parts():
@@ -74,7 +75,7 @@ def test_check_refuses_a_model_that_does_more_than_its_parts():
         lambda module, args, output: setattr(output, "logits", output.logits / 7) or output
     )
     with pytest.raises(UserError, match="model type '.*layer by layer"):
-        StagedModel(model).check()
+        check_staged(StagedModel(model))
 
 
 def test_a_model_without_the_parts_is_named():
@@ -147,7 +148,7 @@ def test_a_family_is_driven_exactly_or_refused_in_one_line(name):
     model = family(name)
     try:
         target = StagedModel(model)
-        target.check()
+        check_staged(target)
     except UserError as refusal:
         assert str(refusal).startswith(f"model type '{model.config.model_type}' ")
         assert "\n" not in str(refusal) and name != "Ministral"
@@ -172,7 +173,7 @@ def test_a_full_memory_is_not_taken_for_a_family_that_cannot_be_driven(monkeypat
 
     monkeypatch.setattr(target, "run_layers", full)
     with pytest.raises(torch.OutOfMemoryError):
-        target.check()
+        check_staged(target)
 
 
 def test_a_model_without_a_head_is_refused_in_one_line(monkeypatch):
@@ -197,12 +198,12 @@ def test_a_model_without_a_head_is_refused_in_one_line(monkeypatch):
 def test_check_refuses_what_leaves_out_a_step_of_a_family(arch, fault):
     """With some of these faults greedy answers would be right: scales and caps leave the largest logit the largest."""
     target = StagedModel(random_model(arch, 0))
-    target.check()
+    check_staged(target)
     for owner in (target, target.stack):
         vars(owner).update({name: value for name, value in fault.items() if hasattr(owner, name)})
     target.stack.kinds_there = frozenset(target.stack.kinds)
     with pytest.raises(UserError, match="its logits differ"):
-        target.check()
+        check_staged(target)
 
 
 def test_the_language_model_of_one_that_also_sees_is_driven():
@@ -213,7 +214,7 @@ def test_the_language_model_of_one_that_also_sees_is_driven():
     )
     model = transformers.Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
     target = StagedModel(model)
-    target.check()
+    check_staged(target)
     answer = Engine(target, Drafter(), frozenset()).answer([5, 9, 20, 9], SamplingParams(12)).tokens
     assert answer == generate_with_transformers(model, [5, 9, 20, 9], 12, stop_ids=())
 

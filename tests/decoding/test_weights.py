@@ -10,6 +10,7 @@ import torch
 from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.cost import Experts, weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
@@ -140,7 +141,7 @@ def test_quantised_layers_are_left_as_they_are_and_counted_as_stored(quantise):
         for parent, name in ((layer.mlp, "up_proj"), (layer.self_attn, "q_proj")):
             setattr(parent, name, quantise(getattr(parent, name)))
     target = StagedModel(model)
-    target.check()
+    check_staged(target)
     for layer in target.layers:
         assert type(layer.mlp.up_proj).__name__ == quantise(torch.nn.Linear(2, 2)).__class__.__name__
         assert isinstance(layer.mlp.down_proj, PackedLinear | JoinedLinear), "the others are laid out"
@@ -155,7 +156,7 @@ def test_a_quantised_head_is_driven():
     model = random_model("llama", 0)
     model.lm_head = Int8(model.lm_head)
     target = StagedModel(model)
-    target.check()
+    check_staged(target)
     assert target.vocab_size == 61 and target.pass_bytes(0, 0) == 4 * 64 + 61 * 64 + 4 * 61
 
 

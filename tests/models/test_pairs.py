@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
+from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.graphs import Options, options_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import choose_device, cut, load_pair
@@ -50,7 +51,7 @@ def test_a_family_that_torch_has_no_attention_for_is_loaded_with_its_own(cfg):
     target.save_pretrained(cfg.target)
     pair = load_pair(cfg, seed=0, with_draft=True)
     assert pair.target.config._attn_implementation == "eager"
-    StagedModel(pair.target).check()
+    check_staged(StagedModel(pair.target))
 
 
 def test_options_of_graphs_are_the_pairs_own(cfg):

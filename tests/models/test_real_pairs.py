@@ -17,6 +17,7 @@ from methods.pld import PromptLookup
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.models.pairs import load_pair
@@ -132,7 +133,7 @@ def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
     pair = load_pair(cfg, seed=0, with_draft=cfg.draft is not None)
     assert pair.target.config.model_type == pair_config(name).target_shape.model_type
     target = StagedModel(pair.target)
-    target.check()
+    check_staged(target)
     drafters = {
         "ar": Autoregressive(pair),
         "pld": PromptLookup(pair, 4),

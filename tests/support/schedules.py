@@ -15,6 +15,7 @@ import torch
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import ForwardContext, KVCache
+from specbench.decoding.model.graphs import EagerRunner
 from specbench.decoding.model.layer_stack import attention_mask
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
@@ -43,7 +44,7 @@ class FakeTarget:
     """The interface of `StagedModel` that the batch engine uses. Keys hold a token's share of the checksum."""
 
     device = torch.device("cpu")
-    runner, width, padding = None, None, 0
+    runner, fixed_shapes, width, padding = EagerRunner(), False, None, 0
     config = SimpleNamespace(max_position_embeddings=10**6)
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:

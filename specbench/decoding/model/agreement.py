@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench.decoding.cpu.grouped_attention import attending
+from specbench.decoding.model import fixed_shape
+from specbench.decoding.model.anatomy import drivable, name_of
+from specbench.decoding.model.graphs import GraphRunner
+from specbench.decoding.state import Draft
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from specbench.decoding.model.staged_model import StagedModel
 
 # How many times its model's noise the staged forward may lie off. In half precision a fault shows little above the
 # noise; of 27 families, with and without passes of fixed shapes, none lay further off than 0.75 times the noise. In
@@ -31,6 +38,8 @@ LEAST_ULPS = 1.0
 # No noise is above this: then the ways compute something else, and nothing can be told from them. In fp32 a model's own
 # ways lie 1e-6 apart, in half precision a few percent. In units of the logits' scale; unrelated logits are 1.4 apart.
 MOST_FP32, MOST_HALF = 1e-4, 0.3
+# Tokens of the text that a model is checked on; those after a layer's window, and the longest window that is filled.
+CHECKED, BEYOND, LONGEST_FILLED = 72, 32, 512
 PIECE = 64  # positions whose logits are compared at once: large vocabularies take much memory in fp32
 
 
@@ -134,3 +143,61 @@ def random_ids(config: PretrainedConfig, vocab_size: int, length: int) -> list[i
 def filled(ids: Sequence[int], length: int) -> list[int]:
     """The first `length` token ids of a text that is said again as often as that takes."""
     return (list(ids) * -(-length // len(ids)))[:length]
+
+
+@torch.inference_mode()
+def check_staged(target: StagedModel, text: Sequence[int] | None = None) -> Agreement:
+    """Compares the staged forward with the model's own.
+
+    It takes four passes of `_checked_length` tokens, three of them the model's own, and ten short ones.
+
+    Args:
+        target: the model.
+        text: token ids of a text that the model could be asked to go on with, see `Pair.sample_ids`; the first ones
+            are used. None: ids drawn by chance, for a model without a tokenizer.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        UserError: the logits differ by more than the model's own do from one way of computing them to another.
+    """
+    length = _checked_length(target)
+    text = random_ids(target.config, target.vocab_size, length) if text is None else text
+    ids = torch.tensor([filled(text, length)], device=target.device)
+    # The prompt, two verifications, and single tokens: each has masks, positions and kernels of its own.
+    ends = [0, *(length - after for after in (19, 11, 3, 2, 1, 0))]
+    with drivable(target.model):
+        ways = [way[:, : target.vocab_size].to(target.device) for way in own_ways(target.model, ids, ends)]
+        cache = target.new_cache(length + target.padding)
+        parts = [target.head(target.run_layers(target.embed(ids[:, : ends[1]]), cache, 0))]
+        for start, end in pairwise(ends[1:]):
+            draft = Draft(ids[:, start + 1 : end])
+            parts.append(target.verify(ids[:, start : start + 1], draft, cache, start))
+        staged = torch.cat([part[0] for part in parts])
+    if not ways[0].isfinite().all():
+        raise UserError(
+            f"model type '{target.config.model_type}' gives logits that are no finite numbers in "
+            f"{name_of(target.dtype)}: set another pair.dtype"
+        )
+    measured = agreement(staged, ways, [(0, ends[1]), (ends[1], ends[3]), (ends[3], length)])
+    if not measured.holds:
+        raise UserError(
+            f"model type '{target.config.model_type}' cannot be driven layer by layer: its logits differ from the "
+            f"model's own by {measured.distance:.1e} of their scale, and the model's own by {measured.noise:.1e} among "
+            f"themselves, in {name_of(target.dtype)}; {measured.limit:.1e} would be accepted"
+        )
+    return measured
+
+
+def _checked_length(target: StagedModel) -> int:
+    """Tokens that `check_staged` needs: more than short windows of layers have, and with graphs more than a bucket.
+
+    A pass of a window's length costs memory for the logits of every token of it, so that long ones are not filled.
+    """
+    windows = [
+        window + BEYOND for window, _ in target.stack.kinds_there if window and window <= LONGEST_FILLED
+    ]
+    captured = isinstance(target.runner, GraphRunner)
+    length = max(CHECKED, *windows, fixed_shape.KV_BUCKET + 11 if captured else 0)
+    return min(length, target.config.max_position_embeddings)

@@ -2,8 +2,8 @@
 
 It needs the anatomy that the decoder-only families share (token embedding, a list of layers, rotary or learned
 positions, a final norm, a head). What differs between families is read from the model and its config, see `anatomy`.
-`StagedModel.check` compares the staged forward with the model's own once at load, so a family with another anatomy is
-refused instead of being measured wrongly. Draft models are driven by this same class.
+`agreement.check_staged` compares the staged forward with the model's own once at load, so a family with another
+anatomy is refused instead of being measured wrongly. Draft models are driven by this same class.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import math
 from functools import cached_property
 from inspect import signature
-from itertools import chain, pairwise
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,7 +22,6 @@ from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.model import fixed_shape
-from specbench.decoding.model.agreement import Agreement, agreement, filled, own_ways, random_ids
 from specbench.decoding.model.anatomy import (
     CACHES,
     EMBEDDING_SCALE,
@@ -33,7 +32,6 @@ from specbench.decoding.model.anatomy import (
     drivable,
     finished,
     logit_steps,
-    name_of,
     window_of,
 )
 from specbench.decoding.model.cost import EXPERTS, experts_of, experts_wait, weight_bytes
@@ -59,8 +57,6 @@ if TYPE_CHECKING:  # a slow import, not needed to read `Drafter.needs`
     from specbench.decoding.state import Batch
 
 ROPE_STEP = 4096  # the angles of so many positions are made at once: a graph reads them where they are
-# Tokens of the text that a model is checked on; those after a layer's window, and the longest window that is filled.
-CHECKED, BEYOND, LONGEST_FILLED = 72, 32, 512
 
 
 class StagedModel:
@@ -465,62 +461,6 @@ class StagedModel:
         else:
             inputs, lo = torch.cat([pending, draft.tokens], dim=1) if draft.tokens.shape[1] else pending, 0
         return self._pass(inputs, cache, ctx, lo, len(self.layers), taps, on_hidden, split, to_logits=True)
-
-    @torch.inference_mode()
-    def check(self, text: Sequence[int] | None = None) -> Agreement:
-        """Compares the staged forward with the model's own.
-
-        It takes four passes of `_checked_length` tokens, three of them the model's own, and ten short ones.
-
-        Args:
-            text: token ids of a text that the model could be asked to go on with, see `Pair.sample_ids`; the first ones
-                are used. None: ids drawn by chance, for a model without a tokenizer.
-
-        Returns:
-            What was measured.
-
-        Raises:
-            UserError: the logits differ by more than the model's own do from one way of computing them to another.
-        """
-        length = self._checked_length()
-        text = random_ids(self.config, self.vocab_size, length) if text is None else text
-        ids = torch.tensor([filled(text, length)], device=self.device)
-        # The prompt, two verifications, and single tokens: each has masks, positions and kernels of its own.
-        ends = [0, *(length - behind for behind in (19, 11, 3, 2, 1, 0))]
-        with drivable(self.model):
-            ways = [way[:, : self.vocab_size].to(self.device) for way in own_ways(self.model, ids, ends)]
-            cache = self.new_cache(length + self.padding)
-            parts = [self.head(self.run_layers(self.embed(ids[:, : ends[1]]), cache, 0))]
-            for start, end in pairwise(ends[1:]):
-                draft = Draft(ids[:, start + 1 : end])
-                parts.append(self.verify(ids[:, start : start + 1], draft, cache, start))
-            staged = torch.cat([part[0] for part in parts])
-        if not ways[0].isfinite().all():
-            raise UserError(
-                f"model type '{self.config.model_type}' gives logits that are no finite numbers in "
-                f"{name_of(self.dtype)}: set another pair.dtype"
-            )
-        found = agreement(staged, ways, [(0, ends[1]), (ends[1], ends[3]), (ends[3], length)])
-        if not found.holds:
-            raise UserError(
-                f"model type '{self.config.model_type}' cannot be driven layer by layer: its logits differ from the "
-                f"model's own by {found.distance:.1e} of their scale, and the model's own by {found.noise:.1e} among "
-                f"themselves, in {name_of(self.dtype)}; {found.limit:.1e} would be accepted"
-            )
-        return found
-
-    def _checked_length(self) -> int:
-        """Tokens that `check` needs: more than short windows of layers have, and with graphs more than a bucket.
-
-        A pass of a window's length costs memory for the logits of every token of it, so that long ones are not filled.
-        """
-        windows = [
-            window + BEYOND for window, _ in self.stack.kinds_there if window and window <= LONGEST_FILLED
-        ]
-        length = max(
-            CHECKED, *windows, fixed_shape.KV_BUCKET + 11 if isinstance(self.runner, GraphRunner) else 0
-        )
-        return min(length, self.config.max_position_embeddings)
 
     def _make_angles(self, capacity: int) -> None:
         """Sees to it that there are angles for so many positions, computed once."""
