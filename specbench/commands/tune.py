@@ -163,11 +163,11 @@ def is_own(override: str) -> bool:
 def study_folder(base: DictConfig, space: str) -> Path:
     """The folder of the one study that such trials belong to. Raises UserError for what cannot work."""
     checked = OmegaConf.create(OmegaConf.to_container(base))
-    check(checked)
+    spec = check(checked)
     threads = [os.environ.get(name) for name in THREAD_VARIABLES]
     same = [store.config_hash(checked), space, source_sha256(), provenance.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]
-    folder = Path(base.runs_root) / "tune" / f"{base.method.name}_{base.pair.name}_{digest}"
+    folder = Path(base.runs_root) / "tune" / f"{spec.groups['method']['name']}_{base.pair.name}_{digest}"
     return make_folder(folder)
 
 

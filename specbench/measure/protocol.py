@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
+from specbench.config.spec import POOL, QUESTION
 from specbench.decoding.cpu.autotune import PassShape, choose_layouts
 from specbench.decoding.interleave import Interleaver
 from specbench.decoding.model.graphs import GraphRunner
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from specbench.config.spec import RunSpec
     from specbench.data.questions import Question
     from specbench.decoding.drafter import Drafter
     from specbench.decoding.model.staged_model import StagedModel
@@ -66,7 +68,7 @@ class Bench:
         decoding: of every answer.
         protocol: whose earlier answers a conversation goes on with: "spec_bench": each arm's own.
         seed: of the sampling.
-        batch_size: None for a method that decodes one sequence at a time.
+        spec: the run.
         verify_tokens: tokens of each sequence in the method's widest pass.
         warmup: questions to warm up with.
         slice_seconds: after which an arm hands over to another one; None: arms alternate by whole answers.
@@ -85,7 +87,7 @@ class Bench:
     decoding: SamplingParams
     protocol: str
     seed: int
-    batch_size: int | None = None
+    spec: RunSpec
     verify_tokens: int = 1
     warmup: Sequence[Question] = ()
     slice_seconds: float | None = None
@@ -264,7 +266,7 @@ class Bench:
         @contextmanager
         def watched(number: int) -> Iterator[None]:
             name = order[number]
-            counts_memory = name == METHOD and self.batch_size
+            counts_memory = name == METHOD and self.spec.unit == POOL
             if counts_memory:
                 provenance.reset_peak_memory(self.pair.device)
             before = self.watch.read()
@@ -289,7 +291,7 @@ class Bench:
         return (
             len(attempts) <= self.remeasure
             and not busy
-            and self.batch_size is None  # the rounds of a batch belong to all its sequences
+            and self.spec.unit == QUESTION  # the rounds of a batch belong to all its sequences
             and disturbed > TOLERATED
         )
 
@@ -353,8 +355,8 @@ class Bench:
             answers = self.arms[self.reference](requests)
             samples = [(request.prompt, answer.tokens) for request, answer in zip(requests, answers)]
             self._noise = shape_noise(self.target, samples, trees=self.drafter.max_nodes > 0)
-            if self.batch_size:
-                self._noise = max(self._noise, batch_noise(self.target, samples, self.batch_size))
+            if self.spec.unit == POOL:
+                self._noise = max(self._noise, batch_noise(self.target, samples, self.spec.batch_size))
         return self._noise
 
     def use_threads(self, asked: int | None) -> Threads:
@@ -362,7 +364,7 @@ class Bench:
 
         It is measured on the first warm-up question (batches: on as many as fill one).
         """
-        requests = self._filled(self._warm_up_requests(WARM_UP_TOKENS))[: self.batch_size or 1]
+        requests = self._filled(self._warm_up_requests(WARM_UP_TOKENS))[: self.spec.batch_size]
         self._set_reference_answers(requests)
 
         def work() -> None:
@@ -378,7 +380,7 @@ class Bench:
         Those are the baseline's, of one token of each sequence, and the widest of the method. A batch has passes of a
         single sequence, too, of the arm that it is compared with.
         """
-        b = self.batch_size or 1
+        b = self.spec.batch_size
         passes = [PassShape(1, 1), PassShape(b, 1), PassShape(b, self.verify_tokens)]
         return choose_layouts(self.target, passes, known or {})
 
@@ -393,7 +395,7 @@ class Bench:
 
     def _filled(self, requests: list[Request]) -> list[Request]:
         """The same requests again until they fill a batch."""
-        return requests * -(-(self.batch_size or 1) // len(requests))
+        return requests * -(-self.spec.batch_size // len(requests))
 
 
 def answer_seed(*parts: int) -> int:

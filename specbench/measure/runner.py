@@ -21,10 +21,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from specbench.config.spec import RunSpec
+from specbench.config.spec import POOL, RunSpec
 from specbench.data.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
-from specbench.decoding.drafter import Drafter, make_drafter, needs_of
+from specbench.decoding.drafter import Drafter, make_drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.anatomy import name_of
 from specbench.decoding.model.staged_model import StagedModel
@@ -41,13 +41,13 @@ from specbench.measure.records import run_folder as store
 from specbench.models.pairs import load_pair, with_part
 from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
-from specbench.system.settings import parameters, plain
+from specbench.system.settings import parameters
 
 
 def prepare(cfg: DictConfig) -> Bench:
     """Loads the pair and builds the arms."""
     spec = RunSpec.of(cfg)
-    needs, size = needs_of(spec.drafter), spec.batch_size
+    needs = spec.needs
     pair_cfg = cfg.pair
     if needs.part:  # it may bring the draft model with it
         pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
@@ -66,15 +66,15 @@ def prepare(cfg: DictConfig) -> Bench:
         arms[METHOD] = one_by_one(measured)
     else:
         make = pkgutil.resolve_name(spec.scheduler["_target_"])
-        measured = engine(drafter, make(batch_size=size, **parameters(spec.scheduler)))
+        measured = engine(drafter, make(batch_size=spec.batch_size, **parameters(spec.scheduler)))
         arms[METHOD] = measured.generate
-    if size is not None and size > 1:
-        arms[BASELINE] = engine(Drafter(), Scheduler(size)).generate
+    if spec.batch_size > 1:
+        arms[BASELINE] = engine(Drafter(), Scheduler(spec.batch_size)).generate
         arms[SINGLE] = single
     if cfg.generate:
-        arms[HF] = generate_arm(pair, size or 1, counted(target.pass_bytes()))
+        arms[HF] = generate_arm(pair, spec.batch_size, counted(target.pass_bytes()))
     decoding = SamplingParams(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
-    warmup, drafting = warmup_questions(cfg.data), plain(spec.drafter)
+    warmup = warmup_questions(cfg.data)
     return Bench(
         pair=pair,
         target=target,
@@ -83,13 +83,14 @@ def prepare(cfg: DictConfig) -> Bench:
         decoding=decoding,
         protocol=cfg.protocol,
         seed=cfg.seed,
-        batch_size=size,
+        spec=spec,
         verify_tokens=measured.verify_tokens,
         warmup=warmup,
         slice_seconds=None if drafter.exclusive else cfg.slice_seconds,
         remeasure=cfg.remeasure,
-        training=provenance.trained(pair_cfg, drafting, needs.draft_model) | warm_record(drafting, pair),
-        trained_weights=provenance.trained_weights(drafting),
+        training=provenance.trained(pair_cfg, spec.drafter, needs.draft_model)
+        | warm_record(spec.drafter, pair),
+        trained_weights=provenance.trained_weights(spec.drafter),
     )
 
 
@@ -156,7 +157,7 @@ class Job:
 
     def measure(self, bench: Bench, repeat: int | None) -> None:
         """Warms up, notes what the run is made of, and measures this process's passes from `repeat` on."""
-        planned = pools(self.questions, self.cfg.pool if bench.batch_size else None, self.cfg.seed)
+        planned = pools(self.questions, self.cfg.pool if bench.spec.unit == POOL else None, self.cfg.seed)
         drop_torn_pool(self.journal, planned)
         bench.process = 0 if repeat is None else self.plan.process_of(repeat)
         bench.recall(self.journal.records)
@@ -217,10 +218,9 @@ class Job:
         return known, probes
 
     def _bar(self, bench: Bench) -> tqdm:
-        label = self.cfg.method.name + (f", {self.cfg.drafter.name}" if bench.batch_size else "")
         done = len(self.journal.records)
         return tqdm(
-            desc=label,
+            desc=", ".join(group["name"] for group in bench.spec.groups.values()),
             unit="question",
             initial=done,
             total=max(self.plan.repeats * len(self.questions), done),
@@ -280,7 +280,7 @@ def facts(bench: Bench) -> dict:
         "weights": pair.init,
         "anatomy": pair.anatomy,
         "weights_source": pair.source,
-        "batched": bench.batch_size is not None,
+        "unit": bench.spec.unit,
         "slice_seconds": bench.slice_seconds,
         "training": bench.training,
         "trained_weights": bench.trained_weights,

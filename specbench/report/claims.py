@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import yaml
 from rich.text import Text
 
+from specbench.config.spec import POOL
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import Speedup
 from specbench.report import formats, tables
@@ -262,16 +263,15 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     ]
     if any(None in other for other in others):
         return None
-    batched = bool(ours[0].summary["drafter"])
-    frames = [run.parts(what, batched) for run in ours]
+    frames = [run.parts(what) for run in ours]
     found = []
     for other in others:
-        theirs = [run.parts(what, batched) for run in other]
-        processes = [run.parts_by_process(what, batched) for run in (*other, *ours)]
-        found.append((*metrics.relative(theirs, frames, batched, processes), other[0]))
+        theirs = [run.parts(what) for run in other]
+        processes = [run.parts_by_process(what) for run in (*other, *ours)]
+        found.append((*metrics.relative(theirs, frames, processes), other[0]))
     weakest = min(found, key=lambda item: item[0].value or 0)
     ratio, count, unit, against = weakest
-    batch = f", batch {against.summary['batch_size']}" if batched else ""
+    batch = f", batch {against.summary['batch_size']}" if against.unit == POOL else ""
     means = f", means over {len(values)} values of {key}" if key else ""
     first = f"{_named(ours[0])} " if _form(ours[0]) else ""
     return ratio, f"{first}against {_named(against)}{batch}; {tables.paired_over(count, unit)}{means}"

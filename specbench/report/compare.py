@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import LEAST_PASSES
 from specbench.report import tables
@@ -81,10 +82,9 @@ def without_difference(runs: list[Run]) -> list[str]:
     first, *others = runs
     lines = []
     for run in others:
-        one, other = bool(first.summary["drafter"]), bool(run.summary["drafter"])
-        if one != other:
+        if first.unit != run.unit:
             lines.append(f"no difference for {run.name}: one of it and {first.name} decodes batches")
-        elif one and _pools(first) != _pools(run):
+        elif _pools(first) != _pools(run):
             lines.append(f"no difference for {run.name}: its pools are not those of {first.name}")
     return lines
 
@@ -117,22 +117,18 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
 
     Batches have no times by task. {} where only one decodes batches, or their pools differ.
     """
-    batched = [bool(run.summary["drafter"]) for run in (first, second)]
-    if batched[0] != batched[1] or (batched[0] and _pools(first) != _pools(second)):
+    if first.unit != second.unit or _pools(first) != _pools(second):
         return {}
-    what = "throughput" if batched[0] and metric == SPEEDUP else metric
-    one, other = (run.parts(what, batched[0]) for run in (first, second))
-    processes = [run.parts_by_process(what, batched[0]) for run in (first, second)]
-    if batched[0]:
-        return {"overall": metrics.relative([one], [other], True, processes)}
+    what = "throughput" if first.unit == POOL and metric == SPEEDUP else metric
+    one, other = (run.parts(what) for run in (first, second))
+    processes = [run.parts_by_process(what) for run in (first, second)]
     tasks: dict[str, list[int]] = {}
-    for record in first.records:
+    for record in first.records if first.unit == QUESTION else ():
         tasks.setdefault(record["task"], []).append(record["question_id"])
     by_task = {
-        task: metrics.relative([one[one.index.isin(ids)]], [other], processes=processes)
-        for task, ids in tasks.items()
+        task: metrics.relative([one[one.index.isin(ids)]], [other], processes) for task, ids in tasks.items()
     }
-    return by_task | {"overall": metrics.relative([one], [other], processes=processes)}
+    return by_task | {"overall": metrics.relative([one], [other], processes)}
 
 
 def _alone(runs: list[Run]) -> bool:
@@ -141,7 +137,8 @@ def _alone(runs: list[Run]) -> bool:
 
 
 def _pools(run: Run) -> dict[int, int]:
-    return {record["question_id"]: record["pool"] for record in run.records}
+    """The pool of each question; empty where each is decoded by itself."""
+    return {record["question_id"]: record["pool"] for record in run.records if run.unit == POOL}
 
 
 def _prompts(run: Run) -> dict[tuple[int, int], str]:

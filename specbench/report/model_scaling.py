@@ -9,6 +9,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from specbench.config.spec import QUESTION
 from specbench.report.runs import labels
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ def by_size(summaries: Iterable[Mapping]) -> dict[str, dict[int, Mapping]]:
     expanded = [
         summary
         for summary in summaries
-        if summary["weights"] == "expanded" and not summary["drafter"] and summary.get("target_pass_bytes")
+        if summary["weights"] == "expanded"
+        and summary["unit"] == QUESTION
+        and summary.get("target_pass_bytes")
     ]
     found: dict[str, dict[int, Mapping]] = {}
     for label, summary in zip(labels(expanded, without=("anatomy",)), expanded):
@@ -50,7 +53,9 @@ def of_other_models(
     others: dict[str, dict[str, Mapping]] = {}
     for summary in summaries:
         drawn = (
-            summary["weights"] == "pretrained" and not summary["drafter"] and summary["method"] in labels_of
+            summary["weights"] == "pretrained"
+            and summary["unit"] == QUESTION
+            and summary["method"] in labels_of
         )
         if drawn and summary.get("target_pass_bytes"):
             dtype = "" if summary["dtype"] == "float32" else f", {summary['dtype']}"

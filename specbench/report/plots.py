@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from specbench.config.spec import POOL, QUESTION
 from specbench.report.break_even import BreakEven, break_evens
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
 from specbench.report.runs import Run, grids, labels, latest, task_names
@@ -72,7 +73,7 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
     Of runs that share a label the last is shown, and of many the fastest; the title names those that are left out.
     """
     found = latest(runs)
-    of_one = [(label, run) for label, run in found if not run.summary["drafter"]]
+    of_one = [(label, run) for label, run in found if run.unit == QUESTION]
     single, cut_single = chosen(of_one)
     points, cut_points = chosen(of_one, MOST_POINTS)
     shown, cut = chosen(found)
@@ -248,8 +249,8 @@ def acceptance_by_position(runs: list[PlottedRun]) -> Figure | None:
 def throughput(summaries: Iterable[dict]) -> Figure | None:
     """Tokens per second over the batch size, of many methods the fastest. None without a batch of more than one row."""
     lines: dict[str, dict[int, float]] = {}
-    batched = [s for s in summaries if s["drafter"] and s["overall"]["tokens_per_second"]]
-    for name, summary in zip(labels(batched, without=("batch_size",)), batched):
+    of_pools = [s for s in summaries if s["unit"] == POOL and s["overall"]["tokens_per_second"]]
+    for name, summary in zip(labels(of_pools, without=("batch_size",)), of_pools):
         lines.setdefault(name, {})[summary["batch_size"]] = summary["overall"]["tokens_per_second"]
     fastest = sorted(lines, key=lambda name: -max(lines[name].values()))[:MAX_SERIES]
     shown = {name: line for name, line in lines.items() if name in fastest}

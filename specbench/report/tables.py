@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specbench.config.spec import POOL, QUESTION
 from specbench.data.questions import TASKS
 from specbench.data.warm_start import WARM, warmed_with
 from specbench.measure.metrics.statistics import verdict
@@ -79,9 +80,8 @@ class PlainTable(Table):
 def run_table(summary: dict) -> Table:
     """The numbers of one run: a row per task, those with a violation first, then all questions together."""
     caption = baseline_line(summary["baseline"])
-    if summary["drafter"]:
-        caption.append(f"\n{batch_line(summary)}")
     for line in (
+        batch_line(summary),
         *summary.get("notes", ()),
         passes_line(summary),
         machine_line(summary),
@@ -105,7 +105,7 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     Ours are ratios of summed seconds; the overall speedup as its speed.py defines it stands beside. None without a
     task: the runs of batch methods have no times by task.
     """
-    summaries = [summary for summary in summaries if not summary["drafter"]]
+    summaries = [summary for summary in summaries if summary["unit"] == QUESTION]
     if not summaries:
         return None
     title = "speedups by task, in Spec-Bench's form; its def.: overall as Spec-Bench itself defines it"
@@ -201,17 +201,17 @@ def _shaded(value: float | None, among: list[float]) -> Text:
 
 def batches_table(summaries: Iterable[dict]) -> Table | None:
     """What batches gain: one row per run of a batch method. None if there is none."""
-    batched = [summary for summary in summaries if summary["drafter"]]
-    if not batched:
+    of_pools = [summary for summary in summaries if summary["unit"] == POOL]
+    if not of_pools:
         return None
-    table = PlainTable("batches", _caption(batched))
+    table = PlainTable("batches", _caption(of_pools))
     table.add_column("run", overflow="fold")
     for name in (
         *("batch\nsize", "tokens\nper s", "times AR\nat batch 1", "times AR\nbatches"),
         *("occu-\npancy", "align-\nment", "peak\nGB"),
     ):
         table.add_column(name, justify="right", no_wrap=True)
-    for label, summary in zip(labels(batched, without=("batch_size",)), batched):
+    for label, summary in zip(labels(of_pools, without=("batch_size",)), of_pools):
         overall, memory = summary["overall"], summary["peak_memory_bytes"]
         table.add_row(
             label,
@@ -227,7 +227,9 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
 
 
 def batch_line(summary: dict) -> str:
-    """One line on a batch method: occupancy, time, gain over batch size 1, and what its interval does not cover."""
+    """One line on a run of pools: occupancy, time, gain over batch size 1, and what its interval does not cover."""
+    if summary["unit"] != POOL:
+        return ""
     overall = summary["overall"]
     parts = [
         f"batch of {summary['batch_size']}: occupancy {_share(overall['occupancy'])}",

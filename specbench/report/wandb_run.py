@@ -108,7 +108,7 @@ def contents(run: Run) -> dict[str, object]:
     """What is logged beside summary and config, by its name on the service."""
     summary = run.summary
     reference = metrics.ARMS[summary["baseline"]["quoted_against"]]
-    questions = metrics.by_question(run.records, reference, batched=summary["drafter"] is not None)
+    questions = metrics.by_question(run.records, reference, run.unit)
     steps = pd.read_parquet(run.folder / store.STEPS)
     rounds = steps[steps["arm"] == "method"]
     found = {"tasks": table(by_task(run)), "questions": table(questions)}

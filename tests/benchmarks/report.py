@@ -74,6 +74,7 @@ def variants(count: int) -> list[dict]:
             "method": method,
             "pair": pair,
             "drafter": "sps",
+            "unit": "pool",
             "batch_size": size,
             "settings": settings | {"window": window},
         }

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specbench.config.spec import RunSpec
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
@@ -70,6 +71,7 @@ def test_graphs_are_warmed_up_with_whole_answers(monkeypatch, passes, tokens):
         decoding=SamplingParams(300),
         protocol="paired",
         seed=0,
+        spec=RunSpec({}),
         warmup=[SimpleNamespace(turns=["a question"])],
     )
     bench.warm_up()

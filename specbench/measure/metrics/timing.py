@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from specbench.config.spec import POOL
 from specbench.measure.metrics.dataframes import GENERATION_COLUMNS
 
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
@@ -45,6 +46,27 @@ def paired_seconds_by(by: list[str], generations: pd.DataFrame, reference: str) 
     """`paired_seconds` of each group of generations; by: columns, whose values are the keys."""
     groups = generations.groupby(by)
     return {key: paired_seconds(turn_means(group), reference) for key, group in groups}
+
+
+def unit_seconds(generations: pd.DataFrame, reference: str, unit: str) -> pd.DataFrame:
+    """`paired_seconds` of what has times of its own.
+
+    Args:
+        generations: of all arms.
+        reference: the arm that the method is paired with.
+        unit: "question", or "pool": the questions that were decoded together.
+
+    Returns:
+        Indexed by question_id, the means of its repeats; or by (pool, repeat), each run of a pool.
+    """
+    if unit == POOL:
+        return pool_seconds(generations, reference)
+    return paired_seconds(turn_means(generations), reference)
+
+
+def pools_of(seconds: pd.DataFrame) -> pd.Index | None:
+    """The pool of each row of what `unit_seconds` gives; None where the rows are questions."""
+    return seconds.index.get_level_values(POOL) if POOL in seconds.index.names else None
 
 
 def pool_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:
