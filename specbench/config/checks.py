@@ -124,11 +124,14 @@ def check_method(cfg: DictConfig) -> RunSpec:
     from specbench.decoding.drafter import Drafter
     from specbench.decoding.scheduler import Scheduler  # late: a misspelt name need not wait for torch
 
-    spec = RunSpec.of(cfg, unit_of(located(cfg.method, "method", Drafter, Scheduler)))
-    what, group = spec.what, spec.drafter
+    cls = located(cfg.method, "method", Drafter, Scheduler)
+    spec = RunSpec.of(cfg, unit_of(cls))
+    *_, (what, group) = spec.groups.items()
     name = group["name"]
     if spec.scheduler is not None:
-        check_scheduler(spec.scheduler, spec.batch_size)
+        parameters(cls, "method", spec.scheduler)
+        # It needs no weights to say what is wrong.
+        cls(batch_size=spec.batch_size, **values.parameters(spec.scheduler))
     takes = parameters(located(group, what, Drafter), what, group)
     if spec.scheduler is None and cfg.drafter.name != "none":
         raise UserError(
@@ -154,15 +157,6 @@ def check_method(cfg: DictConfig) -> RunSpec:
     if cfg.decoding.temperature > 0 and not needs.sampling:
         raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
     return spec
-
-
-def check_scheduler(scheduler: Mapping, batch_size: int) -> None:
-    """Raises UserError for a setting of a scheduler that cannot work: it needs no weights to say so itself."""
-    from specbench.decoding.scheduler import Scheduler
-
-    cls = located(scheduler, "method", Scheduler)
-    parameters(cls, "method", scheduler)
-    cls(batch_size=batch_size, **values.parameters(scheduler))
 
 
 def check_batch(cfg: DictConfig, spec: RunSpec) -> None:

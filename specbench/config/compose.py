@@ -86,24 +86,6 @@ def tuned_choice(group: str, *, _root_: DictConfig) -> str:
 OmegaConf.register_new_resolver("tuned", tuned_choice, replace=True)
 
 
-def drafter_choice(group: str, *, _root_: DictConfig) -> str:
-    """`- optional method@drafter: ${drafting:drafter}` in a defaults list: the method whose file a drafter has.
-
-    Args:
-        group: "drafter".
-        _root_: the choices of all groups.
-
-    Raises:
-        UserError: there is no such method.
-    """
-    name = _root_.get(group)
-    check_choice(group, name)
-    return name
-
-
-OmegaConf.register_new_resolver("drafting", drafter_choice, replace=True)
-
-
 def own_conf() -> Path | None:
     """The folder `conf` of the working directory, where a user of the package keeps YAMLs of his own; None without."""
     own = Path.cwd() / "conf"
@@ -131,9 +113,8 @@ def check_overrides(arguments: list[str]) -> None:
             raise UserError(f"{key} is given twice: {given[key]} and {value}")
         given[key] = value
         for choice in value.split(",") if is_group(key) else []:
-            if re.fullmatch(
-                r"null|true|false|[\d.+-]*", choice, re.IGNORECASE
-            ):  # Hydra wants text, and says no key
+            # Hydra wants text, and says no key.
+            if re.fullmatch(r"null|true|false|[\d.+-]*", choice, re.IGNORECASE):
                 raise UserError(f"unknown {key} '{choice}': {suggest(choice, choices_of(key))}")
     sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
     launcher = [key for key in given if re.match(r"hydra[./]launcher\b", key)]
@@ -153,11 +134,18 @@ def choices_of(group: str) -> list[str]:
     return [path.stem for path in files if not path.stem.startswith("_")]
 
 
-def check_choice(group: str, name: str) -> None:
-    """Raises UserError for a name that a group of the configuration does not have."""
+def known_choice(group: str, name: str) -> str:
+    """The name. Raises UserError where a group of the configuration does not have it.
+
+    `- optional method@drafter: ${known:drafter,...}` in a defaults list gives a drafter the file of a method.
+    """
     known = choices_of(group)
     if name not in known:
         raise UserError(f"unknown {group} '{name}': {suggest(str(name), known)}")
+    return name
+
+
+OmegaConf.register_new_resolver("known", known_choice, replace=True)
 
 
 def explain(error: HydraException | OmegaConfBaseException, config_name: str, overrides: list[str]) -> str:
@@ -207,7 +195,7 @@ def choice(group: str, name: str, *, _parent_: DictConfig, _root_: DictConfig) -
     Raises:
         UserError: the group has no such file.
     """
-    check_choice(group, name)
+    known_choice(group, name)
     tuned = OmegaConf.select(_root_, "settings") == "tuned"
     pair = tuned_on(_root_.pair.name, name) if tuned else None
     return OmegaConf.create(as_it_stands(group, name, pair), parent=_parent_)

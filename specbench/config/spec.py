@@ -43,11 +43,9 @@ class RunSpec:
         if unit is None:
             unit = unit_of(pkgutil.resolve_name(config["method"]["_target_"]))
         method = values.plain(config["method"])
-        return (
-            cls(method)
-            if unit == QUESTION
-            else cls(values.plain(config["drafter"]), method, config["batch_size"])
-        )
+        if unit == QUESTION:
+            return cls(method)
+        return cls(values.plain(config["drafter"]), method, config["batch_size"])
 
     @property
     def unit(self) -> str:
@@ -56,15 +54,10 @@ class RunSpec:
 
     @property
     def groups(self) -> dict[str, Mapping[str, Any]]:
-        """By the group that chooses it: "method" drafts by itself, or schedules what "drafter" drafts."""
+        """By the group that chooses it: "method" drafts by itself, or schedules what "drafter", the last, drafts."""
         if self.scheduler is None:
             return {"method": self.drafter}
         return {"method": self.scheduler, "drafter": self.drafter}
-
-    @property
-    def what(self) -> str:
-        """What the configuration calls the drafter: "method" or "drafter"."""
-        return [*self.groups][-1]
 
     @property
     def needs(self) -> Needs:
@@ -95,9 +88,8 @@ class RunSpec:
         Those that this installation does not have, such as a user's own in a folder from elsewhere, are left out: the
         run can still be read, without numbers of their own.
         """
-        groups = [*self.groups.values()]
-        found = []
-        for group in [*groups, *(group[WRAPPED] for group in groups if group.get(WRAPPED))]:
+        found, groups = [], [*self.groups.values(), self.drafter.get(WRAPPED)]
+        for group in filter(None, groups):
             try:
                 found.append(pkgutil.resolve_name(group["_target_"]))
             except (ImportError, AttributeError):

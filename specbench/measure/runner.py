@@ -198,7 +198,8 @@ class Job:
             asked = begun["threads"]["torch"]
         chosen = bench.use_threads(asked)
         layouts = bench.choose_layouts(begun.get("layouts"))
-        found = provenance.collect(OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data))
+        config, questions = OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data)
+        found = provenance.collect(config, bench.spec.drafter, questions)
         bench.watch.threads = torch.get_num_threads()
         bench.watch.find_children()
         before = bench.watch.read()

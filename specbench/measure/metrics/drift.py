@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.measure.metrics.acceptance import acceptance_length
-from specbench.measure.metrics.metrics import MetricInput
+from specbench.measure.metrics.metrics import MetricInput, numbers
 
 if TYPE_CHECKING:
     from specbench.config.spec import RunSpec
+
+NUMBERS = ("speedup", "speedup_low", "speedup_high", "acceptance_length")
 
 
 def thirds(records: list[dict], facts: dict, reference: str, spec: RunSpec) -> dict[str, dict]:
@@ -30,15 +31,8 @@ def thirds(records: list[dict], facts: dict, reference: str, spec: RunSpec) -> d
 
     def numbers_of(questions: list[int]) -> dict[str, Any]:
         own = [record for record in records if record["question_id"] in set(questions)]
-        measured = MetricInput(own, facts, reference, spec, whole_run=False)
-        speedup = measured.speedups[0]
-        return {
-            "questions": len(questions),
-            "speedup": speedup.value,
-            "speedup_low": speedup.low,
-            "speedup_high": speedup.high,
-            "acceptance_length": acceptance_length(measured.rounds),
-        }
+        found = numbers(MetricInput(own, facts, reference, spec, whole_run=False))
+        return {"questions": len(questions)} | {name: found[name] for name in NUMBERS}
 
     return {"first": numbers_of(asked[:count]), "last": numbers_of(asked[-count:])}
 

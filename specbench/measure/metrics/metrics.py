@@ -87,28 +87,14 @@ class MetricInput:
         """Seconds of reference and method per question."""
         return paired_seconds(self.turns, self.reference)
 
-    @property
-    def has_times(self) -> bool:
-        """Whether these questions have times of their own: a round of a batch belongs to all its sequences."""
-        return self.whole_run or self.spec.unit == QUESTION
-
-    @cached_property
-    def rate(self) -> float | None:
-        """Tokens per second of the method."""
-        return ratio(self.method["tokens"].sum(), self.method["seconds"].sum()) if self.has_times else None
-
     @cached_property
     def speedups(self) -> tuple[Speedup, Speedup]:
         """The speedup with its interval over questions or pools, and that with its interval over passes."""
-        if not self.has_times:
-            return (Speedup(None, None, None),) * 2
         return speedups(self.generations, self.reference, self.spec.unit)
 
 
 def decode_speedup(measured: MetricInput) -> float | None:
     """The speedup without the prefills of both arms."""
-    if not measured.has_times:
-        return None
     decoding = paired_seconds(measured.turns, measured.reference, with_prefill=False)
     return ratio(decoding["reference"].sum(), decoding["method"].sum())
 
@@ -218,10 +204,17 @@ class Metric(NamedTuple):
     Attributes:
         compute: gives it, None where it could not be measured.
         unit: of the runs that have it, "question" or "pool"; None: all have.
+        timed: whether it compares seconds: some questions of a pool have none of their own, as rounds belong to all.
     """
 
     compute: Callable[[MetricInput], Any]
     unit: str | None = None
+    timed: bool = False
+
+    def is_of(self, measured: MetricInput) -> bool:
+        """Whether what was measured can have the number."""
+        unit = measured.spec.unit
+        return self.unit in (None, unit) and (not self.timed or measured.whole_run or unit == QUESTION)
 
 
 METRICS = {
@@ -229,14 +222,16 @@ METRICS = {
     "pools": Metric(lambda m: m.method["pool"].nunique(), POOL),
     "tokens": Metric(lambda m: total(m.method["tokens"])),
     "seconds": Metric(lambda m: total(m.method["seconds"])),
-    "tokens_per_second": Metric(lambda m: m.rate),
-    "speedup": Metric(lambda m: m.speedups[0].value),
-    "speedup_low": Metric(lambda m: m.speedups[0].low),
-    "speedup_high": Metric(lambda m: m.speedups[0].high),
+    "tokens_per_second": Metric(
+        lambda m: ratio(m.method["tokens"].sum(), m.method["seconds"].sum()), timed=True
+    ),
+    "speedup": Metric(lambda m: m.speedups[0].value, timed=True),
+    "speedup_low": Metric(lambda m: m.speedups[0].low, timed=True),
+    "speedup_high": Metric(lambda m: m.speedups[0].high, timed=True),
     "speedup_questions": Metric(lambda m: len(m.seconds)),
-    "passes_low": Metric(lambda m: m.speedups[1].low),
-    "passes_high": Metric(lambda m: m.speedups[1].high),
-    "decode_speedup": Metric(decode_speedup),
+    "passes_low": Metric(lambda m: m.speedups[1].low, timed=True),
+    "passes_high": Metric(lambda m: m.speedups[1].high, timed=True),
+    "decode_speedup": Metric(decode_speedup, timed=True),
     "spec_bench_speedup": Metric(lambda m: spec_bench_speedup(m.turns, m.reference), QUESTION),
     "acceptance_length": Metric(lambda m: acceptance_length(m.rounds)),
     "acceptance_rate": Metric(lambda m: acceptance_rate(m.rounds)),
@@ -246,7 +241,7 @@ METRICS = {
     ),
     "judged_by_position": Metric(lambda m: judged_positions(m.rounds)),
     "mbsu": Metric(lambda m: mbsu(m.rounds, m.facts["target_pass_bytes"])),
-    "bandwidth_fraction": Metric(lambda m: bandwidth_fraction(m.method, m.facts) if m.has_times else None),
+    "bandwidth_fraction": Metric(lambda m: bandwidth_fraction(m.method, m.facts), timed=True),
     "prefill_seconds": Metric(lambda m: total(m.method["prefill_seconds"])),
     "draft_seconds": Metric(lambda m: total(m.rounds["draft_seconds"])),
     "verify_seconds": Metric(lambda m: total(m.rounds["verify_seconds"])),
@@ -261,8 +256,5 @@ METRICS = {
 
 
 def numbers(measured: MetricInput) -> dict[str, Any]:
-    """Every metric of what was measured, by name; None for one of another unit."""
-    units = (None, measured.spec.unit)
-    return {
-        name: metric.compute(measured) if metric.unit in units else None for name, metric in METRICS.items()
-    }
+    """Every metric of what was measured, by name; None for one that it cannot have."""
+    return {name: one.compute(measured) if one.is_of(measured) else None for name, one in METRICS.items()}

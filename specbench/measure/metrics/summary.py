@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 4
 COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed
+# What a summary holds of the facts of its run; older folders lack some.
+OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_bytes")
+OF_NEWER_FACTS = ("threads", "layouts", "extra_cores", "slice_seconds", "anatomy", "weights_source")
 QUESTION_COLUMNS = {
     "question_id": "int64",
     "task": "str",
@@ -79,28 +82,15 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "settings_source": source.get("source"),
         "settings_tuned_on": source.get("pair"),
         "settings_published": source.get("published", {}),
-        "pair": config["pair"]["name"],
-        "data": config["data"]["name"],
-        "task": config["task"]["name"],
+        **{group: config[group]["name"] for group in ("pair", "data", "task")},
+        **{key: config[key] for key in ("batch_size", "experiment", "protocol")},
         "temperature": config["decoding"]["temperature"],
-        "batch_size": config["batch_size"],
         "repeats": len(repeats(records)) or config["repeats"],
         "processes": len({record["process"] for record in records}),
-        "experiment": config["experiment"],
-        "protocol": config["protocol"],
-        "dtype": facts["dtype"],
-        "device": facts["device"],
-        "threads": facts.get("threads"),
-        "layouts": facts.get("layouts"),
-        "extra_cores": facts.get("extra_cores"),
-        "slice_seconds": facts.get("slice_seconds"),
-        "weights": facts["weights"],
-        "anatomy": facts.get("anatomy"),
-        "weights_source": facts.get("weights_source"),
+        **{key: facts[key] for key in OF_FACTS},
+        **{key: facts.get(key) for key in OF_NEWER_FACTS},
         "training": facts.get("training", {}),
         "trained_weights": facts.get("trained_weights", {}),
-        "target_pass_bytes": facts["target_pass_bytes"],
-        "peak_memory_bytes": facts["peak_memory_bytes"],
         "overall": overall,
         "machine": machine(records) | {"speed": probed},
         "tasks": {
