@@ -80,13 +80,7 @@ def differing_turns(runs: list[Run]) -> list[str]:
 def without_difference(runs: list[Run]) -> list[str]:
     """One line for each run that has no number against the first, for it was measured in another way."""
     first, *others = runs
-    lines = []
-    for run in others:
-        if first.unit != run.unit:
-            lines.append(f"no difference for {run.name}: one of it and {first.name} decodes batches")
-        elif _pools(first) != _pools(run):
-            lines.append(f"no difference for {run.name}: its pools are not those of {first.name}")
-    return lines
+    return [f"no difference for {run.name}: {why}" for run in others if (why := _hindrance(first, run))]
 
 
 def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
@@ -100,11 +94,9 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     title = "times as fast as" if metric == SPEEDUP else f"{metric} / that of"
     foot = ONE_PROCESS if metric == SPEEDUP and _alone(runs) else ""
     table = tables.PlainTable(f"{title} {names[0]}", foot)
-    table.add_column("task", no_wrap=True)
-    found = []
-    for name, run in zip(names[1:], others):
-        table.add_column(name, justify="right", overflow="fold")
-        found.append(relative(first, run, metric))
+    table.add_columns("task", no_wrap=True)
+    table.add_columns(*names[1:], justify="right", overflow="fold")
+    found = [relative(first, run, metric) for run in others]
     tasks = task_names(run.summary for run in runs)
     asked = [task for task in (*tasks, "overall") if any(task in of_run for of_run in found)]
     for task in asked:
@@ -117,7 +109,7 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
 
     Batches have no times by task. {} where only one decodes batches, or their pools differ.
     """
-    if first.unit != second.unit or _pools(first) != _pools(second):
+    if _hindrance(first, second):
         return {}
     what = "throughput" if first.unit == POOL and metric == SPEEDUP else metric
     one, other = (run.parts(what) for run in (first, second))
@@ -134,6 +126,13 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
 def _alone(runs: list[Run]) -> bool:
     """Whether one process measured the whole of a run: the interval then holds nothing of how processes differ."""
     return any(run.summary.get("processes", 1) < LEAST_PASSES for run in runs)
+
+
+def _hindrance(first: Run, run: Run) -> str:
+    """Why a run has no number against the first; empty where it has."""
+    if first.unit != run.unit:
+        return f"one of it and {first.name} decodes batches"
+    return "" if _pools(first) == _pools(run) else f"its pools are not those of {first.name}"
 
 
 def _pools(run: Run) -> dict[int, int]:

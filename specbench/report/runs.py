@@ -352,11 +352,12 @@ def grids(summaries: Iterable[Mapping]) -> list[Grid]:
     Runs that differ in anything else are not of one grid. A cell that was run several times stands with its last run.
     """
     summaries = list(summaries)
-    cells: dict[tuple, dict[tuple, float | None]] = {}
+    cells: dict[tuple[str, str, str, str], dict[tuple, float | None]] = {}
     rest = _differing(summaries, ("pair",))
     for summary, varied, more in zip(summaries, varied_settings(summaries), rest):
         if len(varied) == 2:
-            key = (", ".join([method_label(summary), *more]), summary["pair"], *varied)
+            down, across = varied
+            key = (", ".join([method_label(summary), *more]), summary["pair"], down, across)
             place = tuple(
                 str(value) if isinstance(value, list | dict) else value for value in varied.values()
             )
@@ -391,16 +392,14 @@ def summary_frame(runs: Iterable[Run]) -> pd.DataFrame:
 def not_comparable(runs: Iterable[Run]) -> list[str]:
     """One line for all runs that should not be set beside the first for the same reasons."""
     found: dict[str, list[str]] = {}
-    first = None
+    name, first = "the others", None
     for run in runs:
         if run.provenance is None:
             found.setdefault(f"there is no {store.PROVENANCE} that can be read", []).append(run.name)
-            continue
-        first = first or run
-        reasons = provenance.differences(first.provenance, run.provenance)
-        if reasons:
+        elif first is None:
+            name, first = run.name, run.provenance
+        elif reasons := provenance.differences(first, run.provenance):
             found.setdefault("; ".join(reasons), []).append(run.name)
-    name = "the others" if first is None else first.name
     return [f"not comparable with {name}: {named(others)} ({reasons})" for reasons, others in found.items()]
 
 
