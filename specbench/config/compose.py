@@ -134,24 +134,24 @@ def choices_of(group: str) -> list[str]:
     return [path.stem for path in files if not path.stem.startswith("_")]
 
 
-def known_choice(group: str, name: str) -> str:
+def checked_choice(group: str, name: str) -> str:
     """The name. Raises UserError where a group of the configuration does not have it.
 
-    `- optional method@drafter: ${known:drafter,...}` in a defaults list gives a drafter the file of a method.
+    `- optional method@drafter: ${checked:drafter,...}` in a defaults list gives a drafter the file of a method.
     """
-    known = choices_of(group)
-    if name not in known:
-        raise UserError(f"unknown {group} '{name}': {suggest(str(name), known)}")
+    choices = choices_of(group)
+    if name not in choices:
+        raise UserError(f"unknown {group} '{name}': {suggest(str(name), choices)}")
     return name
 
 
-OmegaConf.register_new_resolver("known", known_choice, replace=True)
+OmegaConf.register_new_resolver("checked", checked_choice, replace=True)
 
 
 def explain(error: HydraException | OmegaConfBaseException, config_name: str, overrides: list[str]) -> str:
     """One line for what Hydra says in many."""
-    if own := own_error(error):
-        return str(own)
+    if raised := own_error(error):
+        return str(raised)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         choices = [option for option in error.options if not option.startswith("_")]
@@ -195,7 +195,7 @@ def choice(group: str, name: str, *, _parent_: DictConfig, _root_: DictConfig) -
     Raises:
         UserError: the group has no such file.
     """
-    known_choice(group, name)
+    checked_choice(group, name)
     tuned = OmegaConf.select(_root_, "settings") == "tuned"
     pair = tuned_on(_root_.pair.name, name) if tuned else None
     return OmegaConf.create(as_it_stands(group, name, pair), parent=_parent_)

@@ -339,8 +339,8 @@ def _last(choice: Mapping, runs: list[Run]) -> Run | None:
 
 def _last_of_each(choices: list[dict], runs: list[Run]) -> list[Run]:
     """The last run that matches each choice; empty where one has none."""
-    found = [run for choice in choices if (run := _last(choice, runs)) is not None]
-    return found if len(found) == len(choices) else []
+    matching = [run for choice in choices if (run := _last(choice, runs)) is not None]
+    return matching if len(matching) == len(choices) else []
 
 
 def _parameters(run: Run) -> int:

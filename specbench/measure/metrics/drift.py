@@ -31,8 +31,8 @@ def thirds(records: list[dict], facts: dict, reference: str, spec: RunSpec) -> d
 
     def numbers_of(questions: list[int]) -> dict[str, Any]:
         own = [record for record in records if record["question_id"] in set(questions)]
-        found = numbers(MetricInput(own, facts, reference, spec, whole_run=False))
-        return {"questions": len(questions)} | {name: found[name] for name in NUMBERS}
+        values = numbers(MetricInput(own, facts, reference, spec, whole_run=False))
+        return {"questions": len(questions)} | {name: values[name] for name in NUMBERS}
 
     return {"first": numbers_of(asked[:count]), "last": numbers_of(asked[-count:])}
 
