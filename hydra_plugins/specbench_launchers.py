@@ -25,7 +25,7 @@ from specbench import THREAD_VARIABLES
 from specbench.system.errors import UserError, import_optional, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Sequence
     from pathlib import Path
     from types import ModuleType
 
@@ -62,14 +62,18 @@ class SweepLauncher(Launcher):
         return cfg
 
     @abstractmethod
-    def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+    def place(
+        self, run_dirs: Iterable[Path], logs: Path
+    ) -> Generator[tuple[Path, int, str | None], None, None]:
         """As `specbench.commands.sweep.Executor`."""
 
 
 class Local(SweepLauncher):
     """On this machine, one after the other."""
 
-    def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+    def place(
+        self, run_dirs: Iterable[Path], logs: Path
+    ) -> Generator[tuple[Path, int, str | None], None, None]:
         """Measures the run folders on this machine, one after the other."""
         from specbench.commands.run import run_locally
 
@@ -87,7 +91,9 @@ class Submitit(SweepLauncher):
         plain = OmegaConf.to_container(OmegaConf.create(parameters))
         self.parameters = {k if k in self.common else f"{self.cluster}_{k}": v for k, v in plain.items()}
 
-    def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+    def place(
+        self, run_dirs: Iterable[Path], logs: Path
+    ) -> Generator[tuple[Path, int, str | None], None, None]:
         """Measures each run folder in a job of submitit; yields them as they are done.
 
         Raises:
@@ -150,7 +156,9 @@ class Ray(SweepLauncher):
     def __init__(self, address: str | None):
         self.address = address
 
-    def place(self, run_dirs: Iterable[Path], logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+    def place(
+        self, run_dirs: Iterable[Path], logs: Path
+    ) -> Generator[tuple[Path, int, str | None], None, None]:
         """Measures each run folder in a task of Ray; yields them as they are done.
 
         Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import pkgutil
 import re
 import shlex
 import subprocess
@@ -29,13 +28,13 @@ from specbench import ROOT
 from specbench.commands import cli
 from specbench.config.checks import check_method
 from specbench.config.compose import CONF
-from specbench.decoding.drafter import Drafter, needs_of
+from specbench.config.spec import RunSpec
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
-from specbench.decoding.scheduler import Scheduler
 from specbench.system.errors import UserError
-from tests.support.conf import composed
+from tests.support.conf import batches, composed, drafters, drafts
 from tests.support.samples import SUMMARY, faster, run_of, wrong
 
 if TYPE_CHECKING:
@@ -191,8 +190,7 @@ def required(name: str) -> tuple[bool, set[str]]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("bench", overrides=[f"method={name}"])
     OmegaConf.resolve(cfg)
-    batched = issubclass(pkgutil.resolve_name(cfg.method._target_), Scheduler)
-    needs = needs_of(cfg.drafter if batched else cfg.method)
+    needs = RunSpec.of(cfg).needs
     parts = {needs.part, MAP if cfg.method.get("vocab_map") else None} - {None}
     return needs.draft_model, parts
 
@@ -249,20 +247,9 @@ def faults_of_page(name: str) -> list[str]:
         faults.append(f"docs/methods/index.md: add a row '| [`{name}`]({name}.md) | what drafts | {right} |'")
     elif told(row.partition(";")[0]) != required(name):
         faults.append(f"docs/methods/index.md: the row of {name} must say '{right}', not '{row}'")
-    if batches(name) and name not in drafters_in_batches():
+    if batches(name) and drafts(name) and not redirects(name) and name not in drafters_in_batches():
         faults.append(f"docs/methods/index.md: add `{name}` to the list after '**In batches:**'")
     return faults
-
-
-@cache
-def batches(name: str) -> bool:
-    """Whether there is a drafter of a name, and it serves batches."""
-    if not (CONF / "drafter" / f"{name}.yaml").is_file():
-        return False
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("bench", overrides=["method=ragged", f"drafter={name}"])
-    OmegaConf.resolve(cfg)
-    return needs_of(cfg.drafter).batching
 
 
 def drafters_in_batches() -> set[str]:
@@ -325,9 +312,7 @@ def test_what_pages_call_published_is_the_configuration():
 def test_pages_name_methods_that_there_are():
     named = {name for page in DOCS.rglob("*.md") for name in needs_lines(page)}
     assert named | set(index_rows(INDEX.read_text(encoding="utf-8"))) <= set(METHODS)
-    assert (
-        {"none", "sps"} < drafters_in_batches() == {name for name in drafters_in_batches() if batches(name)}
-    )
+    assert {"none", "sps"} < drafters_in_batches() <= set(drafters())
 
 
 def test_who_drafts_with_the_pair_s_draft_model():

@@ -41,7 +41,6 @@ target: someone/Target-1B
     "conf/data/data-new.yaml": (ROOT / "conf" / "data" / "tiny.yaml")
     .read_text(encoding="utf-8")
     .replace("name: tiny", "name: data-new"),
-    "conf/drafter/bigram.yaml": "defaults: [/method/bigram@_here_]\n",
     "conf/search/bigram.yaml": "method:\n  max_draft_tokens: {low: 1, high: 6}\n",
 }
 # Tests that walk a whole group at once.

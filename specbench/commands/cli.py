@@ -186,7 +186,7 @@ def run(arguments: list[str]) -> int:
 
 def trainers() -> list[str]:
     """The methods that bring a trainer."""
-    [package] = importlib.util.find_spec("methods").submodule_search_locations
+    [package] = importlib.util.find_spec("methods").submodule_search_locations  # type: ignore[union-attr, misc] # a package
     return sorted(path.parent.name for path in Path(package).glob("*/train.py"))
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from specbench.commands.log import track
 from specbench.commands.sweep import OK, RUNNING, WAITING, Executor, Job, open_sweep, print_failures
@@ -24,7 +24,7 @@ from specbench.system.errors import LackingError, UserError, one_line_errors, pr
 from specbench.system.processes import end_with_parent, heeding_sigterm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     from omegaconf import DictConfig
 
@@ -99,7 +99,7 @@ def resume_state(job: Job) -> None:
 def end(job: Job, code: int, reason: str | None = None) -> None:
     """Prints a job's table and the path of its run folder, and tracks it."""
     job.ended(code, reason)
-    if code == 2:  # the runner has said in one line what the user can put right
+    if code == 2 or job.run_dir is None:  # the runner has said in one line what the user can put right
         return
     if store.is_complete(job.run_dir):
         from specbench.report import tables
@@ -112,7 +112,7 @@ def end(job: Job, code: int, reason: str | None = None) -> None:
     print(job.run_dir, flush=True)
 
 
-def run_locally(run_dirs: Iterable[Path], _logs: Path) -> Iterator[tuple[Path, int, str | None]]:
+def run_locally(run_dirs: Iterable[Path], _logs: Path) -> Generator[tuple[Path, int, str | None], None, None]:
     """Measures one run folder after the other on this machine: a device that is timed is not shared."""
     for run_dir in run_dirs:
         yield run_dir, measure(run_dir), None
@@ -121,7 +121,7 @@ def run_locally(run_dirs: Iterable[Path], _logs: Path) -> Iterator[tuple[Path, i
 class Command:
     """What Hydra calls: with the configuration of a single run, or, through a launcher, with all jobs of a sweep."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.jobs: list[Job] = []
 
     def __call__(self, cfg: DictConfig) -> None:
@@ -138,7 +138,7 @@ class Command:
                     job.cfg.tracker.group = sweep.folder.name
             run(jobs, place, sweep.folder, sweep.save)
 
-    def __getstate__(self):
+    def __getstate__(self) -> NoReturn:
         raise UserError(
             "this launcher would lose what becomes of the jobs: choose another, hydra/launcher=local"
         )

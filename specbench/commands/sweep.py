@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ ENDED_WELL = (OK, LEFT_OUT)
 # Measures run folders on some machine or other, each in a process of its own. Takes the folders, which are made as it
 # asks for them, and a folder for logs; yields each run folder as it is done, with its exit code and, where the folder
 # itself cannot tell, why it failed.
-Executor = Callable[[Iterable[Path], Path], Iterator[tuple[Path, int, str | None]]]
+Executor = Callable[[Iterable[Path], Path], Generator[tuple[Path, int, str | None], None, None]]
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Job:
     def ended(self, code: int, reason: str | None = None) -> None:
         """Notes how the job ended; a failure without a reason is looked up in its run folder."""
         if code != 0 and reason is None:
-            reason = store.why_failed(self.run_dir) or f"exit code {code}"
+            reason = (self.run_dir and store.why_failed(self.run_dir)) or f"exit code {code}"
         self.state = FAILED if code else OK
         self.code, self.reason = code, reason
 
@@ -105,7 +105,7 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
     root = Path(jobs[0].cfg.runs_root) / SWEEPS
     last = max(root.glob(f"*_{digest}"), default=None)  # names begin with the date
     goes_on = last is not None and _can_go_on(last, asked, code, jobs[0].cfg.get("rerun", True))
-    folder = last if goes_on else new_folder(root, digest)
+    folder = last if last and goes_on else new_folder(root, digest)
     with lock_folder(folder, "run"):
         sweep = Sweep(folder, code, jobs)
         if goes_on:

@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
@@ -100,7 +100,7 @@ def as_overrides(params: dict) -> list[str]:
 
 def score(job: Job) -> tuple[float | None, str | None]:
     """The speedup of a trial, or why it has none: answers that are violations are no merit of a setting."""
-    if job.code != 0:
+    if job.code != 0 or job.run_dir is None:
         return None, job.reason
     overall = read_run(job.run_dir).summary["overall"]
     violations = overall["equivalence"]["violation"]
@@ -112,16 +112,17 @@ def score(job: Job) -> tuple[float | None, str | None]:
 # -- what is searched
 
 
-def searched(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, list | dict]]:
+def searched(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The keys to vary, each with its bounds: a list of choices, or {low, high} and a step."""
-    for key, item in node.items():
+    for name, item in node.items():
+        key = str(name)
         if isinstance(item, DictConfig) and "low" not in item:
             yield from searched(item, f"{prefix}{key}.")
         else:
             yield prefix + key, OmegaConf.to_container(item) if OmegaConf.is_config(item) else item
 
 
-def distribution(optuna, key: str, bounds: list | dict):
+def distribution(optuna: Any, key: str, bounds: list | dict) -> Any:
     """What Optuna chooses a value from; whole numbers stay whole. Raises UserError for bounds that are none."""
     kinds = optuna.distributions
     try:
@@ -162,16 +163,16 @@ def is_own(override: str) -> bool:
 
 def study_folder(base: DictConfig, space: str) -> Path:
     """The folder of the one study that such trials belong to. Raises UserError for what cannot work."""
-    checked = OmegaConf.create(OmegaConf.to_container(base))
-    check(checked)
+    checked = cast("DictConfig", OmegaConf.create(OmegaConf.to_container(base)))
+    spec = check(checked)
     threads = [os.environ.get(name) for name in THREAD_VARIABLES]
     same = [store.config_hash(checked), space, source_sha256(), provenance.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]
-    folder = Path(base.runs_root) / "tune" / f"{base.method.name}_{base.pair.name}_{digest}"
+    folder = Path(base.runs_root) / "tune" / f"{spec.groups['method']['name']}_{base.pair.name}_{digest}"
     return make_folder(folder)
 
 
-def open_study(optuna, folder: Path, first: dict):
+def open_study(optuna: Any, folder: Path, first: dict) -> Any:
     """Optuna's study. A new one begins with the settings `first`, another one with a trial that was interrupted."""
     study = optuna.create_study(
         storage=f"sqlite:///{folder / 'study.db'}",
@@ -188,13 +189,13 @@ def open_study(optuna, folder: Path, first: dict):
     return study
 
 
-def ended(study) -> list:
+def ended(study: Any) -> list:
     """The trials that count: those that have a score, the best first, then those that failed."""
     done = [trial for trial in study.trials if trial.state.name in ("COMPLETE", "FAIL")]
     return sorted(done, key=lambda trial: float("inf") if trial.value is None else -trial.value)
 
 
-def report(study, folder: Path, overrides: list[str]) -> int:
+def report(study: Any, folder: Path, overrides: list[str]) -> int:
     """Prints all trials, the best first, and the command that measures the best one; returns how many failed."""
     trials = ended(study)
     scored = [trial for trial in trials if trial.value is not None]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench.config.spec import RunSpec
+from specbench.config.compose import own_error
+from specbench.config.spec import RunSpec, unit_of
 from specbench.config.tuned import settings_source
 from specbench.data.questions import load_questions, warmup_questions
 from specbench.data.warm_start import WARM, check_warm
@@ -71,10 +72,14 @@ KEYS = {
 
 
 @file_errors()
-def check(cfg: DictConfig) -> None:
-    """Resolves the configuration; raises UserError for all that can be known to fail without weights.
+def check(cfg: DictConfig) -> RunSpec:
+    """Resolves the configuration, which then holds `settings_source`, what the method's settings are: see `tuned`.
 
-    It then holds `settings_source`, what the method's settings are: see `tuned`.
+    Returns:
+        The run that it is of.
+
+    Raises:
+        UserError: for all that can be known to fail without weights.
     """
     chosen = cast("dict[str, Any]", OmegaConf.to_container(cfg))
     for group in GROUPS:
@@ -84,23 +89,22 @@ def check(cfg: DictConfig) -> None:
         cfg.pair = expand.embedded(cfg.pair)
         OmegaConf.resolve(cfg)
         missing = OmegaConf.missing_keys(cfg)
-    except OmegaConfBaseException as error:  # also around what a resolver of ours says
-        said = str(error).removeprefix("UserError raised while resolving interpolation: ")
-        raise UserError(said) from error
+    except OmegaConfBaseException as error:
+        raise UserError(str(own_error(error) or error)) from error
     if missing:
         raise UserError(f"there is no value for {', '.join(sorted(missing))}")
     check_values(cfg)
     check_tracker(cfg.tracker)
-    needs = check_method(cfg)
-    check_folders(cfg, needs)
+    spec = check_method(cfg)
+    check_folders(cfg, spec.needs)
     if cfg.pair.init == "expanded":
-        expand.check(cfg.pair, needs.draft_of(cfg.pair))
+        expand.check(cfg.pair, spec.needs.draft_of(cfg.pair))
     load_questions(cfg.data, cfg.task)
     warmup_questions(cfg.data)
-    for drafting in (cfg.method, cfg.drafter):
-        check_warm(drafting, cfg.data, cfg.task)
+    check_warm(spec.drafter, cfg.data, cfg.task)
     with open_dict(cfg):
-        cfg.settings_source = settings_source(cfg)
+        cfg.settings_source = settings_source(spec, cfg.pair.name)
+    return spec
 
 
 def check_values(cfg: DictConfig) -> None:
@@ -115,26 +119,26 @@ def check_values(cfg: DictConfig) -> None:
         raise UserError(f"pair.device must be auto, cpu or cuda:0, not {cfg.pair.device!r}")
 
 
-def check_method(cfg: DictConfig) -> Needs:
-    """What the drafter needs. Raises UserError when pair or decoding lack it, or for an unknown parameter."""
-    from specbench.decoding.drafter import Drafter, needs_of
+def check_method(cfg: DictConfig) -> RunSpec:
+    """The run. Raises UserError when pair or decoding lack what its drafter needs, or for an unknown parameter."""
+    from specbench.decoding.drafter import Drafter
     from specbench.decoding.scheduler import Scheduler  # late: a misspelt name need not wait for torch
 
     cls = located(cfg.method, "method", Drafter, Scheduler)
-    takes = parameters(cls, "method", cfg.method)
-    spec = RunSpec.of(cfg, issubclass(cls, Scheduler))
-    batched, what, group = spec.scheduler is not None, spec.what, cast("DictConfig", spec.drafter)
-    if batched:
+    spec = RunSpec.of(cfg, unit_of(cls))
+    *_, (what, group) = spec.groups.items()
+    name = group["name"]
+    if spec.scheduler is not None:
+        parameters(cls, "method", spec.scheduler)
         # It needs no weights to say what is wrong.
-        cls(batch_size=cfg.batch_size, **values.parameters(cfg.method))
-        takes = parameters(located(group, what, Drafter), what, group)
-    name = group.name
-    if not batched and cfg.drafter.name != "none":
+        cls(batch_size=spec.batch_size, **values.parameters(spec.scheduler))
+    takes = parameters(located(group, what, Drafter), what, group)
+    if spec.scheduler is None and cfg.drafter.name != "none":
         raise UserError(
             f"method {name} drafts by itself: set drafter=none, or method=ragged drafter={cfg.drafter.name}"
         )
 
-    needs, (inner, takes) = needs_of(group), innermost(group, what, takes)
+    needs, (inner, takes) = spec.needs, innermost(group, what, takes)
     check_memory(what, group, inner, takes)
     if needs.draft_model and needs.part is None and cfg.pair.draft is None:
         raise LackingError(
@@ -143,37 +147,42 @@ def check_method(cfg: DictConfig) -> Needs:
     required = [key for key, parameter in takes.items() if parameter.default is parameter.empty]
     by_hand = required and all(inner.get(key) is not None for key in required)
     if needs.part is not None and cfg.pair.parts.get(needs.part) is None and not by_hand:
-        training = f"python -m {inner._target_.rpartition('.')[0]}.train pair={cfg.pair.name}"
+        training = f"python -m {inner['_target_'].rpartition('.')[0]}.train pair={cfg.pair.name}"
         raise LackingError(
             f"pair {cfg.pair.name} has no part '{needs.part}', which {what} {name} needs: "
             f"train it with `{training}`, then name it with ++pair.parts.{needs.part}=FOLDER"
         )
     check_vocab(cfg, what, inner, takes)
-    if batched and cfg.pool < cfg.batch_size:
+    check_batch(cfg, spec)
+    if cfg.decoding.temperature > 0 and not needs.sampling:
+        raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
+    return spec
+
+
+def check_batch(cfg: DictConfig, spec: RunSpec) -> None:
+    """Raises UserError where pool, devices or drafter do not suit a batch, or where nothing schedules one."""
+    name = spec.drafter["name"]
+    if spec.scheduler is None:
+        if cfg.batch_size > 1:
+            ragged = f"use method=ragged drafter={name} batch_size={cfg.batch_size}"
+            way = ragged if spec.needs.batching else "set batch_size=1"
+            raise UserError(f"method {name} decodes one sequence at a time: {way}")
+        return
+    if cfg.pool < cfg.batch_size:
         raise UserError(
             f"pool={cfg.pool} questions cannot fill batch_size={cfg.batch_size} rows: set pool higher"
         )
-    if batched and cfg.pair.device_map is not None:
+    if cfg.pair.device_map is not None:
         raise UserError(
-            f"method {cfg.method.name} needs the whole target on one device: set pair.device_map=null"
+            f"method {spec.scheduler['name']} needs the whole target on one device: set pair.device_map=null"
         )
-    if batched and not needs.batching:
+    if not spec.needs.batching:
         raise UserError(f"drafter {name} cannot batch")
-    if cfg.batch_size > 1 and not batched:
-        way = (
-            f"use method=ragged drafter={name} batch_size={cfg.batch_size}"
-            if needs.batching
-            else "set batch_size=1"
-        )
-        raise UserError(f"method {name} decodes one sequence at a time: {way}")
-    if cfg.decoding.temperature > 0 and not needs.sampling:
-        raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
-    return needs
 
 
 def innermost(
-    group: DictConfig, what: str, takes: dict[str, inspect.Parameter]
-) -> tuple[DictConfig, dict[str, inspect.Parameter]]:
+    group: Mapping, what: str, takes: dict[str, inspect.Parameter]
+) -> tuple[Mapping, dict[str, inspect.Parameter]]:
     """Whose weights and head a drafter drafts with: its own, or those of the drafter that it wraps.
 
     Args:
@@ -193,11 +202,11 @@ def innermost(
         return group, takes
     inner, name = group[WRAPPED], f"{what}.{WRAPPED}"
     if WRAPPED in inner:
-        raise UserError(f"{what} {group.name} cannot wrap {inner.name}, which wraps a drafter itself")
+        raise UserError(f"{what} {group['name']} cannot wrap {inner['name']}, which wraps a drafter itself")
     return inner, parameters(located(inner, name, Drafter), name, inner)
 
 
-def check_memory(what: str, group: DictConfig, inner: DictConfig, takes: dict) -> None:
+def check_memory(what: str, group: Mapping, inner: Mapping, takes: dict) -> None:
     """Checks whether the memory that a drafter is to have is that of the drafter which it wraps, if it does.
 
     Args:
@@ -218,11 +227,11 @@ def check_memory(what: str, group: DictConfig, inner: DictConfig, takes: dict) -
     for key, asked in ((memory, group.get(memory) == kept), (WARM, group.get(WARM) is not None)):
         if asked and key not in takes:
             raise UserError(
-                f"{what}.{key}={group[key]}: what {group.name} wraps ({inner.name}) keeps nothing between answers"
+                f"{what}.{key}={group[key]}: what {group['name']} wraps ({inner['name']}) keeps nothing between answers"
             )
 
 
-def check_vocab(cfg: DictConfig, what: str, group: DictConfig, takes: dict) -> None:
+def check_vocab(cfg: DictConfig, what: str, group: Mapping, takes: dict) -> None:
     """Checks that the `vocab` setting agrees with the head that the method or drafter drafts with.
 
     Args:
@@ -238,7 +247,7 @@ def check_vocab(cfg: DictConfig, what: str, group: DictConfig, takes: dict) -> N
         if cfg.vocab.map is not None or cfg.vocab.size is not None:
             raise UserError("vocab.map and vocab.size are of a trimmed head: set vocab=trim too")
         return
-    name = group.name
+    name = group["name"]
     if "vocab_map" not in takes:
         raise UserError(f"{what} {name} has no head to trim: set vocab=full")
     own = group.get("vocab_map"), group.get("vocab_size")
@@ -254,7 +263,7 @@ def check_vocab(cfg: DictConfig, what: str, group: DictConfig, takes: dict) -> N
         )
 
 
-def located(group: DictConfig, what: str, *kinds: type) -> type:
+def located(group: Mapping, what: str, *kinds: type) -> type:
     """The class that `_target_` of a method or drafter names.
 
     Raises:
@@ -270,7 +279,7 @@ def located(group: DictConfig, what: str, *kinds: type) -> type:
     return cls
 
 
-def parameters(cls: type, what: str, group: DictConfig) -> dict[str, inspect.Parameter]:
+def parameters(cls: type, what: str, group: Mapping) -> dict[str, inspect.Parameter]:
     """What a method or drafter can be made with.
 
     Raises:
@@ -279,7 +288,7 @@ def parameters(cls: type, what: str, group: DictConfig) -> dict[str, inspect.Par
     takes = {k: p for k, p in inspect.signature(cls, eval_str=True).parameters.items() if k != "pair"}
     for key, value in values.parameters(group).items():
         if key not in takes:
-            raise UserError(f"{what} {group.name} has no parameter '{key}': {suggest(key, takes)}")
+            raise UserError(f"{what} {group['name']} has no parameter '{key}': {suggest(key, takes)}")
         required = takes[key].default is inspect.Parameter.empty
         if value is not None or not required:  # one that is required and missing is told with what it needs
             values.check(f"{what}.{key}", value, takes[key].annotation)

@@ -107,13 +107,14 @@ def check_overrides(arguments: list[str]) -> None:
     given: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.lstrip("+").partition("=")
+        if key == "drafter" and "glob(" in value:  # Hydra would look into conf/drafter/ alone
+            raise UserError("drafter takes names, not glob(...)")
         if equals and key in given and is_group(key):
             raise UserError(f"{key} is given twice: {given[key]} and {value}")
         given[key] = value
         for choice in value.split(",") if is_group(key) else []:
-            if re.fullmatch(
-                r"null|true|false|[\d.+-]*", choice, re.IGNORECASE
-            ):  # Hydra wants text, and says no key
+            # Hydra wants text, and says no key.
+            if re.fullmatch(r"null|true|false|[\d.+-]*", choice, re.IGNORECASE):
                 raise UserError(f"unknown {key} '{choice}': {suggest(choice, choices_of(key))}")
     sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
     launcher = [key for key in given if re.match(r"hydra[./]launcher\b", key)]
@@ -122,13 +123,35 @@ def check_overrides(arguments: list[str]) -> None:
 
 
 def choices_of(group: str) -> list[str]:
-    """The names that a group of the configuration has."""
+    """The names that a group of the configuration has.
+
+    A drafter is named as the method; one that makes a choice of another group, as schedulers do, is none.
+    """
     files = [path for folder in _folders() for path in (folder / group).glob("*.yaml")]
+    if group == "drafter":
+        methods = [path for folder in _folders() for path in (folder / "method").glob("*.yaml")]
+        files += [path for path in methods if "override /" not in path.read_text(encoding="utf-8")]
     return [path.stem for path in files if not path.stem.startswith("_")]
+
+
+def checked_choice(group: str, name: str) -> str:
+    """The name. Raises UserError where a group of the configuration does not have it.
+
+    `- optional method@drafter: ${checked:drafter,...}` in a defaults list gives a drafter the file of a method.
+    """
+    choices = choices_of(group)
+    if name not in choices:
+        raise UserError(f"unknown {group} '{name}': {suggest(str(name), choices)}")
+    return name
+
+
+OmegaConf.register_new_resolver("checked", checked_choice, replace=True)
 
 
 def explain(error: HydraException | OmegaConfBaseException, config_name: str, overrides: list[str]) -> str:
     """One line for what Hydra says in many."""
+    if raised := own_error(error):
+        return str(raised)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         choices = [option for option in error.options if not option.startswith("_")]
@@ -138,6 +161,13 @@ def explain(error: HydraException | OmegaConfBaseException, config_name: str, ov
         if key:
             return unknown_key(key[1], config_name, overrides)
     return f"{error} {error.__cause__ or ''}"
+
+
+def own_error(error: BaseException | None) -> UserError | None:
+    """What a resolver of ours raised, where Hydra or OmegaConf made another error of it; None for their own errors."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__context__
+    return error
 
 
 def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
@@ -165,9 +195,7 @@ def choice(group: str, name: str, *, _parent_: DictConfig, _root_: DictConfig) -
     Raises:
         UserError: the group has no such file.
     """
-    known = choices_of(group)
-    if name not in known:
-        raise UserError(f"unknown {group} '{name}': {suggest(str(name), known)}")
+    checked_choice(group, name)
     tuned = OmegaConf.select(_root_, "settings") == "tuned"
     pair = tuned_on(_root_.pair.name, name) if tuned else None
     return OmegaConf.create(as_it_stands(group, name, pair), parent=_parent_)

@@ -12,54 +12,68 @@ from specbench.system.settings import LEARNS, WRAPPED
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from specbench.decoding.drafter import Needs
+
+# What has times of its own: a question, or a pool of questions, whose sequences share their rounds.
+QUESTION, POOL = "question", "pool"
+
 
 @dataclass(frozen=True)
 class RunSpec:
     """A drafter, and a scheduler where sequences are decoded together.
 
     Attributes:
-        drafter: configuration of what drafts.
+        drafter: configuration of what drafts, resolved.
         scheduler: of what chooses the sequences of a round; None: one sequence at a time.
-        batch_size: sequences of a round; None without a scheduler.
+        batch_size: sequences of a round; 1 without a scheduler.
     """
 
     drafter: Mapping[str, Any]
     scheduler: Mapping[str, Any] | None = None
-    batch_size: int | None = None
+    batch_size: int = 1
 
     @classmethod
-    def of(cls, config: Mapping, batched: bool | None = None) -> RunSpec:
+    def of(cls, config: Mapping, unit: str | None = None) -> RunSpec:
         """The run of a configuration.
 
         Args:
             config: as it is composed.
-            batched: whether its method is a scheduler; None: the class tells, which imports it.
+            unit: what has times of its own; None: the class of the method tells, which imports it.
         """
-        if batched is None:
-            from specbench.decoding.scheduler import Scheduler  # late: reading a run folder needs no torch
-
-            batched = issubclass(pkgutil.resolve_name(config["method"]["_target_"]), Scheduler)
-        if not batched:
-            return cls(config["method"])
-        return cls(config["drafter"], config["method"], config["batch_size"])
-
-    @property
-    def what(self) -> str:
-        """What the configuration calls the drafter: "method" or "drafter"."""
-        return "method" if self.scheduler is None else "drafter"
+        if unit is None:
+            unit = unit_of(pkgutil.resolve_name(config["method"]["_target_"]))
+        method = values.plain(config["method"])
+        if unit == QUESTION:
+            return cls(method)
+        return cls(values.plain(config["drafter"]), method, config["batch_size"])
 
     @property
     def unit(self) -> str:
         """What has times of its own: a "question", or a "pool" of them."""
-        return "question" if self.scheduler is None else "pool"
+        return QUESTION if self.scheduler is None else POOL
+
+    @property
+    def groups(self) -> dict[str, Mapping[str, Any]]:
+        """By the group that chooses it: "method" drafts by itself, or schedules what "drafter", the last, drafts."""
+        if self.scheduler is None:
+            return {"method": self.drafter}
+        return {"method": self.scheduler, "drafter": self.drafter}
+
+    @property
+    def needs(self) -> Needs:
+        """What the drafter requires, together with one that it wraps."""
+        from specbench.decoding.drafter import needs_of  # late: reading a run folder needs no torch
+
+        return needs_of(self.drafter)
 
     @property
     def settings(self) -> dict[str, Any]:
         """What a user sets of the method, and of a scheduler's drafter as `drafter.NAME`."""
-        if self.scheduler is None:
-            return values.settings(self.drafter)
-        of_drafter = values.settings(self.drafter)
-        return values.settings(self.scheduler) | {f"drafter.{name}": of_drafter[name] for name in of_drafter}
+        return {
+            key_of(group, name): value
+            for group, chosen in self.groups.items()
+            for name, value in values.settings(chosen).items()
+        }
 
     @property
     def learns(self) -> bool:
@@ -74,11 +88,22 @@ class RunSpec:
         Those that this installation does not have, such as a user's own in a folder from elsewhere, are left out: the
         run can still be read, without numbers of their own.
         """
-        groups = [group for group in (self.scheduler, self.drafter) if group is not None]
-        found = []
-        for group in [*groups, *(group[WRAPPED] for group in groups if group.get(WRAPPED))]:
+        found, groups = [], [*self.groups.values(), self.drafter.get(WRAPPED)]
+        for group in filter(None, groups):
             try:
                 found.append(pkgutil.resolve_name(group["_target_"]))
             except (ImportError, AttributeError):
                 continue
         return found
+
+
+def unit_of(method: type) -> str:
+    """The unit of a method's runs: of a scheduler's the pool."""
+    from specbench.decoding.scheduler import Scheduler  # late, as above
+
+    return POOL if issubclass(method, Scheduler) else QUESTION
+
+
+def key_of(group: str, name: str) -> str:
+    """What summaries call a setting of a group: those of a scheduler's drafter begin with "drafter."."""
+    return name if group == "method" else f"{group}.{name}"

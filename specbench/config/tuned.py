@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
 from specbench.config.compose import as_it_stands, choices_of, tuned_on
+from specbench.config.spec import key_of
 from specbench.data.warm_start import WARM
 from specbench.system.settings import LEARNS, settings
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from specbench.config.spec import RunSpec
 
 PUBLISHED, TUNED, CHANGED = "published", "tuned", "changed"
 OF_THE_PROTOCOL = (LEARNS[0], WARM)
 
 
-def settings_source(cfg: DictConfig) -> dict[str, Any] | None:
+def settings_source(spec: RunSpec, on: str) -> dict[str, Any] | None:
     """What the settings of a run's method, and of its drafter in a batch, are.
 
     Args:
-        cfg: a resolved configuration.
+        spec: the run.
+        on: the name of its pair.
 
     Returns:
         `source`: "published", "tuned" or "changed". `pair`: where they were tuned, else None. `published`: the
@@ -35,11 +35,10 @@ def settings_source(cfg: DictConfig) -> dict[str, Any] | None:
     judged = False
     published: dict[str, Any] = {}
     pairs: set[str | None] = set()  # those where what differs was tuned, None for what was not tuned at all
-    for group, prefix in (("method", ""), ("drafter", "drafter.")):
-        own = settings(OmegaConf.to_container(cfg[group]))  # type: ignore[arg-type] # a dictionary
+    for group, chosen in spec.groups.items():
+        own, name = settings(chosen), chosen["name"]
         if not own:
             continue
-        name = cfg[group].name
         if name not in choices_of(group):
             return None
         of_conf = settings(as_it_stands(group, name, None))
@@ -47,8 +46,8 @@ def settings_source(cfg: DictConfig) -> dict[str, Any] | None:
         own = {key: value for key, value in own.items() if key not in (*OF_THE_PROTOCOL, *brought)}
         judged |= bool(own)
         if differing := _differing(own, of_conf):
-            published |= {prefix + key: of_conf.get(key) for key in differing}
-            pair = tuned_on(cfg.pair.name, name)
+            published |= {key_of(group, key): of_conf.get(key) for key in differing}
+            pair = tuned_on(on, name)
             is_tuned = pair is not None and not _differing(own, settings(as_it_stands(group, name, pair)))
             pairs.add(pair if is_tuned else None)
     if not judged:

@@ -18,6 +18,7 @@ from specbench.decoding.trace import Clock, Generation, Step
 from specbench.models.pairs import Pair
 
 if TYPE_CHECKING:
+    from specbench.config.spec import RunSpec
     from specbench.decoding.drafter import Drafter
     from specbench.decoding.model.staged_model import StagedModel
 
@@ -37,7 +38,7 @@ class Setup:
         target: of the pair.
         drafter: of the method.
         arms: by name.
-        batch_size: None for a method that decodes one sequence at a time.
+        spec: the run.
         verify_tokens: tokens of each sequence in the method's widest pass.
     """
 
@@ -45,7 +46,7 @@ class Setup:
     target: StagedModel
     drafter: Drafter
     arms: dict[str, Arm]
-    batch_size: int | None = None
+    spec: RunSpec
     verify_tokens: int = 1
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from specbench.config.spec import POOL
 from specbench.decoding.sampling import TARGET, position_draws
 from specbench.decoding.stop import truncate_at_stop
 from specbench.measure.arms import BASELINE, HF
@@ -135,6 +136,6 @@ class Certifier:
             answers = setup.answers(setup.reference, requests)
             samples = [(request.prompt, answer.tokens) for request, answer in zip(requests, answers)]
             self._noise = shape_noise(setup.target, samples, trees=setup.drafter.max_nodes > 0)
-            if setup.batch_size:
-                self._noise = max(self._noise, batch_noise(setup.target, samples, setup.batch_size))
+            if setup.spec.unit == POOL:
+                self._noise = max(self._noise, batch_noise(setup.target, samples, setup.spec.batch_size))
         return self._noise

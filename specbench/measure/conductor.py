@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specbench.config.spec import POOL, QUESTION
 from specbench.decoding.trace import Clock
 from specbench.measure.arms import METHOD
 from specbench.measure.interleave import Interleaver
@@ -105,7 +106,7 @@ class Conductor:
         @contextmanager
         def watched(number: int) -> Iterator[None]:
             name = order[number]
-            counts_memory = name == METHOD and self.setup.batch_size
+            counts_memory = name == METHOD and self.setup.spec.unit == POOL
             if counts_memory:
                 provenance.reset_peak_memory(device)
             before = self.watch.read()
@@ -126,6 +127,6 @@ class Conductor:
         return (
             attempts <= self.remeasure
             and not busy
-            and self.setup.batch_size is None  # the rounds of a batch belong to all its sequences
+            and self.setup.spec.unit == QUESTION  # the rounds of a batch belong to all its sequences
             and disturbed > TOLERATED
         )

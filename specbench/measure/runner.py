@@ -21,10 +21,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from specbench.config.spec import RunSpec
+from specbench.config.spec import POOL, RunSpec
 from specbench.data.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
-from specbench.decoding.drafter import Drafter, make_drafter, needs_of
+from specbench.decoding.drafter import Drafter, make_drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.anatomy import name_of
@@ -46,13 +46,13 @@ from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
 from specbench.models.pairs import load_pair, with_part
 from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
-from specbench.system.settings import parameters, plain
+from specbench.system.settings import parameters
 
 
 def prepare(cfg: DictConfig) -> Bench:
     """Loads the pair and builds the arms."""
     spec = RunSpec.of(cfg)
-    needs, size = needs_of(spec.drafter), spec.batch_size
+    needs = spec.needs
     pair_cfg = cfg.pair
     if needs.part:  # it may bring the draft model with it
         pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
@@ -67,24 +67,23 @@ def prepare(cfg: DictConfig) -> Bench:
     scheduler = None
     if spec.scheduler is not None:
         make = pkgutil.resolve_name(spec.scheduler["_target_"])
-        scheduler = make(batch_size=size, **parameters(spec.scheduler))
+        scheduler = make(batch_size=spec.batch_size, **parameters(spec.scheduler))
     measured, single = engine(drafter, scheduler), engine(Drafter())
     arms: dict[str, Arm] = {BASELINE: single.rounds, METHOD: measured.rounds}
-    if size is not None and size > 1:
-        arms |= {BASELINE: engine(Drafter(), Scheduler(size)).rounds, SINGLE: single.rounds}
+    if spec.batch_size > 1:
+        arms |= {BASELINE: engine(Drafter(), Scheduler(spec.batch_size)).rounds, SINGLE: single.rounds}
     if cfg.generate:
-        arms[HF] = generate_arm(pair, size or 1, counted(target.pass_bytes()))
+        arms[HF] = generate_arm(pair, spec.batch_size, counted(target.pass_bytes()))
     decoding = SamplingParams(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
-    setup = Setup(pair, target, drafter, arms, size, measured.verify_tokens)
+    setup = Setup(pair, target, drafter, arms, spec, measured.verify_tokens)
     protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
-    drafting = plain(spec.drafter)
     return Bench(
         setup,
         protocol,
         Conductor(setup, None if drafter.exclusive else cfg.slice_seconds, cfg.remeasure),
         Certifier(setup, protocol),
-        provenance.trained(pair_cfg, drafting, needs.draft_model) | warm_record(drafting, pair),
-        provenance.trained_weights(drafting),
+        provenance.trained(pair_cfg, spec.drafter, needs.draft_model) | warm_record(spec.drafter, pair),
+        provenance.trained_weights(spec.drafter),
     )
 
 
@@ -151,7 +150,9 @@ class Job:
 
     def measure(self, bench: Bench, repeat: int | None) -> None:
         """Warms up, notes what the run is made of, and measures this process's passes from `repeat` on."""
-        planned = pools(self.questions, self.cfg.pool if bench.setup.batch_size else None, self.cfg.seed)
+        planned = pools(
+            self.questions, self.cfg.pool if bench.setup.spec.unit == POOL else None, self.cfg.seed
+        )
         drop_torn_pool(self.journal, planned)
         process = 0 if repeat is None else self.plan.process_of(repeat)
         bench.certifier.recall(self.journal.records)
@@ -194,7 +195,8 @@ class Job:
         setup, protocol, watch = bench.setup, bench.protocol, bench.conductor.watch
         thread_choice = choose_threads(setup, protocol, threads)
         layouts = choose_layouts(setup, earlier.get("layouts"))
-        collected = provenance.collect(OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data))
+        config, questions = OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data)
+        collected = provenance.collect(config, setup.spec.drafter, questions)
         watch.threads = torch.get_num_threads()
         watch.find_children()
         before = watch.read()
@@ -214,10 +216,9 @@ class Job:
         return run_facts, probes
 
     def _bar(self, bench: Bench) -> tqdm:
-        label = self.cfg.method.name + (f", {self.cfg.drafter.name}" if bench.setup.batch_size else "")
         done = len(self.journal.records)
         return tqdm(
-            desc=label,
+            desc=", ".join(group["name"] for group in bench.setup.spec.groups.values()),
             unit="question",
             initial=done,
             total=max(self.plan.repeats * len(self.questions), done),
@@ -278,7 +279,7 @@ def facts(bench: Bench) -> dict:
         "weights": pair.init,
         "anatomy": pair.anatomy,
         "weights_source": pair.source,
-        "batched": setup.batch_size is not None,
+        "unit": setup.spec.unit,
         "slice_seconds": conductor.slice_seconds,
         "training": bench.training,
         "trained_weights": bench.trained_weights,

@@ -34,7 +34,7 @@ def choose_threads(setup: Setup, protocol: Protocol, threads_asked: int | None) 
 
     It is measured on the first warm-up question (batches: on as many as fill one).
     """
-    requests = _filled(setup, protocol.warm_up_requests(TOKENS))[: setup.batch_size or 1]
+    requests = _filled(setup, protocol.warm_up_requests(TOKENS))[: setup.spec.batch_size]
     setup.set_reference_answers(requests)
 
     def work() -> None:
@@ -55,11 +55,11 @@ def choose_layouts(setup: Setup, chosen: dict | None = None) -> dict:
         setup: with the target.
         chosen: by an earlier process of this run.
     """
-    b = setup.batch_size or 1
+    b = setup.spec.batch_size
     passes = [autotune.PassShape(*shape) for shape in ((1, 1), (b, 1), (b, setup.verify_tokens))]
     return autotune.choose_layouts(setup.target, passes, chosen or {})
 
 
 def _filled(setup: Setup, requests: list[Request]) -> list[Request]:
     """The same requests again until they fill a batch."""
-    return requests * -(-(setup.batch_size or 1) // len(requests))
+    return requests * -(-setup.spec.batch_size // len(requests))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import yaml
 from rich.text import Text
 
+from specbench.config.spec import POOL
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import Speedup
 from specbench.report import formats, tables
@@ -34,10 +35,8 @@ STYLES = {
 BOUNDS = {"paper": "of the papers' {} claims", "ours": "of our own {} bounds"}
 # What a page holds between the lines <!-- NAME:begin --> and <!-- NAME:end -->.
 TABLE, COUNTS = "claims", "claims-counts"
-SHARED_HEAD, OWN_HEAD = (
-    "shared head",
-    "own head",
-)  # forms of heads that a paper trains: the second is the published one
+# Forms of heads that a paper trains: the second is the published one.
+SHARED_HEAD, OWN_HEAD = "shared head", "own head"
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def check(claim: Mapping, runs: list[Run]) -> Checked:
     fitting, small = _on_pairs(claim, judged)
     others = {"tuned": claim} if "settings" in claim else {}
     if "ours" in claim:
-        others[claim["ours"]["method"]] = claim | {"of": claim["of"] | claim["ours"]}
+        others[claim["ours"]["method"]] = {**claim, "of": claim["of"] | claim["ours"]}
     beside = {name: _on_pairs(other, _tuned(runs))[0] for name, other in others.items()}
     shown = {name: one for name, one in beside.items() if one.found is not None and one != fitting}
     return Checked(claim, fitting, small, shown)
@@ -131,8 +130,8 @@ def verdict(found: Speedup, claim: Mapping, counted: bool = False) -> str:
     - inconclusive: only the better end does.
     - not supported: neither end does.
     """
-    value, low, high = found.value, found.low, found.high
-    low, high = value if low is None else low, value if high is None else high
+    value = cast("float", found.value)
+    low, high = (value if end is None else end for end in (found.low, found.high))
     if "at_least" in claim:
         worst, middle, best, bound = low, value, high, claim["at_least"]
     else:
@@ -158,8 +157,7 @@ def claims_table(checked: list[Checked]) -> Table:
     """A row for each claim: the verdict, and beside it what other settings and the small embedded pairs say."""
     table = tables.PlainTable("the papers' claims, checked", counts(checked))
     heads = ("claim", "whose bound", "paper", "here", "verdict", "on", "other settings", "small pairs (tiny)")
-    for name in heads:
-        table.add_column(name, overflow="fold")
+    table.add_columns(*heads, overflow="fold")
     for one in checked:
         claim = one.claim
         bound = f"at least {claim['at_least']:g}" if "at_least" in claim else f"at most {claim['at_most']:g}"
@@ -231,7 +229,7 @@ def renew(page: Path, checked: list[Checked], runs: list[Run]) -> None:
 def speedup(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     """Overall speedup of a run."""
     run = _last(claim["of"], runs)
-    return run and (_speedup(run.summary["overall"]), _asked(run))
+    return None if run is None else (_speedup(run.summary["overall"]), _asked(run))
 
 
 def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -253,25 +251,22 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     key, what = claim.get("over"), claim.get("what", "speedup")
     values = sorted({run.summary[key] for run in runs if _matches(claim["of"], run)}) if key else [None]
     same = {"pair", key} - {None}
-    ours = [_last(claim["of"] | ({key: value} if key else {}), runs) for value in values]
-    if not ours or None in ours or (key and len(values) < 2):
+    ours = _last_of_each([claim["of"] | ({key: value} if key else {}) for value in values], runs)
+    if not ours or (key and len(values) < 2):
         return None
-    others = [
-        [_last(choice | {name: run.summary[name] for name in same}, runs) for run in ours]
-        for choice in claim["against"]
-    ]
-    if any(None in other for other in others):
+    places = [{name: run.summary[name] for name in same} for run in ours]
+    others = [_last_of_each([choice | place for place in places], runs) for choice in claim["against"]]
+    if not all(others):
         return None
-    batched = bool(ours[0].summary["drafter"])
-    frames = [run.parts(what, batched) for run in ours]
+    frames = [run.parts(what) for run in ours]
     found = []
     for other in others:
-        theirs = [run.parts(what, batched) for run in other]
-        processes = [run.parts_by_process(what, batched) for run in (*other, *ours)]
-        found.append((*metrics.relative(theirs, frames, batched, processes), other[0]))
+        theirs = [run.parts(what) for run in other]
+        processes = [run.parts_by_process(what) for run in (*other, *ours)]
+        found.append((*metrics.relative(theirs, frames, processes), other[0]))
     weakest = min(found, key=lambda item: item[0].value or 0)
     ratio, count, unit, against = weakest
-    batch = f", batch {against.summary['batch_size']}" if batched else ""
+    batch = f", batch {against.summary['batch_size']}" if against.unit == POOL else ""
     means = f", means over {len(values)} values of {key}" if key else ""
     first = f"{_named(ours[0])} " if _form(ours[0]) else ""
     return ratio, f"{first}against {_named(against)}{batch}; {tables.paired_over(count, unit)}{means}"
@@ -316,9 +311,9 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
         return None
     own = [pair for pair in both if _form(pair[1]) == OWN_HEAD]
     pair = (own or both)[-1]
-    ours, theirs = map(_parameters, pair)
+    count, of_other = map(_parameters, pair)
     forms = [f" ({_form(run)})" if _form(run) else "" for run in pair]
-    return Speedup(ours / theirs, None, None), f"{ours:,}{forms[0]} against {theirs:,}{forms[1]}"
+    return Speedup(count / of_other, None, None), f"{count:,}{forms[0]} against {of_other:,}{forms[1]}"
 
 
 COUNTED = ("exact", "certified", "parameters")  # measures that have no interval because they need none
@@ -340,6 +335,12 @@ def _last(choice: Mapping, runs: list[Run]) -> Run | None:
     found = [run for run in runs if _matches(choice, run)]
     own = [run for run in found if _form(run) == OWN_HEAD]
     return next(reversed(own or found), None)
+
+
+def _last_of_each(choices: list[dict], runs: list[Run]) -> list[Run]:
+    """The last run that matches each choice; empty where one has none."""
+    matching = [run for choice in choices if (run := _last(choice, runs)) is not None]
+    return matching if len(matching) == len(choices) else []
 
 
 def _parameters(run: Run) -> int:
@@ -366,7 +367,7 @@ def _asked(run: Run) -> str:
 
 
 def _shown(found: Speedup | None) -> str:
-    if found is None:
+    if found is None or found.value is None:
         return tables.UNKNOWN
     value = f"{found.value:.3g}" if found.value < 0.1 else f"{found.value:.2f}"
     return value if found.low is None else f"{value} [{found.low:.2f}, {found.high:.2f}]"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import LEAST_PASSES
 from specbench.report import tables
@@ -79,14 +80,7 @@ def differing_turns(runs: list[Run]) -> list[str]:
 def without_difference(runs: list[Run]) -> list[str]:
     """One line for each run that has no number against the first, for it was measured in another way."""
     first, *others = runs
-    lines = []
-    for run in others:
-        one, other = bool(first.summary["drafter"]), bool(run.summary["drafter"])
-        if one != other:
-            lines.append(f"no difference for {run.name}: one of it and {first.name} decodes batches")
-        elif one and _pools(first) != _pools(run):
-            lines.append(f"no difference for {run.name}: its pools are not those of {first.name}")
-    return lines
+    return [f"no difference for {run.name}: {why}" for run in others if (why := _hindrance(first, run))]
 
 
 def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
@@ -100,11 +94,9 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     title = "times as fast as" if metric == SPEEDUP else f"{metric} / that of"
     foot = ONE_PROCESS if metric == SPEEDUP and _alone(runs) else ""
     table = tables.PlainTable(f"{title} {names[0]}", foot)
-    table.add_column("task", no_wrap=True)
-    found = []
-    for name, run in zip(names[1:], others):
-        table.add_column(name, justify="right", overflow="fold")
-        found.append(relative(first, run, metric))
+    table.add_columns("task", no_wrap=True)
+    table.add_columns(*names[1:], justify="right", overflow="fold")
+    found = [relative(first, run, metric) for run in others]
     tasks = task_names(run.summary for run in runs)
     asked = [task for task in (*tasks, "overall") if any(task in of_run for of_run in found)]
     for task in asked:
@@ -117,22 +109,18 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
 
     Batches have no times by task. {} where only one decodes batches, or their pools differ.
     """
-    batched = [bool(run.summary["drafter"]) for run in (first, second)]
-    if batched[0] != batched[1] or (batched[0] and _pools(first) != _pools(second)):
+    if _hindrance(first, second):
         return {}
-    what = "throughput" if batched[0] and metric == SPEEDUP else metric
-    one, other = (run.parts(what, batched[0]) for run in (first, second))
-    processes = [run.parts_by_process(what, batched[0]) for run in (first, second)]
-    if batched[0]:
-        return {"overall": metrics.relative([one], [other], True, processes)}
+    what = "throughput" if first.unit == POOL and metric == SPEEDUP else metric
+    one, other = (run.parts(what) for run in (first, second))
+    processes = [run.parts_by_process(what) for run in (first, second)]
     tasks: dict[str, list[int]] = {}
-    for record in first.records:
+    for record in first.records if first.unit == QUESTION else ():
         tasks.setdefault(record["task"], []).append(record["question_id"])
     by_task = {
-        task: metrics.relative([one[one.index.isin(ids)]], [other], processes=processes)
-        for task, ids in tasks.items()
+        task: metrics.relative([one[one.index.isin(ids)]], [other], processes) for task, ids in tasks.items()
     }
-    return by_task | {"overall": metrics.relative([one], [other], processes=processes)}
+    return by_task | {"overall": metrics.relative([one], [other], processes)}
 
 
 def _alone(runs: list[Run]) -> bool:
@@ -140,8 +128,16 @@ def _alone(runs: list[Run]) -> bool:
     return any(run.summary.get("processes", 1) < LEAST_PASSES for run in runs)
 
 
+def _hindrance(first: Run, run: Run) -> str:
+    """Why a run has no number against the first; empty where it has."""
+    if first.unit != run.unit:
+        return f"one of it and {first.name} decodes batches"
+    return "" if _pools(first) == _pools(run) else f"its pools are not those of {first.name}"
+
+
 def _pools(run: Run) -> dict[int, int]:
-    return {record["question_id"]: record["pool"] for record in run.records}
+    """The pool of each question; empty where each is decoded by itself."""
+    return {record["question_id"]: record["pool"] for record in run.records if run.unit == POOL}
 
 
 def _prompts(run: Run) -> dict[tuple[int, int], str]:

@@ -108,7 +108,9 @@ def html(table: Table) -> str:
 def _cell(text: str, style: str, side: str) -> str:
     ground = style.partition(" on ")[2]
     colour = f' style="background:{ground};color:{style.split()[0]}"' if ground else ""
-    words = [word for word in ("red", "green", "bold", "dim") if word in style.split() and not ground]
+    words: list[str] = [
+        word for word in ("red", "green", "bold", "dim") if word in style.split() and not ground
+    ]
     words += [side] if side else []
     kind = f' class="{" ".join(words)}"' if words else ""
     return f"<td{kind}{colour}>{escape.escape(text)}</td>"

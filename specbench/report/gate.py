@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # What a gate is there to judge: that the code differs keeps nobody from comparing.
 CODE = ("source_sha256", "versions.specbench")
 PASSED, FAILED, INCOMPARABLE = "passed", "failed", "incomparable"
-EXIT_CODES = {PASSED: 0, FAILED: 1, INCOMPARABLE: 2}
+EXIT_CODES: dict[str | None, int] = {PASSED: 0, FAILED: 1, INCOMPARABLE: 2}
 
 
 @dataclass(frozen=True)

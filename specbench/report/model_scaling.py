@@ -9,6 +9,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from specbench.config.spec import QUESTION
 from specbench.report.runs import labels
 
 if TYPE_CHECKING:
@@ -23,11 +24,7 @@ def by_size(summaries: Iterable[Mapping]) -> dict[str, dict[int, Mapping]]:
     Returns:
         By label, then bytes of weights that a target's pass reads, rising; labels with one size alone are left out.
     """
-    expanded = [
-        summary
-        for summary in summaries
-        if summary["weights"] == "expanded" and not summary["drafter"] and summary.get("target_pass_bytes")
-    ]
+    expanded = _with(summaries, "expanded")
     found: dict[str, dict[int, Mapping]] = {}
     for label, summary in zip(labels(expanded, without=("anatomy",)), expanded):
         found.setdefault(label, {})[summary["target_pass_bytes"]] = summary
@@ -48,14 +45,17 @@ def of_other_models(
     """
     labels_of = {next(iter(sizes.values()))["method"]: label for label, sizes in found.items()}
     others: dict[str, dict[str, Mapping]] = {}
-    for summary in summaries:
-        drawn = (
-            summary["weights"] == "pretrained" and not summary["drafter"] and summary["method"] in labels_of
-        )
-        if drawn and summary.get("target_pass_bytes"):
+    for summary in _with(summaries, "pretrained"):
+        if summary["method"] in labels_of:
             dtype = "" if summary["dtype"] == "float32" else f", {summary['dtype']}"
             others.setdefault(f"{summary['pair']}{dtype}", {})[labels_of[summary["method"]]] = summary
     return others
+
+
+def _with(summaries: Iterable[Mapping], weights: str) -> list[Mapping]:
+    """Those of one sequence at a time whose target has such weights, and passes of a known size."""
+    of_one = [summary for summary in summaries if summary["unit"] == QUESTION]
+    return [one for one in of_one if one["weights"] == weights and one.get("target_pass_bytes")]
 
 
 def baseline_fractions(found: Mapping[str, Mapping[int, Mapping]]) -> dict[int, float]:

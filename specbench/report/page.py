@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, select_autoescape
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SHOWN_OF_A_DIGEST = 12
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # ten times as fast, where PyYAML was built with it
-YAML = {"sort_keys": False, "allow_unicode": True}
+YAML: dict[str, Any] = {"sort_keys": False, "allow_unicode": True}
 
 
 def page(

@@ -11,12 +11,13 @@ import math
 import textwrap
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from specbench.config.spec import POOL, QUESTION
 from specbench.report.break_even import BreakEven, break_evens
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
 from specbench.report.runs import Run, grids, labels, latest, task_names
@@ -46,7 +47,7 @@ PARTS = {
     "other": "#DDDDDD",
 }
 ROUND_COSTS = (1, 1.25, 1.5, 2, 3)
-LOOK = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
+LOOK: Any = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
         "axes.axisbelow": True, "legend.frameon": False, "svg.fonttype": "path", "hatch.linewidth": 0.5,
         "text.parse_math": False}  # fmt: skip
 
@@ -72,7 +73,7 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
     Of runs that share a label the last is shown, and of many the fastest; the title names those that are left out.
     """
     found = latest(runs)
-    of_one = [(label, run) for label, run in found if not run.summary["drafter"]]
+    of_one = [(label, run) for label, run in found if run.unit == QUESTION]
     single, cut_single = chosen(of_one)
     points, cut_points = chosen(of_one, MOST_POINTS)
     shown, cut = chosen(found)
@@ -94,9 +95,8 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
             if plots[name][1]:
                 figure.suptitle(plots[name][1], fontsize=8)
             figure.draw_without_rendering()
-            figure.set_layout_engine(
-                "none"
-            )  # laid out once, and not again for each form that it is written in
+            # Laid out once, and not again for each form that it is written in.
+            figure.set_layout_engine("none")
     return drawn
 
 
@@ -150,8 +150,7 @@ def speedup_by_task(runs: list[PlottedRun]) -> Figure | None:
     axes.set(xlabel="speedup (95 % interval)", yticks=range(len(rows)), yticklabels=rows)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
-    _legend(axes)
-    return axes.figure
+    return _legend(axes)
 
 
 def acceptance_and_speedup(runs: list[PlottedRun]) -> Figure | None:
@@ -171,8 +170,7 @@ def acceptance_and_speedup(runs: list[PlottedRun]) -> Figure | None:
     )
     axes.set_ylabel("speedup (95 % interval)")
     axes.set_title("grey lines: what a round costs, in autoregressive steps", fontsize=8, loc="left")
-    _legend(axes)
-    return axes.figure
+    return _legend(axes)
 
 
 def mbsu_and_speedup(runs: list[PlottedRun]) -> Figure | None:
@@ -190,8 +188,7 @@ def mbsu_and_speedup(runs: list[PlottedRun]) -> Figure | None:
     axes.set_ylabel("speedup (95 % interval)")
     said = "below the line: passes cost more than reading their weights; above it: less"
     axes.set_title(said, fontsize=8, loc="left")
-    _legend(axes)
-    return axes.figure
+    return _legend(axes)
 
 
 def time_by_part(runs: list[PlottedRun]) -> Figure | None:
@@ -218,8 +215,7 @@ def time_by_part(runs: list[PlottedRun]) -> Figure | None:
     axes.set_yticklabels(names, fontsize=6 if any("\n" in name for name in names) else None)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    _legend(axes)
-    return axes.figure
+    return _legend(axes)
 
 
 def acceptance_by_position(runs: list[PlottedRun]) -> Figure | None:
@@ -240,16 +236,15 @@ def acceptance_by_position(runs: list[PlottedRun]) -> Figure | None:
     if axes is None:
         return None
     axes.set(ylim=(0, 1.02), xlabel="position in the draft", ylabel="accepted, if all before it were")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    _legend(axes)
-    return axes.figure
+    axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg] # a MaxNLocator
+    return _legend(axes)
 
 
 def throughput(summaries: Iterable[dict]) -> Figure | None:
     """Tokens per second over the batch size, of many methods the fastest. None without a batch of more than one row."""
     lines: dict[str, dict[int, float]] = {}
-    batched = [s for s in summaries if s["drafter"] and s["overall"]["tokens_per_second"]]
-    for name, summary in zip(labels(batched, without=("batch_size",)), batched):
+    of_pools = [s for s in summaries if s["unit"] == POOL and s["overall"]["tokens_per_second"]]
+    for name, summary in zip(labels(of_pools, without=("batch_size",)), of_pools):
         lines.setdefault(name, {})[summary["batch_size"]] = summary["overall"]["tokens_per_second"]
     fastest = sorted(lines, key=lambda name: -max(lines[name].values()))[:MAX_SERIES]
     shown = {name: line for name, line in lines.items() if name in fastest}
@@ -266,8 +261,7 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
     axes.set_xscale("log", base=2)
     axes.set(xticks=sizes, xticklabels=sizes, xlabel="rows in a batch", ylabel="tokens per second")
     axes.set_ylim(bottom=0)
-    _legend(axes)
-    return axes.figure
+    return _legend(axes)
 
 
 def break_even(summaries: Iterable[dict]) -> Figure | None:
@@ -319,7 +313,7 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
     bandwidth.set(ylabel="baseline / memory-bandwidth ceiling", ylim=(0, None))
     drafting = {name: sizes for name, sizes in found.items() if _drafts(sizes)}
     for place, (name, sizes) in enumerate(drafting.items()):
-        style = {
+        style: dict[str, Any] = {
             "color": PALETTE[place % len(PALETTE)],
             "marker": MARKERS[place % len(MARKERS)],
             "markersize": 5,
@@ -382,7 +376,11 @@ def _other_models(
             numbers = run["overall"]
             if label not in lines or not numbers["speedup"]:
                 continue
-            style = {"color": PALETTE[lines.index(label) % len(PALETTE)], "marker": "*", "markersize": 9}
+            style: dict[str, Any] = {
+                "color": PALETTE[lines.index(label) % len(PALETTE)],
+                "marker": "*",
+                "markersize": 9,
+            }
             speedups.errorbar(
                 [size], [numbers["speedup"]], yerr=_error_bars([numbers]), linestyle="", capsize=2, **style
             )
@@ -418,8 +416,9 @@ def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
         axes.set(xlabel=grid.across, ylabel=grid.down)
         axes.set_title(f"speedup of {grid.label} on {grid.pair}{cut}", fontsize=9)
         axes.grid(visible=False)
-        axes.figure.colorbar(image, ax=axes)
-        drawn.append(axes.figure)
+        figure = cast("Figure", axes.figure)
+        figure.colorbar(image, ax=axes)
+        drawn.append(figure)
     return drawn
 
 
@@ -436,7 +435,13 @@ def _points(axes: Axes, run: PlottedRun, blocks: list[tuple[dict, float]], acros
     blocks = [(numbers, at) for numbers, at in blocks if numbers["speedup"] is not None]
     values, at = [numbers["speedup"] for numbers, _ in blocks], [place for _, place in blocks]
     errors = _error_bars([numbers for numbers, _ in blocks])
-    style = {"fmt": run.marker, "color": run.colour, "label": run.label, "capsize": 2, "markersize": 5}
+    style: dict[str, Any] = {
+        "fmt": run.marker,
+        "color": run.colour,
+        "label": run.label,
+        "capsize": 2,
+        "markersize": 5,
+    }
     if across:
         axes.errorbar(values, at, xerr=errors, **style)
     else:
@@ -485,18 +490,20 @@ def _rays(axes: Axes, right: float, top: float, slopes: dict[str, float]) -> Non
         axes.annotate(name, (x, y), fontsize=9, color="black", ha="right", va="top")
 
 
-def _legend(axes: Axes) -> None:
-    """A legend beside the plot, and a figure that is large enough for both."""
+def _legend(axes: Axes) -> Figure:
+    """A legend beside the plot, if there is something to name; the figure, which is then large enough for both."""
+    figure = cast("Figure", axes.figure)
     handles, names = axes.get_legend_handles_labels()
     if not names:
-        return
+        return figure
     names = [_wrapped(name) for name in names]
     axes.legend(handles, names, fontsize=LEGEND, loc="upper left", bbox_to_anchor=(1.01, 1))
     lines = [line for name in names for line in name.split("\n")]
     em = LEGEND / 72  # inches
     beside, tall = 0.6 * em * max(map(len, lines)) + 4 * em, em * (1.25 * len(lines) + 0.5 * len(names))
-    width, height = axes.figure.get_size_inches()
-    axes.figure.set_size_inches(max(width, NARROWEST + beside), max(height, 1 + tall))
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(max(width, NARROWEST + beside), max(height, 1 + tall))
+    return figure
 
 
 def _wrapped(label: str) -> str:

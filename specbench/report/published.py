@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import pandas as pd
 from omegaconf import OmegaConf
@@ -121,7 +122,7 @@ def frame() -> pd.DataFrame:
 @cache
 def _load() -> tuple[Published, ...]:
     # OmegaConf and not plain YAML, where a key that stands twice would be taken in silence.
-    nodes = OmegaConf.to_container(OmegaConf.load(FILE))
+    nodes = cast("list[dict]", OmegaConf.to_container(OmegaConf.load(FILE)))
     return tuple(row for node in nodes for row in rows_of(node, {}))
 
 
@@ -137,7 +138,7 @@ def rows_of(node: Mapping, outer: Mapping) -> Iterator[Published]:
             if cell is not None:
                 column = column if isinstance(column, Mapping) else {"task": column}
                 cell = cell if isinstance(cell, Mapping) else {"is": cell}
-                yield _row(_within(_within(node, column), cell | _values(node["numbers"], cell["is"])))
+                yield _row(_within(_within(node, column), {**cell, **_values(node["numbers"], cell["is"])}))
     else:
         yield _row(node)
 

@@ -29,13 +29,11 @@ def _by_task(rows: list[Published]) -> Table:
     """A row per method, paper and setting; a column per task. In a cell: speedup, and acceptance length if given."""
     found: dict[tuple, dict[str, Published]] = {}
     for row in rows:
-        found.setdefault(tuple(getattr(row, key) for key in ROW), {})[row.task] = row
+        found.setdefault(tuple(getattr(row, key) for key in ROW), {})[str(row.task)] = row
     table = PlainTable("published speedups on Spec-Bench (and acceptance lengths)")
-    table.add_column("method")
-    for task in (*TASKS, OVERALL):
-        table.add_column(SHORT.get(task, task), justify="right")
-    for name in ("models", "measured on", "source"):
-        table.add_column(name)
+    table.add_columns("method")
+    table.add_columns(*(SHORT.get(task, task) for task in (*TASKS, OVERALL)), justify="right")
+    table.add_columns("models", "measured on", "source")
     for of_row in found.values():
         one = next(iter(of_row.values()))
         table.add_row(one.method, *(_cell(of_row.get(task)) for task in (*TASKS, OVERALL)), *_origin(one))
@@ -45,8 +43,7 @@ def _by_task(rows: list[Published]) -> Table:
 def _others(rows: list[Published]) -> Table:
     """A row per figure."""
     table = PlainTable("other published figures")
-    for name in ("method", "figures", "questions", "models", "measured on", "source"):
-        table.add_column(name)
+    table.add_columns("method", "figures", "questions", "models", "measured on", "source")
     for row in rows:
         given = {name: getattr(row, name) for name in NUMBERS}
         shown = [f"{name.replace('_', ' ')} {value:g}" for name, value in given.items() if value is not None]

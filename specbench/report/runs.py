@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import yaml
 
+from specbench.config.spec import POOL
 from specbench.data.questions import TASKS
 from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.records import run_folder as store
-from specbench.measure.records.migrate import migrated
+from specbench.measure.records.migrate import migrated, migrated_facts, migrated_summary
 from specbench.system.errors import UserError
 from specbench.system.files import finite, read_json
 
@@ -37,7 +38,7 @@ BASELINE = dict.fromkeys(
 SUMMARY = dict.fromkeys(
     (
         *("failed", "method", "drafter", "pair", "data", "task", "temperature", "batch_size", "protocol"),
-        *("dtype", "device", "weights", "peak_memory_bytes"),
+        *("dtype", "device", "weights", "peak_memory_bytes", "unit"),
     )
 ) | {"settings": {}, "overall": NUMBERS, "tasks": {}, "equivalence": COUNTS, "baseline": BASELINE}
 RECORD = dict.fromkeys(("question_id", "task", "category", "pool", "error", "turns"))
@@ -75,6 +76,11 @@ class Run:
         """The folder's name."""
         return self.folder.name
 
+    @property
+    def unit(self) -> str:
+        """What has times of its own: "question" or "pool"."""
+        return self.summary["unit"]
+
     @cached_property
     def provenance(self) -> dict | None:
         """What provenance.json holds; None where it is missing or damaged."""
@@ -89,13 +95,13 @@ class Run:
         """Every question of the journal. Raises UserError, without the folder's name, when it is damaged."""
         return _records(self.folder)
 
-    def parts(self, what: str, batched: bool) -> pd.DataFrame:
+    def parts(self, what: str) -> pd.DataFrame:
         """The parts of a number, as `metrics.parts` gives them."""
-        return metrics.parts(self.records, what, batched, self.summary.get("target_pass_bytes"))
+        return metrics.parts(self.records, what, self.unit, self.summary.get("target_pass_bytes"))
 
-    def parts_by_process(self, what: str, batched: bool) -> list[pd.DataFrame]:
+    def parts_by_process(self, what: str) -> list[pd.DataFrame]:
         """Likewise by process, as `metrics.parts_by_process` gives them."""
-        return metrics.parts_by_process(self.records, what, batched)
+        return metrics.parts_by_process(self.records, what, self.unit)
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ def _summary(folder: Path) -> dict:
     if not is_run(folder):
         raise UserError("there is no run in it")
     try:
-        summary = read_json(path)
+        summary = migrated_summary(read_json(path))
     except FileNotFoundError:
         raise UserError("unfinished: the command that began it goes on with it") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -192,7 +198,7 @@ def _derived(folder: Path) -> dict:
     That version had no number of pools, and other intervals and another share of hidden drafting.
     """
     try:
-        facts, config = read_json(folder / store.FACTS), store.read_config(folder)
+        facts, config = migrated_facts(read_json(folder / store.FACTS)), store.read_config(folder)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"damaged: {store.SUMMARY} cannot be derived ({error})") from error
     return finite(metrics.summary(_records(folder), facts, config))
@@ -301,7 +307,7 @@ def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[
         [
             DIFFERING[key].format(summary[key])
             for key in several
-            if summary.get(key) is not None and (key != "batch_size" or summary["drafter"])
+            if summary.get(key) is not None and (key != "batch_size" or summary["unit"] == POOL)
         ]
         for summary in summaries
     ]
@@ -346,11 +352,12 @@ def grids(summaries: Iterable[Mapping]) -> list[Grid]:
     Runs that differ in anything else are not of one grid. A cell that was run several times stands with its last run.
     """
     summaries = list(summaries)
-    cells: dict[tuple, dict[tuple, float | None]] = {}
+    cells: dict[tuple[str, str, str, str], dict[tuple, float | None]] = {}
     rest = _differing(summaries, ("pair",))
     for summary, varied, more in zip(summaries, varied_settings(summaries), rest):
         if len(varied) == 2:
-            key = (", ".join([method_label(summary), *more]), summary["pair"], *varied)
+            down, across = varied
+            key = (", ".join([method_label(summary), *more]), summary["pair"], down, across)
             place = tuple(
                 str(value) if isinstance(value, list | dict) else value for value in varied.values()
             )
@@ -385,16 +392,14 @@ def summary_frame(runs: Iterable[Run]) -> pd.DataFrame:
 def not_comparable(runs: Iterable[Run]) -> list[str]:
     """One line for all runs that should not be set beside the first for the same reasons."""
     found: dict[str, list[str]] = {}
-    first = None
+    name, first = "the others", None
     for run in runs:
         if run.provenance is None:
             found.setdefault(f"there is no {store.PROVENANCE} that can be read", []).append(run.name)
-            continue
-        first = first or run
-        reasons = provenance.differences(first.provenance, run.provenance)
-        if reasons:
+        elif first is None:
+            name, first = run.name, run.provenance
+        elif reasons := provenance.differences(first, run.provenance):
             found.setdefault("; ".join(reasons), []).append(run.name)
-    name = "the others" if first is None else first.name
     return [f"not comparable with {name}: {named(others)} ({reasons})" for reasons, others in found.items()]
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specbench.config.spec import POOL, QUESTION
 from specbench.data.questions import TASKS
 from specbench.data.warm_start import WARM, warmed_with
 from specbench.measure.metrics.statistics import verdict
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 112
 UNKNOWN = "–"  # not measured
+NUMBER: dict[str, Any] = {"justify": "right", "no_wrap": True}  # a column of numbers
 WRONG = "bold red"  # the style of what warns
 NOTES_SHOWN = 10
 ROWS_SHOWN = 200  # a longer table is for a file
@@ -52,7 +54,7 @@ ONE_POOL = "interval over repeats of one pool: timing noise only"
 class PlainTable(Table):
     """A table whose strings are shown as they are: rich alone takes square brackets in a label or path for markup."""
 
-    def __init__(self, title: str | Text, caption: str | Text = "", **options):
+    def __init__(self, title: str | Text, caption: str | Text = "", **options: Any):
         title = Text(title, style="bold") if isinstance(title, str) else title
         super().__init__(
             title=title,
@@ -67,11 +69,12 @@ class PlainTable(Table):
             **options,
         )
 
-    def add_column(self, header: str, **options) -> None:
-        """Adds a column whose header is no markup."""
-        super().add_column(Text(header), **options)
+    def add_columns(self, *headers: str, **options: Any) -> None:
+        """Adds columns whose headers are no markup."""
+        for header in headers:
+            self.add_column(Text(header), **options)
 
-    def add_row(self, *cells: str | Text, **options) -> None:
+    def add_row(self, *cells: str | Text, **options: Any) -> None:  # type: ignore[override] # no markup
         """Adds a row whose texts are no markup."""
         super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
@@ -79,9 +82,8 @@ class PlainTable(Table):
 def run_table(summary: dict) -> Table:
     """The numbers of one run: a row per task, those with a violation first, then all questions together."""
     caption = baseline_line(summary["baseline"])
-    if summary["drafter"]:
-        caption.append(f"\n{batch_line(summary)}")
     for line in (
+        batch_line(summary),
         *summary.get("notes", ()),
         passes_line(summary),
         machine_line(summary),
@@ -105,17 +107,15 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     Ours are ratios of summed seconds; the overall speedup as its speed.py defines it stands beside. None without a
     task: the runs of batch methods have no times by task.
     """
-    summaries = [summary for summary in summaries if not summary["drafter"]]
+    summaries = [summary for summary in summaries if summary["unit"] == QUESTION]
     if not summaries:
         return None
     title = "speedups by task, in Spec-Bench's form; its def.: overall as Spec-Bench itself defines it"
     table = PlainTable(title, "\n".join(settings_lines(summaries)), padding=0)
-    table.add_column("run", overflow="fold", min_width=12)
+    table.add_columns("run", overflow="fold", min_width=12)
     shown = list(dict.fromkeys((*TASKS, *task_names(summaries))))
-    for task in shown:
-        table.add_column(SHORT.get(task, task), justify="right", no_wrap=True)
-    for name in ("accept.\nlength", "overall", "its\ndef.", "MBSU", "exact/\ntie/viol."):
-        table.add_column(name, justify="right", no_wrap=True)
+    last = ("accept.\nlength", "overall", "its\ndef.", "MBSU", "exact/\ntie/viol.")
+    table.add_columns(*(SHORT.get(task, task) for task in shown), *last, **NUMBER)
     for label, summary in zip(labels(summaries), summaries):
         label += _cores(summary)
         numbers, tasks = summary["overall"], summary["tasks"]
@@ -160,13 +160,11 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     if not pairs:
         return None
     table = PlainTable("speedups by pair", _caption(summaries))
-    table.add_column("method", overflow="fold")
-    for pair in pairs:
-        table.add_column(pair, justify="right", no_wrap=True)
-    table.add_column("mean", justify="right", no_wrap=True)
+    table.add_columns("method", overflow="fold")
+    table.add_columns(*pairs, "mean", **NUMBER)
     for label, found in cells.items():
-        values = [found[pair]["speedup"] if pair in found else None for pair in pairs]
-        mean = None if None in values else sum(values) / len(values)
+        values = [found[pair]["speedup"] for pair in pairs if pair in found]
+        mean = sum(values) / len(values) if len(values) == len(pairs) and None not in values else None
         shown = [_speedup(found[pair]) if pair in found else Text(UNKNOWN) for pair in pairs]
         table.add_row(label, *shown, _number(mean, 3))
     return table
@@ -174,14 +172,13 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
 
 def grid_tables(summaries: Iterable[dict]) -> list[Table]:
     """A heat map for each grid of settings: the darkest cell is the fastest run."""
-    tables = []
+    tables: list[Table] = []
     for grid in grids(summaries):
         known = [value for value in grid.cells.values() if value is not None]
         title = f"speedup of {grid.label} on {grid.pair}: {grid.down} down, {grid.across} across"
         table = PlainTable(title)
-        table.add_column(grid.down)
-        for column in grid.columns:
-            table.add_column(str(column), justify="right", no_wrap=True)
+        table.add_columns(grid.down)
+        table.add_columns(*map(str, grid.columns), **NUMBER)
         for row in grid.rows:
             shown = [_shaded(grid.cells.get((row, column)), known) for column in grid.columns]
             table.add_row(str(row), *shown)
@@ -201,17 +198,14 @@ def _shaded(value: float | None, among: list[float]) -> Text:
 
 def batches_table(summaries: Iterable[dict]) -> Table | None:
     """What batches gain: one row per run of a batch method. None if there is none."""
-    batched = [summary for summary in summaries if summary["drafter"]]
-    if not batched:
+    of_pools = [summary for summary in summaries if summary["unit"] == POOL]
+    if not of_pools:
         return None
-    table = PlainTable("batches", _caption(batched))
-    table.add_column("run", overflow="fold")
-    for name in (
-        *("batch\nsize", "tokens\nper s", "times AR\nat batch 1", "times AR\nbatches"),
-        *("occu-\npancy", "align-\nment", "peak\nGB"),
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for label, summary in zip(labels(batched, without=("batch_size",)), batched):
+    table = PlainTable("batches", _caption(of_pools))
+    table.add_columns("run", overflow="fold")
+    rates = ("batch\nsize", "tokens\nper s", "times AR\nat batch 1", "times AR\nbatches")
+    table.add_columns(*rates, "occu-\npancy", "align-\nment", "peak\nGB", **NUMBER)
+    for label, summary in zip(labels(of_pools, without=("batch_size",)), of_pools):
         overall, memory = summary["overall"], summary["peak_memory_bytes"]
         table.add_row(
             label,
@@ -227,14 +221,15 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
 
 
 def batch_line(summary: dict) -> str:
-    """One line on a batch method: occupancy, time, gain over batch size 1, and what its interval does not cover."""
+    """One line on a run of pools: occupancy, time, gain over batch size 1, and what its interval does not cover."""
+    if summary["unit"] != POOL:
+        return ""
     overall = summary["overall"]
-    parts = [
-        f"batch of {summary['batch_size']}: occupancy {_share(overall['occupancy'])}",
-        f"{_share(overall['alignment_share'])} of the time spent on alignment",
-    ]
-    parts.append(f"{_number(gain(summary), 2)} times the tokens/s of autoregressive decoding at batch size 1")
-    return ", ".join(parts) + (f"; {ONE_POOL}" if _of_one_pool(summary) else "")
+    return (
+        f"batch of {summary['batch_size']}: occupancy {_share(overall['occupancy'])}, "
+        f"{_share(overall['alignment_share'])} of the time spent on alignment, "
+        f"{_number(gain(summary), 2)} times the tokens/s of autoregressive decoding at batch size 1"
+    ) + (f"; {ONE_POOL}" if _of_one_pool(summary) else "")
 
 
 def passes_line(summary: dict) -> str:
@@ -494,12 +489,11 @@ def _caption(summaries: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def _add_columns(table: Table, first: str, with_baseline: bool = False) -> None:
-    table.add_column(first, no_wrap=first == "task", overflow="fold")
+def _add_columns(table: PlainTable, first: str, with_baseline: bool = False) -> None:
+    table.add_columns(first, no_wrap=first == "task", overflow="fold")
     counts = ("ques-\ntions", "tokens\nper s", *(("base-\nline",) if with_baseline else ()))
     ratios = ("accept.\nlength", "accept.\nrate", "\nMBSU")
-    for name in (*counts, "speedup\n[95 % interval]", *ratios, "exact/tie/\nviolation"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_columns(*counts, "speedup\n[95 % interval]", *ratios, "exact/tie/\nviolation", **NUMBER)
 
 
 def _cells(numbers: dict) -> list[str | Text]:

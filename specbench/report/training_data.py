@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from specbench.data.warm_start import WARM
 from specbench.report.runs import labels, named
-from specbench.report.tables import UNKNOWN, PlainTable
+from specbench.report.tables import NUMBER, UNKNOWN, PlainTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,10 +37,8 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
     if not rows:
         return None
     table = PlainTable("what drafters were trained on", "" if differing_training(summaries) else SAME)
-    for name in ("run", "part", "begins as", "data"):
-        table.add_column(name, overflow="fold")
-    for name in ("tokens,\nall stages", "steps", "loss", "held-out\nshares"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_columns("run", "part", "begins as", "data", overflow="fold")
+    table.add_columns("tokens,\nall stages", "steps", "loss", "held-out\nshares", **NUMBER)
     for row in rows.values():
         table.add_row(*row)
     return table

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 REACH_SECONDS = 30  # to wait for the service to answer at all
 ARTIFACT = "run"  # the artifacts of this type are run folders
 # What may hold a secret: how it is read and written. Records and answers hold the models' texts alone.
-FORMATS = {
+FORMATS: dict[str, tuple[Callable, Callable]] = {
     ".yaml": (yaml.safe_load, partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)),
     ".json": (json.loads, partial(json.dumps, indent=2, ensure_ascii=False)),
     ".txt": (str, str),
@@ -85,7 +85,7 @@ def log_run(run_dir: Path, tracker: Mapping) -> str:
     if online:
         logged.wait()  # raises when the upload failed, which finish() only prints
     run.finish()
-    return run.url if online else str(Path(run.dir).parent)
+    return str(run.url) if online else str(Path(run.dir).parent)
 
 
 def run_id(run_dir: Path) -> str:
@@ -95,7 +95,7 @@ def run_id(run_dir: Path) -> str:
 
 def scalars(value: Mapping, prefix: str = "") -> dict[str, float]:
     """The numbers of nested dictionaries by their path: {"overall": {"speedup": 2}} -> {"overall/speedup": 2}."""
-    flat = {}
+    flat: dict[str, float] = {}
     for key, item in value.items():
         if isinstance(item, Mapping):
             flat |= scalars(item, f"{prefix}{key}/")
@@ -108,10 +108,10 @@ def contents(run: Run) -> dict[str, object]:
     """What is logged beside summary and config, by its name on the service."""
     summary = run.summary
     reference = metrics.ARMS[summary["baseline"]["quoted_against"]]
-    questions = metrics.by_question(run.records, reference, batched=summary["drafter"] is not None)
+    questions = metrics.by_question(run.records, reference, run.unit)
     steps = pd.read_parquet(run.folder / store.STEPS)
     rounds = steps[steps["arm"] == "method"]
-    found = {"tasks": table(by_task(run)), "questions": table(questions)}
+    found: dict[str, object] = {"tasks": table(by_task(run)), "questions": table(questions)}
     if len(rounds):
         found |= {f"{name}_per_round": histogram(rounds[name]) for name in ("emitted", "accepted")}
     if summary["overall"]["acceptance_by_position"]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from specbench.report.tables import PlainTable, console
+from specbench.report.tables import NUMBER, PlainTable, console
 from specbench.tiny import models, world
 from specbench.tiny.evaluate import target_answers
 from specbench.tiny.tokenizer import load_tokenizer
@@ -168,10 +168,8 @@ def measure(weights: Path, asked: Mapping[str, list[Example]], max_new_tokens: i
 def table(found: Found) -> Table:
     """All figures, a row for each target, set of questions and task."""
     shown = PlainTable("soundness of the targets' answers")
-    for name in ("target", "questions", "task"):
-        shown.add_column(name, no_wrap=True)
-    for name in MEASURES:
-        shown.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+    shown.add_columns("target", "questions", "task", no_wrap=True)
+    shown.add_columns(*(name.replace(" ", "\n") for name in MEASURES), **NUMBER)
     for target, by_set in found.items():
         for which, tasks in by_set.items():
             for task, measures in tasks.items():

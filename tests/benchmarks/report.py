@@ -57,7 +57,7 @@ def example() -> tuple[dict, dict]:
         for i, task in enumerate(tasks)
     ]
     config = OmegaConf.to_container(composed("bench"), resolve=True)
-    noted = provenance.collect(config, find_questions_file(config["data"]))
+    noted = provenance.collect(config, config["method"], find_questions_file(config["data"]))
     if noted["git"]:
         noted["git"]["diff"] = DIFF
     return finite(metrics.summary(records, FACTS, CONFIG)), noted
@@ -74,6 +74,7 @@ def variants(count: int) -> list[dict]:
             "method": method,
             "pair": pair,
             "drafter": "sps",
+            "unit": "pool",
             "batch_size": size,
             "settings": settings | {"window": window},
         }

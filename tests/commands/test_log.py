@@ -174,7 +174,7 @@ def test_a_log_holds_the_tables(runs, offline, logged):
             assert tasks.loc[task, name] == pytest.approx(numbers[name])
         assert tasks.loc[task, "tie"] == numbers["equivalence"]["tie"]
     questions = logged_table(offline, logged, "questions")
-    expected = metrics.by_question(store.read_records(runs[0]), "baseline", batched=False)
+    expected = metrics.by_question(store.read_records(runs[0]), "baseline", "question")
     pd.testing.assert_frame_equal(questions.astype(metrics.QUESTION_COLUMNS), expected)
     assert list(questions["verdict"]) == ["exact", "tie", None]
     assert list(questions["error"]) == [None, None, "it did not fit"]

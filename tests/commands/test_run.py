@@ -41,6 +41,10 @@ composed = partial(conf.composed, "bench")
     [
         (["method=kangaro"], "method \'kangaro\' ... kangaroo ... ar, ar_batch, "),
         (["-m", "method=sps,kangaro"], "method \'kangaro\' ... kangaroo"),
+        (["method=ragged", "drafter=spd"], "unknown drafter \'spd\' ... sps"),
+        (["-m", "method=ragged", "drafter=pld,spd", "drafter.max_draft_tokens=3"], "unknown drafter \'spd\' ... sps"),
+        (["method=ragged", "drafter=eqspec"], "unknown drafter \'eqspec\' ... known: ar, "),  # which schedules
+        (["-m", "method=ragged", "drafter=glob(*)"], "drafter ... glob"),
         (["pair=tny"], "pair \'tny\' ... tiny"),
         (["task=rga"], "task \'rga\' ... rag"),
         (["experiment=smok"], "experiment \'smok\' ... smoke"),
@@ -109,6 +113,8 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
             "oracle ... `python -m methods.kangaroo.train pair=tiny` ... ++pair.parts.",
         ),
         (["method=kangaroo", "drafter=pld"], "kangaroo ... drafter=none ... method=ragged"),
+        (["method=ragged", "drafter=mirror_sd"], "drafter mirror_sd cannot batch"),
+        (["method=ragged", "drafter=ar_batch"], "drafter._target_ ... no Drafter"),
         (["method=exspec", "pool=4"], "pool=4 ... batch_size=8"),
         (["method=exspec", "+method.gamma=3"], "method exspec ... 'gamma'"),
         (["method=exspec", "+drafter.gamma=3"], "drafter sps ... 'gamma'"),

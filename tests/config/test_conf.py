@@ -16,20 +16,15 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.scheduler import Scheduler
 from specbench.system.errors import UserError
 from specbench.system.settings import parameters, settings
-from tests.support.conf import composed
+from tests.support.conf import composed, drafters, names
 
 # All but the search spaces, which belong to the tuner, tuned settings, which belong to methods, and what configures
 # Hydra itself.
 GROUPS = sorted(
     path.name for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "search", "tuned")
 )
-CHOICES = [
-    (group, path.stem)
-    for group in GROUPS
-    for path in sorted((CONF / group).glob("*.yaml"))
-    if not path.stem.startswith("_")
-]
-NAMES = {group: [choice for g, choice in CHOICES if g == group] for group in GROUPS}
+NAMES = {group: drafters() if group == "drafter" else names(group) for group in GROUPS}
+CHOICES = [(group, choice) for group, choices in NAMES.items() for choice in choices]
 
 
 @cache  # several tests ask for the same; none changes what it gets
@@ -82,7 +77,7 @@ def test_method(method):
 def test_any_drafter_serves_any_batch_method(drafter):
     for method in ("ragged", "eqspec", "exspec"):
         cfg = resolved(f"method={method}", f"drafter={drafter}", "batch_size=4")
-        assert cfg.drafter.name == drafter and check_method(cfg).batching
+        assert cfg.drafter.name == drafter and check_method(cfg).needs.batching
 
 
 @pytest.mark.parametrize("pair", NAMES["pair"])
@@ -130,7 +125,7 @@ HEADS = {  # pairs that name their authors' published checkpoints, by method
 @pytest.mark.parametrize(("pair", "method"), [(p, m) for p, methods in HEADS.items() for m in methods])
 def test_a_pair_names_the_published_weights_of_its_target(pair, method):
     cfg = resolved(f"pair={pair}", f"method={method}")
-    needs = check_method(cfg)  # it has the part that the method needs
+    needs = check_method(cfg).needs  # it has the part that the method needs
     name = cfg.pair.parts[needs.part]
     owner, _, model = name.partition("/")
     assert name.count("/") == 1 and owner in ("FasterDecoding", "ankner", "yuhuili")

@@ -118,8 +118,8 @@ def test_a_pair_that_was_not_tuned_has_the_published_settings(method):
             f"method={method}", "pair=vicuna-7b", "pair.init=random", f"settings={settings}", *weights
         )
         OmegaConf.resolve(cfg)
-        checks.check_method(cfg)
-        assert (settings_source(cfg) or {"source": "published"})["source"] == "published"
+        spec = checks.check_method(cfg)
+        assert (settings_source(spec, "vicuna-7b") or {"source": "published"})["source"] == "published"
         found.append((cfg.method, cfg.drafter))
     assert found[0] == found[1]
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specbench.config.spec import RunSpec
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Rounds, exhaust
 from specbench.decoding.sampling import SamplingParams
@@ -70,7 +71,7 @@ def test_graphs_are_warmed_up_with_whole_answers(monkeypatch, passes, tokens):
         yield len(requests)
 
     pair = SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT)
-    setup = Setup(pair, SimpleNamespace(runner=passes), Drafter(), {BASELINE: arm})
+    setup = Setup(pair, SimpleNamespace(runner=passes), Drafter(), {BASELINE: arm}, RunSpec({}))
     questions = [SimpleNamespace(turns=["a question"])]
     warm_up.warm_up(setup, Protocol(pair, SamplingParams(300), "paired", 0, questions))
     assert [[request.decoding.max_new_tokens for request in requests] for requests in asked] == [[tokens] * 2]

@@ -63,6 +63,6 @@ def test_batches_have_an_acceptance_length_alone():
         "batch_size": 2,
     }
     records = [r | {"pool": 0} for r in asked()[1:8]]
-    found = metrics.summary(records, FACTS | {"batched": True}, config)
+    found = metrics.summary(records, FACTS | {"unit": "pool"}, config)
     assert found["thirds"]["last"]["speedup"] is None
     assert found["thirds"]["last"]["acceptance_length"] == pytest.approx(4.5)

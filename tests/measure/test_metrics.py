@@ -109,25 +109,25 @@ def test_questions_by_hand():
     two = [turn(i, baseline=plain, method=method) for i in range(2)]
     ties = [turn(0, TIE, baseline=plain, method=method), turn(1, VIOLATION, baseline=plain, method=method)]
     records = migrated([record(7, "rag", turns=two), record(3, error="no room"), record(5, turns=ties)])
-    found = metrics.by_question(records, "baseline", batched=False)
+    found = metrics.by_question(records, "baseline", "question")
     assert list(found["question_id"]) == [3, 5, 7] and list(found["task"]) == ["qa", "qa", "rag"]
     assert list(found["verdict"]) == [None, "violation", "exact"]
     assert list(found["error"]) == ["no room", None, None]
     numbers = found.loc[2, "tokens":"acceptance_rate"]
     assert list(numbers) == pytest.approx([20, 8.0, 3.0, 8 / 3, 9 / 2, 7 / 10])
     assert found.loc[0, "tokens":"acceptance_rate"].isna().all()
-    batched = metrics.by_question(records, "baseline", batched=True)
-    assert batched[["baseline_seconds", "method_seconds", "speedup"]].isna().all(axis=None)
-    assert batched.loc[2, "acceptance_length"] == 4.5
-    empty = metrics.by_question([], "baseline", batched=False)
+    pooled = metrics.by_question(records, "baseline", "pool")
+    assert pooled[["baseline_seconds", "method_seconds", "speedup"]].isna().all(axis=None)
+    assert pooled.loc[2, "acceptance_length"] == 4.5
+    empty = metrics.by_question([], "baseline", "question")
     assert list(empty) == list(found) and empty.empty
-    assert metrics.by_question([record(1, error="no room")], "baseline", False)["tokens"].isna().all()
+    assert metrics.by_question([record(1, error="no room")], "baseline", "question")["tokens"].isna().all()
 
 
 @settings(deadline=None, max_examples=10)
 @given(questions())
 def test_questions_add_up_to_the_whole(records):
-    found, whole = metrics.by_question(records, "baseline", batched=False), overall(records)
+    found, whole = metrics.by_question(records, "baseline", "question"), overall(records)
     assert found["baseline_seconds"].sum() / found["method_seconds"].sum() == pytest.approx(whole["speedup"])
     assert found["tokens"].sum() == whole["tokens"] and len(found) == whole["questions"]
 
@@ -341,7 +341,7 @@ def test_a_batch_run_by_hand():
             "window": 5,
         },
     }
-    found = metrics.summary(records, FACTS | {"batched": True, "peak_memory_bytes": 7}, config)
+    found = metrics.summary(records, FACTS | {"unit": "pool", "peak_memory_bytes": 7}, config)
     numbers, ratios = found["overall"], np.log([10 / 3, 7 / 5.5])  # of the two pools, repeats together
     assert numbers["speedup"] == pytest.approx(17 / 8.5) and numbers["pools"] == 2
     half = 12.7062 * ratios.std(ddof=1) / np.sqrt(2)
@@ -477,7 +477,7 @@ def test_parts_make_the_numbers_of_a_run():
     records = varied()
     numbers = overall(records)
     for what, key in (("speedup", "speedup"), ("mbsu", "mbsu")):
-        found = metrics.parts(records, what, False)
+        found = metrics.parts(records, what, "question")
         assert found.index.tolist() == list(range(12))
         assert found["above"].sum() / found["below"].sum() == pytest.approx(numbers[key])
 
@@ -489,25 +489,25 @@ def test_bytes_of_large_models_are_counted_whole():
     for step in (g["steps"] for r in large for t in r["turns"] for arm in t["arms"].values() for g in arm):
         for name in ("draft_bytes", "target_bytes"):
             step[name] = [400_000 * count for count in step[name]]
-    one, other = (metrics.parts(records, "mbsu", False) for records in (small, large))
+    one, other = (metrics.parts(records, "mbsu", "question") for records in (small, large))
     assert (other["above"] / other["below"]).tolist() == pytest.approx((one["above"] / one["below"]).tolist())
 
 
 def test_parts_of_batches_are_runs_of_pools():
     """Decoding one by one is timed in every repeat: 9 s, then 10."""
     records = batched_run([[(2.0, 1.0), (8.0, 2.0)], [(3.0, 1.5), (4.0, 4.0)]])
-    speedups = metrics.parts(records, "speedup", True)
+    speedups = metrics.parts(records, "speedup", "pool")
     assert speedups.index.tolist() == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert speedups.to_numpy().tolist() == [[2.0, 1.0], [8.0, 2.0], [3.0, 1.5], [4.0, 4.0]]
-    throughput = metrics.parts(records, "throughput", True)
+    throughput = metrics.parts(records, "throughput", "pool")
     assert throughput.index.tolist() == speedups.index.tolist()
     assert throughput.to_numpy().tolist() == [[9.0, 1.0], [10.0, 2.0], [9.0, 1.5], [10.0, 4.0]]
-    read = metrics.parts(records, "mbsu", True)
-    numbers = metrics.numbers(metrics.MetricInput(records, FACTS | {"batched": True}, "baseline", 4))
+    read = metrics.parts(records, "mbsu", "pool")
+    numbers = overall(records, FACTS | {"unit": "pool"})
     assert read["above"].sum() / read["below"].sum() == pytest.approx(numbers["mbsu"])
     alone = [r | {"turns": [t | {"arms": {k: v for k, v in t["arms"].items() if k != "single"}} for t in r["turns"]]}
              for r in records]  # fmt: skip
-    of_one = metrics.parts(alone, "throughput", True)  # batches of one row: no arm of its own
+    of_one = metrics.parts(alone, "throughput", "pool")  # batches of one row: no arm of its own
     assert of_one.to_numpy().tolist() == speedups.to_numpy().tolist()
 
 
@@ -516,19 +516,19 @@ def test_autoregressive_decoding_that_was_timed_once_gives_no_interval():
     records = batched_run([[(2.0, 1.0), (8.0, 2.0), (3.0, 1.5)]])
     for one in records[1:]:
         del one["turns"][0]["arms"]["single"]
-    throughput = metrics.parts(records, "throughput", True)
+    throughput = metrics.parts(records, "throughput", "pool")
     assert throughput.to_numpy().tolist() == [[9.0, 1.0]]
-    plain = metrics.parts(batched_run([[(2.0, 2.0)] * 3]), "throughput", True)
-    found = metrics.relative([plain], [throughput], batched=True)
+    plain = metrics.parts(batched_run([[(2.0, 2.0)] * 3]), "throughput", "pool")
+    found = metrics.relative([plain], [throughput])
     assert found == (Speedup(2.0, None, None), 1, "repeat")
     assert metrics.single_rate(generations_frame(records)) == 1.0
 
 
 def test_the_noise_of_autoregressive_decoding_is_in_the_interval():
     """The method takes one second in every repeat: all of the spread is that of decoding one by one, 9 to 11 s."""
-    throughput = metrics.parts(batched_run([[(2.0, 1.0)] * 3]), "throughput", True)
+    throughput = metrics.parts(batched_run([[(2.0, 1.0)] * 3]), "throughput", "pool")
     exact = throughput.assign(above=10.0)
-    found, count, unit = metrics.relative([exact], [throughput], batched=True)
+    found, count, unit = metrics.relative([exact], [throughput])
     assert (count, unit) == (3, "repeat") and found.value == 1.0
     assert found.low < 0.9 and found.high > 1.1
 
@@ -541,32 +541,34 @@ def test_processes_that_differ_widen_the_interval_of_batches_too():
         for process, journal in enumerate(journals)
         for one in journal
     ]
-    run, by_process = (found(records, "speedup", True) for found in (metrics.parts, metrics.parts_by_process))
+    run, by_process = (
+        found(records, "speedup", "pool") for found in (metrics.parts, metrics.parts_by_process)
+    )
     assert [frame["below"].sum() for frame in by_process] == pytest.approx([3, 3.3])
-    alone = metrics.relative([run], [run], True).ratio
+    alone = metrics.relative([run], [run]).ratio
     assert (alone.low, alone.high) == (1, 1)
-    found = metrics.relative([run], [run], True, [by_process, by_process]).ratio
+    found = metrics.relative([run], [run], [by_process, by_process]).ratio
     # Each run's mean of two logarithms that are ln(1.1) apart, with one degree of freedom.
     half = np.log(1.1) / 2 * 12.7062 * np.sqrt(2)
     assert found.value == 1 and np.log(found.high) == pytest.approx(half, rel=0.02) and found.low < 1
-    once = metrics.relative([run], [run], True, [by_process[:1], by_process[:1]]).ratio
+    once = metrics.relative([run], [run], [by_process[:1], by_process[:1]]).ratio
     assert once == alone
-    assert metrics.parts_by_process(records, "acceptance_length", True) == []
+    assert metrics.parts_by_process(records, "acceptance_length", "pool") == []
 
 
 def test_relative_rests_on_pools_where_there_are_several():
     records = batched_run([[(2.0, 1.0), (8.0, 2.0)], [(3.0, 1.5), (4.0, 4.0)]])
-    run = metrics.parts(records, "speedup", True)
-    assert metrics.relative([run], [run], batched=True) == (Speedup(1.0, 1.0, 1.0), 2, "pool")
+    run = metrics.parts(records, "speedup", "pool")
+    assert metrics.relative([run], [run]) == (Speedup(1.0, 1.0, 1.0), 2, "pool")
     first = run.loc[[0]]
-    assert metrics.relative([run], [first], batched=True) == (Speedup(1.0, 1.0, 1.0), 2, "repeat")
+    assert metrics.relative([run], [first]) == (Speedup(1.0, 1.0, 1.0), 2, "repeat")
     doubled = [run, run.assign(above=2 * run["above"])]
-    assert metrics.relative([run], doubled, batched=True).ratio.value == pytest.approx(1.5)
+    assert metrics.relative([run], doubled).ratio.value == pytest.approx(1.5)
 
 
 def test_relative_counts_the_questions_that_are_in_all_runs():
     records = varied()
-    first, second = (metrics.parts(scaled(records, factor), "speedup", False) for factor in (1.0, 1.3))
+    first, second = (metrics.parts(scaled(records, factor), "speedup", "question") for factor in (1.0, 1.3))
     found, count, _ = metrics.relative([first], [second])
     assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1)) and count == 12
     faster = second.assign(below=second["below"] / 1.25)
@@ -577,10 +579,10 @@ def test_relative_counts_the_questions_that_are_in_all_runs():
     assert found.value == pytest.approx((1.25 * r + r) / 2 / r)
     none = (Speedup(None, None, None), 0, "question")
     assert metrics.relative([first.iloc[:2]], [second.iloc[2:]]) == none
-    nothing = metrics.parts([], "speedup", False)
+    nothing = metrics.parts([], "speedup", "question")
     assert metrics.relative([first], [nothing]) == none
-    for what, batched in [("throughput", True), ("mbsu", False), ("mbsu", True)]:
-        assert metrics.parts([], what, batched).empty
+    for what, unit in [("throughput", "pool"), ("mbsu", "question"), ("mbsu", "pool")]:
+        assert metrics.parts([], what, unit).empty
 
 
 def test_numbers_without_bytes_are_null():
@@ -588,13 +590,10 @@ def test_numbers_without_bytes_are_null():
     for one in records:
         one["turns"][0]["arms"]["method"][0]["steps"]["target_bytes"][1] = None
     facts = FACTS | {"bandwidth_bytes_per_second": 1e9}
-    known, unknown = (
-        metrics.numbers(metrics.MetricInput(records, facts | {"target_pass_bytes": read}, "baseline"))
-        for read in (1000, None)
-    )
+    known, unknown = (overall(records, facts | {"target_pass_bytes": read}) for read in (1000, None))
     assert known["mbsu"] is unknown["mbsu"] is None and unknown["speedup"] == known["speedup"] == 2.0
     assert known["bandwidth_fraction"] > 0 and unknown["bandwidth_fraction"] is None
-    assert metrics.parts(records, "mbsu", False, 1000).index.tolist() == list(range(6)), (
+    assert metrics.parts(records, "mbsu", "question", 1000).index.tolist() == list(range(6)), (
         "of the rounds that are known"
     )
 
@@ -602,6 +601,6 @@ def test_numbers_without_bytes_are_null():
 def test_a_batch_of_autoregressive_decoding_reads_more_experts_than_one_sequence():
     """So what MBSU compares with is a pass of one token, not the baseline's largest one."""
     records = [answered(i, "qa", [2, 0, 3], 2.0) for i in range(6)]
-    of_batch, of_one = (metrics.parts(records, "mbsu", False, read) for read in (None, 500))
+    of_batch, of_one = (metrics.parts(records, "mbsu", "question", read) for read in (None, 500))
     assert (of_batch["above"] / of_one["above"]).tolist() == [2.0] * 6
     assert of_batch["below"].equals(of_one["below"])

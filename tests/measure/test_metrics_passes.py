@@ -76,5 +76,5 @@ def test_the_worst_verdict_of_an_answers_passes_counts():
     records[15]["turns"][0]["equivalence"] = VIOLATION
     found = overall(records)["equivalence"]
     assert (found["answers"], found["exact"], found["tie"], found["violation"]) == (7, 6, 0, 1)
-    table = metrics.by_question(records, "baseline", batched=False)
+    table = metrics.by_question(records, "baseline", "question")
     assert list(table["question_id"]) == list(range(7)) and table["verdict"][1] == "violation"

@@ -26,7 +26,7 @@ def questions(tmp_path):
 
 @pytest.fixture
 def found(questions) -> dict:
-    return provenance.collect(CONFIG | {"pair": PAIR}, questions, ["bench", "method=sps"])
+    return provenance.collect(CONFIG | {"pair": PAIR}, CONFIG["method"], questions, ["bench", "method=sps"])
 
 
 def test_what_is_collected(found, questions):
@@ -66,7 +66,7 @@ def test_no_secret_is_recorded(questions, monkeypatch):
         "note": f"x {secret} y",
     }
     command = ["bench", f"note={secret}", "tracker.api_key=plain-words-key", secret, "https://me:pass@host/x"]
-    found = provenance.collect(config, questions, command)
+    found = provenance.collect(config, config["method"], questions, command)
     text = json.dumps(found)
     for word in (secret, "plain-words-key", "me:pass"):
         assert word not in text
@@ -129,7 +129,7 @@ def test_what_is_named_like_a_secret_is_blanked():
 def test_an_address_is_recorded_without_its_query(questions):
     url = "https://me:pw@host/q?token=abc"
     config = CONFIG | {"pair": PAIR, "data": {"name": "x", "url": url}}
-    found = provenance.collect(config, questions, ["bench", f"data.url={url}", url])
+    found = provenance.collect(config, config["method"], questions, ["bench", f"data.url={url}", url])
     shown = "https://***@host/q?***"
     assert found["config"]["data"]["url"] == shown and found["command"] == [
         "bench",

@@ -359,7 +359,7 @@ def test_a_name_gives_the_auxiliary_drafter_and_what_it_needs(auxiliary):
         cfg = composed("bench", *group, f"{what}.auxiliary={auxiliary}")
         OmegaConf.resolve(cfg)
         assert cfg[what].drafter.name == auxiliary
-        assert check_method(cfg).draft_model == (auxiliary == "sps")
+        assert check_method(cfg).needs.draft_model == (auxiliary == "sps")
 
 
 # -- earlier answers

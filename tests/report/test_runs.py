@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from specbench.measure.metrics import summary as metrics
-from specbench.measure.metrics.metrics import METRICS
+from specbench.measure.metrics.metrics import METRICS, Metric
 from specbench.measure.records import run_folder as store
 from specbench.report import __main__ as command
 from specbench.report import formats, plots, runs, tables
@@ -149,15 +149,30 @@ def test_a_folder_of_an_earlier_version_is_derived_from_its_records(tmp_path):
         read_run(run_dir)
 
 
-def test_a_metric_of_ones_own_is_one_function(tmp_path, monkeypatch):
+def test_folders_that_tell_of_batches_alone_have_a_unit(tmp_path):
+    for unit, summary, flag in (("question", SUMMARY, False), ("pool", batched(), True)):
+        found = run_of(tmp_path, unit, without(summary, "unit"))
+        assert found.unit == unit and found.summary == summary
+        records, facts = [answered(i) for i in range(2)], without(FACTS, "unit") | {"batched": flag}
+        today = finite(metrics.summary(records, FACTS | {"unit": unit}, CONFIG))
+        run_dir = write_run(tmp_path, f"derived_{unit}", without(today, "overall", "mbsu"), records=records)
+        write_json(run_dir / store.FACTS, facts)
+        (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))
+        assert read_run(run_dir).summary == today
+
+
+def test_a_metric_of_ones_own_is_one_entry(tmp_path, monkeypatch):
     records = [answered(i) for i in range(3)]
     run_dir = write_run(tmp_path, "older", finite(metrics.summary(records, FACTS, CONFIG)), records=records)
     write_json(run_dir / store.FACTS, FACTS)
     (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))
-    monkeypatch.setitem(METRICS, "longest", lambda measured: int(measured.method["tokens"].max()))
+    monkeypatch.setitem(METRICS, "longest", Metric(lambda measured: int(measured.method["tokens"].max())))
+    of_pools = Metric(lambda measured: 1, "pool")
+    monkeypatch.setitem(METRICS, "of_pools", of_pools)
     monkeypatch.setitem(runs.NUMBERS, "longest", None)
     summary = read_run(run_dir).summary
     assert summary["overall"]["longest"] == summary["tasks"]["qa"]["longest"] == 8
+    assert summary["overall"]["of_pools"] is None
     assert runs.summary_frame([read_run(run_dir)])["longest"].tolist() == [8, 8]
 
 
@@ -209,10 +224,10 @@ def test_what_the_runner_writes_is_whole(tmp_path):
     """The keys that reports ask for are those of the summaries that are written, with and without answers."""
     failed = [answered(1), answered(2, "rag"), record(3, error="no memory")]
     for name, records in {"some": failed, "none": []}.items():
-        for batch in (False, True):
-            facts = FACTS | {"batched": batch}
+        for unit in ("question", "pool"):
+            facts = FACTS | {"unit": unit}
             summary = finite(metrics.summary(records, facts, CONFIG | {"batch_size": 2}))
-            found = run_of(tmp_path, f"{name}_{batch}", summary, records=records)
+            found = run_of(tmp_path, f"{name}_{unit}", summary, records=records)
             assert found.summary == summary
 
 

@@ -178,6 +178,7 @@ def test_grids_of_other_batch_sizes_are_not_mixed():
             speedup,
             method="ragged",
             drafter="sps",
+            unit="pool",
             batch_size=batch_size,
             settings={"window": window, "budget": budget},
         )
@@ -273,7 +274,15 @@ def test_speedups_by_pair_and_their_mean():
 
 def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_pair():
     def run(pair, batch_size, speedup):
-        return faster(speedup, pair=pair, method="ragged", drafter="sps", batch_size=batch_size, settings={})
+        return faster(
+            speedup,
+            pair=pair,
+            method="ragged",
+            drafter="sps",
+            unit="pool",
+            batch_size=batch_size,
+            settings={},
+        )
 
     runs = [run("tiny", 8, 1.5), run("tiny", 16, 2.0), run("tiny_shallow", 8, 1.3)]
     rows = [line.split() for line in shown(tables.pairs_table(runs)).splitlines()]

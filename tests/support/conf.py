@@ -14,25 +14,32 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from specbench.config.compose import CONF
+from specbench.config.compose import CONF, choices_of
 from specbench.decoding.drafter import Drafter, needs_of
 from specbench.decoding.scheduler import Scheduler
 
 
 def names(group: str) -> list[str]:
     """The choices of a group."""
-    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
+    return sorted(choices_of(group))
+
+
+def drafters() -> list[str]:
+    """The drafters that serve schedulers."""
+    return [name for name in names("drafter") if name == "none" or batches(name)]
+
+
+def batches(method: str) -> bool:
+    """Whether schedulers take a method as drafter."""
+    return method in names("drafter") and not is_scheduler(method) and _class_of(method).needs.batching
 
 
 @cache
 def file_of(group: str, name: str) -> DictConfig:
     """A file of a group, merged with the files that it builds on; nothing in it is resolved."""
     own = OmegaConf.load(CONF / group / f"{name}.yaml")
-    bases = []
-    for base in own.pop("defaults", []):
-        if isinstance(base, str) and base != "_self_":  # not the choices that it makes of other groups
-            folder, _, file = base.removesuffix("@_here_").strip("/").rpartition("/")
-            bases.append(file_of(folder or group, file))
+    defaults = own.pop("defaults", [])  # with the choices that it makes of other groups
+    bases = [file_of(group, base) for base in defaults if isinstance(base, str) and base != "_self_"]
     return OmegaConf.merge(*bases, own)
 
 

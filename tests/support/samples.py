@@ -62,6 +62,7 @@ SUMMARY = {
     "failed": 0,
     "method": "kangaroo",
     "drafter": None,
+    "unit": "question",
     "settings": {"max_draft_tokens": 6, "exit_layer": 2, "confidence_threshold": 0.6},
     "pair": "tiny",
     "data": "spec_bench",
@@ -142,6 +143,7 @@ def batched(method: str = "exspec", drafter: str = "sps", batch_size: int = 8, *
     return SUMMARY | {
         "method": method,
         "drafter": drafter,
+        "unit": "pool",
         "batch_size": batch_size,
         "settings": {"window": 32, "drafter.max_draft_tokens": 5},
         "overall": overall,

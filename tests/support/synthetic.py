@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from hypothesis import strategies as st
 
+from specbench.config.spec import RunSpec
 from specbench.measure.machine.speed import BANDWIDTH, OPERATIONS, PRODUCT
 from specbench.measure.metrics import summary as metrics
 
@@ -18,7 +19,7 @@ FACTS = {
     "bandwidth_bytes_per_second": 1e6,
     "noise": 1e-4,
     "weights": "pretrained",
-    "batched": False,
+    "unit": "question",
     "peak_memory_bytes": None,
 }
 CONFIG = {
@@ -158,7 +159,7 @@ def questions(draw, min_size=1, max_size=6, slow=slowness):
 
 def overall(records, facts=FACTS) -> dict:
     """The numbers over all questions of some records."""
-    return metrics.numbers(metrics.MetricInput(records, facts, "baseline"))
+    return metrics.numbers(metrics.MetricInput(records, facts, "baseline", RunSpec.of(CONFIG, facts["unit"])))
 
 
 @contextmanager

@@ -79,7 +79,9 @@ PASSES = 7
 NO_DIFF = hashlib.sha256(b"").hexdigest()  # of the code from its commit
 
 
-def collect(config: Any, questions_file: Path, command: Sequence[str] | None = None) -> dict:
+def collect(
+    config: Any, drafter: Mapping, questions_file: Path, command: Sequence[str] | None = None
+) -> dict:
     """Collects what is known before the first question.
 
     Secrets are left out: of the environment only known variables are read, and values that look like a key, or are
@@ -87,6 +89,7 @@ def collect(config: Any, questions_file: Path, command: Sequence[str] | None = N
 
     Args:
         config: the configuration as a plain dictionary.
+        drafter: what drafts in it.
         questions_file: that is read.
         command: the command line; None for that of this process.
     """
@@ -102,7 +105,7 @@ def collect(config: Any, questions_file: Path, command: Sequence[str] | None = N
         "source_sha256": source_sha256(),
         "git": git_state(ROOT),
         "questions": {"path": str(questions_file), "sha256": file_sha256(questions_file)},
-        "weights": without_secrets(weights(config["pair"], {**config["drafter"], **config["method"]})),
+        "weights": without_secrets(weights(config["pair"], drafter)),
     }
 
 
@@ -214,7 +217,7 @@ def weights(pair: Mapping, method: Mapping = MappingProxyType({})) -> dict[str, 
 
     Args:
         pair: its configuration.
-        method: its settings and those of its drafter; other folders and files that they name are read, too.
+        method: settings of its drafter; other folders and files that they name are read, too.
 
     Returns:
         Facts by "target", "draft", "parts.<name>", "method.<name>".

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specbench.measure.metrics.acceptance import acceptance_length
-from specbench.measure.metrics.metrics import MetricInput
+from specbench.measure.metrics.metrics import MetricInput, numbers
+
+if TYPE_CHECKING:
+    from specbench.config.spec import RunSpec
+
+NUMBERS = ("speedup", "speedup_low", "speedup_high", "acceptance_length")
 
 
-def thirds(records: list[dict], facts: dict, reference: str, batch_size: int | None) -> dict[str, dict]:
+def thirds(records: list[dict], facts: dict, reference: str, spec: RunSpec) -> dict[str, dict]:
     """The numbers of the first and the last third of the questions, in the order in which they were asked.
 
     Args:
         records: of the journal, in its order, of questions that did not fail.
         facts: as `MetricInput` has them.
         reference: the arm that speedups are against.
-        batch_size: None for a method that decodes one sequence at a time; batches have no times of single questions.
+        spec: the run; of pools, single questions have no times.
 
     Returns:
         By "first" and "last": questions, speedup with its interval, acceptance_length. {} of fewer than 3 questions.
@@ -27,15 +31,8 @@ def thirds(records: list[dict], facts: dict, reference: str, batch_size: int | N
 
     def numbers_of(questions: list[int]) -> dict[str, Any]:
         own = [record for record in records if record["question_id"] in set(questions)]
-        measured = MetricInput(own, facts, reference, batch_size, whole_run=False)
-        speedup = measured.speedups[0]
-        return {
-            "questions": len(questions),
-            "speedup": speedup.value,
-            "speedup_low": speedup.low,
-            "speedup_high": speedup.high,
-            "acceptance_length": acceptance_length(measured.rounds),
-        }
+        values = numbers(MetricInput(own, facts, reference, spec, whole_run=False))
+        return {"questions": len(questions)} | {name: values[name] for name in NUMBERS}
 
     return {"first": numbers_of(asked[:count]), "last": numbers_of(asked[-count:])}
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specbench.config.spec import POOL, QUESTION, RunSpec
 from specbench.measure.metrics.acceptance import (
     acceptance_at_positions,
     acceptance_length,
@@ -28,12 +29,13 @@ from specbench.measure.metrics.timing import (
     complete_questions,
     paired_seconds,
     passes_seconds,
-    pool_seconds,
+    pools_of,
     turn_means,
+    unit_seconds,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import pandas as pd
 
@@ -49,17 +51,15 @@ class MetricInput:
         records: of the journal.
         facts: of the run, as `facts.json` holds them.
         reference: the arm that speedups are against.
-        batch_size: None for a method that decodes one sequence at a time.
+        spec: the run.
         whole_run: whether these are all questions that were measured.
-        owners: classes of the method and of its drafter, which summarise numbers of their own.
     """
 
     records: list[dict]
     facts: dict
     reference: str
-    batch_size: int | None = None
+    spec: RunSpec
     whole_run: bool = True
-    owners: Sequence[type] = ()
 
     @cached_property
     def generations(self) -> pd.DataFrame:
@@ -87,57 +87,37 @@ class MetricInput:
         """Seconds of reference and method per question."""
         return paired_seconds(self.turns, self.reference)
 
-    @property
-    def has_times(self) -> bool:
-        """Whether these questions have times of their own: a round of a batch belongs to all its sequences."""
-        return self.whole_run or not self.batch_size
-
-    @cached_property
-    def rate(self) -> float | None:
-        """Tokens per second of the method."""
-        return ratio(self.method["tokens"].sum(), self.method["seconds"].sum()) if self.has_times else None
-
     @cached_property
     def speedups(self) -> tuple[Speedup, Speedup]:
         """The speedup with its interval over questions or pools, and that with its interval over passes."""
-        if not self.has_times:
-            return (Speedup(None, None, None),) * 2
-        return speedups(self.generations, self.reference, self.seconds, bool(self.batch_size))
+        return speedups(self.generations, self.reference, self.spec.unit)
 
 
 def decode_speedup(measured: MetricInput) -> float | None:
     """The speedup without the prefills of both arms."""
-    if not measured.has_times:
-        return None
     decoding = paired_seconds(measured.turns, measured.reference, with_prefill=False)
     return ratio(decoding["reference"].sum(), decoding["method"].sum())
 
 
 def alignment_share(measured: MetricInput) -> float | None:
     """Of all seconds of a batch method, those spent on alignment in memory."""
-    if not measured.batch_size:
-        return None
     return ratio(measured.rounds["align_seconds"].sum(), measured.method["seconds"].sum())
 
 
-def speedups(
-    generations: pd.DataFrame, reference: str, questions: pd.DataFrame, batched: bool
-) -> tuple[Speedup, Speedup]:
+def speedups(generations: pd.DataFrame, reference: str, unit: str) -> tuple[Speedup, Speedup]:
     """The speedup with its interval over questions or pools, and that with its interval over passes.
 
     Args:
         generations: of all arms.
         reference: the arm that they are against.
-        questions: as `paired_seconds` gives them.
-        batched: whether the questions were decoded in pools.
+        unit: what has times of its own, "question" or "pool".
     """
     passes = passes_seconds(generations, reference)
     several = passes.index.name == "process"
     processes = [([a], [b]) for a, b in zip(passes["reference"], passes["method"])] if several else []
-    runs = pool_seconds(generations, reference) if batched else questions
-    pools = runs.index.get_level_values("pool") if batched else None
+    runs = unit_seconds(generations, reference, unit)
     return (
-        speedup(runs["reference"], runs["method"], pools, processes),
+        speedup(runs["reference"], runs["method"], pools_of(runs), processes),
         over_passes(passes["reference"], passes["method"]),
     )
 
@@ -218,40 +198,63 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     }
 
 
-METRICS: dict[str, Callable[[MetricInput], Any]] = {
-    "questions": lambda m: m.method["question_id"].nunique(),
-    "pools": lambda m: m.method["pool"].nunique() if m.batch_size else None,
-    "tokens": lambda m: total(m.method["tokens"]),
-    "seconds": lambda m: total(m.method["seconds"]),
-    "tokens_per_second": lambda m: m.rate,
-    "speedup": lambda m: m.speedups[0].value,
-    "speedup_low": lambda m: m.speedups[0].low,
-    "speedup_high": lambda m: m.speedups[0].high,
-    "speedup_questions": lambda m: len(m.seconds),
-    "passes_low": lambda m: m.speedups[1].low,
-    "passes_high": lambda m: m.speedups[1].high,
-    "decode_speedup": decode_speedup,
-    "spec_bench_speedup": lambda m: None if m.batch_size else spec_bench_speedup(m.turns, m.reference),
-    "acceptance_length": lambda m: acceptance_length(m.rounds),
-    "acceptance_rate": lambda m: acceptance_rate(m.rounds),
-    "acceptance_by_position": lambda m: acceptance_at_positions(m.rounds),
-    "acceptance_by_position_conditional": lambda m: acceptance_at_positions(m.rounds, conditional=True),
-    "judged_by_position": lambda m: judged_positions(m.rounds),
-    "mbsu": lambda m: mbsu(m.rounds, m.facts["target_pass_bytes"]),
-    "bandwidth_fraction": lambda m: bandwidth_fraction(m.method, m.facts) if m.has_times else None,
-    "prefill_seconds": lambda m: total(m.method["prefill_seconds"]),
-    "draft_seconds": lambda m: total(m.rounds["draft_seconds"]),
-    "verify_seconds": lambda m: total(m.rounds["verify_seconds"]),
-    "other_seconds": lambda m: total(m.rounds["other_seconds"]),
-    "occupancy": lambda m: occupancy(m.rounds, m.batch_size) if m.batch_size else None,
-    "align_seconds": lambda m: total(m.rounds["align_seconds"]) if m.batch_size else None,
-    "alignment_share": alignment_share,
-    "stats": lambda m: of_method(m.owners, m.rounds),
-    "distinct_4grams": lambda m: distinct_ngrams(m.records),
-    "equivalence": lambda m: equivalence(m.records),
+class Metric(NamedTuple):
+    """A number of a run.
+
+    Attributes:
+        compute: gives it, None where it could not be measured.
+        unit: of the runs that have it, "question" or "pool"; None: all have.
+        timed: whether it compares seconds: some questions of a pool have none of their own, as rounds belong to all.
+    """
+
+    compute: Callable[[MetricInput], Any]
+    unit: str | None = None
+    timed: bool = False
+
+    def is_of(self, measured: MetricInput) -> bool:
+        """Whether what was measured can have the number."""
+        unit = measured.spec.unit
+        return self.unit in (None, unit) and (not self.timed or measured.whole_run or unit == QUESTION)
+
+
+METRICS = {
+    "questions": Metric(lambda m: m.method["question_id"].nunique()),
+    "pools": Metric(lambda m: m.method["pool"].nunique(), POOL),
+    "tokens": Metric(lambda m: total(m.method["tokens"])),
+    "seconds": Metric(lambda m: total(m.method["seconds"])),
+    "tokens_per_second": Metric(
+        lambda m: ratio(m.method["tokens"].sum(), m.method["seconds"].sum()), timed=True
+    ),
+    "speedup": Metric(lambda m: m.speedups[0].value, timed=True),
+    "speedup_low": Metric(lambda m: m.speedups[0].low, timed=True),
+    "speedup_high": Metric(lambda m: m.speedups[0].high, timed=True),
+    "speedup_questions": Metric(lambda m: len(m.seconds)),
+    "passes_low": Metric(lambda m: m.speedups[1].low, timed=True),
+    "passes_high": Metric(lambda m: m.speedups[1].high, timed=True),
+    "decode_speedup": Metric(decode_speedup, timed=True),
+    "spec_bench_speedup": Metric(lambda m: spec_bench_speedup(m.turns, m.reference), QUESTION),
+    "acceptance_length": Metric(lambda m: acceptance_length(m.rounds)),
+    "acceptance_rate": Metric(lambda m: acceptance_rate(m.rounds)),
+    "acceptance_by_position": Metric(lambda m: acceptance_at_positions(m.rounds)),
+    "acceptance_by_position_conditional": Metric(
+        lambda m: acceptance_at_positions(m.rounds, conditional=True)
+    ),
+    "judged_by_position": Metric(lambda m: judged_positions(m.rounds)),
+    "mbsu": Metric(lambda m: mbsu(m.rounds, m.facts["target_pass_bytes"])),
+    "bandwidth_fraction": Metric(lambda m: bandwidth_fraction(m.method, m.facts), timed=True),
+    "prefill_seconds": Metric(lambda m: total(m.method["prefill_seconds"])),
+    "draft_seconds": Metric(lambda m: total(m.rounds["draft_seconds"])),
+    "verify_seconds": Metric(lambda m: total(m.rounds["verify_seconds"])),
+    "other_seconds": Metric(lambda m: total(m.rounds["other_seconds"])),
+    "occupancy": Metric(lambda m: occupancy(m.rounds, m.spec.batch_size), POOL),
+    "align_seconds": Metric(lambda m: total(m.rounds["align_seconds"]), POOL),
+    "alignment_share": Metric(alignment_share, POOL),
+    "stats": Metric(lambda m: of_method(m.spec.owners, m.rounds)),
+    "distinct_4grams": Metric(lambda m: distinct_ngrams(m.records)),
+    "equivalence": Metric(lambda m: equivalence(m.records)),
 }
 
 
 def numbers(measured: MetricInput) -> dict[str, Any]:
-    """Every metric of what was measured, by name."""
-    return {name: metric(measured) for name, metric in METRICS.items()}
+    """Every metric of what was measured, by name; None for one that it cannot have."""
+    return {name: one.compute(measured) if one.is_of(measured) else None for name, one in METRICS.items()}

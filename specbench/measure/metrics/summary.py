@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
-from specbench.config.spec import RunSpec
+from specbench.config.spec import POOL, QUESTION, RunSpec
 from specbench.data.warm_start import warm_lines
 from specbench.measure.metrics.acceptance import acceptance_length, acceptance_rate, ratio
 from specbench.measure.metrics.dataframes import failed_questions, generations_frame, steps_frame
@@ -21,7 +21,14 @@ from specbench.measure.metrics.machine import machine, speed
 from specbench.measure.metrics.method_stats import describe
 from specbench.measure.metrics.metrics import VERDICTS, MetricInput, bandwidth_fraction, equivalence, numbers
 from specbench.measure.metrics.statistics import Speedup, over_passes, ratio_of_means
-from specbench.measure.metrics.timing import ARMS, paired_seconds, passes_seconds, pool_seconds, turn_means
+from specbench.measure.metrics.timing import (
+    ARMS,
+    paired_seconds,
+    passes_seconds,
+    pools_of,
+    turn_means,
+    unit_seconds,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +37,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 4
 COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed
+# What a summary holds of the facts of its run; older folders lack some.
+OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_bytes")
+OF_NEWER_FACTS = ("threads", "layouts", "extra_cores", "slice_seconds", "anatomy", "weights_source")
 QUESTION_COLUMNS = {
     "question_id": "int64",
     "task": "str",
@@ -56,54 +66,40 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     total_records, records = len(records), [record for of_task in tasks.values() for record in of_task]
     baseline = baseline_numbers(records, facts)
     reference = ARMS[baseline["quoted_against"]]
-    spec = RunSpec.of(config, facts["batched"])
-    batch_size, owners = spec.batch_size, spec.owners
-    overall = numbers(MetricInput(records, facts, reference, batch_size, owners=owners))
-    apart = thirds(in_order, facts, reference, batch_size) if spec.learns else {}
+    spec = RunSpec.of(config, facts["unit"])
+    overall = numbers(MetricInput(records, facts, reference, spec))
+    apart = thirds(in_order, facts, reference, spec) if spec.learns else {}
     source = config.get("settings_source") or {}  # older folders have none
     return {
         "schema": SCHEMA,
         "status": "failed" if failed else "complete",
         "failed": len(failed),
         "records": total_records,
-        "method": config["method"]["name"],
-        "drafter": None if spec.scheduler is None else spec.drafter["name"],
+        "method": spec.groups["method"]["name"],
+        "drafter": spec.groups.get("drafter", {}).get("name"),
         "unit": spec.unit,
         "settings": spec.settings,
         "settings_source": source.get("source"),
         "settings_tuned_on": source.get("pair"),
         "settings_published": source.get("published", {}),
-        "pair": config["pair"]["name"],
-        "data": config["data"]["name"],
-        "task": config["task"]["name"],
+        **{group: config[group]["name"] for group in ("pair", "data", "task")},
+        **{key: config[key] for key in ("batch_size", "experiment", "protocol")},
         "temperature": config["decoding"]["temperature"],
-        "batch_size": config["batch_size"],
         "repeats": len(repeats(records)) or config["repeats"],
         "processes": len({record["process"] for record in records}),
-        "experiment": config["experiment"],
-        "protocol": config["protocol"],
-        "dtype": facts["dtype"],
-        "device": facts["device"],
-        "threads": facts.get("threads"),
-        "layouts": facts.get("layouts"),
-        "extra_cores": facts.get("extra_cores"),
-        "slice_seconds": facts.get("slice_seconds"),
-        "weights": facts["weights"],
-        "anatomy": facts.get("anatomy"),
-        "weights_source": facts.get("weights_source"),
+        **{key: facts[key] for key in OF_FACTS},
+        **{key: facts.get(key) for key in OF_NEWER_FACTS},
         "training": facts.get("training", {}),
         "trained_weights": facts.get("trained_weights", {}),
-        "target_pass_bytes": facts["target_pass_bytes"],
-        "peak_memory_bytes": facts["peak_memory_bytes"],
         "overall": overall,
         "machine": machine(records) | {"speed": probed},
         "tasks": {
-            task: numbers(MetricInput(of_task, facts, reference, batch_size, False, owners))
+            task: numbers(MetricInput(of_task, facts, reference, spec, whole_run=False))
             for task, of_task in tasks.items()
         },
         "thirds": apart,
         "notes": [
-            *describe(owners, overall["stats"]),
+            *describe(spec.owners, overall["stats"]),
             *warm_lines(facts.get("training", {})),
             *thirds_lines(apart),
         ],
@@ -112,7 +108,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     }
 
 
-def by_question(records: list[dict], reference: str, batched: bool) -> pd.DataFrame:
+def by_question(records: list[dict], reference: str, unit: str) -> pd.DataFrame:
     """One row per question, in the order of their ids: QUESTION_COLUMNS.
 
     tokens: of the method, summed over the turns, mean of the repeats. baseline_seconds (of the arm `reference`),
@@ -122,21 +118,20 @@ def by_question(records: list[dict], reference: str, batched: bool) -> pd.DataFr
     Args:
         records: of the journal.
         reference: the arm that speedups are against.
-        batched: whether a round belongs to several sequences, so that a question has no time of its own.
+        unit: what has times of its own; of a "pool" no question has.
     """
     generations, steps = generations_frame(records), steps_frame(records)
     turns = turn_means(generations)
     tokens = turns["tokens", "method"].groupby("question_id").sum(min_count=1)
-    seconds = paired_seconds(turns, reference)
+    seconds = paired_seconds(turns, reference) if unit == QUESTION else pd.DataFrame()
     rounds = dict(list(steps[steps["arm"] == "method"].groupby("question_id")))
     of_question: dict[int, list[dict]] = {}
     for record in records:
         of_question.setdefault(record["question_id"], []).append(record)
     rows = []
     for number, repeats_of_it in sorted(of_question.items()):
-        timed = number in seconds.index and not batched
         baseline = method = faster = None
-        if timed:
+        if number in seconds.index:
             baseline, method = seconds.loc[number]
             faster = ratio(baseline, method)
         own = rounds.get(number, steps.iloc[:0])
@@ -176,7 +171,7 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
         "hf_generate_tokens_per_second": rates["hf_generate"],
         "quoted_against": quoted,
         "single_tokens_per_second": single_rate(generations)
-        or (rates["engine"] if facts["batched"] else None),
+        or (rates["engine"] if facts["unit"] == POOL else None),
         "bandwidth_fraction": bandwidth_fraction(compared.xs(ARMS[quoted], axis=1, level=1), facts),
         "equivalence": equivalence(records, "baseline_equivalence"),
     }
@@ -217,45 +212,40 @@ class Relative(NamedTuple):
 def relative(
     first: list[pd.DataFrame],
     second: list[pd.DataFrame],
-    batched: bool = False,
     processes: Sequence[list[pd.DataFrame]] = (),
 ) -> Relative:
     """Mean of a number over the runs `second` / its mean over the runs `first`.
 
-    Only the questions (batched: runs of pools) that are in all runs count.
+    Only the questions, or runs of pools, that are in all runs count.
 
     Args:
-        first: runs, each as `parts` gives it.
+        first: runs, each as `parts` gives it, all of one unit.
         second: likewise.
-        batched: whether they are runs of batches.
         processes: of each run of `first` and then of `second`, as `parts_by_process` gives it.
     """
     shared = set.intersection(*(set(run.index) for run in (*first, *second)))
     kept = [[run.loc[run.index.isin(shared)].sort_index() for run in runs] for runs in (first, second)]
     ours, theirs = ([(run["above"].to_numpy(), run["below"].to_numpy()) for run in runs] for runs in kept)
-    between = [_process_sums(run, shared, batched) for run in processes]
-    if not batched:
-        return Relative(ratio_of_means(ours, theirs, processes=between), len(shared), "question")
-    pools = [pool for pool, _ in sorted(shared)]
-    several = len(set(pools)) > 1
-    found = ratio_of_means(ours, theirs, pools, between)
-    return Relative(found, len(set(pools) if several else shared), "pool" if several else "repeat")
+    pools = pools_of(kept[0][0])
+    units = shared if pools is None else set(pools)
+    found = ratio_of_means(ours, theirs, pools, [_process_sums(run, units) for run in processes])
+    if pools is None or len(units) > 1:
+        return Relative(found, len(units), QUESTION if pools is None else POOL)
+    return Relative(found, len(shared), "repeat")
 
 
-def _process_sums(frames: list[pd.DataFrame], shared: set, batched: bool) -> Run:
-    """Numerator and denominator sums [processes] over the questions that all processes answered.
+def _process_sums(frames: list[pd.DataFrame], shared: set) -> Run:
+    """Numerator and denominator sums [processes] over the questions, or pools, that all processes answered.
 
     Repeats of a pool are shared out among processes: what they have in common are pools.
     """
-    if batched:
-        frames = [frame.groupby("pool").mean() for frame in frames]
-        shared = {pool for pool, _ in shared}
+    frames = [frame if pools_of(frame) is None else frame.groupby(POOL).mean() for frame in frames]
     common = shared.intersection(*(set(frame.index) for frame in frames))
     sums = [frame[frame.index.isin(common)].sum() for frame in frames]
     return [one["above"] for one in sums], [one["below"] for one in sums]
 
 
-def parts_by_process(records: list[dict], what: str, batched: bool) -> list[pd.DataFrame]:
+def parts_by_process(records: list[dict], what: str, unit: str) -> list[pd.DataFrame]:
     """The parts of a number of a run as each of its processes measured them; see `parts`.
 
     Empty for what is counted, which is the same in every process.
@@ -265,20 +255,18 @@ def parts_by_process(records: list[dict], what: str, batched: bool) -> list[pd.D
     by_process: dict[int, list[dict]] = {}
     for record in records:
         by_process.setdefault(record["process"], []).append(record)
-    return [parts(own, what, batched) for own in by_process.values()]
+    return [parts(own, what, unit) for own in by_process.values()]
 
 
-def parts(
-    records: list[dict], what: str, batched: bool, target_pass_bytes: int | None = None
-) -> pd.DataFrame:
-    """The parts of a number of a run, by question, or in a run of batches by run of a pool.
+def parts(records: list[dict], what: str, unit: str, target_pass_bytes: int | None = None) -> pd.DataFrame:
+    """The parts of a number of a run, by question or by run of a pool.
 
     Args:
         records: of the journal.
         what: "speedup": seconds of the autoregressive baseline of this run / of the method. "throughput": the same
             against it at batch size 1. "mbsu": bytes of weights that autoregressive decoding would have read / that
             were read. "acceptance_length": tokens emitted by draft-verify rounds / target passes.
-        batched: whether it is a run of batches.
+        unit: what has times of its own, "question" or "pool".
         target_pass_bytes: bytes of weights that a pass of one token through the target reads, as the summary holds
             them; None for those of the largest pass of autoregressive decoding.
 
@@ -290,7 +278,7 @@ def parts(
         rounds = steps[steps["arm"] == "method"]
         if what == "mbsu":  # of those whose bytes are known
             rounds = rounds[rounds[["draft_bytes", "target_bytes"]].notna().all(axis=1)]
-        by = [rounds["pool"], rounds["repeat"]] if batched else rounds["question_id"]
+        by = [rounds[name] for name in (("pool", "repeat") if unit == POOL else ("question_id",))]
         if what == "acceptance_length":
             return pd.DataFrame({"above": rounds["emitted"], "below": 1}).groupby(by).sum()
         whole_pass = target_pass_bytes or steps.loc[steps["arm"] == ARMS["engine"], "target_bytes"].max()
@@ -300,6 +288,5 @@ def parts(
     generations = generations_frame(records)
     single = what == "throughput" and (generations["arm"] == "single").any()
     reference = "single" if single else ARMS["engine"]
-    turns = None if batched else turn_means(generations)
-    seconds = pool_seconds(generations, reference) if turns is None else paired_seconds(turns, reference)
+    seconds = unit_seconds(generations, reference, unit)
     return seconds.rename(columns={"reference": "above", "method": "below"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics.dataframes import GENERATION_COLUMNS
 
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
@@ -47,18 +48,31 @@ def paired_seconds_by(by: list[str], generations: pd.DataFrame, reference: str) 
     return {key: paired_seconds(turn_means(group), reference) for key, group in groups}
 
 
-def pool_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:
-    """As `paired_seconds`, but for each run of a pool (pool, repeat): the questions that were decoded together.
+def unit_seconds(generations: pd.DataFrame, reference: str, unit: str) -> pd.DataFrame:
+    """`paired_seconds` of what has times of its own.
 
-    A run in which one of the arms was not timed is left out: older folders hold one repeat only of
-    autoregressive decoding at batch size 1.
+    Args:
+        generations: of all arms.
+        reference: the arm that the method is paired with.
+        unit: "question", or "pool": the questions that were decoded together.
+
+    Returns:
+        Indexed by question_id, the means of its repeats; or by (pool, repeat), each run of a pool, less those in which
+        one of the arms was not timed: older folders hold one repeat only of autoregressive decoding at batch size 1.
     """
-    by = ["pool", "repeat"]
+    if unit == QUESTION:
+        return paired_seconds(turn_means(generations), reference)
+    by = [POOL, "repeat"]
     runs = paired_seconds_by(by, generations, reference)
     if not runs:
         empty = pd.MultiIndex.from_arrays([[], []], names=by)
         return pd.DataFrame(columns=["reference", "method"], index=empty, dtype=float)
     return pd.concat(runs, names=by).groupby(level=by).sum()
+
+
+def pools_of(seconds: pd.DataFrame) -> pd.Index | None:
+    """The pool of each row of what `unit_seconds` gives; None where the rows are questions."""
+    return seconds.index.get_level_values(POOL) if POOL in seconds.index.names else None
 
 
 def passes_seconds(generations: pd.DataFrame, reference: str) -> pd.DataFrame:

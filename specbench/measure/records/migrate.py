@@ -1,8 +1,10 @@
-"""Journal records of older folders, brought to today's form on reading. All other code knows today's form alone."""
+"""What older folders hold, brought to today's form on reading. All other code knows today's form alone."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from specbench.config.spec import POOL, QUESTION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -19,6 +21,21 @@ STATS = {
     "after_seconds": "exposed_seconds",
     "handover_seconds": "ipc_seconds",
 }
+
+
+def migrated_facts(facts: dict) -> dict:
+    """The content of facts.json with the run's `unit`: older folders tell whether it decodes batches."""
+    return facts if "unit" in facts else facts | {"unit": POOL if facts["batched"] else QUESTION}
+
+
+def migrated_summary(summary: Any) -> Any:
+    """The content of summary.json with the run's `unit`: in older ones a drafter is named where there are batches.
+
+    What is no summary, or lacks that too, stays as it is.
+    """
+    if not isinstance(summary, dict) or "unit" in summary or "drafter" not in summary:
+        return summary
+    return summary | {"unit": QUESTION if summary["drafter"] is None else POOL}
 
 
 def migrated(records: Iterable[dict]) -> list[dict]:

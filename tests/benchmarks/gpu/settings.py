@@ -46,8 +46,7 @@ def read(group: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
             ((key, value),) = default.items()
             chosen[re.sub(r"override /(\w+)@.*", r"\1", key)] = value
         elif default != "_self_":
-            there, _, file = default.removesuffix("@_here_").rpartition("/")
-            base, choices = read(there.strip("/") or group, file)
+            base, choices = read(group, default)
             merged, chosen = _merged(merged, base), chosen | choices
     return _merged(merged, content), chosen
 
@@ -126,5 +125,6 @@ def _resolved(value: Any, own: dict, pair: Settings, vocab: dict) -> Any:
     if key := re.fullmatch(r"\$\{vocab\.(\w+)\}", value):
         return _resolved(vocab[key[1]], own, pair, vocab)
     if choice := re.fullmatch(r"\$\{choice:(\w+),\$\{\.(\w+)\}\}", value):
-        return method_settings(own[choice[2]], pair, choice[1])
+        name = own[choice[2]]
+        return method_settings(name, pair, choice[1] if name == "none" else "method")
     raise ValueError(f"cannot read {value}")
