@@ -85,7 +85,9 @@ def needs_nothing(method: str) -> bool:
     """Whether a method drafts with nothing but the target."""
     if is_scheduler(method) or not drafts(method):
         return False
-    group = file_of("method", method)  # as composed, but for a drafter that is wrapped: each takes 0.2 s to compose
+    group = file_of(
+        "method", method
+    )  # as composed, but for a drafter that is wrapped: each takes 0.2 s to compose
     needs = needs_of(composed("bench", f"method={method}").method if WRAPPED in group else group)
     return not (needs.draft_model or needs.part or needs.reference_answer)
 

@@ -144,6 +144,7 @@ COMMAND = ["-m", "method=ar", "repeats=1,2,0", "tracker=wandb", "pair.target=.",
 COMMAND += ["data.path=q.jsonl", "data.warmup=q.jsonl"]
 
 
+@pytest.mark.slow
 def test_all_jobs_are_checked_before_the_first_is_measured(monkeypatch, capfd, tmp_path, measured):
     code, _, err = run_main(monkeypatch, capfd, *COMMAND)
     assert code == 2 and err.count("error:") == 1

@@ -16,7 +16,7 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.scheduler import Scheduler
 from specbench.system.errors import UserError
 from specbench.system.settings import parameters, settings
-from tests.support.conf import composed
+from tests.support.conf import composed, file_of
 
 # All but the search spaces, which belong to the tuner, tuned settings, which belong to methods, and what configures
 # Hydra itself.
@@ -87,7 +87,7 @@ def test_any_drafter_serves_any_batch_method(drafter):
 
 @pytest.mark.parametrize("pair", NAMES["pair"])
 def test_pairs_have_the_same_keys(pair):
-    assert set(resolved(f"pair={pair}").pair) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))
+    assert set(file_of("pair", pair)) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))
 
 
 def test_data_sets_have_the_same_keys():

@@ -56,7 +56,7 @@ def unlike_the_class(group, cls: type, own: set[str]) -> list[str]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_has_the_defaults_of_its_class(method):
-    group = OmegaConf.to_container(composed(f"method={method}", "settings=published").method)
+    group = OmegaConf.to_container(conf.file_of("method", method))
     cls = checks.located(OmegaConf.create(group), "method", object)
     assert unlike_the_class(group, cls, variant(method)) == []
     for key, value in parameters(group).items():  # each fault is found

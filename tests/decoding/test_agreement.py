@@ -108,6 +108,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -143,6 +144,7 @@ def largest_difference(model, ids: torch.Tensor) -> float:
     return ((staged - own).abs().max() / own.abs().max()).item()
 
 
+@pytest.mark.slow
 def test_a_model_whose_own_ways_lie_far_apart_is_accepted():
     """Thirty layers of random weights in bfloat16: a fixed bound of 0.1 of the largest logit refused such models."""
     differences = []

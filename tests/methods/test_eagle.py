@@ -86,6 +86,7 @@ def by_chain(model: EagleModel, pair, tokens: list[int], path: list[int]) -> tor
     return outputs(model, features, embeds)[0, -1]
 
 
+@pytest.mark.slow
 def test_one_pair_by_hand():
     """The embedding comes first; there is no norm in front of the attention, which sees one pair, nor at the end."""
     model = fitted_eagle("llama")
@@ -293,6 +294,7 @@ def test_a_pickle_that_runs_code_is_not_loaded(tmp_path):
         loaded(tmp_path)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(
     "changes",
     [
@@ -328,6 +330,7 @@ def twin_of(model: EagleModel) -> EagleModel:
     return twin.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [61, 70])
 def test_the_drafter_of_an_expanded_target(vocab, folder):
     """It drafts the same, and none of the tokens that were added."""
@@ -480,6 +483,7 @@ def test_lossless_in_batches(scheduler, arch, make, tmp_path):
     assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @METHOD
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])

@@ -297,6 +297,7 @@ def test_lossless(arch, tmp_path):
     assert any(s.accepted for s in steps) and any(not s.accepted for s in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 def test_lossless_in_batches(scheduler, tmp_path):
     requests, expected = batches.cases("qwen2")
@@ -306,12 +307,14 @@ def test_lossless_in_batches(scheduler, tmp_path):
     assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
 
 
+@pytest.mark.slow
 def test_sampled_text_is_that_of_autoregressive_decoding(tmp_path):
     pair = random_pair("qwen2")
     drafter = Eagle3(pair, saved(pair, tmp_path), 12, 4, 4)
     assert assert_samples_like_plain_decoding(pair, drafter, sampled_requests(pair, 16, 0.7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [97, 120])
 def test_the_drafter_of_an_expanded_target(vocab, tmp_path):
     """It drafts the same."""

@@ -144,6 +144,7 @@ def test_batches_of_other_families(monkeypatch, adapter, arch, method, scheduler
     assert answers(arch, drafter, 6, SCHEDULERS[scheduler]()) == right
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["qwen3", "mistral", "opt", "gemma3"])
 def test_other_families(monkeypatch, arch):
@@ -152,6 +153,7 @@ def test_other_families(monkeypatch, arch):
     assert answers(arch, DRAFTERS["sps"](sorted_pair(arch), None), 2) == right
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("method", ["sps", "recycling"])
 def test_the_same_again_captures_nothing(monkeypatch, method):
@@ -308,6 +310,7 @@ def test_batches_of_whole_drafts(monkeypatch, parts, method):
     assert what_was_drafted(found) == what_was_drafted(right)
 
 
+@pytest.mark.slow
 def test_a_whole_draft_of_an_oracle(monkeypatch):
     """It proposes from what was foretold, which a replay looks up again."""
     pair, asked = random_pair("llama"), requests("llama", 3)
@@ -325,6 +328,7 @@ def test_a_whole_draft_of_an_oracle(monkeypatch):
     assert what_was_drafted(found) == what_was_drafted(plain)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("method", ["sps", "eagle2"])
 def test_lengths_must_come_from_the_device(monkeypatch, parts, method):
     """A fault: what is captured goes on with the lengths of the first round."""
@@ -376,6 +380,7 @@ def test_samples_are_those_without_graphs(monkeypatch, method, scheduler):
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_a_drafter_keeps_must_not_be_overwritten(monkeypatch, adapter):
     """Kangaroo keeps the exit states of its passes until the draft is verified."""
     right = expected("llama", 3)
@@ -403,6 +408,7 @@ def test_entries_behind_a_token_must_be_masked(monkeypatch, method):
     assert [answer.tokens for answer in engine.generate(requests("llama", 3))] != right
 
 
+@pytest.mark.slow
 def test_entries_behind_the_last_one_must_be_masked_in_batches(monkeypatch):
     right = expected("llama", 6)
     pretend(monkeypatch)

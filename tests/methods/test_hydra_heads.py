@@ -126,6 +126,7 @@ def test_blocks_by_hand(folder):
         torch.testing.assert_close(heads(i, read), by_hand(state, i, read, 1 if heads.prefix is None else 2))
 
 
+@pytest.mark.first_fast
 @torch.inference_mode()
 def test_what_is_drafted(folder):
     """Of every node the likeliest tokens of its head on the state in front and on its own path, computed alone."""
@@ -175,6 +176,7 @@ def test_what_is_drafted(folder):
         assert steps[0].draft_bytes > weight_bytes(prefix.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @torch.inference_mode()
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
@@ -385,6 +387,7 @@ WIDER = {
 }
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("kind", ["hydra", "hydra++"])
 @pytest.mark.parametrize("shape", WIDER)
 def test_expanded_heads_draft_the_same(kind, shape, tmp_path):
@@ -547,6 +550,7 @@ def test_matrices_of_their_own_are_trimmed_as_the_targets_is(tmp_path, monkeypat
     assert assert_lossless("llama", drafter, third=0)
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
@@ -560,6 +564,7 @@ def test_lossless_in_batches(scheduler, prefix, tmp_path):
     batches.assert_drafts_as_alone(engine, requests, ["accepted"])
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])
 def test_sampled_text_is_that_of_autoregressive_decoding(folder, scheduler):

@@ -157,6 +157,7 @@ def test_lossless(arch, adapter):
     assert {0, 1, 2, 3} <= {s.accepted for s in steps}
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 @pytest.mark.parametrize("eta", [0.0, 0.1])
@@ -171,6 +172,7 @@ def test_lossless_in_batches(scheduler, eta, adapter):
     assert {0, 1, 2} <= {s.accepted for s in steps}
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec])
 def test_a_sequence_of_a_batch_is_drafted_for_as_if_alone(scheduler, adapter):

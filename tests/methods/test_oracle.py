@@ -159,6 +159,7 @@ def test_the_wrapped_cache_follows_the_verified_tokens(tmp_path):
     assert torch.allclose(ours, theirs, atol=1e-4)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("cost", COSTS)
 def test_an_answer_that_is_not_the_known_one_is_drafted_by_the_wrapped_drafter(cost, tmp_path):
     """From the first token that differs on; and all of it where nothing was foretold."""

@@ -242,6 +242,7 @@ def test_the_longest_match_drafts_the_most_frequent_nodes(tmp_path):
     assert draft([70_000, 2, 3])[0][0] == 14 and draft([3, 70_000])[0] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, datastore):
     steps = []
@@ -266,6 +267,7 @@ def test_lossless_in_batches(scheduler, datastore):
     batches.assert_drafts_as_alone(engine, requests)
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size, datastore):

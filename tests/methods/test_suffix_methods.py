@@ -212,6 +212,7 @@ def test_suffix_leaves_out_what_seldom_follows():
 # -- answers
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.first_fast
 @EVERY_DRAFTER
@@ -244,6 +245,7 @@ def test_lossless_in_batches(name, scheduler, corpus):
         batches.assert_drafts_as_alone(engine, requests, ["accepted"] if longest else ["drafted", "accepted"])
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if not name.endswith("sps")])
@@ -298,6 +300,7 @@ def test_the_auxiliary_drafter_drafts_where_the_match_is_short():
             assert own == {"recycling": 20, "sps": 3}[name]
 
 
+@pytest.mark.slow
 def test_token_recycling_learns_from_copied_tokens():
     pair = random_pair("llama")
     drafter = with_auxiliary(pair, "recycling")

@@ -106,6 +106,7 @@ def drafted(pair, prompt: list[int], tokens: int, scheduler: Scheduler | None = 
     return drafter, engine.generate([Request(prompt, SamplingParams(tokens))])[0]
 
 
+@pytest.mark.slow
 def test_a_set_is_scored_by_how_often_it_says_what_the_target_said(tiny, monkeypatch):
     """The score of the engine's cache, in which nothing may be lost, against one with a cache of its own."""
     told: list[tuple] = []

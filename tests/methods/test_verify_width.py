@@ -89,6 +89,7 @@ def test_rounding_is_that_of_the_answers(half):
     assert shape_noise(StagedModel(half.target, width=WIDTH), samples) == 0
 
 
+@pytest.mark.slow
 def test_nodes_of_trees_are_right_but_for_rounding(half):
     """They lie at other entries than the tokens of a chain, so that one width does not make them equal bit by bit."""
     samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
@@ -101,6 +102,7 @@ def test_nodes_of_trees_are_right_but_for_rounding(half):
         )
 
 
+@pytest.mark.slow
 def test_a_token_rounds_alike_at_every_place_of_a_pass():
     """Three heads share keys: at width 11 the fused attention would take 32 of 33 queries together and one alone."""
     shape = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}

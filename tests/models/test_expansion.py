@@ -257,6 +257,7 @@ def test_wide(width, heads, head_dim):
     assert shape["head_dim"] == head_dim and 2 * heads * head_dim == width
 
 
+@pytest.mark.slow
 def test_tiny_wide():
     pair = load_pair(composed("bench", "pair=tiny_wide", "pair.device=cpu").pair, 0, with_draft=True)
     assert pair.anatomy == "Llama of 24 layers x 512" and pair.init == "expanded"

@@ -77,6 +77,7 @@ def test_a_file_is_fetched_once_and_nothing_else_is_kept(pair_packages, folder, 
     assert fetched(NAME, pair_packages) == path
 
 
+@pytest.mark.slow
 def test_two_at_once_fetch_it_once(pair_packages, monkeypatch, capsys):
     asked, really = [], packages._download
     monkeypatch.setattr(packages, "_download", lambda package: asked.append(package) or really(package))
@@ -99,6 +100,7 @@ def test_what_a_killed_process_left_is_taken_up_or_done_anew(registry, pair_pack
     assert fetched(NAME, pair_packages).read_bytes() == CONTENT
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("key", ["wheel", "sha256"])
 def test_another_checksum_is_one_line_with_both(pair_packages, key):
     wrong = digest(b"something else")
@@ -107,6 +109,7 @@ def test_another_checksum_is_one_line_with_both(pair_packages, key):
         fetched(NAME, pair_packages)
 
 
+@pytest.mark.slow
 def test_a_file_that_was_changed_in_the_cache_is_found(pair_packages):
     path = fetched(NAME, pair_packages)
     path.write_bytes(CONTENT[:-1])
