@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 PAIR = "smollm2-135m"
 NEW_TOKENS = 24
+FEW = 3  # questions, where each method answers anew
 # One for each of Spec-Bench's tasks, none of it a question of the benchmark's own.
 QUESTIONS = (
     "Write a short letter to a neighbour who plays the trumpet late at night.",
@@ -149,9 +150,10 @@ def test_digits_stand_alone_as_in_the_original_tokenizer(pair):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_that_needs_no_training_is_exact_in_float32(pair, prompts, answers, method):
-    assert generated(pair, drafter_of(pair, method), prompts) == answers
+    assert generated(pair, drafter_of(pair, method), prompts[:FEW]) == answers[:FEW]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", ["pld", "recycling", "swift"])
 def test_batches_of_four_are_exact(pair, prompts, answers, method):
     assert generated(pair, drafter_of(pair, method), prompts, Scheduler(4)) == answers
@@ -209,7 +211,8 @@ def half(_fetched) -> Pair:
     return load(dtype="bfloat16")
 
 
-@pytest.mark.parametrize("width", [8, 11, 17])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("width", [11, 8, 17])
 def test_in_bfloat16_logits_do_not_depend_on_what_else_is_in_a_pass_of_one_width(half, width):
     """Bit by bit, also where passes cross a step of the KV length, which the short answers below do not reach."""
     ids = half.tokenizer(" ".join(QUESTIONS * 4))["input_ids"]
@@ -221,8 +224,10 @@ def test_in_bfloat16_logits_do_not_depend_on_what_else_is_in_a_pass_of_one_width
             assert torch.equal(block, single)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_in_bfloat16_every_method_is_exact_where_passes_have_one_width(half, prompts, method):
     drafter = drafter_of(half, method)
     width = 1 + max(drafter.max_draft_tokens, drafter.max_nodes)
-    assert generated(half, drafter, prompts, width=width) == generated(half, Drafter(), prompts, width=width)
+    few = prompts[:FEW]
+    assert generated(half, drafter, few, width=width) == generated(half, Drafter(), few, width=width)

@@ -64,6 +64,7 @@ def test_every_entry_point_composes(path):
     OmegaConf.resolve(composed(path.stem))
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("method", NAMES["method"])
 def test_method(method):
     cfg = resolved(f"method={method}")
@@ -94,6 +95,7 @@ def test_data_sets_have_the_same_keys():
     assert len({frozenset(resolved(f"data={name}").data) for name in NAMES["data"]}) == 1
 
 
+@pytest.mark.slow
 def test_tasks_are_those_of_spec_bench():
     assert list(TASKS) == ["mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"]
     assert resolved("task=all").task.tasks == TASKS

@@ -75,6 +75,7 @@ def test_variants_are_what_their_names_say():
     }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_tuned_file(path):
@@ -124,6 +125,7 @@ def test_a_pair_that_was_not_tuned_has_the_published_settings(method):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_what_the_papers_have():
     def of(method: str, *keys: str) -> tuple:
         group = composed(f"method={method}", "pair=vicuna-7b").method
@@ -146,6 +148,7 @@ def test_what_the_papers_have():
     )
 
 
+@pytest.mark.slow
 def test_an_override_wins_over_what_was_tuned():
     assert composed("method=eagle2").method.nodes == 3
     assert composed("method=eagle2", "++method.nodes=7").method.nodes == 7
@@ -175,6 +178,7 @@ def test_a_wrapped_drafter_has_its_tuned_settings():
         assert cfg.method.drafter.nodes == nodes
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(
     ("overrides", "source", "published"),
     [

@@ -101,6 +101,7 @@ def test_one_pair_by_hand():
     torch.testing.assert_close(outputs(model, f.view(1, 1, 64), e.view(1, 1, 64))[0, 0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @METHOD
 def test_a_node_is_drafted_as_the_end_of_a_chain(make, folder):
@@ -459,6 +460,7 @@ def test_rank_paths_and_choices_by_hand(monkeypatch):
 # -- losslessness
 
 
+@pytest.mark.one_in(5)
 @METHOD
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, make, tmp_path):

@@ -290,6 +290,7 @@ def test_what_is_drafted(tmp_path):
     assert steps[0].draft_bytes == once + 3 * rest
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, tmp_path):
     """Also where the draft vocabulary lacks tokens that the target says."""

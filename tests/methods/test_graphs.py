@@ -114,6 +114,8 @@ def test_every_method(monkeypatch, adapter, method):
     assert 0 < captures < replays
 
 
+@pytest.mark.slow
+@pytest.mark.one_in(4)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("method", ["sps", "recycling", "kangaroo tree"])
@@ -144,6 +146,7 @@ def test_batches_of_other_families(monkeypatch, adapter, arch, method, scheduler
     assert answers(arch, drafter, 6, SCHEDULERS[scheduler]()) == right
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["qwen3", "mistral", "opt", "gemma3"])
@@ -233,6 +236,7 @@ def test_drafts_are_those_without_graphs(monkeypatch, parts, method, temperature
             torch.testing.assert_close(probs, own_probs, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("method", WHOLE)
 def test_replays_of_a_round(monkeypatch, parts, method):
@@ -292,6 +296,7 @@ def test_whole_drafts_can_be_compiled(monkeypatch, parts, method, temperature):
     assert sum(graphs.replays for graphs in made) > 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sps", "sps tree", "eagle", "eagle2", "eagle3", "kangaroo tree"])
 def test_batches_of_whole_drafts(monkeypatch, parts, method):

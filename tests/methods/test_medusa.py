@@ -427,6 +427,7 @@ def test_lossless(arch, tmp_path):
     assert any(s.accepted for s in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 def test_lossless_in_batches(scheduler, tmp_path):
     requests, expected = batches.cases("qwen2")

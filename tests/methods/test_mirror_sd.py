@@ -167,6 +167,7 @@ class Interrupted(Brancher):
         super().expand(k, depth, states, lambda: next(passes, True))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("variant", ["budget", "from the draft", "both"])
@@ -337,6 +338,7 @@ def test_it_declares_the_cores_that_it_computes_on(monkeypatch):
     assert mirror(pair, "inline", kappa=2).extra_cores == 0 == SpeculativeSampling(pair, 4).extra_cores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["inline", "thread"])
 def test_times_of_drafting_are_the_draft_models_devices(monkeypatch, placement):
     monkeypatch.setattr(worker, "Clock", LateClock)
@@ -371,6 +373,7 @@ def test_the_drafts_stream_has_a_high_priority(monkeypatch):
     assert made == [(device, -1)] and entered == [("own", "draft")]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["budget", "from the draft", "both"])
 @pytest.mark.parametrize("streams", [False, True])

@@ -78,6 +78,7 @@ def rounds_of(right: list[bool], length: int, k: int) -> list[tuple[int, int]]:
 # -- the draws
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 1.0])
 def test_the_share_of_right_tokens_is_the_asked_one(acceptance):
     answer = [random.Random(1).randrange(50) for _ in range(40_000)]
@@ -104,6 +105,7 @@ def test_draws_belong_to_the_prompt_the_seed_and_the_place():
 # -- one sequence
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("cost", SOME_COSTS)
 def test_what_is_accepted_is_what_was_drawn(cost, tmp_path):
@@ -202,6 +204,7 @@ def test_an_answer_that_goes_on_behind_the_known_one(tmp_path):
         assert [s.accepted for s in said.steps[:2]] == [4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("cost", ["none", "sps", "kangaroo"])
 def test_it_stops_anywhere(cost, tmp_path):
@@ -216,6 +219,7 @@ def test_it_stops_anywhere(cost, tmp_path):
 # -- batches
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, ExSpec])

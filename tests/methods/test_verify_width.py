@@ -130,6 +130,7 @@ def test_a_fault_in_verification_is_no_rounding(half, monkeypatch):
     assert shape_noise(target, samples) < 2 * noise
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", [None, *SCHEDULERS])
 @pytest.mark.parametrize("method", ["ar", "sps", "recycling", "kangaroo tree"])
