@@ -206,6 +206,7 @@ def assert_one_wait(waits: Waits, looks: dict[str, int], greedy: bool = True) ->
     assert not any(waits.found["retire"])
 
 
+@pytest.mark.slow
 def test_graphs_change_neither_an_answer_nor_a_draft(monkeypatch, bench, method):
     """A draft that is wrong where it should not be costs time alone, and would not be seen in an answer."""
     requests = requests_of(bench, count=1)

@@ -167,6 +167,7 @@ def test_what_a_pair_lacks_is_left_out_where_that_is_asked_for(monkeypatch, capf
     assert states(tmp_path) == [OK, LEFT_OUT, LEFT_OUT]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_sweep_in_one_line(monkeypatch, capfd, tmp_path, measured):
     def stopped(run_dir):
         raise KeyboardInterrupt

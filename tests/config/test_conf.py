@@ -77,8 +77,8 @@ def test_method(method):
     check_method(cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
-@pytest.mark.first_fast
 @pytest.mark.parametrize("drafter", NAMES["drafter"])
 def test_any_drafter_serves_any_batch_method(drafter):
     for method in ("ragged", "eqspec", "exspec"):
@@ -103,7 +103,7 @@ def test_tasks_are_those_of_spec_bench():
         assert resolved(f"task={name}").task.tasks == {name: TASKS[name]}
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [name for name in NAMES["drafter"] if name != "oracle"])
 def test_a_value_names_the_configuration_of_a_wrapped_drafter(drafter):
     """`${choice:...}` gives what the group's file gives, its interpolations resolved where it stands."""

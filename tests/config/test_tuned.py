@@ -172,6 +172,7 @@ def test_pairs_share_what_was_tuned_on_the_one_that_they_build_on():
     assert tuned_on("vicuna-7b", "eagle2") is None and tuned_on("no_pair", "eagle2") is None
 
 
+@pytest.mark.slow
 def test_a_wrapped_drafter_has_its_tuned_settings():
     for settings, nodes in (("tuned", 16), ("published", 80)):
         cfg = composed("method=samd", "method.auxiliary=recycling", f"settings={settings}")

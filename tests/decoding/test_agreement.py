@@ -109,7 +109,6 @@ FAULTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)

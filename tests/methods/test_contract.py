@@ -145,7 +145,6 @@ def test_a_toy_in_every_scheduler(drafter, arch, name):
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_certain_tree_says_what_autoregressive_decoding_samples(drafter, name):
     pair = random_pair("llama")

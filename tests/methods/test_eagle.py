@@ -102,7 +102,6 @@ def test_one_pair_by_hand():
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @METHOD
 def test_a_node_is_drafted_as_the_end_of_a_chain(make, folder):
     """Whatever stands beside it in the tree; and each level is a pass of its nodes with children alone."""
@@ -486,7 +485,6 @@ def test_lossless_in_batches(scheduler, arch, make, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @METHOD
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])
 def test_sampled_text_is_that_of_autoregressive_decoding(make, scheduler, folder):

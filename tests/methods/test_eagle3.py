@@ -242,6 +242,7 @@ def test_a_fresh_model_begins_with_the_target():
 # -- drafting
 
 
+@pytest.mark.slow
 def test_what_is_drafted(tmp_path):
     """Each round's tree is the one that grows from a pass over all true pairs, without a cache."""
     pair = random_pair("qwen2")
@@ -290,6 +291,7 @@ def test_what_is_drafted(tmp_path):
     assert steps[0].draft_bytes == once + 3 * rest
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, tmp_path):

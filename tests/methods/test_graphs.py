@@ -116,7 +116,6 @@ def test_every_method(monkeypatch, adapter, method):
 
 @pytest.mark.slow
 @pytest.mark.one_in(4)
-@pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("method", ["sps", "recycling", "kangaroo tree"])
 def test_batches(monkeypatch, adapter, method, scheduler):
@@ -148,7 +147,6 @@ def test_batches_of_other_families(monkeypatch, adapter, arch, method, scheduler
 
 @pytest.mark.one_in(2)
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["qwen3", "mistral", "opt", "gemma3"])
 def test_other_families(monkeypatch, arch):
     right = expected(arch, 2)
@@ -157,7 +155,6 @@ def test_other_families(monkeypatch, arch):
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("method", ["sps", "recycling"])
 def test_the_same_again_captures_nothing(monkeypatch, method):
     made = pretend(monkeypatch)
@@ -333,7 +330,7 @@ def test_a_whole_draft_of_an_oracle(monkeypatch):
     assert what_was_drafted(found) == what_was_drafted(plain)
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sps", "eagle2"])
 def test_lengths_must_come_from_the_device(monkeypatch, parts, method):
     """A fault: what is captured goes on with the lengths of the first round."""

@@ -177,7 +177,6 @@ def test_what_is_drafted(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @torch.inference_mode()
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 @pytest.mark.parametrize("arch", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
@@ -525,6 +524,7 @@ def test_training_learns_and_what_is_saved_drafts_as_what_was_trained(prefix, tm
 # -- losslessness
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, tmp_path):
     pair = random_pair(arch)
@@ -551,7 +551,6 @@ def test_matrices_of_their_own_are_trimmed_as_the_targets_is(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 def test_lossless_in_batches(scheduler, prefix, tmp_path):
@@ -565,7 +564,6 @@ def test_lossless_in_batches(scheduler, prefix, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])
 def test_sampled_text_is_that_of_autoregressive_decoding(folder, scheduler):
     pair = random_pair("llama")

@@ -239,7 +239,7 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(scheduler):
     arch = "mistral" if scheduler in ("eqspec", "chaos") else "llama"
@@ -265,7 +265,6 @@ def test_a_budget_of_tokens_cuts_the_window(tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
     pair = random_pair("llama")

@@ -289,6 +289,7 @@ def test_a_mixture_is_the_mean_of_two_distributions():
         torch.testing.assert_close(mixture(exit_probs.clone(), own, kept), expected / 2)
 
 
+@pytest.mark.slow
 def test_what_is_read_and_how_long_it_took():
     pair = random_pair("llama")
     drafter = mirror(pair, kappa=2)
@@ -448,6 +449,7 @@ def test_an_exit_layer_that_the_target_does_not_have():
 # -- beside, for real
 
 
+@pytest.mark.slow
 def test_a_thread_gives_the_same_and_ends():
     pair = random_pair("mistral")
     before = threading.active_count()

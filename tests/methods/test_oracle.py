@@ -106,7 +106,6 @@ def test_draws_belong_to_the_prompt_the_seed_and_the_place():
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("cost", SOME_COSTS)
 def test_what_is_accepted_is_what_was_drawn(cost, tmp_path):
     pair = random_pair("llama")
@@ -122,6 +121,7 @@ def test_what_is_accepted_is_what_was_drawn(cost, tmp_path):
             assert [(s.drafted, s.accepted) for s in said.steps] == rounds_of(right, LENGTH, k)
 
 
+@pytest.mark.slow
 def test_the_wrapped_drafter_does_its_work(tmp_path):
     """The bytes that it reads are those of its own passes, and of as many as there are draft tokens."""
     pair, (prompt, answer) = sorted_pair("llama"), known_answers(1)[0]
@@ -205,7 +205,6 @@ def test_an_answer_that_goes_on_behind_the_known_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("cost", ["none", "sps", "kangaroo"])
 def test_it_stops_anywhere(cost, tmp_path):
     def drafter(prompt: list[int], free: list[int]) -> Drafter:
@@ -237,6 +236,7 @@ def test_a_batch_accepts_what_each_sequence_does_alone(cost, scheduler, tmp_path
     assert sum(s.accepted for a in answers for s in a.steps) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", ["none", "sps"])
 def test_in_a_batch_an_answer_that_is_not_the_known_one_leaves_the_others_alone(cost, tmp_path):
     pair, answers = random_pair("llama"), known_answers(4)

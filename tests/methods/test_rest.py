@@ -255,7 +255,7 @@ def test_lossless(arch, datastore):
 SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(scheduler, datastore):
     requests, expected = batches.cases("llama")
@@ -268,7 +268,6 @@ def test_lossless_in_batches(scheduler, datastore):
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size, datastore):
     pair = with_tokenizer("llama")

@@ -136,7 +136,6 @@ def test_what_is_drawn_from(sampling):
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("sampling", DRAWN)
 def test_a_chain_is_sps(sampling, temperature):
@@ -216,6 +215,7 @@ def test_paths_of_an_answer():
     assert found == {(0,): 2, (0, 1): 1, (1,): 1}
 
 
+@pytest.mark.slow
 def test_counting(tmp_path, capsys):
     workplace = training_workplace(tmp_path)
     settings = [
@@ -243,6 +243,7 @@ def test_counting(tmp_path, capsys):
 # -- losslessness
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, folder):
     pair, steps = random_pair(arch), []
@@ -252,7 +253,7 @@ def test_lossless(arch, folder):
     assert {0, 1, 2} <= {s.accepted for s in steps}
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(scheduler, folder):
     steps = []

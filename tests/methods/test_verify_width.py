@@ -82,6 +82,7 @@ def test_half_precision_is_not_exact_without(half):
     assert any(said(half, DRAFTERS[method](half, None), None) != plain for method in ("sps", "recycling"))
 
 
+@pytest.mark.slow
 def test_rounding_is_that_of_the_answers(half):
     """Passes of up to eight tokens give the very same logits where all of them are eight wide."""
     samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
@@ -117,6 +118,7 @@ def test_a_token_rounds_alike_at_every_place_of_a_pass():
         assert torch.equal(block, single)
 
 
+@pytest.mark.slow
 def test_a_fault_in_verification_is_no_rounding(half, monkeypatch):
     """It must not widen the noise that it is judged by; bfloat16, where the model's own is widest."""
     samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
@@ -154,6 +156,7 @@ def test_other_families(arch):
     assert answers(arch, DRAFTERS["sps"](sorted_pair(arch), None), 3, width=WIDTH) == expected(arch, 3)
 
 
+@pytest.mark.slow
 def test_what_is_padded_is_not_counted():
     pair = sorted_pair("llama")
 

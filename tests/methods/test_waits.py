@@ -24,7 +24,6 @@ from tests.support.waits import watched
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, ExSpec])
 def test_schedulers_move_without_a_wait(monkeypatch, scheduler):
     """Drafts of different lengths, so that sequences are moved, aligned and replaced."""
@@ -86,7 +85,6 @@ def test_a_wait_is_found(monkeypatch, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.first_fast
 @pytest.mark.parametrize("make", [SpeculativeSampling, lambda pair: MirrorSD(pair, 4, placement="inline")])
 def test_no_draft_is_kept_beyond_its_round(make):
     """Probabilities of 128k words and states would pile up until the answer ends."""

@@ -98,6 +98,7 @@ def test_what_a_question_asks_for_is_known():
         facts.asked("What is the time?")
 
 
+@pytest.mark.slow
 def test_every_task_and_category_is_there():
     examples = world.benchmark_examples()
     assert {e.category for e in examples} == {*world.MT_BENCH, *world.TASKS}
