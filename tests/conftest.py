@@ -4,7 +4,7 @@
 - `first_fast`: of its cases, the first is fast and the others are slow.
 - `nightly` (`make test-nightly`): what tests a stored artefact, a compiler or a simulation, not a change.
 - `one_in(k)`: of its cases, every k-th runs each time and the others are nightly.
-- `slow`: training, long statistics, further architectures, and whatever else takes about 3 s of CPU time or more.
+- `slow`: training, long statistics, further architectures, and what takes half a second where finer tests are fast.
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
 - `model`: needs a real model, and is skipped where it was not fetched; SPECBENCH_MODELS=1 fetches it.
 - `cuda`: needs a GPU and is skipped without one; `make test ARGS="-m cuda"` runs these alone.

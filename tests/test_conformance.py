@@ -6,7 +6,7 @@ A new method is found here by its file; nothing has to be entered.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from functools import cache
 
@@ -34,7 +34,7 @@ from tests.support.graphs import pretend, replays_by_round
 from tests.support.waits import Waits, watched
 
 METHODS = [name for name in names("method") if not is_scheduler(name)]
-FAST = ("pld", "sps")
+FAST = ("pld",)
 TASKS = ("mt_bench", "summarization")  # a short prompt, a long one
 NEW_TOKENS = 20
 # Each drafter with one of them, each with a third of the drafters.
@@ -140,25 +140,36 @@ def answered(bench: Bench, requests: list[Request]) -> list[Generation]:
     return bench.setup.answers(METHOD, requests)
 
 
+def watched_answers(
+    monkeypatch: pytest.MonkeyPatch, bench: Bench, requests: list[Request]
+) -> tuple[list[Generation], Waits]:
+    """As `answered`, and where the host waited for the device meanwhile."""
+    bench.setup.drafter.forget()
+    bench.setup.set_reference_answers(requests)
+    with watched(monkeypatch) as waits:
+        return bench.setup.answers(METHOD, requests), waits
+
+
 def what_was_drafted(answers: list[Generation]) -> list[list[tuple[int, int]]]:
     return [[(step.drafted, step.accepted) for step in answer.steps] for answer in answers]
 
 
-def temperatures(method: str) -> Sequence[float]:
-    return (0.0, 0.8) if needs_of(composed("bench", f"method={method}").method).sampling else (0.0,)
-
-
-def test_answers_are_the_targets_and_drafts_are_worth_something(bench, method):
-    answers = answered(bench, requests_of(bench))
-    assert [answer.tokens for answer in answers] == expected(pair_of(method), 0.0, 2)
+def test_answers_are_the_targets_and_drafts_are_worth_something(monkeypatch, bench, method):
+    right = expected(pair_of(method), 0.0, 2)
+    answers, waits = watched_answers(monkeypatch, bench, requests_of(bench))
+    assert [answer.tokens for answer in answers] == right
     assert (sum(step.accepted for answer in answers for step in answer.steps) > 0) == drafts(method)
+    assert_one_wait(waits, LOOKS.get(method, {}))
 
 
-def test_samples_of_drafts_without_chance_are_those_of_autoregressive_decoding(bench, method):
-    if 0.8 not in temperatures(method) or not bench.setup.drafter.deterministic:
-        pytest.skip(f"the drafts of {method} are drawn, or it does not sample")
-    answers = answered(bench, requests_of(bench, 0.8))
-    assert [answer.tokens for answer in answers] == expected(pair_of(method), 0.8, 2)
+def test_samples_without_chance_in_drafts_are_the_targets(monkeypatch, bench, method):
+    if not needs_of(composed("bench", f"method={method}").method).sampling:
+        pytest.skip(f"{method} does not sample")
+    right = expected(pair_of(method), 0.8, 2)
+    answers, waits = watched_answers(monkeypatch, bench, requests_of(bench, 0.8))
+    if bench.setup.drafter.deterministic:
+        assert [answer.tokens for answer in answers] == right
+    assert_one_wait(waits, LOOKS.get(method, {}), greedy=False)
 
 
 def test_in_a_batch(monkeypatch, bench, method):
@@ -176,16 +187,6 @@ def test_in_a_batch(monkeypatch, bench, method):
         answers = engine.generate(requests)
     assert [answer.tokens for answer in answers] == right
     assert_one_wait(waits, LOOKS.get(method, {}))
-
-
-def test_it_waits_once_a_round(monkeypatch, bench, method):
-    for temperature in temperatures(method):
-        requests = requests_of(bench, temperature, 1)
-        bench.setup.drafter.forget()
-        bench.setup.set_reference_answers(requests)
-        with watched(monkeypatch) as waits:
-            bench.setup.answers(METHOD, requests)
-        assert_one_wait(waits, LOOKS.get(method, {}), temperature == 0)
 
 
 def assert_one_wait(waits: Waits, looks: dict[str, int], greedy: bool = True) -> None:
@@ -207,9 +208,10 @@ def assert_one_wait(waits: Waits, looks: dict[str, int], greedy: bool = True) ->
     assert not any(waits.found["retire"])
 
 
+@pytest.mark.slow
 def test_graphs_change_neither_an_answer_nor_a_draft(monkeypatch, bench, method):
     """A draft that is wrong where it should not be costs time alone, and would not be seen in an answer."""
-    requests = requests_of(bench)
+    requests = requests_of(bench, count=1)
     plain = answered(bench, requests)
     counts = replays_by_round(monkeypatch, pretend(monkeypatch))
     captured = prepared(method)

@@ -482,6 +482,7 @@ def commands_of(name: str) -> list:
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "words", commands_of("specbench") + commands_of("python") + commands_of("accelerate")
 )

@@ -23,6 +23,7 @@ from tests.support.conf import composed, is_hub_id
 MISSING = ("hydra", "omegaconf", "antlr4", "greenlet", "wandb", "datasets")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", names("method"))
 def test_a_method_is_configured_as_by_hydra(method):
@@ -31,6 +32,7 @@ def test_a_method_is_configured_as_by_hydra(method):
     assert method_settings(method, pair_settings("tiny")) == OmegaConf.to_container(cfg.method)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", names("pair"))
 def test_a_pair_is_configured_as_by_hydra(pair):

@@ -25,6 +25,7 @@ from specbench.decoding.state import Request
 from specbench.measure.numeric_noise import forced_logits
 from specbench.models.packages import described
 from specbench.models.pairs import Pair, load_pair
+from specbench.system.settings import WRAPPED
 from tests.conftest import USERS_CACHE
 from tests.support.commands import measure_here, run_main
 from tests.support.conf import composed, drafts, file_of, is_scheduler, names
@@ -35,6 +36,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 PAIR = "smollm2-135m"
 NEW_TOKENS = 24
+FEW = 3  # questions, where each method answers anew
 # One for each of Spec-Bench's tasks, none of it a question of the benchmark's own.
 QUESTIONS = (
     "Write a short letter to a neighbour who plays the trumpet late at night.",
@@ -85,7 +87,10 @@ def needs_nothing(method: str) -> bool:
     """Whether a method drafts with nothing but the target."""
     if is_scheduler(method) or not drafts(method):
         return False
-    needs = needs_of(composed("bench", f"method={method}").method)
+    group = file_of(
+        "method", method
+    )  # as composed, but for a drafter that is wrapped: each takes 0.2 s to compose
+    needs = needs_of(composed("bench", f"method={method}").method if WRAPPED in group else group)
     return not (needs.draft_model or needs.part or needs.reference_answer)
 
 
@@ -146,9 +151,10 @@ def test_digits_stand_alone_as_in_the_original_tokenizer(pair):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_that_needs_no_training_is_exact_in_float32(pair, prompts, answers, method):
-    assert generated(pair, drafter_of(pair, method), prompts) == answers
+    assert generated(pair, drafter_of(pair, method), prompts[:FEW]) == answers[:FEW]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", ["pld", "recycling", "swift"])
 def test_batches_of_four_are_exact(pair, prompts, answers, method):
     assert generated(pair, drafter_of(pair, method), prompts, Scheduler(4)) == answers
@@ -172,12 +178,12 @@ def verdicts(_fetched, monkeypatch, capfd, tmp_path):
     write_questions(tmp_path / "q.jsonl")
     measure_here(monkeypatch)
 
-    def measured() -> dict:
+    def measured(new_tokens: int) -> dict:
         _, out, err = run_main(
             monkeypatch,
             capfd,
             *("method=pld", f"pair={PAIR}", "pair.dtype=bfloat16", "pair.device=cpu", "generate=false"),
-            *(f"data.path={tmp_path / 'q.jsonl'}", f"decoding.max_new_tokens={2 * NEW_TOKENS}"),
+            *(f"data.path={tmp_path / 'q.jsonl'}", f"decoding.max_new_tokens={new_tokens}"),
             *("remeasure=0", f"runs_root={tmp_path / 'runs'}"),
         )
         folder = Path(out.splitlines()[-1])
@@ -188,17 +194,18 @@ def verdicts(_fetched, monkeypatch, capfd, tmp_path):
 
 
 def test_in_bfloat16_what_is_not_exact_is_a_tie(verdicts):
-    counts = verdicts()
+    counts = verdicts(NEW_TOKENS)
     assert counts["answers"] == len(QUESTIONS)
     assert counts["violation"] == 0
 
 
+@pytest.mark.nightly  # tests/methods/test_verify_width.py plants the same fault in a small model
 def test_a_mask_that_is_off_by_one_is_no_tie(verdicts, monkeypatch):
     """It would widen the noise that is measured, and so make ties of its own violations."""
     plant_mask_off_by_one(monkeypatch)
     # The check of the model before a run finds it, too; here it must be the answers that show it.
     monkeypatch.setattr(StagedModel, "check", lambda *_: None)
-    assert verdicts()["violation"] > 0
+    assert verdicts(2 * NEW_TOKENS)["violation"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +213,8 @@ def half(_fetched) -> Pair:
     return load(dtype="bfloat16")
 
 
-@pytest.mark.parametrize("width", [8, 11, 17])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("width", [11, 8, 17])
 def test_in_bfloat16_logits_do_not_depend_on_what_else_is_in_a_pass_of_one_width(half, width):
     """Bit by bit, also where passes cross a step of the KV length, which the short answers below do not reach."""
     ids = half.tokenizer(" ".join(QUESTIONS * 4))["input_ids"]
@@ -218,8 +226,10 @@ def test_in_bfloat16_logits_do_not_depend_on_what_else_is_in_a_pass_of_one_width
             assert torch.equal(block, single)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_in_bfloat16_every_method_is_exact_where_passes_have_one_width(half, prompts, method):
     drafter = drafter_of(half, method)
     width = 1 + max(drafter.max_draft_tokens, drafter.max_nodes)
-    assert generated(half, drafter, prompts, width=width) == generated(half, Drafter(), prompts, width=width)
+    few = prompts[:FEW]
+    assert generated(half, drafter, few, width=width) == generated(half, Drafter(), few, width=width)

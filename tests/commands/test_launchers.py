@@ -65,6 +65,7 @@ def test_every_launcher_takes_its_settings(path):
     assert isinstance(hydra.utils.get_class(cfg._target_)(**settings), specbench_launchers.SweepLauncher)
 
 
+@pytest.mark.slow
 def test_a_package_that_is_missing_is_one_line(monkeypatch, capfd, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -144,6 +144,7 @@ COMMAND = ["-m", "method=ar", "repeats=1,2,0", "tracker=wandb", "pair.target=.",
 COMMAND += ["data.path=q.jsonl", "data.warmup=q.jsonl"]
 
 
+@pytest.mark.slow
 def test_all_jobs_are_checked_before_the_first_is_measured(monkeypatch, capfd, tmp_path, measured):
     code, _, err = run_main(monkeypatch, capfd, *COMMAND)
     assert code == 2 and err.count("error:") == 1
@@ -166,6 +167,7 @@ def test_what_a_pair_lacks_is_left_out_where_that_is_asked_for(monkeypatch, capf
     assert states(tmp_path) == [OK, LEFT_OUT, LEFT_OUT]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_sweep_in_one_line(monkeypatch, capfd, tmp_path, measured):
     def stopped(run_dir):
         raise KeyboardInterrupt

@@ -16,7 +16,7 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.scheduler import Scheduler
 from specbench.system.errors import UserError
 from specbench.system.settings import parameters, settings
-from tests.support.conf import composed, drafters, names
+from tests.support.conf import composed, drafters, file_of, names
 
 # All but the search spaces, which belong to the tuner, tuned settings, which belong to methods, and what configures
 # Hydra itself.
@@ -59,6 +59,7 @@ def test_every_entry_point_composes(path):
     OmegaConf.resolve(composed(path.stem))
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("method", NAMES["method"])
 def test_method(method):
     cfg = resolved(f"method={method}")
@@ -71,8 +72,8 @@ def test_method(method):
     check_method(cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
-@pytest.mark.first_fast
 @pytest.mark.parametrize("drafter", NAMES["drafter"])
 def test_any_drafter_serves_any_batch_method(drafter):
     for method in ("ragged", "eqspec", "exspec"):
@@ -82,13 +83,14 @@ def test_any_drafter_serves_any_batch_method(drafter):
 
 @pytest.mark.parametrize("pair", NAMES["pair"])
 def test_pairs_have_the_same_keys(pair):
-    assert set(resolved(f"pair={pair}").pair) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))
+    assert set(file_of("pair", pair)) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))
 
 
 def test_data_sets_have_the_same_keys():
     assert len({frozenset(resolved(f"data={name}").data) for name in NAMES["data"]}) == 1
 
 
+@pytest.mark.slow
 def test_tasks_are_those_of_spec_bench():
     assert list(TASKS) == ["mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"]
     assert resolved("task=all").task.tasks == TASKS
@@ -96,7 +98,7 @@ def test_tasks_are_those_of_spec_bench():
         assert resolved(f"task={name}").task.tasks == {name: TASKS[name]}
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [name for name in NAMES["drafter"] if name != "oracle"])
 def test_a_value_names_the_configuration_of_a_wrapped_drafter(drafter):
     """`${choice:...}` gives what the group's file gives, its interpolations resolved where it stands."""

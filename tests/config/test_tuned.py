@@ -56,7 +56,7 @@ def unlike_the_class(group, cls: type, own: set[str]) -> list[str]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_has_the_defaults_of_its_class(method):
-    group = OmegaConf.to_container(composed(f"method={method}", "settings=published").method)
+    group = OmegaConf.to_container(conf.file_of("method", method))
     cls = checks.located(OmegaConf.create(group), "method", object)
     assert unlike_the_class(group, cls, variant(method)) == []
     for key, value in parameters(group).items():  # each fault is found
@@ -75,6 +75,7 @@ def test_variants_are_what_their_names_say():
     }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_tuned_file(path):
@@ -124,6 +125,7 @@ def test_a_pair_that_was_not_tuned_has_the_published_settings(method):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_what_the_papers_have():
     def of(method: str, *keys: str) -> tuple:
         group = composed(f"method={method}", "pair=vicuna-7b").method
@@ -146,6 +148,7 @@ def test_what_the_papers_have():
     )
 
 
+@pytest.mark.slow
 def test_an_override_wins_over_what_was_tuned():
     assert composed("method=eagle2").method.nodes == 3
     assert composed("method=eagle2", "++method.nodes=7").method.nodes == 7
@@ -169,12 +172,14 @@ def test_pairs_share_what_was_tuned_on_the_one_that_they_build_on():
     assert tuned_on("vicuna-7b", "eagle2") is None and tuned_on("no_pair", "eagle2") is None
 
 
+@pytest.mark.slow
 def test_a_wrapped_drafter_has_its_tuned_settings():
     for settings, nodes in (("tuned", 16), ("published", 80)):
         cfg = composed("method=samd", "method.auxiliary=recycling", f"settings={settings}")
         assert cfg.method.drafter.nodes == nodes
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(
     ("overrides", "source", "published"),
     [

@@ -219,6 +219,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_file_that_holds_what_is_measured_is_refused(tmp_path, asked, group):
     checked(tmp_path, TALKS, *group)

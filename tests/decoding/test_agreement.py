@@ -109,7 +109,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -144,6 +144,7 @@ def largest_difference(model, ids: torch.Tensor) -> float:
     return ((staged - own).abs().max() / own.abs().max()).item()
 
 
+@pytest.mark.slow
 def test_a_model_whose_own_ways_lie_far_apart_is_accepted():
     """Thirty layers of random weights in bfloat16: by how much depends on the processor's kernels, from 0.09 on."""
     differences = []

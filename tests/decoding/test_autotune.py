@@ -389,6 +389,7 @@ def test_a_weight_that_is_alone_of_its_shape_is_not_left_in_the_cache(monkeypatc
     assert kind(layer.weight) == "columns"
 
 
+@pytest.mark.slow
 @needs_packed
 def test_what_costs_elsewhere_in_the_pass_is_not_chosen(monkeypatch):
     world = World(monkeypatch, ALIKE | {"packed": (2.0, 2.0)})

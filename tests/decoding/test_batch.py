@@ -79,6 +79,7 @@ def test_a_sample_does_not_depend_on_who_shares_the_batch(kind):
     assert any(s.accepted for a in alone for s in a.steps), "chance seldom repeats itself"
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "kind",

@@ -360,6 +360,7 @@ def test_a_pass_can_be_compiled_as_a_whole(monkeypatch, arch):
     assert compared == [(1, 4)]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_found():
     def looking(given: torch.Tensor) -> list[torch.Tensor]:
         return [given] if given.sum() > 0 else [-given]

@@ -124,6 +124,7 @@ def test_questions_by_hand():
     assert metrics.by_question([record(1, error="no room")], "baseline", "question")["tokens"].isna().all()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(questions())
 def test_questions_add_up_to_the_whole(records):
@@ -166,6 +167,7 @@ def test_the_summary_has_the_keys_that_others_read():
     json.dumps(found, allow_nan=False)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(questions(), st.sampled_from([0.25, 2.0]))
 def test_the_unit_of_time_leaves_ratios_alone(records, factor):
@@ -181,6 +183,7 @@ def test_the_unit_of_time_leaves_ratios_alone(records, factor):
             assert other[name] == value
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(questions(min_size=6, slow=st.just(1.0)))
 def test_a_baseline_against_itself_holds_1(records):
@@ -442,6 +445,7 @@ def spec_bench_records(repeats: int) -> list[dict]:
     return migrated(random.Random(0).sample(records, len(records)))
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_spec_benchs_own_numbers_follow_from_its_answer_files(tmp_path, repeats):
     run_dir = store.find_or_create(CONFIG | {"runs_root": str(tmp_path), "repeats": repeats})

@@ -219,6 +219,7 @@ def test_the_buffer_of_the_bandwidth_is_larger_than_the_caches(tmp_path, monkeyp
     assert buffer_bytes("cpu") == 2304 * 2**20 and buffer_bytes("cuda") == 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not provenance.RESET_PEAK.exists(), reason="nothing counts the peak here")
 def test_the_buffer_of_the_bandwidth_is_in_no_peak_memory(monkeypatch):
     cpu, size = torch.device("cpu"), 2**27

@@ -62,6 +62,7 @@ def drafters(arch: str, folder: str) -> dict[str, Drafter]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_a_toy_in_every_scheduler(drafter, arch, name):
     assert {s.stats["rows"] for s in drafted} == {s.sequences for s in drafted}
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_certain_tree_says_what_autoregressive_decoding_samples(drafter, name):
     pair = random_pair("llama")

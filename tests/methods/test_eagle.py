@@ -86,6 +86,7 @@ def by_chain(model: EagleModel, pair, tokens: list[int], path: list[int]) -> tor
     return outputs(model, features, embeds)[0, -1]
 
 
+@pytest.mark.slow
 def test_one_pair_by_hand():
     """The embedding comes first; there is no norm in front of the attention, which sees one pair, nor at the end."""
     model = fitted_eagle("llama")
@@ -100,7 +101,7 @@ def test_one_pair_by_hand():
     torch.testing.assert_close(outputs(model, f.view(1, 1, 64), e.view(1, 1, 64))[0, 0], expected)
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @METHOD
 def test_a_node_is_drafted_as_the_end_of_a_chain(make, folder):
     """Whatever stands beside it in the tree; and each level is a pass of its nodes with children alone."""
@@ -293,6 +294,7 @@ def test_a_pickle_that_runs_code_is_not_loaded(tmp_path):
         loaded(tmp_path)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(
     "changes",
     [
@@ -328,6 +330,7 @@ def twin_of(model: EagleModel) -> EagleModel:
     return twin.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [61, 70])
 def test_the_drafter_of_an_expanded_target(vocab, folder):
     """It drafts the same, and none of the tokens that were added."""
@@ -456,6 +459,7 @@ def test_rank_paths_and_choices_by_hand(monkeypatch):
 # -- losslessness
 
 
+@pytest.mark.one_in(5)
 @METHOD
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, make, tmp_path):
@@ -480,7 +484,7 @@ def test_lossless_in_batches(scheduler, arch, make, tmp_path):
     assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @METHOD
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])
 def test_sampled_text_is_that_of_autoregressive_decoding(make, scheduler, folder):

@@ -242,6 +242,7 @@ def test_a_fresh_model_begins_with_the_target():
 # -- drafting
 
 
+@pytest.mark.slow
 def test_what_is_drafted(tmp_path):
     """Each round's tree is the one that grows from a pass over all true pairs, without a cache."""
     pair = random_pair("qwen2")
@@ -290,6 +291,8 @@ def test_what_is_drafted(tmp_path):
     assert steps[0].draft_bytes == once + 3 * rest
 
 
+@pytest.mark.slow
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, tmp_path):
     """Also where the draft vocabulary lacks tokens that the target says."""
@@ -297,6 +300,7 @@ def test_lossless(arch, tmp_path):
     assert any(s.accepted for s in steps) and any(not s.accepted for s in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 def test_lossless_in_batches(scheduler, tmp_path):
     requests, expected = batches.cases("qwen2")
@@ -306,12 +310,14 @@ def test_lossless_in_batches(scheduler, tmp_path):
     assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
 
 
+@pytest.mark.slow
 def test_sampled_text_is_that_of_autoregressive_decoding(tmp_path):
     pair = random_pair("qwen2")
     drafter = Eagle3(pair, saved(pair, tmp_path), 12, 4, 4)
     assert assert_samples_like_plain_decoding(pair, drafter, sampled_requests(pair, 16, 0.7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [97, 120])
 def test_the_drafter_of_an_expanded_target(vocab, tmp_path):
     """It drafts the same."""

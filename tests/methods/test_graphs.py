@@ -115,7 +115,8 @@ def test_every_method(monkeypatch, adapter, method):
     assert 0 < captures < replays
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("method", ["sps", "recycling", "kangaroo tree"])
 def test_batches(monkeypatch, adapter, method, scheduler):
@@ -145,7 +146,8 @@ def test_batches_of_other_families(monkeypatch, adapter, arch, method, scheduler
     assert answers(arch, drafter, 6, SCHEDULERS[scheduler]()) == right
 
 
-@pytest.mark.first_fast
+@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen3", "mistral", "opt", "gemma3"])
 def test_other_families(monkeypatch, arch):
     right = expected(arch, 2)
@@ -153,7 +155,7 @@ def test_other_families(monkeypatch, arch):
     assert answers(arch, DRAFTERS["sps"](sorted_pair(arch), None), 2) == right
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sps", "recycling"])
 def test_the_same_again_captures_nothing(monkeypatch, method):
     made = pretend(monkeypatch)
@@ -232,6 +234,7 @@ def test_drafts_are_those_without_graphs(monkeypatch, parts, method, temperature
             torch.testing.assert_close(probs, own_probs, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("method", WHOLE)
 def test_replays_of_a_round(monkeypatch, parts, method):
@@ -291,6 +294,7 @@ def test_whole_drafts_can_be_compiled(monkeypatch, parts, method, temperature):
     assert sum(graphs.replays for graphs in made) > 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sps", "sps tree", "eagle", "eagle2", "eagle3", "kangaroo tree"])
 def test_batches_of_whole_drafts(monkeypatch, parts, method):
@@ -309,6 +313,7 @@ def test_batches_of_whole_drafts(monkeypatch, parts, method):
     assert what_was_drafted(found) == what_was_drafted(right)
 
 
+@pytest.mark.slow
 def test_a_whole_draft_of_an_oracle(monkeypatch):
     """It proposes from what was foretold, which a replay looks up again."""
     pair, asked = random_pair("llama"), requests("llama", 3)
@@ -326,6 +331,7 @@ def test_a_whole_draft_of_an_oracle(monkeypatch):
     assert what_was_drafted(found) == what_was_drafted(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sps", "eagle2"])
 def test_lengths_must_come_from_the_device(monkeypatch, parts, method):
     """A fault: what is captured goes on with the lengths of the first round."""
@@ -377,6 +383,7 @@ def test_samples_are_those_without_graphs(monkeypatch, method, scheduler):
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_a_drafter_keeps_must_not_be_overwritten(monkeypatch, adapter):
     """Kangaroo keeps the exit states of its passes until the draft is verified."""
     right = expected("llama", 3)
@@ -404,6 +411,7 @@ def test_entries_behind_a_token_must_be_masked(monkeypatch, method):
     assert [answer.tokens for answer in engine.generate(requests("llama", 3))] != right
 
 
+@pytest.mark.slow
 def test_entries_behind_the_last_one_must_be_masked_in_batches(monkeypatch):
     right = expected("llama", 6)
     pretend(monkeypatch)

@@ -23,6 +23,7 @@ def make(method: str, pair, folder: str):
     return Kangaroo(pair, saved_adapter(pair, folder), 2, 4, 0.0)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", METHODS)
 def test_with_every_token_kept_the_drafts_are_bit_identical(method, temperature, tmp_path):

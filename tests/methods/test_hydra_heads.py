@@ -126,6 +126,7 @@ def test_blocks_by_hand(folder):
         torch.testing.assert_close(heads(i, read), by_hand(state, i, read, 1 if heads.prefix is None else 2))
 
 
+@pytest.mark.first_fast
 @torch.inference_mode()
 def test_what_is_drafted(folder):
     """Of every node the likeliest tokens of its head on the state in front and on its own path, computed alone."""
@@ -175,7 +176,7 @@ def test_what_is_drafted(folder):
         assert steps[0].draft_bytes > weight_bytes(prefix.layers)
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 @pytest.mark.parametrize("arch", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
@@ -385,6 +386,7 @@ WIDER = {
 }
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("kind", ["hydra", "hydra++"])
 @pytest.mark.parametrize("shape", WIDER)
 def test_expanded_heads_draft_the_same(kind, shape, tmp_path):
@@ -522,6 +524,7 @@ def test_training_learns_and_what_is_saved_drafts_as_what_was_trained(prefix, tm
 # -- losslessness
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, tmp_path):
     pair = random_pair(arch)
@@ -547,7 +550,7 @@ def test_matrices_of_their_own_are_trimmed_as_the_targets_is(tmp_path, monkeypat
     assert assert_lossless("llama", drafter, third=0)
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 def test_lossless_in_batches(scheduler, prefix, tmp_path):
@@ -560,7 +563,7 @@ def test_lossless_in_batches(scheduler, prefix, tmp_path):
     batches.assert_drafts_as_alone(engine, requests, ["accepted"])
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])
 def test_sampled_text_is_that_of_autoregressive_decoding(folder, scheduler):
     pair = random_pair("llama")

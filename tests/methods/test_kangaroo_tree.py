@@ -145,6 +145,7 @@ def test_of_width_one_it_is_the_chain(adapter):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, adapter):
     pair, steps = random_pair(arch), []
@@ -157,7 +158,7 @@ def test_lossless(arch, adapter):
     assert {0, 1, 2, 3} <= {s.accepted for s in steps}
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 @pytest.mark.parametrize("eta", [0.0, 0.1])
 def test_lossless_in_batches(scheduler, eta, adapter):
@@ -171,7 +172,7 @@ def test_lossless_in_batches(scheduler, eta, adapter):
     assert {0, 1, 2} <= {s.accepted for s in steps}
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec])
 def test_a_sequence_of_a_batch_is_drafted_for_as_if_alone(scheduler, adapter):
     """Also where others of the batch draft more levels than it does."""
@@ -188,6 +189,7 @@ def test_a_sequence_of_a_batch_is_drafted_for_as_if_alone(scheduler, adapter):
     assert len({s.depth for a in together for s in a.steps}) > 2
 
 
+@pytest.mark.slow
 def test_sampled_text_is_that_of_autoregressive_decoding(adapter):
     pair = random_pair("llama")
     drafter = KangarooTree(pair, adapter("llama"), EXIT, WIDTH, LEVELS, 0.1)

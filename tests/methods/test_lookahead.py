@@ -212,6 +212,7 @@ def test_every_round_is_that_of_the_algorithm(size):
     assert accepted > 2 or size[0] == 1
 
 
+@pytest.mark.slow
 def test_the_text_as_a_source_of_ngrams():
     assert against_the_simulation(4, 3, 3, text=True) > against_the_simulation(1, 3, 1)
 
@@ -238,7 +239,7 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(scheduler):
     arch = "mistral" if scheduler in ("eqspec", "chaos") else "llama"
@@ -263,7 +264,7 @@ def test_a_budget_of_tokens_cuts_the_window(tokens):
     assert max(looked_at) <= tokens - 1 and any(looked_at) == (tokens > 2)
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
     pair = random_pair("llama")
@@ -271,6 +272,7 @@ def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
     assert assert_samples_like_plain_decoding(pair, Lookahead(pair, 6, 3, 6), requests, scheduler) > 5
 
 
+@pytest.mark.slow
 def test_it_stops_anywhere():
     assert_stops_anywhere(lambda *_: Lookahead(random_pair("llama"), 6, 3, 4))
 

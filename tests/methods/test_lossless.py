@@ -78,6 +78,7 @@ def test_kangaroo(arch, eta, adapter):
     assert_rounds_of_every_kind(steps, partly=eta == 0)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize("exit_layer", [1, 3])
@@ -85,6 +86,7 @@ def test_kangaroo_at_other_exits(arch, exit_layer, adapter):
     assert_lossless(arch, Kangaroo(random_pair(arch), adapter(arch), exit_layer, 4, 0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize(
@@ -101,6 +103,7 @@ def test_sorted_draft(arch, threshold):
     assert exits == {0.0: {1}, 0.2: {1, 2, deepest}, 1.01: {deepest}}[threshold]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "candidates"),
     [
@@ -138,6 +141,7 @@ def test_trimmed_head(arch, method, adapter):
     assert {s.accepted > 0 for s in steps if s.drafted} == {False, True}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["sps", "s2d", "mirror", "ragged"])

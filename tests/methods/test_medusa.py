@@ -427,6 +427,7 @@ def test_lossless(arch, tmp_path):
     assert any(s.accepted for s in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 def test_lossless_in_batches(scheduler, tmp_path):
     requests, expected = batches.cases("qwen2")
@@ -436,7 +437,7 @@ def test_lossless_in_batches(scheduler, tmp_path):
     assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 def test_sampled_text_is_that_of_autoregressive_decoding(folder):
     pair = random_pair("llama")
     requests = [Request(PROMPT, SamplingParams(30, 0.7), seed) for seed in range(4)]

@@ -167,6 +167,7 @@ class Interrupted(Brancher):
         super().expand(k, depth, states, lambda: next(passes, True))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("variant", ["budget", "from the draft", "both"])
@@ -288,6 +289,7 @@ def test_a_mixture_is_the_mean_of_two_distributions():
         torch.testing.assert_close(mixture(exit_probs.clone(), own, kept), expected / 2)
 
 
+@pytest.mark.slow
 def test_what_is_read_and_how_long_it_took():
     pair = random_pair("llama")
     drafter = mirror(pair, kappa=2)
@@ -337,6 +339,7 @@ def test_it_declares_the_cores_that_it_computes_on(monkeypatch):
     assert mirror(pair, "inline", kappa=2).extra_cores == 0 == SpeculativeSampling(pair, 4).extra_cores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["inline", "thread"])
 def test_times_of_drafting_are_the_draft_models_devices(monkeypatch, placement):
     monkeypatch.setattr(worker, "Clock", LateClock)
@@ -371,6 +374,7 @@ def test_the_drafts_stream_has_a_high_priority(monkeypatch):
     assert made == [(device, -1)] and entered == [("own", "draft")]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["budget", "from the draft", "both"])
 @pytest.mark.parametrize("streams", [False, True])
@@ -445,6 +449,7 @@ def test_an_exit_layer_that_the_target_does_not_have():
 # -- beside, for real
 
 
+@pytest.mark.slow
 def test_a_thread_gives_the_same_and_ends():
     pair = random_pair("mistral")
     before = threading.active_count()

@@ -78,6 +78,7 @@ def rounds_of(right: list[bool], length: int, k: int) -> list[tuple[int, int]]:
 # -- the draws
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 1.0])
 def test_the_share_of_right_tokens_is_the_asked_one(acceptance):
     answer = [random.Random(1).randrange(50) for _ in range(40_000)]
@@ -104,7 +105,7 @@ def test_draws_belong_to_the_prompt_the_seed_and_the_place():
 # -- one sequence
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", SOME_COSTS)
 def test_what_is_accepted_is_what_was_drawn(cost, tmp_path):
     pair = random_pair("llama")
@@ -120,6 +121,7 @@ def test_what_is_accepted_is_what_was_drawn(cost, tmp_path):
             assert [(s.drafted, s.accepted) for s in said.steps] == rounds_of(right, LENGTH, k)
 
 
+@pytest.mark.slow
 def test_the_wrapped_drafter_does_its_work(tmp_path):
     """The bytes that it reads are those of its own passes, and of as many as there are draft tokens."""
     pair, (prompt, answer) = sorted_pair("llama"), known_answers(1)[0]
@@ -159,6 +161,7 @@ def test_the_wrapped_cache_follows_the_verified_tokens(tmp_path):
     assert torch.allclose(ours, theirs, atol=1e-4)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("cost", COSTS)
 def test_an_answer_that_is_not_the_known_one_is_drafted_by_the_wrapped_drafter(cost, tmp_path):
     """From the first token that differs on; and all of it where nothing was foretold."""
@@ -201,7 +204,7 @@ def test_an_answer_that_goes_on_behind_the_known_one(tmp_path):
         assert [s.accepted for s in said.steps[:2]] == [4, 4]
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", ["none", "sps", "kangaroo"])
 def test_it_stops_anywhere(cost, tmp_path):
     def drafter(prompt: list[int], free: list[int]) -> Drafter:
@@ -215,6 +218,7 @@ def test_it_stops_anywhere(cost, tmp_path):
 # -- batches
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, ExSpec])
@@ -232,6 +236,7 @@ def test_a_batch_accepts_what_each_sequence_does_alone(cost, scheduler, tmp_path
     assert sum(s.accepted for a in answers for s in a.steps) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", ["none", "sps"])
 def test_in_a_batch_an_answer_that_is_not_the_known_one_leaves_the_others_alone(cost, tmp_path):
     pair, answers = random_pair("llama"), known_answers(4)

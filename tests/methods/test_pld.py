@@ -87,6 +87,7 @@ def test_the_author_s_rule_is_the_default():
     assert PromptLookup(None).earliest
 
 
+@pytest.mark.first_fast
 @EVERY_MATCH
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_sequence_of_a_batch_drafts_as_alone(scheduler, match):

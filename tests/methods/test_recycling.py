@@ -150,7 +150,7 @@ def test_lossless_in_batches(scheduler, memory):
         batches.assert_drafts_as_alone(engine, requests, ["accepted"])
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
     pair = random_pair("llama")
@@ -158,5 +158,6 @@ def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
     assert assert_samples_like_plain_decoding(pair, TokenRecycling(pair, 40), requests, scheduler) > 5
 
 
+@pytest.mark.slow
 def test_it_stops_anywhere():
     assert_stops_anywhere(lambda *_: TokenRecycling(random_pair("llama"), 40))

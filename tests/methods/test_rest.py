@@ -242,6 +242,7 @@ def test_the_longest_match_drafts_the_most_frequent_nodes(tmp_path):
     assert draft([70_000, 2, 3])[0][0] == 14 and draft([3, 70_000])[0] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, datastore):
     steps = []
@@ -254,7 +255,7 @@ def test_lossless(arch, datastore):
 SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(scheduler, datastore):
     requests, expected = batches.cases("llama")
@@ -266,7 +267,7 @@ def test_lossless_in_batches(scheduler, datastore):
     batches.assert_drafts_as_alone(engine, requests)
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(batch_size, datastore):
     pair = with_tokenizer("llama")

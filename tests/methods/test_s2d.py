@@ -91,6 +91,7 @@ def test_a_stale_state_would_be_found():
         run_checked(Stale)
 
 
+@pytest.mark.slow
 def test_a_token_leaves_at_the_first_exit_whose_confidence_passes_its_threshold():
     pair = sorted_pair("llama")
 

@@ -25,6 +25,7 @@ def any_scheduler(rng: random.Random) -> Scheduler:
 SEEDED = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, SEEDS))]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", SEEDED)
 def test_every_schedule_gives_every_row_its_own_run(seed):

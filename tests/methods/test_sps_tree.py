@@ -67,6 +67,7 @@ def logits_behind(model, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["llama", "mistral", "opt"])
 def test_what_is_drafted(folder, arch):
     """Each node is the token of its rank after its own path, whatever the draft model's cache went through."""
@@ -108,6 +109,7 @@ def test_leaves_are_never_fed(folder):
     assert {first for first, *_ in passes} == {1, 2}
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("sampling", DRAWN)
 def test_what_is_drawn_from(sampling):
     """`probs` of each node are the draft model's after its parent, without the siblings before it where distinct."""
@@ -133,7 +135,7 @@ def test_what_is_drawn_from(sampling):
     assert 3 + 6 + 6 in rounds and any(s.accepted for s in steps)
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("sampling", DRAWN)
 def test_a_chain_is_sps(sampling, temperature):
@@ -213,6 +215,7 @@ def test_paths_of_an_answer():
     assert found == {(0,): 2, (0, 1): 1, (1,): 1}
 
 
+@pytest.mark.slow
 def test_counting(tmp_path, capsys):
     workplace = training_workplace(tmp_path)
     settings = [
@@ -240,6 +243,7 @@ def test_counting(tmp_path, capsys):
 # -- losslessness
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, folder):
     pair, steps = random_pair(arch), []
@@ -249,7 +253,7 @@ def test_lossless(arch, folder):
     assert {0, 1, 2} <= {s.accepted for s in steps}
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(scheduler, folder):
     steps = []
@@ -271,6 +275,7 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(folder):
         assert step.accepted == step.depth or step.emitted == step.accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_sample_does_not_depend_on_who_shares_the_batch(folder, temperature):
     pair, cases = random_pair("mistral"), batches.cases("mistral")[0]
@@ -285,6 +290,7 @@ def test_a_sample_does_not_depend_on_who_shares_the_batch(folder, temperature):
         assert [s.accepted for s in answer.steps] == [s.accepted for s in expected[i].steps]
 
 
+@pytest.mark.slow
 def test_likeliest_children_leave_the_sample_as_it_is(folder):
     pair = random_pair("llama")
     tree = DraftModelTree(pair, folder, sampling="likeliest")

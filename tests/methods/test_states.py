@@ -131,6 +131,7 @@ def test_a_training_on_stored_states_learns_the_same(workplace, folder, tmp_path
     assert agreements[0] == pytest.approx(agreements[1], abs=0.1)
 
 
+@pytest.mark.slow
 def test_drawn_goals_cost_what_all_goals_cost_on_average():
     """The mean loss of many draws is the loss of all; a weight of 0 is never drawn."""
     generator = torch.Generator().manual_seed(0)

@@ -212,8 +212,8 @@ def test_suffix_leaves_out_what_seldom_follows():
 # -- answers
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5)
-@pytest.mark.first_fast
 @EVERY_DRAFTER
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, name, corpus):
@@ -228,8 +228,8 @@ def test_lossless(arch, name, corpus):
 SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
-@pytest.mark.first_fast
 @EVERY_DRAFTER
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(name, scheduler, corpus):
@@ -244,8 +244,8 @@ def test_lossless_in_batches(name, scheduler, corpus):
         batches.assert_drafts_as_alone(engine, requests, ["accepted"] if longest else ["drafted", "accepted"])
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
-@pytest.mark.first_fast
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if not name.endswith("sps")])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_sampled_text_is_that_of_autoregressive_decoding(name, batch_size, corpus):
@@ -298,6 +298,7 @@ def test_the_auxiliary_drafter_drafts_where_the_match_is_short():
             assert own == {"recycling": 20, "sps": 3}[name]
 
 
+@pytest.mark.slow
 def test_token_recycling_learns_from_copied_tokens():
     pair = random_pair("llama")
     drafter = with_auxiliary(pair, "recycling")
@@ -369,6 +370,7 @@ def accepted(engine: Engine, prompt: list[int]) -> list[int]:
     return [step.accepted for step in engine.answer(prompt, SamplingParams(LONG)).steps]
 
 
+@pytest.mark.slow
 def test_a_repeat_copies_nothing_unless_memory_is_kept():
     pair = random_pair("llama")
     target = StagedModel(pair.target)

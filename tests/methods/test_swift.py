@@ -106,6 +106,7 @@ def drafted(pair, prompt: list[int], tokens: int, scheduler: Scheduler | None = 
     return drafter, engine.generate([Request(prompt, SamplingParams(tokens))])[0]
 
 
+@pytest.mark.slow
 def test_a_set_is_scored_by_how_often_it_says_what_the_target_said(tiny, monkeypatch):
     """The score of the engine's cache, in which nothing may be lost, against one with a cache of its own."""
     told: list[tuple] = []
@@ -133,6 +134,7 @@ def test_a_set_is_scored_by_how_often_it_says_what_the_target_said(tiny, monkeyp
     assert answer.tokens == generate_with_transformers(tiny.target, prompt, 40, [])
 
 
+@pytest.mark.slow
 def test_no_set_is_scored_before_the_answer_is_long_enough_or_when_the_search_has_ended(tiny):
     prompt = tiny.sample_ids()[:40]
     drafter, _ = drafted(tiny, prompt, 30, context_window=32)

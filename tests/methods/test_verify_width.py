@@ -83,6 +83,7 @@ def test_half_precision_is_not_exact_without(half):
     assert any(said(half, DRAFTERS[method](half, None), None) != plain for method in ("sps", "recycling"))
 
 
+@pytest.mark.slow
 def test_rounding_is_that_of_the_answers(half):
     """Passes of up to eight tokens give the very same logits where all of them are eight wide."""
     samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
@@ -90,6 +91,7 @@ def test_rounding_is_that_of_the_answers(half):
     assert shape_noise(StagedModel(half.target, width=WIDTH), samples) == 0
 
 
+@pytest.mark.slow
 def test_nodes_of_trees_are_right_but_for_rounding(half):
     """They lie at other entries than the tokens of a chain, so that one width does not make them equal bit by bit."""
     samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
@@ -102,6 +104,7 @@ def test_nodes_of_trees_are_right_but_for_rounding(half):
         )
 
 
+@pytest.mark.slow
 def test_a_token_rounds_alike_at_every_place_of_a_pass():
     """Three heads share keys: at width 11 the fused attention would take 32 of 33 queries together and one alone."""
     shape = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -116,6 +119,7 @@ def test_a_token_rounds_alike_at_every_place_of_a_pass():
         assert torch.equal(block, single)
 
 
+@pytest.mark.slow
 def test_a_fault_in_verification_is_no_rounding(half, monkeypatch):
     """It must not widen the noise that it is judged by; bfloat16, where the model's own is widest."""
     samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:2]]
@@ -129,6 +133,7 @@ def test_a_fault_in_verification_is_no_rounding(half, monkeypatch):
     assert shape_noise(target, samples) < 2 * noise
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("scheduler", [None, *SCHEDULERS])
 @pytest.mark.parametrize("method", ["ar", "sps", "recycling", "kangaroo tree"])
@@ -152,6 +157,7 @@ def test_other_families(arch):
     assert answers(arch, DRAFTERS["sps"](sorted_pair(arch), None), 3, width=WIDTH) == expected(arch, 3)
 
 
+@pytest.mark.slow
 def test_what_is_padded_is_not_counted():
     pair = sorted_pair("llama")
 

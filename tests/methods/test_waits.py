@@ -23,7 +23,7 @@ from tests.support.decoding import random_pair
 from tests.support.waits import watched
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, ExSpec])
 def test_schedulers_move_without_a_wait(monkeypatch, scheduler):
     """Drafts of different lengths, so that sequences are moved, aligned and replaced."""
@@ -84,7 +84,7 @@ def test_a_wait_is_found(monkeypatch, fault):
     assert any(wait.startswith(named) for found in waits.found["round"] for wait in found), waits.found
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [SpeculativeSampling, lambda pair: MirrorSD(pair, 4, placement="inline")])
 def test_no_draft_is_kept_beyond_its_round(make):
     """Probabilities of 128k words and states would pile up until the answer ends."""

@@ -202,6 +202,7 @@ def test_pairs_that_are_refused_before_anything_is_loaded(settings, message):
 # -- pairs
 
 
+@pytest.mark.slow
 def test_a_real_pair_is_built_from_the_embedded_family():
     cfg = composed("bench", "pair=llama-3.1-8b", "pair.init=expanded", "method=mirror_sd")
     check(cfg)
@@ -226,7 +227,7 @@ def _embedded_target() -> LlamaForCausalLM:
     return load_pair(composed("bench", "pair=tiny", "pair.device=cpu").pair, 0, with_draft=False).target
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_every_real_shape_is_built_or_refused_in_one_line(name):
     """Without memory for it: on the device that holds nothing."""
@@ -257,6 +258,7 @@ def test_wide(width, heads, head_dim):
     assert shape["head_dim"] == head_dim and 2 * heads * head_dim == width
 
 
+@pytest.mark.slow
 def test_tiny_wide():
     pair = load_pair(composed("bench", "pair=tiny_wide", "pair.device=cpu").pair, 0, with_draft=True)
     assert pair.anatomy == "Llama of 24 layers x 512" and pair.init == "expanded"

@@ -77,6 +77,7 @@ def test_a_file_is_fetched_once_and_nothing_else_is_kept(pair_packages, folder, 
     assert fetched(NAME, pair_packages) == path
 
 
+@pytest.mark.process
 def test_two_at_once_fetch_it_once(pair_packages, monkeypatch, capsys):
     asked, really = [], packages._download
     monkeypatch.setattr(packages, "_download", lambda package: asked.append(package) or really(package))
@@ -99,6 +100,8 @@ def test_what_a_killed_process_left_is_taken_up_or_done_anew(registry, pair_pack
     assert fetched(NAME, pair_packages).read_bytes() == CONTENT
 
 
+@pytest.mark.process
+@pytest.mark.first_fast
 @pytest.mark.parametrize("key", ["wheel", "sha256"])
 def test_another_checksum_is_one_line_with_both(pair_packages, key):
     wrong = digest(b"something else")
@@ -107,6 +110,7 @@ def test_another_checksum_is_one_line_with_both(pair_packages, key):
         fetched(NAME, pair_packages)
 
 
+@pytest.mark.slow
 def test_a_file_that_was_changed_in_the_cache_is_found(pair_packages):
     path = fetched(NAME, pair_packages)
     path.write_bytes(CONTENT[:-1])
@@ -116,6 +120,7 @@ def test_a_file_that_was_changed_in_the_cache_is_found(pair_packages):
     assert fetched(NAME, pair_packages).read_bytes() == CONTENT
 
 
+@pytest.mark.process
 def test_without_a_network_one_line_says_what_to_do(pair_packages, folder, monkeypatch):
     monkeypatch.delenv("PIP_FIND_LINKS")
     with pytest.raises(UserError, match="pip cannot fetch toy-model==1.0") as caught:
@@ -132,6 +137,7 @@ def test_a_wheel_that_was_put_there_by_hand_needs_no_network(registry, pair_pack
     assert fetched(NAME, pair_packages).read_bytes() == CONTENT
 
 
+@pytest.mark.process
 def test_a_wheel_without_the_file(pair_packages):
     pair_packages["toy-model"]["file"] = "toy_model/large.bin"
     with pytest.raises(UserError, match=r"toy_model-1\.0-py3-none-any\.whl has no file toy_model/large\.bin"):

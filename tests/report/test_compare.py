@@ -214,6 +214,7 @@ def test_a_batch_against_single_sequences_gives_no_number(run, capsys):
     assert row(compare.difference_table([single, many, third]), "overall")[1] == "–"
 
 
+@pytest.mark.slow
 def test_batches_of_other_sizes_compare_by_what_they_gain_over_one_by_one(run):
     """The larger batch decodes four times as fast as the small one; so does autoregressive decoding in it."""
     small = batch([[4.0, 4.4], [4.2, 4.0]], [[2.0, 2.1], [2.1, 2.0]])

@@ -74,6 +74,7 @@ def test_the_baselines_share_of_the_bandwidth():
     assert baseline_fractions(found) == {100 * 10**6: 0.4, 400 * 10**6: 0.8}
 
 
+@pytest.mark.slow
 def test_the_plot_has_each_methods_speedups_and_their_bound():
     none = {"overall__acceptance_rate": None, "overall__mbsu": 1.0}
     summaries = [

@@ -80,6 +80,7 @@ def test_all_stages_count(tmp_path):
     assert "4,096,000" in text and "| draft |" in text and SAME in text
 
 
+@pytest.mark.slow
 def test_a_warmed_memory_is_told_of_and_not_set_beside_another_in_silence(tmp_path, capsys):
     def began(method: str, data: str | None, **more: str) -> dict:
         file = None if data is None else "there/talk.jsonl"
@@ -105,6 +106,7 @@ def test_a_warmed_memory_is_told_of_and_not_set_beside_another_in_silence(tmp_pa
     assert "began with a warmed memory, others" in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_report_and_compare_warn(tmp_path, capsys):
     runs = [
         run_of(tmp_path, "a", summary("sps", draft=TRAINED)),

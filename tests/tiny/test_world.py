@@ -19,6 +19,7 @@ def test_a_seed_gives_the_same_examples():
     assert first != list(islice(world.training_examples(5), 30))
 
 
+@pytest.mark.slow
 def test_drills_are_a_share_of_the_training_stream_alone():
     assert not any(e.category == "drill" for e in islice(world.training_examples(4), 200))
     drilled = list(islice(world.training_examples(4, drills={"dictionary": 0.2, "copy_words": 0.15}), 1000))
@@ -70,6 +71,7 @@ def test_one_text_in_eight_is_measured_with_and_leaving_it_out_changes_no_other_
     assert kept[:200] == some[: len(kept)]
 
 
+@pytest.mark.slow
 def test_measured_examples_are_different_and_not_those_to_avoid():
     some = world.measured_examples("stem", 5, 12)
     more = world.measured_examples("stem", 5, 12, avoid=some)
@@ -96,6 +98,7 @@ def test_what_a_question_asks_for_is_known():
         facts.asked("What is the time?")
 
 
+@pytest.mark.slow
 def test_every_task_and_category_is_there():
     examples = world.benchmark_examples()
     assert {e.category for e in examples} == {*world.MT_BENCH, *world.TASKS}
@@ -121,6 +124,7 @@ def test_arithmetic_is_right():
                         assert eval(f"{int(left)} {sign} {int(right)}") == int(total)
 
 
+@pytest.mark.slow
 def test_shipped_questions_are_those_of_the_generator(tmp_path):
     write_questions(tmp_path / QUESTIONS, world.benchmark_examples())
     assert (tmp_path / QUESTIONS).read_bytes() == (SHIPPED / QUESTIONS).read_bytes()
