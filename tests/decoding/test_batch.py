@@ -177,16 +177,16 @@ def test_logits_that_are_nan_end_a_sampled_batch(stage, monkeypatch):
     requests = [Request(r.prompt, SamplingParams(6, 1.0), r.seed) for r in requests[:4]]
     engine = Engine(StagedModel(pair.target), ModelChain(pair.draft, 3), frozenset(), Scheduler(3))
     expected = [answer.tokens for answer in engine.generate(requests)]
-    head, calls = engine.target.head, 0
+    unembed, calls = engine.target.unembed, 0
 
     def overflowing(hidden):
         nonlocal calls
-        logits, calls = head(hidden), calls + 1
+        logits, calls = unembed(hidden), calls + 1
         if (hidden.dim() == 3) == (stage == "round") and calls > 1:
             logits[-1] = float("nan")  # of one sequence
         return logits
 
-    monkeypatch.setattr(engine.target, "head", overflowing)
+    monkeypatch.setattr(engine.target, "unembed", overflowing)
     with pytest.raises(UserError, match=r"NaN or inf.*pair\.dtype"):
         engine.generate(requests)
     monkeypatch.undo()
