@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 ROOT = Path(__file__).resolve().parents[1]  # of a checkout; where an installed package lies, site-packages
 # A wheel has the configuration inside the package, a checkout beside it.
