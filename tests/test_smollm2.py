@@ -33,6 +33,10 @@ from tests.support.decoding import generate_with_transformers
 from tests.support.lossless import plant_mask_off_by_one
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
+# Without instructions for bfloat16 a prompt takes many seconds; tests/methods/test_verify_width.py has small models.
+in_bfloat16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="this processor does not compute in bfloat16"
+)
 
 PAIR = "smollm2-135m"
 NEW_TOKENS = 24
@@ -193,12 +197,14 @@ def verdicts(_fetched, monkeypatch, capfd, tmp_path):
     return measured
 
 
+@in_bfloat16
 def test_in_bfloat16_what_is_not_exact_is_a_tie(verdicts):
     counts = verdicts(NEW_TOKENS)
     assert counts["answers"] == len(QUESTIONS)
     assert counts["violation"] == 0
 
 
+@in_bfloat16
 @pytest.mark.nightly  # tests/methods/test_verify_width.py plants the same fault in a small model
 def test_a_mask_that_is_off_by_one_is_no_tie(verdicts, monkeypatch):
     """It would widen the noise that is measured, and so make ties of its own violations."""
@@ -213,6 +219,7 @@ def half(_fetched) -> Pair:
     return load(dtype="bfloat16")
 
 
+@in_bfloat16
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", [11, 8, 17])
 def test_in_bfloat16_logits_do_not_depend_on_what_else_is_in_a_pass_of_one_width(half, width):
@@ -226,6 +233,7 @@ def test_in_bfloat16_logits_do_not_depend_on_what_else_is_in_a_pass_of_one_width
             assert torch.equal(block, single)
 
 
+@in_bfloat16
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_in_bfloat16_every_method_is_exact_where_passes_have_one_width(half, prompts, method):
