@@ -140,8 +140,8 @@ FAULTS = (
         "more is accepted than p / q",
         "sampling",
         f"{D}/acceptance.py",
-        "kept = uniforms * q < p",
-        "kept = uniforms * q < 1.2 * p",
+        "is_accepted = uniforms * q < p",
+        "is_accepted = uniforms * q < 1.2 * p",
         (*ACCEPT, "tests/methods/test_sampling.py"),
     ),
     Fault(
@@ -323,8 +323,8 @@ FAULTS = (
         "an answer continues after its stop token",
         "batches",
         f"{D}/engine.py",
-        "own, rest = truncate_at_stop(check_sampled(rest[: count + 1]), one.stop_ids), rest[1 + k :]",
-        "own, rest = check_sampled(rest[: count + 1]), rest[1 + k :]",
+        "new_tokens, rest = truncate_at_stop(check_sampled(rest[: count + 1]), one.stop_ids), rest[1 + k :]",
+        "new_tokens, rest = check_sampled(rest[: count + 1]), rest[1 + k :]",
         ("tests/decoding/test_engine.py", *LOSSLESS),
     ),
     Fault(
