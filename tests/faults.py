@@ -505,8 +505,8 @@ FAULTS = (
         "a question inside a longer message is not found",
         "contamination",
         "specbench/data/contamination.py",
-        "words[i : i + len(known)] == known",
-        "words == known",
+        "words[i : i + len(passage)] == passage",
+        "words == passage",
         ("tests/methods/test_rest.py", "tests/data/test_warm_start.py"),
     ),
     Fault(
