@@ -112,7 +112,7 @@ class EagleDrafter(Drafter):
             out = self._feed(features, _behind(batch, n), ctx)
             return [out[torch.arange(batch.size, device=out.device), count]]
 
-        states = [verified.kept(verified.hidden_states[tap])[:, :n] for tap in self.taps]
+        states = [verified.accepted_states(verified.hidden_states[tap])[:, :n] for tap in self.taps]
         cache, key = self._layer.layout.cache, ("commit", n)
         (out,) = self.target.run_batch(batch, cache, key, feed, verified.count, *states, entries=n)
         self._outputs[: batch.size] = out

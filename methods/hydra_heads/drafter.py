@@ -134,7 +134,7 @@ class HydraHeads(Drafter):
             seen = prefix(states, **self._layer.arguments(layout.place(batch, n), states))
             return [seen[torch.arange(batch.size, device=seen.device), count]]
 
-        given, key = (verified.count, verified.kept(states)[:, :n]), ("commit", n)
+        given, key = (verified.count, verified.accepted_states(states)[:, :n]), ("commit", n)
         (seen,) = self._target.run_batch(batch, layout.cache, key, feed, *given, entries=n)
         self._states[: batch.size] = seen
 

@@ -82,7 +82,7 @@ def _attempt(run_dir: Path, tracker: dict, limit: float) -> str:
     """
     home = run_dir.resolve() / "wandb"
     home.mkdir(exist_ok=True)
-    own = {"WANDB_SILENT": "true", "WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home)}
+    variables = {"WANDB_SILENT": "true", "WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home)}
     # No service process that others use: a run that was given up would go on there.
     inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     command = [
@@ -93,12 +93,12 @@ def _attempt(run_dir: Path, tracker: dict, limit: float) -> str:
         json.dumps(tracker),
     ]
     # Files, not pipes: the client has a service process of its own, which holds them too and may end later.
-    with tempfile.TemporaryFile("w+") as said, open(home / f"{tracker['mode']}.log", "w") as log:
+    with tempfile.TemporaryFile("w+") as output, open(home / f"{tracker['mode']}.log", "w") as log:
         child = subprocess.Popen(
             command,
-            env=inherited | own,
+            env=inherited | variables,
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=log,
             preexec_fn=end_with_parent,
         )
@@ -110,18 +110,20 @@ def _attempt(run_dir: Path, tracker: dict, limit: float) -> str:
             if child.poll() is None:
                 child.kill()
                 child.wait()
-        said.seek(0)
-        line = said.readline().strip()
+        output.seek(0)
+        line = output.readline().strip()
     if code != 0:
         raise ChildProcessError(line or f"exit code {code}, see {log.name}")
     return line
 
 
-def tracker_of(run_dir: Path, **given: str | None) -> dict:
-    """The tracker's settings that a run folder was made with, or else the defaults, under those `given`."""
-    own = store.read_config(run_dir)["tracker"]
-    settings = yaml.safe_load(DEFAULTS.read_text()) | (own if own["name"] == "wandb" else {})
-    return settings | {key: value for key, value in given.items() if value is not None}
+def tracker_of(run_dir: Path, **overrides: str | None) -> dict:
+    """The tracker's settings that a run folder was made with, or else the defaults, under the `overrides`."""
+    run_settings = store.read_config(run_dir)["tracker"]
+    settings = yaml.safe_load(DEFAULTS.read_text()) | (
+        run_settings if run_settings["name"] == "wandb" else {}
+    )
+    return settings | {key: value for key, value in overrides.items() if value is not None}
 
 
 # -- getting a group back
@@ -144,10 +146,10 @@ def pull(group: str, project: str = "specbench", entity: str | None = None, into
     """
     if not group:
         raise UserError("a group has a name: make wandb-compare GROUP=name")
-    found = _run_folders(group, project, entity)
-    names = [name for name, _, _ in found]
+    group_runs = _run_folders(group, project, entity)
+    names = [name for name, _, _ in group_runs]
     folders = []
-    for name, number, artifact in found:
+    for name, number, artifact in group_runs:
         folder = into / _file_name(group) / _file_name(name if names.count(name) == 1 else f"{name}_{number}")
         if artifact is not None and not store.is_complete(folder):
             _download(artifact, folder)
@@ -170,11 +172,11 @@ def _run_folders(
         from specbench.report.wandb_run import ARTIFACT
 
         path = f"{entity}/{project}" if entity else project
-        found = []
+        group_runs = []
         for run in wandb.Api(timeout=API_SECONDS).runs(path, {"group": group}):
             folders = [artifact for artifact in run.logged_artifacts() if artifact.type == ARTIFACT]
-            found.append((run.name, run.id, folders[-1] if folders else None))
-        return found
+            group_runs.append((run.name, run.id, folders[-1] if folders else None))
+        return group_runs
 
 
 def _download(artifact: wandb.Artifact, folder: Path) -> None:
@@ -222,19 +224,19 @@ def main() -> int:
     compare.add_argument("--project", default="specbench")
     for command in (log, compare):
         command.add_argument("--entity", help="by default the user's own")
-    given = vars(parser.parse_args())
+    arguments = vars(parser.parse_args())
     from specbench.report import tables
     from specbench.report.runs import finished_runs
 
-    if given.pop("command") == "log":
-        folders = [run.folder for run in finished_runs(given.pop("run_dir"))[0]]
+    if arguments.pop("command") == "log":
+        folders = [run.folder for run in finished_runs(arguments.pop("run_dir"))[0]]
         try:
-            logged = [track(run_dir, tracker_of(run_dir, **given)) for run_dir in folders]
+            logged = [track(run_dir, tracker_of(run_dir, **arguments)) for run_dir in folders]
         except KeyboardInterrupt:
             return 130
         return 0 if all(logged) else 1
     os.environ["WANDB_SILENT"] = "true"  # it prints nothing, and asks nothing
-    runs, left_out = finished_runs(pull(**given))
+    runs, left_out = finished_runs(pull(**arguments))
     tables.print_overview(runs)
     tables.print_left_out(left_out)
     print(runs[0].folder.parent)

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 # -- jobs
 
 
-def run(jobs: list[Job], place: Executor, logs: Path, changed: Callable[[], None] = lambda: None) -> None:
+def run(jobs: list[Job], executor: Executor, logs: Path, changed: Callable[[], None] = lambda: None) -> None:
     """Checks all jobs, then measures them; one that fails leaves the others alone.
 
     Args:
         jobs: What became of each is noted in it.
-        place: What measures run folders, on this machine or another.
+        executor: What measures run folders, on this machine or another.
         logs: A folder for them.
         changed: Called whenever something happened to a job.
     """
@@ -62,7 +62,7 @@ def run(jobs: list[Job], place: Executor, logs: Path, changed: Callable[[], None
                 by_folder[job.run_dir] = job
                 yield job.run_dir
 
-    with closing(place(folders(), logs)) as measured:  # at once when this process is stopped, too
+    with closing(executor(folders(), logs)) as measured:  # at once when this process is stopped, too
         for run_dir, code, reason in measured:
             end(by_folder[run_dir], code, reason)
             changed()
@@ -129,14 +129,14 @@ class Command:
         self.jobs.append(Job([], cfg))
         run(self.jobs[-1:], run_locally, Path(cfg.runs_root))
 
-    def sweep(self, jobs: list[Job], place: Executor) -> None:
+    def sweep(self, jobs: list[Job], executor: Executor) -> None:
         """Measures all jobs of a sweep, going on with one that was not finished."""
         self.jobs += jobs
         with open_sweep(jobs) as sweep:
             for job in jobs:
                 if "group" in (job.cfg.get("tracker") or {}) and job.cfg.tracker.group is None:
                     job.cfg.tracker.group = sweep.folder.name
-            run(jobs, place, sweep.folder, sweep.save)
+            run(jobs, executor, sweep.folder, sweep.save)
 
     def __getstate__(self) -> NoReturn:
         raise UserError(

@@ -84,10 +84,10 @@ class Sweep:
 
     def load(self) -> None:
         """Gives the jobs back what an earlier process knew of them."""
-        for job, known in zip(self.jobs, read_json(self.folder / SWEEP)["jobs"]):
-            job.state = known["state"]
-            if known["run_dir"] is not None:
-                job.run_dir = self.folder.parents[1] / known["run_dir"]
+        for job, saved in zip(self.jobs, read_json(self.folder / SWEEP)["jobs"]):
+            job.state = saved["state"]
+            if saved["run_dir"] is not None:
+                job.run_dir = self.folder.parents[1] / saved["run_dir"]
 
 
 @contextmanager
@@ -100,11 +100,11 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
     Raises:
         UserError: another process holds the sweep.
     """
-    asked, code = [job.overrides for job in jobs], source_sha256()
-    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:8]
+    overrides, code = [job.overrides for job in jobs], source_sha256()
+    digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]
     root = Path(jobs[0].cfg.runs_root) / SWEEPS
     last = max(root.glob(f"*_{digest}"), default=None)  # names begin with the date
-    goes_on = last is not None and _can_go_on(last, asked, code, jobs[0].cfg.get("rerun", True))
+    goes_on = last is not None and _can_go_on(last, overrides, code, jobs[0].cfg.get("rerun", True))
     folder = last if last and goes_on else new_folder(root, digest)
     with lock_folder(folder, "run"):
         sweep = Sweep(folder, code, jobs)
@@ -133,16 +133,16 @@ def print_failures(jobs: list[Job]) -> None:
 
 def label(job: Job, jobs: list[Job]) -> str:
     """What tells a job from the others: the overrides that not all of them have."""
-    own = [o for o in job.overrides if not all(o in other.overrides for other in jobs)]
-    return " ".join(own or job.overrides)
+    distinct = [o for o in job.overrides if not all(o in other.overrides for other in jobs)]
+    return " ".join(distinct or job.overrides)
 
 
-def _can_go_on(folder: Path, asked: list[list[str]], code: str, rerun: bool) -> bool:
+def _can_go_on(folder: Path, overrides: list[list[str]], code: str, rerun: bool) -> bool:
     if not (folder / SWEEP).exists():  # killed before it was written
         return False
-    known = read_json(folder / SWEEP)
-    same = known["source_sha256"] == code and [job["overrides"] for job in known["jobs"]] == asked
-    return same and (not rerun or any(job["state"] not in ENDED_WELL for job in known["jobs"]))
+    saved = read_json(folder / SWEEP)
+    same = saved["source_sha256"] == code and [job["overrides"] for job in saved["jobs"]] == overrides
+    return same and (not rerun or any(job["state"] not in ENDED_WELL for job in saved["jobs"]))
 
 
 def _relative(run_dir: Path | None, runs: Path) -> str | None:

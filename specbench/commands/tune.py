@@ -128,8 +128,8 @@ def distribution(optuna: Any, key: str, bounds: list | dict) -> Any:
     try:
         if isinstance(bounds, list):
             return kinds.CategoricalDistribution(bounds)
-        whole = all(type(value) is int for value in bounds.values())
-        return (kinds.IntDistribution if whole else kinds.FloatDistribution)(**bounds)
+        is_integer = all(type(value) is int for value in bounds.values())
+        return (kinds.IntDistribution if is_integer else kinds.FloatDistribution)(**bounds)
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"search.{key} takes choices, or low, high and step, not {bounds}") from error
 
@@ -139,7 +139,7 @@ def own_settings(base: DictConfig, space: dict) -> dict:
 
     Of a number null, which is no limit ("all nodes"), stands for the upper bound.
     """
-    own = {}
+    settings = {}
     for key, among in space.items():
         value = OmegaConf.select(base, key)
         value = value.name if isinstance(value, DictConfig) else value  # a group: the name of its choice
@@ -149,8 +149,8 @@ def own_settings(base: DictConfig, space: dict) -> dict:
             value = among.high if value is None else value
             allowed = type(value) in (int, float) and among.low <= value <= among.high
         if allowed:
-            own[key] = value
-    return own
+            settings[key] = value
+    return settings
 
 
 def is_own(override: str) -> bool:
@@ -208,9 +208,9 @@ def report(study: Any, folder: Path, overrides: list[str]) -> int:
         out.print(Text(line, style="red"), soft_wrap=True)
     if not scored:
         raise UserError(f"none of the {len(trials)} trials succeeded")
-    own = [place for place, trial in enumerate(scored, start=1) if trial.number == 0]
-    place = f"the settings it began with came {own[0]} of {len(scored)}; " if own else ""
-    print(f"{place}chance flatters the best, so measure it on the test questions:")
+    ranks = [rank for rank, trial in enumerate(scored, start=1) if trial.number == 0]
+    remark = f"the settings it began with came {ranks[0]} of {len(scored)}; " if ranks else ""
+    print(f"{remark}chance flatters the best, so measure it on the test questions:")
     best = ["python", "-m", "specbench", "run", *overrides, *as_overrides(scored[0].params)]
     print(shlex.join(best), flush=True)
     return len(trials) - len(scored)

@@ -219,13 +219,13 @@ def check_memory(what: str, group: Mapping, inner: Mapping, takes: dict) -> None
         UserError: It is to learn, or to be warmed, and the wrapped drafter has no memory; or it is not to learn, and
             the wrapped one is.
     """
-    memory, kept = LEARNS
-    if inner.get(memory) == kept != group.get(memory, kept):
+    memory, lasting = LEARNS
+    if inner.get(memory) == lasting != group.get(memory, lasting):
         raise UserError(
-            f"{what}.{memory}={group[memory]}, but {what}.{WRAPPED}.{memory}={kept}: set both to one value"
+            f"{what}.{memory}={group[memory]}, but {what}.{WRAPPED}.{memory}={lasting}: set both to one value"
         )
-    for key, asked in ((memory, group.get(memory) == kept), (WARM, group.get(WARM) is not None)):
-        if asked and key not in takes:
+    for key, is_set in ((memory, group.get(memory) == lasting), (WARM, group.get(WARM) is not None)):
+        if is_set and key not in takes:
             raise UserError(
                 f"{what}.{key}={group[key]}: what {group['name']} wraps ({inner['name']}) keeps nothing between answers"
             )
@@ -250,16 +250,16 @@ def check_vocab(cfg: DictConfig, what: str, group: Mapping, takes: dict) -> None
     name = group["name"]
     if "vocab_map" not in takes:
         raise UserError(f"{what} {name} has no head to trim: set vocab=full")
-    own = group.get("vocab_map"), group.get("vocab_size")
-    if own[0] is None:
+    method_vocab = group.get("vocab_map"), group.get("vocab_size")
+    if method_vocab[0] is None:
         raise UserError(
             f"pair {cfg.pair.name} has no vocabulary map: make one with `python -m methods.vocab_trim.calibrate "
             f"pair={cfg.pair.name}`, then name it with vocab.map=FOLDER"
         )
-    if own != (cfg.vocab.map, cfg.vocab.size):
+    if method_vocab != (cfg.vocab.map, cfg.vocab.size):
         raise UserError(
-            f"{what} {name} has a head of its own: {what}.vocab_map={own[0]} "
-            f"{what}.vocab_size={own[1]}; set these, too, to what vocab.map and vocab.size are"
+            f"{what} {name} has a head of its own: {what}.vocab_map={method_vocab[0]} "
+            f"{what}.vocab_size={method_vocab[1]}; set these, too, to what vocab.map and vocab.size are"
         )
 
 

@@ -79,8 +79,8 @@ def tuned_choice(group: str, *, _root_: DictConfig) -> str:
         _root_: the choices of all groups.
     """
     pair, chosen, settings = (_root_.get(key) for key in ("pair", group, "settings"))
-    found = tuned_on(pair, chosen) if settings == "tuned" and pair and chosen else None
-    return f"{found}/{chosen}" if found else "none"
+    tuned_pair = tuned_on(pair, chosen) if settings == "tuned" and pair and chosen else None
+    return f"{tuned_pair}/{chosen}" if tuned_pair else "none"
 
 
 OmegaConf.register_new_resolver("tuned", tuned_choice, replace=True)
@@ -88,8 +88,8 @@ OmegaConf.register_new_resolver("tuned", tuned_choice, replace=True)
 
 def own_conf() -> Path | None:
     """The folder `conf` of the working directory, where a user of the package keeps YAMLs of his own; None without."""
-    own = Path.cwd() / "conf"
-    return own if own.is_dir() and own != CONF else None
+    folder = Path.cwd() / "conf"
+    return folder if folder.is_dir() and folder != CONF else None
 
 
 def is_group(key: str) -> bool:
@@ -104,20 +104,20 @@ def check_overrides(arguments: list[str]) -> None:
         UserError: A group is chosen twice, of which Hydra takes the last; a choice is no name, such as null; a launcher
             is chosen where there is no sweep to launch.
     """
-    given: dict[str, str] = {}
+    overrides: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.lstrip("+").partition("=")
         if key == "drafter" and "glob(" in value:  # Hydra would look into conf/drafter/ alone
             raise UserError("drafter takes names, not glob(...)")
-        if equals and key in given and is_group(key):
-            raise UserError(f"{key} is given twice: {given[key]} and {value}")
-        given[key] = value
+        if equals and key in overrides and is_group(key):
+            raise UserError(f"{key} is given twice: {overrides[key]} and {value}")
+        overrides[key] = value
         for choice in value.split(",") if is_group(key) else []:
             # Hydra wants text, and says no key.
             if re.fullmatch(r"null|true|false|[\d.+-]*", choice, re.IGNORECASE):
                 raise UserError(f"unknown {key} '{choice}': {suggest(choice, choices_of(key))}")
     sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
-    launcher = [key for key in given if re.match(r"hydra[./]launcher\b", key)]
+    launcher = [key for key in overrides if re.match(r"hydra[./]launcher\b", key)]
     if launcher and not sweep:
         raise UserError(f"{launcher[0]} needs a sweep: add -m")
 
@@ -174,16 +174,16 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
     """One line about a key that is not in the configuration which the overrides' group choices give."""
     pairs = [override.split("=", 1) for override in overrides if "=" in override]
     choices = [f"{group}={value.split(',')[0]}" for group, value in pairs if is_group(group)]
-    if own := own_conf():
-        choices.append(f"hydra.searchpath=[file://{own}]")
+    if user_conf := own_conf():
+        choices.append(f"hydra.searchpath=[file://{user_conf}]")
     with initialize_config_dir(str(CONF), version_base="1.3"):
         hydra_too = key.startswith("hydra.")
         node: Any = OmegaConf.to_container(compose(config_name, choices, return_hydra_config=hydra_too))
     for part in key.split("."):
-        known = node if isinstance(node, dict) else {}
-        if part not in known:
-            return f"unknown key '{key}': {suggest(part, known)}"
-        node = known[part]
+        children = node if isinstance(node, dict) else {}
+        if part not in children:
+            return f"unknown key '{key}': {suggest(part, children)}"
+        node = children[part]
     return f"key '{key}' is not there for every choice of this sweep"
 
 
@@ -216,13 +216,13 @@ def as_it_stands(group: str, name: str, pair: str | None) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def _as_it_stands(group: str, name: str, pair: str | None, _own: Path) -> dict[str, Any]:
+def _as_it_stands(group: str, name: str, pair: str | None, _working_folder: Path) -> dict[str, Any]:
     settings = ["settings=published"] if pair is None else ["settings=tuned", f"pair={pair}"]
     # Within a command its own folders are searched.
     searched = GlobalHydra.instance().is_initialized()
     with nullcontext() if searched else initialize_config_dir(str(CONF), version_base="1.3"):
-        found = compose("bench", [f"{group}={name}", *settings])[group]
-    return cast("dict[str, Any]", OmegaConf.to_container(found))
+        composed = compose("bench", [f"{group}={name}", *settings])[group]
+    return cast("dict[str, Any]", OmegaConf.to_container(composed))
 
 
 def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:
@@ -237,8 +237,8 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:
     # The parser wants all key=value arguments in a row; `-m` may stand anywhere.
     sys.argv[1:] = overrides = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
     check_overrides(overrides)
-    if (own := own_conf()) and "--config-dir" not in overrides:
-        sys.argv[1:1] = ["--config-dir", str(own)]
+    if (user_conf := own_conf()) and "--config-dir" not in overrides:
+        sys.argv[1:1] = ["--config-dir", str(user_conf)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -253,5 +253,5 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:
 
 
 def _folders() -> list[Path]:
-    own = own_conf()
-    return [CONF, own] if own else [CONF]
+    user_conf = own_conf()
+    return [CONF, user_conf] if user_conf else [CONF]

@@ -88,13 +88,13 @@ class RunSpec:
         Those that this installation does not have, such as a user's own in a folder from elsewhere, are left out: the
         run can still be read, without numbers of their own.
         """
-        found, groups = [], [*self.groups.values(), self.drafter.get(WRAPPED)]
+        classes, groups = [], [*self.groups.values(), self.drafter.get(WRAPPED)]
         for group in filter(None, groups):
             try:
-                found.append(pkgutil.resolve_name(group["_target_"]))
+                classes.append(pkgutil.resolve_name(group["_target_"]))
             except (ImportError, AttributeError):
                 continue
-        return found
+        return classes
 
 
 def unit_of(method: type) -> str:

@@ -36,19 +36,23 @@ def settings_source(spec: RunSpec, on: str) -> dict[str, Any] | None:
     published: dict[str, Any] = {}
     pairs: set[str | None] = set()  # those where what differs was tuned, None for what was not tuned at all
     for group, chosen in spec.groups.items():
-        own, name = settings(chosen), chosen["name"]
-        if not own:
+        method_settings, name = settings(chosen), chosen["name"]
+        if not method_settings:
             continue
         if name not in choices_of(group):
             return None
         of_conf = settings(as_it_stands(group, name, None))
         brought = {key for key, value in of_conf.items() if isinstance(value, str) and "${" in value}
-        own = {key: value for key, value in own.items() if key not in (*OF_THE_PROTOCOL, *brought)}
-        judged |= bool(own)
-        if differing := _differing(own, of_conf):
+        method_settings = {
+            key: value for key, value in method_settings.items() if key not in (*OF_THE_PROTOCOL, *brought)
+        }
+        judged |= bool(method_settings)
+        if differing := _differing(method_settings, of_conf):
             published |= {key_of(group, key): of_conf.get(key) for key in differing}
             pair = tuned_on(on, name)
-            is_tuned = pair is not None and not _differing(own, settings(as_it_stands(group, name, pair)))
+            is_tuned = pair is not None and not _differing(
+                method_settings, settings(as_it_stands(group, name, pair))
+            )
             pairs.add(pair if is_tuned else None)
     if not judged:
         return None
@@ -57,6 +61,6 @@ def settings_source(spec: RunSpec, on: str) -> dict[str, Any] | None:
     return {"source": source, "pair": pair, "published": published}
 
 
-def _differing(own: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def _differing(values: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """The settings that have another value in `other`."""
-    return [key for key, value in own.items() if value != other.get(key)]
+    return [key for key, value in values.items() if value != other.get(key)]

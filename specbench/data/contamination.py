@@ -23,11 +23,11 @@ class MeasuredTexts:
     """
 
     def __init__(self, questions: Iterable[Question]):
-        self._whole: set[tuple[str, ...]] = set()
+        self._turns: set[tuple[str, ...]] = set()
         self._by_start: defaultdict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
         for question in questions:
             for turn in question.turns:
-                self._whole.add(tuple(turn.split()))
+                self._turns.add(tuple(turn.split()))
             for text in (*question.turns, *(question.reference or ())):
                 words = tuple(text.split()) if isinstance(text, str) else ()
                 if len(words) >= WORDS:
@@ -36,10 +36,10 @@ class MeasuredTexts:
     def in_text(self, text: str) -> bool:
         """Whether a message is one of them, or holds one; line breaks and spaces do not count."""
         words = tuple(text.split())
-        return words in self._whole or any(
-            words[i : i + len(known)] == known
+        return words in self._turns or any(
+            words[i : i + len(passage)] == passage
             for i in range(len(words) - WORDS + 1)
-            for known in self._by_start.get(words[i : i + WORDS], ())
+            for passage in self._by_start.get(words[i : i + WORDS], ())
         )
 
     def in_messages(self, messages: Messages) -> bool:

@@ -103,17 +103,17 @@ def parse(row: dict) -> Messages:
     message out of turn, or without text, is cut off. An introduction by the system stays.
     """
     if "messages" in row:
-        told = [(m["role"], m["content"]) for m in row["messages"]]
+        messages = [(m["role"], m["content"]) for m in row["messages"]]
     else:
-        told = [(ROLES.get(m["from"], m["from"]), m["value"]) for m in row["conversations"]]
-    kept = [{"role": role, "content": text} for role, text in told[:1] if role == "system"]
-    turns = iter(told[len(kept) :])
+        messages = [(ROLES.get(m["from"], m["from"]), m["value"]) for m in row["conversations"]]
+    parsed = [{"role": role, "content": text} for role, text in messages[:1] if role == "system"]
+    turns = iter(messages[len(parsed) :])
     for role, text in dropwhile(lambda message: message[0] != "user", turns):
-        before = kept[-1]["role"] if kept else "system"
+        before = parsed[-1]["role"] if parsed else "system"
         if role != ("assistant" if before == "user" else "user") or not isinstance(text, str):
             break
-        kept.append({"role": role, "content": text})
-    return kept
+        parsed.append({"role": role, "content": text})
+    return parsed
 
 
 def shuffled(rows: Iterable, rng: random.Random) -> Iterator:
@@ -121,9 +121,9 @@ def shuffled(rows: Iterable, rng: random.Random) -> Iterator:
     rows = iter(rows)
     waiting = list(islice(rows, SHUFFLED))
     for row in rows:
-        place = rng.randrange(len(waiting))
-        yield waiting[place]
-        waiting[place] = row
+        index = rng.randrange(len(waiting))
+        yield waiting[index]
+        waiting[index] = row
     rng.shuffle(waiting)
     yield from waiting
 

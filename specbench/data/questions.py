@@ -92,7 +92,7 @@ def find_questions_file(data: Mapping) -> Path:
 
 def read_questions(path: Path, tasks: Mapping) -> list[Question]:
     """Every question of a file. Raises UserError with file and line number for a line that is not one."""
-    task_of = {category: name for known in (TASKS, tasks) for name in known for category in known[name]}
+    task_of = {category: name for group in (TASKS, tasks) for name in group for category in group[name]}
     questions: list[Question] = []
     seen: dict[int, int] = {}
     # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
@@ -142,16 +142,16 @@ def _stratified(questions: list[Question], task: str, limit: int) -> list[Questi
 
 
 def _existing(path: str | Path, source: str) -> Path:
-    found = packaged(path)
-    if not found.is_file():
-        raise UserError(f"{source}: there is no file {found}")
-    return found
+    file = packaged(path)
+    if not file.is_file():
+        raise UserError(f"{source}: there is no file {file}")
+    return file
 
 
-def _check_sha256(source: Path | str, found: str, expected: str | None) -> None:
-    if expected is not None and found != expected:
+def _check_sha256(source: Path | str, actual: str, expected: str | None) -> None:
+    if expected is not None and actual != expected:
         raise UserError(
-            f"{source} has the sha256 {found}, but {expected} was expected: it is another version; "
+            f"{source} has the sha256 {actual}, but {expected} was expected: it is another version; "
             "replace or delete the file, or set data.sha256=null to use it all the same"
         )
 

@@ -220,9 +220,9 @@ def _accumulated(
 
 
 def _use_threads(
-    asked: int | None, accelerator: Accelerator, module: torch.nn.Module, batch: Batch
+    requested_threads: int | None, accelerator: Accelerator, module: torch.nn.Module, batch: Batch
 ) -> Threads:
-    """Sets torch's threads for a training that begins: `asked`, or as many as a step on `batch` is fastest with.
+    """Sets torch's threads for a training that begins: as requested, or as many as a step on `batch` is fastest with.
 
     Several processes would disturb each other's measurement: they take what torch gives them.
     """
@@ -233,7 +233,7 @@ def _use_threads(
         module.zero_grad(set_to_none=True)
 
     alone_on_a_cpu = accelerator.num_processes == 1 and accelerator.device.type == "cpu"
-    return use_threads(asked, work if alone_on_a_cpu else None)
+    return use_threads(requested_threads, work if alone_on_a_cpu else None)
 
 
 def _log(path: Path, row: dict) -> None:
@@ -256,8 +256,8 @@ def _replace(checkpoints: Path, step: int) -> None:
 
 def _conditions(accelerator: Accelerator, cfg: DictConfig) -> dict:
     """What must be the same for a training to go on where it stopped."""
-    own = {key: value for key, value in plain(cfg).items() if key not in FREE}
-    return own | {"processes": accelerator.num_processes}
+    settings = {key: value for key, value in plain(cfg).items() if key not in FREE}
+    return settings | {"processes": accelerator.num_processes}
 
 
 def _resume(accelerator: Accelerator, checkpoints: Path, cfg: DictConfig) -> int:

@@ -82,8 +82,8 @@ def warm_rows(file: str, pair: Pair) -> Iterator[Tokens]:
 def warm_answers(file: str, pair: Pair) -> Iterator[list[int]]:
     """What the assistant says in a file, each answer with its stop token; see `warm_rows`."""
     for ids, weights in warm_rows(file, pair):
-        for said, part in groupby(zip(ids, weights), key=lambda one: one[1] > 0):
-            if said:
+        for by_assistant, part in groupby(zip(ids, weights), key=lambda one: one[1] > 0):
+            if by_assistant:
                 yield [token for token, _ in part]
 
 

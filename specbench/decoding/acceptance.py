@@ -75,18 +75,18 @@ def accept_at_once(
     number = None if isinstance(draft.candidates, torch.Tensor) else draft.candidates
     counts = draft.candidates if number is None else None
     optional = {"probs": draft.probs, "uniforms": uniforms, "limits": limits, "candidates": counts}
-    given = {name: value for name, value in optional.items() if isinstance(value, torch.Tensor)}
+    inputs = {name: value for name, value in optional.items() if isinstance(value, torch.Tensor)}
 
-    def whole(logits: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
-        found = dict(zip(given, rest))
-        tree = Tree.of_tensors(rest[len(given) :], max_children) if shape else None
-        own = Draft(tokens, found.get("probs"), tree, found.get("candidates", number))
-        accepted = accept(logits, own, decoding, found.get("uniforms"), found.get("limits"))
+    def accept_tensors(logits: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
+        by_name = dict(zip(inputs, rest))
+        tree = Tree.of_tensors(rest[len(inputs) :], max_children) if shape else None
+        rebuilt = Draft(tokens, by_name.get("probs"), tree, by_name.get("candidates", number))
+        accepted = accept(logits, rebuilt, decoding, by_name.get("uniforms"), by_name.get("limits"))
         path = [] if accepted.path is None else [accepted.path]
         return [accepted.count, accepted.next, accepted.tokens, *path]
 
-    key = "accept", decoding.temperature, number, max_children, *given, len(shape)
-    return Accepted(*runner.run(owner, key, whole, logits, draft.tokens, *given.values(), *shape))
+    key = "accept", decoding.temperature, number, max_children, *inputs, len(shape)
+    return Accepted(*runner.run(owner, key, accept_tensors, logits, draft.tokens, *inputs.values(), *shape))
 
 
 def accept(
@@ -125,9 +125,9 @@ def outcome(
     tokens: torch.Tensor, count: torch.Tensor, following: torch.Tensor, path: torch.Tensor | None = None
 ) -> Accepted:
     """The outcome where `count` of the draft's tokens [b, k] are kept, those on `path` if they are a tree."""
-    kept = tokens if path is None else tokens.gather(1, path.clamp(max=tokens.shape[1] - 1))
+    accepted_tokens = tokens if path is None else tokens.gather(1, path.clamp(max=tokens.shape[1] - 1))
     steps, next_ = torch.arange(1 + tokens.shape[1], device=tokens.device), following.unsqueeze(1)
-    new = torch.where(steps == count.unsqueeze(1), next_, torch.cat([kept, next_], dim=1))
+    new = torch.where(steps == count.unsqueeze(1), next_, torch.cat([accepted_tokens, next_], dim=1))
     return Accepted(count, following, new, path)
 
 
@@ -215,21 +215,21 @@ def sampled_chain(
     k, index = tokens.shape[-1], tokens.unsqueeze(-1)
     p = probs[..., :-1, :].gather(-1, index).squeeze(-1)
     q = draft_probs.gather(-1, index).squeeze(-1)
-    kept = uniforms * q < p
+    is_accepted = uniforms * q < p
     if valid_mask is not None:
-        kept = kept & valid_mask
-    count = kept.cumprod(-1).sum(-1)
+        is_accepted = is_accepted & valid_mask
+    count = is_accepted.cumprod(-1).sum(-1)
     following = _row(probs, count)
     if k == 0:
         return count, following
     # One row of q is needed: with a vocabulary of 150,000 ids a tensor of all rows takes longer than all the rest.
     last = count.clamp(max=k - 1)
-    own = _row(draft_probs, last)
+    draft_row = _row(draft_probs, last)
     # Where nothing was drafted, after the draft's end, the next token is drawn from p.
     drafted = count < k
     if valid_mask is not None:
         drafted = drafted & valid_mask.gather(-1, last.unsqueeze(-1)).squeeze(-1)
-    return count, residual(following, own.masked_fill_(~drafted.unsqueeze(-1), 0.0))
+    return count, residual(following, draft_row.masked_fill_(~drafted.unsqueeze(-1), 0.0))
 
 
 def _row(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -263,8 +263,8 @@ def longest_path(fits: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Te
     count = _at(depth, best)
     nodes = torch.arange(fits.shape[1], device=fits.device)
     on_path = tree.on_path.expand(fits.shape[0], -1, -1)
-    own = on_path.gather(1, best[:, None, None].expand(-1, 1, fits.shape[1])).squeeze(1)
-    path = nodes.expand_as(own).masked_fill(~own, fits.shape[1]).sort(-1).values
+    on_best_path = on_path.gather(1, best[:, None, None].expand(-1, 1, fits.shape[1])).squeeze(1)
+    path = nodes.expand_as(on_best_path).masked_fill(~on_best_path, fits.shape[1]).sort(-1).values
     return count, path, (best + 1) * (count > 0)
 
 

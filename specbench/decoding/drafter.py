@@ -63,22 +63,22 @@ def needs_of(group: Mapping) -> Needs:
     Args:
         group: with `_target_`; `drafter` holds the configuration of the wrapped one.
     """
-    own = pkgutil.resolve_name(group["_target_"]).needs
-    return own.around(needs_of(group[WRAPPED])) if WRAPPED in group else own
+    needs = pkgutil.resolve_name(group["_target_"]).needs
+    return needs.around(needs_of(group[WRAPPED])) if WRAPPED in group else needs
 
 
-def make_drafter(group: Mapping, **given: Any) -> Drafter:
+def make_drafter(group: Mapping, **overrides: Any) -> Drafter:
     """Makes the drafter of a configuration: that of a run, or one that another drafter wraps.
 
     Args:
         group: with `_target_` and parameters.
-        given: the pair, and parameters in place of those in `group`.
+        overrides: the pair, and parameters in place of those in `group`.
 
     Raises:
         UserError: as the drafter's class.
     """
     # Not hydra's instantiate, which would wrap what a method says is wrong.
-    return pkgutil.resolve_name(group["_target_"])(**parameters(group) | given)
+    return pkgutil.resolve_name(group["_target_"])(**parameters(group) | overrides)
 
 
 class Drafter:

@@ -261,7 +261,7 @@ class Engine:
         self._layout.commit(batch, accepted.count, counts, accepted.path)
         tokens, report = [], []
         for slot, (one, (count, *rest)) in enumerate(zip(batch.sequences, facts)):
-            own, rest = truncate_at_stop(check_sampled(rest[: count + 1]), one.stop_ids), rest[1 + k :]
+            new_tokens, rest = truncate_at_stop(check_sampled(rest[: count + 1]), one.stop_ids), rest[1 + k :]
             limit = batch.limits[slot]
             depth = limit if draft.tree is None else min(rest.pop(0), limit)
             drafted = k if draft.candidates is None else draft.candidates
@@ -270,9 +270,9 @@ class Engine:
             if draft.tree is None:
                 drafted = min(drafted, limit)
             depth = min(depth, drafted)
-            one.tokens += own
-            one.rounds.append((number, slot, drafted, depth, min(count, len(own)), len(own)))
-            tokens.append(own)
+            one.tokens += new_tokens
+            one.rounds.append((number, slot, drafted, depth, min(count, len(new_tokens)), len(new_tokens)))
+            tokens.append(new_tokens)
             report.append(rest)
         return Verified(
             logits,
@@ -433,8 +433,8 @@ class Engine:
                 value = self.clock.seconds(*value)
             elif isinstance(value, torch.Tensor):
                 value = value.tolist()
-            for slot, own in enumerate(each):
-                own[name] = value[slot] if isinstance(value, list) else value
+            for slot, stats in enumerate(each):
+                stats[name] = value[slot] if isinstance(value, list) else value
         return each
 
     def _generation(

@@ -114,15 +114,15 @@ class KVCache:
         The views of all layers are made at once: made in every layer anew they cost more than the copy of an entry.
         """
         self._first, self._write = lo, ctx.write_index
-        self._whole: tuple[torch.Tensor, ...] = ()  # keys and values of one layer after the other
+        self._views: tuple[torch.Tensor, ...] = ()  # keys and values of one layer after the other
         self._new: tuple[torch.Tensor, ...] = ()  # the part that the pass fills
         first = 0
         for segment in self.segments:
             flat = segment[max(lo - first, 0) : max(hi - first, 0)].flatten(0, 1)
-            whole = flat.narrow(1, 0, b).transpose(2, 3)
-            self._whole += whole.narrow(3, 0, ctx.kv_len).unbind(0)
+            view = flat.narrow(1, 0, b).transpose(2, 3)
+            self._views += view.narrow(3, 0, ctx.kv_len).unbind(0)
             if isinstance(ctx.write_index, int):
-                self._new += whole.narrow(3, ctx.write_index, n).unbind(0)
+                self._new += view.narrow(3, ctx.write_index, n).unbind(0)
             else:
                 self._new += flat.flatten(1, 2).unbind(0)
             first += segment.shape[0]
@@ -139,7 +139,7 @@ class KVCache:
             index = self._write.to(keys.device)
             self._new[i].index_copy_(0, index, keys.transpose(1, 2).flatten(0, 1))
             self._new[i + 1].index_copy_(0, index, values.transpose(1, 2).flatten(0, 1))
-        return self._whole[i], self._whole[i + 1]
+        return self._views[i], self._views[i + 1]
 
     def copy_slots(self, sources: torch.Tensor, destinations: torch.Tensor, kv_len: int) -> None:
         """Copies the first `kv_len` entries of the slots `sources` to the slots `destinations`, all at once."""

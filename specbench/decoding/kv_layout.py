@@ -75,8 +75,10 @@ class RaggedLayout:
         positions = batch.seq_lens.unsqueeze(1) - 1 + tree.offsets()[:, :there]
         visible = tree.visible[:, offset:there, :there]
         if start == longest:
-            own = positions[: tree.depths.shape[0]]
-            held = torch.cat([held[:, : start - offset].expand(own.shape[0], -1), own], dim=1)
+            tree_positions = positions[: tree.depths.shape[0]]
+            held = torch.cat(
+                [held[:, : start - offset].expand(tree_positions.shape[0], -1), tree_positions], dim=1
+            )
             return ForwardContext(kv_len, start, None, positions[:, offset:], held, visible)
         # The trees begin at different entries: what each token sees of all of them is written out.
         of_tree = span(batch.seq_lens - 1, there)
@@ -227,12 +229,12 @@ class AlignedLayout(RaggedLayout):
         steps = self._entries[:, :width]  # 0 is the pending token
         if path is None:
             gone = steps > count.unsqueeze(1)
-            self._ends[:b] = [end + 1 + kept for kept in counts]
+            self._ends[:b] = [end + 1 + accepted for accepted in counts]
         else:
             # Node i is entry 1 + i; after the path there are indices that are no nodes, or not kept.
-            kept = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
+            on_path = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
             gone = (steps > 0).repeat(b, 1)
-            gone.scatter_(1, (path + 1) * kept, False)
+            gone.scatter_(1, (path + 1) * on_path, False)
             self._ends[:b] = [end + width] * b  # not looked at on the host: the last node may lie anywhere
         self._held[:b, end : end + width].masked_fill_(gone, EMPTY)
 
@@ -250,9 +252,9 @@ class AlignedLayout(RaggedLayout):
         # Content in the order of its positions, holes in front of it; of the holes only as many as are needed.
         keys = held.masked_fill(held == EMPTY, -1)
         order = keys.argsort(dim=1, stable=True)[:, self._end - longest :]
-        kept = held.gather(1, order)
+        aligned = held.gather(1, order)
         self.cache.gather(order)
         held.fill_(EMPTY)
-        self._held[:b, :longest] = kept
+        self._held[:b, :longest] = aligned
         self._ends[:b] = [longest] * b
         self._end = longest

@@ -204,7 +204,7 @@ class Verified:
     draft: Draft
     report: list[list[int]] | None = None
 
-    def kept(self, states: torch.Tensor) -> torch.Tensor:
+    def accepted_states(self, states: torch.Tensor) -> torch.Tensor:
         """States or logits [b, 1 + k, d] with those of the pending token and the accepted nodes in front, in order.
 
         Of sequence i the first 1 + counts[i] are of use.

@@ -48,9 +48,9 @@ class Tree:
         n = 1 + len(parents[0])
         width = -(-n // 8)  # bytes of a set of nodes, a bit each
         sets, depths = bytearray(), []
-        for own in parents:
+        for tree_parents in parents:
             paths, deep = [1], [0]  # of the pending token: itself
-            for i, parent in enumerate(own, 1):
+            for i, parent in enumerate(tree_parents, 1):
                 paths.append(paths[1 + parent] | 1 << i)
                 deep.append(deep[1 + parent] + 1)
             for path in paths:

@@ -56,12 +56,12 @@ def certify(
     explains a missing one. So is an equal answer that goes on after its stop token.
     """
     ours, theirs = truncate_at_stop(answer, stop_ids), truncate_at_stop(reference, stop_ids)
-    for index, (expected, found) in enumerate(zip_longest(theirs, ours)):
-        if expected == found:
+    for index, (reference_token, answer_token) in enumerate(zip_longest(theirs, ours)):
+        if reference_token == answer_token:
             continue
-        if expected is None or found is None:
+        if reference_token is None or answer_token is None:
             return Certificate("violation", index, None, None)
-        margin, limit = margin_at(index, expected, found), noise()
+        margin, limit = margin_at(index, reference_token, answer_token), noise()
         return Certificate("tie" if abs(margin) <= limit else "violation", index, margin, limit)
     if len(answer) > len(ours):
         return Certificate("violation", len(ours), None, None)

@@ -66,6 +66,6 @@ class RunPlan:
         return repeat if seconds * (1 + 1 / repeat) <= self.max_minutes * 60 else None
 
 
-def whole(done: Mapping[int, int], questions: int) -> Collection[int]:
+def complete_passes(done: Mapping[int, int], questions: int) -> Collection[int]:
     """The passes that were made to their end."""
     return [repeat for repeat, count in done.items() if count == questions]

@@ -88,9 +88,11 @@ def least_disturbed(attempts: Sequence[Attempt]) -> tuple[dict[str, list[Generat
     # By arm: the attempt that each piece is taken from.
     sources = {arm: [chosen[stretch] for stretch, _, _ in pieces[0][arm]] for arm in first.answers}
     answers = {arm: [_joined(attempts, pieces, arm, sources[arm])] for arm in first.answers}
-    kept = [pieces[attempt][arm][number] for arm in sources for number, attempt in enumerate(sources[arm])]
-    disturbed = sum(seconds for _, seconds, degree in kept if degree > 1)
-    return answers, disturbed / sum(seconds for _, seconds, _ in kept)
+    chosen_pieces = [
+        pieces[attempt][arm][number] for arm in sources for number, attempt in enumerate(sources[arm])
+    ]
+    disturbed = sum(seconds for _, seconds, degree in chosen_pieces if degree > 1)
+    return answers, disturbed / sum(seconds for _, seconds, _ in chosen_pieces)
 
 
 Piece = tuple[int, float, float]  # stretch, seconds, disturbance of its slice
@@ -116,11 +118,11 @@ def _pieces(attempt: Attempt, arm: str) -> list[Piece]:
     if answer.prefill_seconds is None:
         return [(0, answer.seconds, max(one.degree for one in slices))]
     tokens = 1
-    found = [piece(tokens, answer.prefill_seconds)]
+    pieces = [piece(tokens, answer.prefill_seconds)]
     for step in answer.steps:
         tokens += step.emitted
-        found.append(piece(tokens, step.draft_seconds + step.verify_seconds + step.other_seconds))
-    return found
+        pieces.append(piece(tokens, step.draft_seconds + step.verify_seconds + step.other_seconds))
+    return pieces
 
 
 def _joined(

@@ -39,7 +39,7 @@ from specbench.measure.conductor import Conductor
 from specbench.measure.machine import provenance
 from specbench.measure.machine.speed import Probes
 from specbench.measure.metrics.statistics import Speedup
-from specbench.measure.plan import RunPlan, whole
+from specbench.measure.plan import RunPlan, complete_passes
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
 from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
@@ -227,20 +227,20 @@ class Job:
 
     def _interval(self) -> str:
         """The speedup and its interval over passes in words; empty where the interval was not looked at."""
-        found = self._speedup
-        return "" if found.width is None else f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+        speedup = self._speedup
+        return "" if speedup.width is None else f"{speedup.value:.3f} [{speedup.low:.3f}, {speedup.high:.3f}]"
 
     def _width(self, done: Counter) -> float | None:
         """The width of the interval over the whole passes; only looked at where passes may be added."""
-        passes = len(whole(done, len(self.questions)))
+        passes = len(complete_passes(done, len(self.questions)))
         if self.plan.precision is None or passes < self.plan.repeats:
             return None
         if self._passes != passes:
             # Late: pandas takes a second to import.
             from specbench.measure.metrics.summary import speedup_over_passes
 
-            known = read_json(self.run_dir / store.FACTS)
-            self._speedup = speedup_over_passes(self.journal.records, known)
+            recorded_facts = read_json(self.run_dir / store.FACTS)
+            self._speedup = speedup_over_passes(self.journal.records, recorded_facts)
             self._passes = passes
         return self._speedup.width
 

@@ -29,7 +29,7 @@ def warm_up(setup: Setup, protocol: Protocol) -> None:
         setup.answers(name, ends if name == SINGLE else _filled(setup, ends))
 
 
-def choose_threads(setup: Setup, protocol: Protocol, threads_asked: int | None) -> threads.Threads:
+def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | None) -> threads.Threads:
     """Sets torch's threads for all arms: as asked, or as many as baseline and method together are fastest with.
 
     It is measured on the first warm-up question (batches: on as many as fill one).
@@ -42,7 +42,7 @@ def choose_threads(setup: Setup, protocol: Protocol, threads_asked: int | None) 
             setup.answers(name, requests)
 
     on_cpu = setup.pair.device.type == "cpu"
-    return threads.use_threads(threads_asked, work if on_cpu else None, lambda: choose_layouts(setup))
+    return threads.use_threads(requested_threads, work if on_cpu else None, lambda: choose_layouts(setup))
 
 
 def choose_layouts(setup: Setup, chosen: dict | None = None) -> dict:

@@ -162,7 +162,7 @@ class Expansion:
         rotary += [new.head_dim // 2 + i for i in rotary]
         heads = [(kv, kv * new.group + i) for kv in range(old.kv_heads) for i in range(old.group)]
         # Where each old entry of an axis stands in the new one.
-        self._places = {
+        self._indices = {
             "hidden": list(range(old.hidden)),
             "inner": list(range(old.inner)),
             "tokens": list(range(old.vocab)),
@@ -267,9 +267,9 @@ class Expansion:
         """Where the old entries of an axis of a weight stand; along "hidden" several states may lie side by side."""
         import torch
 
-        places = torch.tensor(self._places[axis], device=device)
-        states = length // len(places)
-        return torch.cat([places + i * self.new.hidden for i in range(states)])
+        indices = torch.tensor(self._indices[axis], device=device)
+        states = length // len(indices)
+        return torch.cat([indices + i * self.new.hidden for i in range(states)])
 
     def _exclude_added_tokens(self, module: torch.nn.Module) -> None:
         """Gives every added token a logit below -200, so that it is neither chosen nor drawn.
@@ -340,8 +340,8 @@ def embedded(pair_cfg: DictConfig) -> DictConfig:
     from omegaconf import DictConfig, OmegaConf
 
     files = [OmegaConf.load(CONF / "pair" / f"{name}.yaml") for name in ("_base", EMBEDDED)]
-    own = {key: pair_cfg[key] for key in OWN}
-    merged = OmegaConf.merge(*files, own)
+    retained = {key: pair_cfg[key] for key in OWN}
+    merged = OmegaConf.merge(*files, retained)
     assert isinstance(merged, DictConfig)
     del merged["defaults"]
     return merged

@@ -101,14 +101,16 @@ def own_tokens(tokenizer: Any, count: int) -> Any:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
     special = {name: getattr(tokenizer, name) for name in SPECIAL}
-    known = {
+    special_tokens = {
         name: token
         for name, token in special.items()
         if token is not None and tokenizer.convert_tokens_to_ids(token) < count
     }
-    own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)), **known)
-    own.chat_template = tokenizer.chat_template
-    return own
+    trimmed = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), **special_tokens
+    )
+    trimmed.chat_template = tokenizer.chat_template
+    return trimmed
 
 
 def _convert(path: Path, digest: str, folder: Path) -> None:

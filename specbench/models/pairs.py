@@ -130,8 +130,10 @@ class Pair:
 
     def decode(self, ids: list[int]) -> str:
         """The text of an answer, without its stop token and other special tokens."""
-        kept = [i for i in ids if i not in self.stop_ids]
-        text: Any = self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text_ids = [i for i in ids if i not in self.stop_ids]
+        text: Any = self.tokenizer.decode(
+            text_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
 
@@ -203,10 +205,10 @@ def with_part(pair_cfg: DictConfig, folder: str | None) -> DictConfig:
     """A pair's configuration with a trained part as draft model: whole, and of as many layers as it has."""
     from omegaconf import OmegaConf
 
-    own: dict[str, Any] = {"draft": folder, "draft_layers": None}
+    part_settings: dict[str, Any] = {"draft": folder, "draft_layers": None}
     if pair_cfg.init == "expanded" and pair_cfg.draft_shape is not None:
-        own["draft_shape"] = {"num_hidden_layers": None}
-    merged: Any = OmegaConf.merge(pair_cfg, own)
+        part_settings["draft_shape"] = {"num_hidden_layers": None}
+    merged: Any = OmegaConf.merge(pair_cfg, part_settings)
     return merged
 
 
@@ -333,8 +335,10 @@ class _Source:
             assert self.shape is not None  # else the small files would have been fetched
             return AutoConfig.for_model(**plain(self.shape))
         with _one_line(self):
-            whole = AutoConfig.from_pretrained(self.folder, trust_remote_code=self.cfg.trust_remote_code)
-        return whole.get_text_config()
+            full_config = AutoConfig.from_pretrained(
+                self.folder, trust_remote_code=self.cfg.trust_remote_code
+            )
+        return full_config.get_text_config()
 
     def has_tokenizer(self) -> bool:
         """Whether the folder holds a file that makes a tokenizer."""
@@ -435,15 +439,15 @@ def cut(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
         per_layer = isinstance(value, list | tuple) and len(value) == depth
         if per_layer and not name.endswith("_token_id"):  # a model can have as many stop tokens as layers
             setattr(config, name, type(value)(value[i] for i in layers))
-    shorter, kept = type(model)(config).float(), {}
+    shorter, weights = type(model)(config).float(), {}
     for name, weight in model.state_dict().items():
         prefix, _, rest = name.partition("layers.")
         number, _, rest = rest.partition(".")
         if not number:
-            kept[name] = weight
+            weights[name] = weight
         elif int(number) in layers:
-            kept[f"{prefix}layers.{layers.index(int(number))}.{rest}"] = weight
-    shorter.load_state_dict(kept)
+            weights[f"{prefix}layers.{layers.index(int(number))}.{rest}"] = weight
+    shorter.load_state_dict(weights)
     shorter.generation_config = copy.deepcopy(model.generation_config)
     return shorter.to(model.device).eval()
 

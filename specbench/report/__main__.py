@@ -51,8 +51,8 @@ def report(runs: list[Run], left_out: list[SkippedRun], out: Path, first: list[T
     summary_frame(runs).to_csv(out / "runs.csv", index=False)
     images = plots.save(drawn, out / "plots")
     notes = [*tables.notes(runs), *differing_training(run.summary for run in runs)]
-    whole = page.page(runs, left_out, side_by_side, images, notes, published)
-    (out / "index.html").write_text(whole, encoding="utf-8")
+    html = page.page(runs, left_out, side_by_side, images, notes, published)
+    (out / "index.html").write_text(html, encoding="utf-8")
     return out / "index.html"
 
 

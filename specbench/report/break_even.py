@@ -79,13 +79,13 @@ def crossing(points: Mapping[float, float], draft_length: int) -> float:
     """
     from scipy.optimize import bisect  # late: few reports need it
 
-    known = sorted(points.items())
-    below = [place for place, (_, speedup) in enumerate(known) if speedup < 1]
+    curve = sorted(points.items())
+    below = [index for index, (_, speedup) in enumerate(curve) if speedup < 1]
     if not below:
         return -math.inf
-    if below[-1] == len(known) - 1:
+    if below[-1] == len(curve) - 1:
         return math.inf
-    ends = known[below[-1] : below[-1] + 2]
+    ends = curve[below[-1] : below[-1] + 2]
     acceptances = [acceptance for acceptance, _ in ends]
     costs = [math.log(expected_length(acceptance, draft_length) / speedup) for acceptance, speedup in ends]
 
@@ -110,8 +110,10 @@ def _of_runs(overall: Mapping[float, Mapping], draft_length: int) -> BreakEven:
 def _settings(summary: Mapping) -> dict:
     """The settings of whatever drafts."""
     settings = summary["settings"]
-    own = {key.removeprefix("drafter."): value for key, value in settings.items() if "drafter." in key}
-    return own or settings
+    drafter_settings = {
+        key.removeprefix("drafter."): value for key, value in settings.items() if "drafter." in key
+    }
+    return drafter_settings or settings
 
 
 def _setting(summary: Mapping, name: str) -> float | None:
@@ -123,5 +125,5 @@ def _setting(summary: Mapping, name: str) -> float | None:
 def _reduced(summary: Mapping) -> dict:
     """The summary without the settings that a curve is drawn over, or named by."""
     left_out = (ACCEPTANCE, LENGTH, COST)
-    kept = {k: v for k, v in summary["settings"].items() if k.removeprefix("drafter.") not in left_out}
-    return dict(summary) | {"settings": kept}
+    settings = {k: v for k, v in summary["settings"].items() if k.removeprefix("drafter.") not in left_out}
+    return dict(summary) | {"settings": settings}

@@ -44,12 +44,12 @@ class Finding:
     """What runs say of a claim.
 
     Attributes:
-        found: what was measured; None: no run for it.
+        estimate: what was measured; None: no run for it.
         remark: what it rests on.
         verdict: what it comes to.
     """
 
-    found: Speedup | None
+    estimate: Speedup | None
     remark: str
     verdict: str
 
@@ -88,7 +88,7 @@ def check(claim: Mapping, runs: list[Run]) -> Checked:
     if "ours" in claim:
         others[claim["ours"]["method"]] = {**claim, "of": claim["of"] | claim["ours"]}
     beside = {name: _on_pairs(other, _tuned(runs))[0] for name, other in others.items()}
-    shown = {name: one for name, one in beside.items() if one.found is not None and one != fitting}
+    shown = {name: one for name, one in beside.items() if one.estimate is not None and one != fitting}
     return Checked(claim, fitting, small, shown)
 
 
@@ -100,7 +100,7 @@ def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]
     small = find(claim, [run for run in runs if _matches(SMALL, run)])
     if claim.get("what") != "acceptance_length":
         return fitting, small
-    return (small if fitting.found is None else fitting), None
+    return (small if fitting.estimate is None else fitting), None
 
 
 def _tuned(runs: list[Run]) -> list[Run]:
@@ -116,13 +116,13 @@ def _tuned(runs: list[Run]) -> list[Run]:
 def find(claim: Mapping, runs: list[Run]) -> Finding:
     """What some runs say of a claim."""
     measured = MEASURES[claim["measure"]](claim, runs)
-    found, remark = measured or (None, "no run for it")
-    if found is None or found.value is None:
+    estimate, remark = measured or (None, "no run for it")
+    if estimate is None or estimate.value is None:
         return Finding(None, remark, "not measured")
-    return Finding(found, remark, verdict(found, claim, claim["measure"] in COUNTED))
+    return Finding(estimate, remark, verdict(estimate, claim, claim["measure"] in COUNTED))
 
 
-def verdict(found: Speedup, claim: Mapping, counted: bool = False) -> str:
+def verdict(estimate: Speedup, claim: Mapping, counted: bool = False) -> str:
     """The verdict on a claim.
 
     - supported: also the worse end of the interval (or a number that was counted) meets the bound.
@@ -130,14 +130,14 @@ def verdict(found: Speedup, claim: Mapping, counted: bool = False) -> str:
     - inconclusive: only the better end does.
     - not supported: neither end does.
     """
-    value = cast("float", found.value)
-    low, high = (value if end is None else end for end in (found.low, found.high))
+    value = cast("float", estimate.value)
+    low, high = (value if end is None else end for end in (estimate.low, estimate.high))
     if "at_least" in claim:
         worst, middle, best, bound = low, value, high, claim["at_least"]
     else:
         worst, middle, best, bound = -high, -value, -low, -claim["at_most"]
     if middle >= bound:
-        sure = worst >= bound and (counted or found.low is not None)
+        sure = worst >= bound and (counted or estimate.low is not None)
         return "supported" if sure else "supported (point estimate)"
     return "inconclusive" if best >= bound else "not supported"
 
@@ -166,12 +166,12 @@ def claims_table(checked: list[Checked]) -> Table:
             claim["name"],
             claim["bound"],
             f"{claim['paper']['figure']}\n{claim['paper']['source']}",
-            f"{_shown(one.fitting.found)}\nasked: {bound}",
+            f"{_shown(one.fitting.estimate)}\nasked: {bound}",
             Text(one.fitting.verdict, style=STYLES[one.fitting.verdict]),
-            f"{settings if one.fitting.found else ''}{one.fitting.remark}",
-            "\n".join(f"{name}: {_shown(other.found)}" for name, other in one.beside.items())
+            f"{settings if one.fitting.estimate else ''}{one.fitting.remark}",
+            "\n".join(f"{name}: {_shown(other.estimate)}" for name, other in one.beside.items())
             or tables.UNKNOWN,
-            tables.UNKNOWN if one.small is None else f"{_shown(one.small.found)}\n{one.small.verdict}",
+            tables.UNKNOWN if one.small is None else f"{_shown(one.small.estimate)}\n{one.small.verdict}",
         )
     return table
 
@@ -184,10 +184,12 @@ def markdown(checked: list[Checked], runs: list[Run]) -> str:
 
 def measured_on(runs: list[Run]) -> str:
     """When, where and of which code the runs are, in a sentence."""
-    known = [run.provenance for run in runs if run.provenance is not None]
-    days = sorted({one["time"][:10] for one in known})
-    machines = sorted({f"{one['machine']['cpu']}, {one['machine']['usable_cores']} cores" for one in known})
-    commits = sorted({one["git"]["commit"][:8] for one in known if one["git"]})
+    provenances = [run.provenance for run in runs if run.provenance is not None]
+    days = sorted({one["time"][:10] for one in provenances})
+    machines = sorted(
+        {f"{one['machine']['cpu']}, {one['machine']['usable_cores']} cores" for one in provenances}
+    )
+    commits = sorted({one["git"]["commit"][:8] for one in provenances if one["git"]})
     facts = [
         f"{len(runs)} runs",
         " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
@@ -229,7 +231,7 @@ def renew(page: Path, checked: list[Checked], runs: list[Run]) -> None:
 def speedup(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     """Overall speedup of a run."""
     run = _last(claim["of"], runs)
-    return None if run is None else (_speedup(run.summary["overall"]), _asked(run))
+    return None if run is None else (_speedup(run.summary["overall"]), _question_count(run))
 
 
 def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -240,7 +242,7 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     value = run.summary["overall"]
     for key in claim["what"].split("."):
         value = None if value is None else value.get(key)
-    return Speedup(value, None, None), _asked(run)
+    return Speedup(value, None, None), _question_count(run)
 
 
 def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -254,17 +256,17 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     ours = _last_of_each([claim["of"] | ({key: value} if key else {}) for value in values], runs)
     if not ours or (key and len(values) < 2):
         return None
-    places = [{name: run.summary[name] for name in same} for run in ours]
-    others = [_last_of_each([choice | place for place in places], runs) for choice in claim["against"]]
+    contexts = [{name: run.summary[name] for name in same} for run in ours]
+    others = [_last_of_each([choice | context for context in contexts], runs) for choice in claim["against"]]
     if not all(others):
         return None
     frames = [run.parts(what) for run in ours]
-    found = []
+    comparisons = []
     for other in others:
         theirs = [run.parts(what) for run in other]
         processes = [run.parts_by_process(what) for run in (*other, *ours)]
-        found.append((*metrics.relative(theirs, frames, processes), other[0]))
-    weakest = min(found, key=lambda item: item[0].value or 0)
+        comparisons.append((*metrics.relative(theirs, frames, processes), other[0]))
+    weakest = min(comparisons, key=lambda item: item[0].value or 0)
     ratio, count, unit, against = weakest
     batch = f", batch {against.summary['batch_size']}" if against.unit == POOL else ""
     means = f", means over {len(values)} values of {key}" if key else ""
@@ -309,8 +311,8 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     both = [pair for pair in both if all(map(_parameters, pair))]
     if not both:
         return None
-    own = [pair for pair in both if _form(pair[1]) == OWN_HEAD]
-    pair = (own or both)[-1]
+    with_own_head = [pair for pair in both if _form(pair[1]) == OWN_HEAD]
+    pair = (with_own_head or both)[-1]
     count, of_other = map(_parameters, pair)
     forms = [f" ({_form(run)})" if _form(run) else "" for run in pair]
     return Speedup(count / of_other, None, None), f"{count:,}{forms[0]} against {of_other:,}{forms[1]}"
@@ -332,9 +334,9 @@ def _matches(choice: Mapping, run: Run) -> bool:
 
 def _last(choice: Mapping, runs: list[Run]) -> Run | None:
     """The last run that matches; of one whose weights come in two forms, the last of those with their own head."""
-    found = [run for run in runs if _matches(choice, run)]
-    own = [run for run in found if _form(run) == OWN_HEAD]
-    return next(reversed(own or found), None)
+    matching = [run for run in runs if _matches(choice, run)]
+    with_own_head = [run for run in matching if _form(run) == OWN_HEAD]
+    return next(reversed(with_own_head or matching), None)
 
 
 def _last_of_each(choices: list[dict], runs: list[Run]) -> list[Run]:
@@ -362,12 +364,12 @@ def _speedup(numbers: Mapping) -> Speedup:
     return Speedup(numbers["speedup"], numbers["speedup_low"], numbers["speedup_high"])
 
 
-def _asked(run: Run) -> str:
+def _question_count(run: Run) -> str:
     return f"{run.summary['overall']['questions']} questions"
 
 
-def _shown(found: Speedup | None) -> str:
-    if found is None or found.value is None:
+def _shown(estimate: Speedup | None) -> str:
+    if estimate is None or estimate.value is None:
         return tables.UNKNOWN
-    value = f"{found.value:.3g}" if found.value < 0.1 else f"{found.value:.2f}"
-    return value if found.low is None else f"{value} [{found.low:.2f}, {found.high:.2f}]"
+    value = f"{estimate.value:.3g}" if estimate.value < 0.1 else f"{estimate.value:.2f}"
+    return value if estimate.low is None else f"{value} [{estimate.low:.2f}, {estimate.high:.2f}]"

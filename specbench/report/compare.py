@@ -48,17 +48,17 @@ def at_least_two(runs: list[Run]) -> None:
 def differing_questions(runs: list[Run]) -> list[str]:
     """One line for each run that did not ask what the first asked: other questions, or other prompts."""
     first, *others = runs
-    asked = _prompts(first)
+    first_prompts = _prompts(first)
     lines = []
     for run in others:
         prompts = _prompts(run)
-        shared = asked.keys() & prompts.keys()
-        if len(shared) < max(len(asked), len(prompts)):
+        shared = first_prompts.keys() & prompts.keys()
+        if len(shared) < max(len(first_prompts), len(prompts)):
             lines.append(
-                f"{run.name} answered {len(prompts)} turns, {first.name} {len(asked)}: "
+                f"{run.name} answered {len(prompts)} turns, {first.name} {len(first_prompts)}: "
                 f"only the {len(shared)} in both count"
             )
-        differing = sum(asked[turn] != prompts[turn] for turn in shared)
+        differing = sum(first_prompts[turn] != prompts[turn] for turn in shared)
         if differing:
             lines.append(
                 f"{run.name} had other prompts than {first.name} in {differing} of {len(shared)} turns"
@@ -96,11 +96,11 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     table = tables.PlainTable(f"{title} {names[0]}", foot)
     table.add_columns("task", no_wrap=True)
     table.add_columns(*names[1:], justify="right", overflow="fold")
-    found = [relative(first, run, metric) for run in others]
+    by_run = [relative(first, run, metric) for run in others]
     tasks = task_names(run.summary for run in runs)
-    asked = [task for task in (*tasks, "overall") if any(task in of_run for of_run in found)]
-    for task in asked:
-        table.add_row(task, *(_difference(of_run.get(task)) for of_run in found))
+    rows = [task for task in (*tasks, "overall") if any(task in of_run for of_run in by_run)]
+    for task in rows:
+        table.add_row(task, *(_difference(of_run.get(task)) for of_run in by_run))
     return table
 
 
@@ -148,10 +148,10 @@ def _prompts(run: Run) -> dict[tuple[int, int], str]:
     }
 
 
-def _difference(found: metrics.Relative | None) -> Text:
-    if found is None or found.ratio.value is None:
+def _difference(difference: metrics.Relative | None) -> Text:
+    if difference is None or difference.ratio.value is None:
         return Text(tables.UNKNOWN)
-    ratio, count, unit = found
+    ratio, count, unit = difference
     return tables.ratio_text(ratio.value, ratio.low, ratio.high).append(
         f", {tables.paired_over(count, unit)}"
     )

@@ -87,8 +87,8 @@ def as_json(judged: list[Judged]) -> str:
 def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: tuple[str, ...]) -> Judged:
     hindrances = [*_differing(first, run, allow), *differing_questions([first, run])]
     hindrances += without_difference([first, run])
-    found = relative(first, run, metric).get("overall")
-    ratio, count, unit = found or (None, 0, "question")
+    overall = relative(first, run, metric).get("overall")
+    ratio, count, unit = overall or (None, 0, "question")
     value, low, high = (ratio.value, ratio.low, ratio.high) if ratio else (None, None, None)
     if high is None and not hindrances:
         hindrances.append("there is no interval: it takes six questions that both answered")
@@ -105,5 +105,5 @@ def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: t
 def _differing(first: Run, run: Run, allow: tuple[str, ...]) -> list[str]:
     if first.provenance is None or run.provenance is None:
         return ["a run has no provenance that can be read"]
-    found = provenance.differences(first.provenance, run.provenance)
-    return [line for line in found if not line.startswith(allow)]
+    differences = provenance.differences(first.provenance, run.provenance)
+    return [line for line in differences if not line.startswith(allow)]

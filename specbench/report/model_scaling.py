@@ -25,25 +25,27 @@ def by_size(summaries: Iterable[Mapping]) -> dict[str, dict[int, Mapping]]:
         By label, then bytes of weights that a target's pass reads, rising; labels with one size alone are left out.
     """
     expanded = _with(summaries, "expanded")
-    found: dict[str, dict[int, Mapping]] = {}
+    by_label: dict[str, dict[int, Mapping]] = {}
     for label, summary in zip(labels(expanded, without=("anatomy",)), expanded):
-        found.setdefault(label, {})[summary["target_pass_bytes"]] = summary
-    return {label: dict(sorted(sizes.items())) for label, sizes in found.items() if len(sizes) >= LEAST_SIZES}
+        by_label.setdefault(label, {})[summary["target_pass_bytes"]] = summary
+    return {
+        label: dict(sorted(sizes.items())) for label, sizes in by_label.items() if len(sizes) >= LEAST_SIZES
+    }
 
 
 def of_other_models(
-    summaries: Iterable[Mapping], found: Mapping[str, Mapping[int, Mapping]]
+    summaries: Iterable[Mapping], by_label: Mapping[str, Mapping[int, Mapping]]
 ) -> dict[str, dict[str, Mapping]]:
-    """The last run of each method of `found` on each model that was not expanded, of one sequence at a time.
+    """The last run of each method of `by_label` on each model that was not expanded, of one sequence at a time.
 
     Args:
         summaries: of any runs.
-        found: as `by_size` gives it.
+        by_label: as `by_size` gives it.
 
     Returns:
-        By the model (pair, and dtype where it is not float32), then by the label that the method has in `found`.
+        By the model (pair, and dtype where it is not float32), then by the label that the method has in `by_label`.
     """
-    labels_of = {next(iter(sizes.values()))["method"]: label for label, sizes in found.items()}
+    labels_of = {next(iter(sizes.values()))["method"]: label for label, sizes in by_label.items()}
     others: dict[str, dict[str, Mapping]] = {}
     for summary in _with(summaries, "pretrained"):
         if summary["method"] in labels_of:
@@ -58,10 +60,10 @@ def _with(summaries: Iterable[Mapping], weights: str) -> list[Mapping]:
     return [one for one in of_one if one["weights"] == weights and one.get("target_pass_bytes")]
 
 
-def baseline_fractions(found: Mapping[str, Mapping[int, Mapping]]) -> dict[int, float]:
+def baseline_fractions(by_label: Mapping[str, Mapping[int, Mapping]]) -> dict[int, float]:
     """The baseline's share of the memory-bandwidth ceiling by size: the median over the runs that measured it."""
     fractions: dict[int, list[float]] = {}
-    for sizes in found.values():
+    for sizes in by_label.values():
         for size, summary in sizes.items():
             fraction = summary["baseline"]["bandwidth_fraction"]
             if fraction is not None:

@@ -52,37 +52,37 @@ def page(
 
 def _run(label: str, run: Run) -> dict:
     # Folders of older versions may hold secrets that those did not know.
-    found = provenance.without_secrets(run.provenance)
-    config = found and yaml.dump(found["config"], Dumper=DUMPER, **YAML)
+    origin = provenance.without_secrets(run.provenance)
+    config = origin and yaml.dump(origin["config"], Dumper=DUMPER, **YAML)
     return {
         "name": run.name,
         "label": label,
         "table": formats.html(tables.run_table(run.summary)),
-        "provenance": _provenance(found),
+        "provenance": _provenance(origin),
         "config": config,
     }
 
 
-def _provenance(found: dict | None) -> list[tuple[str, str]]:
+def _provenance(origin: dict | None) -> list[tuple[str, str]]:
     """What a reader wants to know of where a run comes from; the whole of it is in its folder."""
-    if found is None:
+    if origin is None:
         return [("provenance", "none that can be read")]
-    git, machine = found["git"], found["machine"]
+    git, machine = origin["git"], origin["machine"]
     commit = "no repository"
     if git is not None:  # a folder that was uploaded may hold the checksum of the difference alone
         unchanged = not git["diff"] if "diff" in git else git["diff_sha256"] == provenance.NO_DIFF
         commit = git["commit"] + ("" if unchanged else ", changed")
     gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or "no GPU"
     return [
-        ("begun", found["time"]),
-        ("command", " ".join(found["command"])),
+        ("begun", origin["time"]),
+        ("command", " ".join(origin["command"])),
         ("machine", f"{machine['cpu']}, {machine['usable_cores']} of {machine['cores']} cores, {gpus}"),
-        ("threads", ", ".join(f"{name} {count}" for name, count in found["threads"].items())),
-        ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
-        ("load when it began", ", ".join(f"{load:.2f}" for load in found["load_average"])),
-        ("code", f"{commit}; sha256 {found['source_sha256'][:SHOWN_OF_A_DIGEST]}"),
+        ("threads", ", ".join(f"{name} {count}" for name, count in origin["threads"].items())),
+        ("versions", ", ".join(f"{name} {version}" for name, version in origin["versions"].items())),
+        ("load when it began", ", ".join(f"{load:.2f}" for load in origin["load_average"])),
+        ("code", f"{commit}; sha256 {origin['source_sha256'][:SHOWN_OF_A_DIGEST]}"),
         (
             "questions",
-            f"{found['questions']['path']}; sha256 {found['questions']['sha256'][:SHOWN_OF_A_DIGEST]}",
+            f"{origin['questions']['path']}; sha256 {origin['questions']['sha256'][:SHOWN_OF_A_DIGEST]}",
         ),
     ]

@@ -72,12 +72,12 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
 
     Of runs that share a label the last is shown, and of many the fastest; the title names those that are left out.
     """
-    found = latest(runs)
-    of_one = [(label, run) for label, run in found if run.unit == QUESTION]
+    labelled = latest(runs)
+    of_one = [(label, run) for label, run in labelled if run.unit == QUESTION]
     single, cut_single = chosen(of_one)
     points, cut_points = chosen(of_one, MOST_POINTS)
-    shown, cut = chosen(found)
-    summaries = [run.summary for _, run in found]
+    shown, cut = chosen(labelled)
+    summaries = [run.summary for _, run in labelled]
     with rc_context(LOOK):
         plots = {
             "speedup_by_task": (speedup_by_task(single), cut_single),
@@ -121,10 +121,10 @@ def svg(figure: Figure) -> bytes:
 def chosen(named: list[tuple[str, Run]], most: int = MAX_SERIES) -> tuple[list[PlottedRun], str]:
     """The runs to draw, and a title where some are left out."""
     fastest = sorted(named, key=lambda pair: -(pair[1].summary["overall"]["speedup"] or 0))[:most]
-    kept = {label for label, _ in fastest}
+    fastest_labels = {label for label, _ in fastest}
     shown = [
-        PlottedRun(label, run.summary, PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)])
-        for place, (label, run) in enumerate(pair for pair in named if pair[0] in kept)
+        PlottedRun(label, run.summary, PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)])
+        for index, (label, run) in enumerate(pair for pair in named if pair[0] in fastest_labels)
     ]
     return shown, f"the {most} fastest of {len(named)} runs" if len(named) > most else ""
 
@@ -140,9 +140,9 @@ def speedup_by_task(runs: list[PlottedRun]) -> Figure | None:
     if not runs:
         return None
     axes = _axes(8, 1.2 + 0.12 * len(rows) * max(4, len(runs)))
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         blocks = [run.summary["tasks"].get(task) for task in tasks] + [run.overall]
-        at = [row + 0.8 * ((place + 0.5) / len(runs) - 0.5) for row in range(len(rows))]
+        at = [row + 0.8 * ((index + 0.5) / len(runs) - 0.5) for row in range(len(rows))]
         _points(axes, run, [(block, y) for block, y in zip(blocks, at) if block], across=True)
     axes.axvline(1, color="black", linewidth=1)
     for row in range(1, len(rows)):
@@ -186,8 +186,8 @@ def mbsu_and_speedup(runs: list[PlottedRun]) -> Figure | None:
     axes.plot([low, high], [low, high], color="grey", linestyle="--", linewidth=1)
     axes.set(xlim=(low, high), ylim=(low, high), xlabel="memory-bound speedup (MBSU)")
     axes.set_ylabel("speedup (95 % interval)")
-    said = "below the line: passes cost more than reading their weights; above it: less"
-    axes.set_title(said, fontsize=8, loc="left")
+    title = "below the line: passes cost more than reading their weights; above it: less"
+    axes.set_title(title, fontsize=8, loc="left")
     return _legend(axes)
 
 
@@ -206,9 +206,9 @@ def time_by_part(runs: list[PlottedRun]) -> Figure | None:
             left += widths
     keys = ("tokens_per_second", "hf_generate_tokens_per_second")
     rates = [max(filter(None, (run.summary["baseline"][key] for key in keys)), default=None) for run in runs]
-    known = [(1e3 / rate, place) for place, rate in enumerate(rates) if rate]
-    for i, (at, place) in enumerate(known):
-        axes.plot([at, at], [place - 0.4, place + 0.4], color="black", linewidth=2,
+    baselines = [(1e3 / rate, index) for index, rate in enumerate(rates) if rate]
+    for i, (at, index) in enumerate(baselines):
+        axes.plot([at, at], [index - 0.4, index + 0.4], color="black", linewidth=2,
                   label=None if i else "baseline")  # fmt: skip
     names = [_wrapped(run.label) for run in runs]
     axes.set(yticks=range(len(runs)), xlabel="milliseconds per token")
@@ -254,10 +254,10 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
     axes = _axes(6.5, 4)
     if len(lines) > MAX_SERIES:
         axes.set_title(f"the {MAX_SERIES} fastest of {len(lines)} lines", fontsize=8)
-    for place, (name, line) in enumerate(shown.items()):
-        known = sorted(line)
-        axes.plot(known, [line[size] for size in known], label=name, color=PALETTE[place % len(PALETTE)],
-                  marker=MARKERS[place % len(MARKERS)])  # fmt: skip
+    for index, (name, line) in enumerate(shown.items()):
+        line_sizes = sorted(line)
+        axes.plot(line_sizes, [line[size] for size in line_sizes], label=name, color=PALETTE[index % len(PALETTE)],
+                  marker=MARKERS[index % len(MARKERS)])  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set(xticks=sizes, xticklabels=sizes, xlabel="rows in a batch", ylabel="tokens per second")
     axes.set_ylim(bottom=0)
@@ -275,14 +275,14 @@ def break_even(summaries: Iterable[dict]) -> Figure | None:
     cut = f" ({PANELS} of {len(curves)} are drawn)" if len(curves) > PANELS else ""
     lengths = sorted({length for curve in shown.values() for length, _ in curve})
     sizes = sorted({size for curve in shown.values() for _, size in curve})
-    ends = [end for curve in shown.values() for found in curve.values() for end in found.measured]
+    ends = [end for curve in shown.values() for point in curve.values() for end in point.measured]
     low, high = min(ends), max(ends)
     edge = 0.08 * (high - low)
     for axes, (name, curve) in zip(panels, shown.items()):
-        for place, length in enumerate(lengths):
-            found = {size: curve[length, size] for size in sizes if (length, size) in curve}
-            apart = 2 ** (0.12 * (place - (len(lengths) - 1) / 2))  # side by side, on an axis that doubles
-            _break_even_line(axes, found, place, f"{length} draft tokens", apart, (low - edge, high + edge))
+        for index, length in enumerate(lengths):
+            points = {size: curve[length, size] for size in sizes if (length, size) in curve}
+            apart = 2 ** (0.12 * (index - (len(lengths) - 1) / 2))  # side by side, on an axis that doubles
+            _break_even_line(axes, points, index, f"{length} draft tokens", apart, (low - edge, high + edge))
         axes.axhspan(low - edge, low, color="#EEEEEE", zorder=0)
         axes.axhspan(high, high + edge, color="#EEEEEE", zorder=0)
         axes.set_xscale("log", base=2)
@@ -303,34 +303,40 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
     Models that were not expanded are single points, with their names beside them.
     """
     summaries = list(summaries)
-    found = dict(list(by_size(summaries).items())[:MAX_SERIES])
-    if not found:
+    by_label = dict(list(by_size(summaries).items())[:MAX_SERIES])
+    if not by_label:
         return None
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     bandwidth, speedups, reached = figure.subplots(1, 3)
-    fractions = baseline_fractions(found)
+    fractions = baseline_fractions(by_label)
     bandwidth.plot([size / 1e6 for size in fractions], list(fractions.values()), "o-", color=PALETTE[6])
     bandwidth.set(ylabel="baseline / memory-bandwidth ceiling", ylim=(0, None))
-    drafting = {name: sizes for name, sizes in found.items() if _drafts(sizes)}
-    for place, (name, sizes) in enumerate(drafting.items()):
+    drafting = {name: sizes for name, sizes in by_label.items() if _drafts(sizes)}
+    for index, (name, sizes) in enumerate(drafting.items()):
         style: dict[str, Any] = {
-            "color": PALETTE[place % len(PALETTE)],
-            "marker": MARKERS[place % len(MARKERS)],
+            "color": PALETTE[index % len(PALETTE)],
+            "marker": MARKERS[index % len(MARKERS)],
             "markersize": 5,
         }
         numbers = {size / 1e6: summary["overall"] for size, summary in sizes.items()}
-        known = {size: one for size, one in numbers.items() if one["speedup"] and one["mbsu"]}
-        values = [one["speedup"] for one in known.values()]
-        speedups.errorbar(list(known), values, yerr=_error_bars(known.values()), capsize=2, **style)
+        comparable = {size: one for size, one in numbers.items() if one["speedup"] and one["mbsu"]}
+        values = [one["speedup"] for one in comparable.values()]
+        speedups.errorbar(list(comparable), values, yerr=_error_bars(comparable.values()), capsize=2, **style)
         speedups.plot(
-            list(known), [one["mbsu"] for one in known.values()], "--", color=style["color"], linewidth=1
+            list(comparable),
+            [one["mbsu"] for one in comparable.values()],
+            "--",
+            color=style["color"],
+            linewidth=1,
         )
         # MBSU is of the rounds alone: so is the speedup that is held against it.
         decoding = {
-            size: one["decode_speedup"] / one["mbsu"] for size, one in known.items() if one["decode_speedup"]
+            size: one["decode_speedup"] / one["mbsu"]
+            for size, one in comparable.items()
+            if one["decode_speedup"]
         }
         reached.plot(list(decoding), list(decoding.values()), label=name, **style)
-    more = _other_models(of_other_models(summaries, found), list(drafting), (bandwidth, speedups, reached))
+    more = _other_models(of_other_models(summaries, by_label), list(drafting), (bandwidth, speedups, reached))
     speedups.plot([], [], "--", color="grey", linewidth=1, label="MBSU")
     speedups.legend(fontsize=7, loc="upper left")
     speedups.axhline(1, color="grey", linewidth=0.7)
@@ -367,10 +373,10 @@ def _other_models(
     for name, runs in models.items():
         size = next(iter(runs.values()))["target_pass_bytes"] / 1e6
         shares = [run["baseline"]["bandwidth_fraction"] for run in runs.values()]
-        if known := [share for share in shares if share is not None]:
-            bandwidth.plot([size], [median(known)], "*", color=PALETTE[6], markersize=9)
+        if measured_shares := [share for share in shares if share is not None]:
+            bandwidth.plot([size], [median(measured_shares)], "*", color=PALETTE[6], markersize=9)
             bandwidth.annotate(
-                name, (size, median(known)), (0, 6), textcoords="offset points", ha="center", size=6
+                name, (size, median(measured_shares)), (0, 6), textcoords="offset points", ha="center", size=6
             )
         for label, run in runs.items():
             numbers = run["overall"]
@@ -400,9 +406,9 @@ def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
     Of many the largest are drawn, which the title mentions; all of them are among the tables.
     """
     drawn = []
-    found = [grid for grid in grids(summaries) if any(grid.cells.values())]
-    largest = sorted(found, key=lambda grid: -len(grid.cells))[:HEAT_MAPS]
-    cut = f" ({HEAT_MAPS} of {len(found)} are drawn)" if len(found) > HEAT_MAPS else ""
+    filled_grids = [grid for grid in grids(summaries) if any(grid.cells.values())]
+    largest = sorted(filled_grids, key=lambda grid: -len(grid.cells))[:HEAT_MAPS]
+    cut = f" ({HEAT_MAPS} of {len(filled_grids)} are drawn)" if len(filled_grids) > HEAT_MAPS else ""
     for grid in largest:
         rows, columns, cells = grid.rows, grid.columns, grid.cells
         values = np.array([[cells.get((r, c)) or math.nan for c in columns] for r in rows], dtype=float)
@@ -410,8 +416,10 @@ def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
         image = axes.imshow(values, cmap="cividis", aspect="auto")
         middle = (np.nanmin(values) + np.nanmax(values)) / 2
         for (i, j), value in np.ndenumerate(values):
-            said = "–" if math.isnan(value) else f"{value:.2f}"
-            axes.text(j, i, said, ha="center", va="center", color="white" if value <= middle else "black")
+            cell_text = "–" if math.isnan(value) else f"{value:.2f}"
+            axes.text(
+                j, i, cell_text, ha="center", va="center", color="white" if value <= middle else "black"
+            )
         axes.set(xticks=range(len(columns)), xticklabels=columns, yticks=range(len(rows)), yticklabels=rows)
         axes.set(xlabel=grid.across, ylabel=grid.down)
         axes.set_title(f"speedup of {grid.label} on {grid.pair}{cut}", fontsize=9)
@@ -433,7 +441,7 @@ def _axes(width: float, height: float) -> Axes:
 def _points(axes: Axes, run: PlottedRun, blocks: list[tuple[dict, float]], across: bool = False) -> None:
     """The speedups of some numbers of a run with their intervals: upwards at x, or (across) rightwards at y."""
     blocks = [(numbers, at) for numbers, at in blocks if numbers["speedup"] is not None]
-    values, at = [numbers["speedup"] for numbers, _ in blocks], [place for _, place in blocks]
+    values, at = [numbers["speedup"] for numbers, _ in blocks], [position for _, position in blocks]
     errors = _error_bars([numbers for numbers, _ in blocks])
     style: dict[str, Any] = {
         "fmt": run.marker,
@@ -458,19 +466,19 @@ def _error_bars(blocks: Collection[dict]) -> list[list[float]]:
 
 def _break_even_line(
     axes: Axes,
-    found: dict[int, BreakEven],
-    place: int,
+    points: dict[int, BreakEven],
+    index: int,
     label: str,
     apart: float,
     limits: tuple[float, float],
 ) -> None:
     """A line over the batch size; what lies outside of what was measured stands in the margin, as an open triangle."""
-    colour, marker = PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)]
-    inside = {size * apart: one.acceptance for size, one in found.items() if math.isfinite(one.acceptance)}
+    colour, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
+    inside = {size * apart: one.acceptance for size, one in points.items() if math.isfinite(one.acceptance)}
     axes.plot(
         list(inside), list(inside.values()), marker, color=colour, linestyle="-", markersize=5, label=label
     )
-    for size, one in found.items():
+    for size, one in points.items():
         x = size * apart
         if one.low is not None and one.high is not None:
             span = [min(max(end, limits[0]), limits[1]) for end in (one.low, one.high)]

@@ -97,12 +97,12 @@ def published(method: str | None = None) -> list[Published]:
     rows = _load()
     if method is None:
         return list(rows)
-    found = [row for row in rows if row.method == method]
-    if not found:
+    method_rows = [row for row in rows if row.method == method]
+    if not method_rows:
         raise UserError(
             f"no published figures of {method!r}: {suggest(method, {row.method for row in rows})}"
         )
-    return found
+    return method_rows
 
 
 def beside(methods: Iterable[str]) -> list[Published]:

@@ -22,19 +22,19 @@ def published_tables(methods: Iterable[str]) -> list[Table]:
     rows = beside(methods)
     by_task = [row for row in rows if row.data == "spec_bench" and row.task and row.speedup is not None]
     others = [row for row in rows if row not in by_task]
-    return [make(found) for make, found in ((_by_task, by_task), (_others, others)) if found]
+    return [make(group) for make, group in ((_by_task, by_task), (_others, others)) if group]
 
 
 def _by_task(rows: list[Published]) -> Table:
     """A row per method, paper and setting; a column per task. In a cell: speedup, and acceptance length if given."""
-    found: dict[tuple, dict[str, Published]] = {}
+    table_rows: dict[tuple, dict[str, Published]] = {}
     for row in rows:
-        found.setdefault(tuple(getattr(row, key) for key in ROW), {})[str(row.task)] = row
+        table_rows.setdefault(tuple(getattr(row, key) for key in ROW), {})[str(row.task)] = row
     table = PlainTable("published speedups on Spec-Bench (and acceptance lengths)")
     table.add_columns("method")
     table.add_columns(*(SHORT.get(task, task) for task in (*TASKS, OVERALL)), justify="right")
     table.add_columns("models", "measured on", "source")
-    for of_row in found.values():
+    for of_row in table_rows.values():
         one = next(iter(of_row.values()))
         table.add_row(one.method, *(_cell(of_row.get(task)) for task in (*TASKS, OVERALL)), *_origin(one))
     return table
@@ -45,12 +45,14 @@ def _others(rows: list[Published]) -> Table:
     table = PlainTable("other published figures")
     table.add_columns("method", "figures", "questions", "models", "measured on", "source")
     for row in rows:
-        given = {name: getattr(row, name) for name in NUMBERS}
-        shown = [f"{name.replace('_', ' ')} {value:g}" for name, value in given.items() if value is not None]
+        numbers = {name: getattr(row, name) for name in NUMBERS}
+        shown = [
+            f"{name.replace('_', ' ')} {value:g}" for name, value in numbers.items() if value is not None
+        ]
         figures = ", ".join(shown) + (f" against {row.against}" if row.against else "")
         noted = f"{figures} ({row.note})" if row.note else figures
-        asked = ", ".join(filter(None, (row.data, row.task)))
-        table.add_row(row.method, noted, asked or UNKNOWN, *_origin(row))
+        questions = ", ".join(filter(None, (row.data, row.task)))
+        table.add_row(row.method, noted, questions or UNKNOWN, *_origin(row))
     return table
 
 

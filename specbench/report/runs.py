@@ -85,10 +85,10 @@ class Run:
     def provenance(self) -> dict | None:
         """What provenance.json holds; None where it is missing or damaged."""
         try:
-            found = read_json(self.folder / store.PROVENANCE)
+            content = read_json(self.folder / store.PROVENANCE)
         except (OSError, ValueError):
             return None
-        return None if any(_lacking(found, PROVENANCE)) else found
+        return None if any(_lacking(content, PROVENANCE)) else content
 
     @cached_property
     def records(self) -> list[dict]:
@@ -358,12 +358,12 @@ def grids(summaries: Iterable[Mapping]) -> list[Grid]:
         if len(varied) == 2:
             down, across = varied
             key = (", ".join([method_label(summary), *more]), summary["pair"], down, across)
-            place = tuple(
+            coordinates = tuple(
                 str(value) if isinstance(value, list | dict) else value for value in varied.values()
             )
-            cells.setdefault(key, {})[place] = summary["overall"]["speedup"]
-    found = [Grid(*key, of_key) for key, of_key in cells.items()]
-    return [grid for grid in found if len(grid.rows) > 1 and len(grid.columns) > 1]
+            cells.setdefault(key, {})[coordinates] = summary["overall"]["speedup"]
+    all_grids = [Grid(*key, of_key) for key, of_key in cells.items()]
+    return [grid for grid in all_grids if len(grid.rows) > 1 and len(grid.columns) > 1]
 
 
 # -- all of them together
@@ -391,16 +391,21 @@ def summary_frame(runs: Iterable[Run]) -> pd.DataFrame:
 
 def not_comparable(runs: Iterable[Run]) -> list[str]:
     """One line for all runs that should not be set beside the first for the same reasons."""
-    found: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     name, first = "the others", None
     for run in runs:
         if run.provenance is None:
-            found.setdefault(f"there is no {store.PROVENANCE} that can be read", []).append(run.name)
+            names_by_reason.setdefault(f"there is no {store.PROVENANCE} that can be read", []).append(
+                run.name
+            )
         elif first is None:
             name, first = run.name, run.provenance
         elif reasons := provenance.differences(first, run.provenance):
-            found.setdefault("; ".join(reasons), []).append(run.name)
-    return [f"not comparable with {name}: {named(others)} ({reasons})" for reasons, others in found.items()]
+            names_by_reason.setdefault("; ".join(reasons), []).append(run.name)
+    return [
+        f"not comparable with {name}: {named(others)} ({reasons})"
+        for reasons, others in names_by_reason.items()
+    ]
 
 
 def named(names: list[str]) -> str:

@@ -155,17 +155,17 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     cells: dict[str, dict[str, dict]] = {}
     for label, summary in zip(labels(summaries, without=("pair",)), summaries):
         cells.setdefault(label, {})[summary["pair"]] = summary["overall"]
-    cells = {label: found for label, found in cells.items() if len(found) > 1}
-    pairs = sorted({pair for found in cells.values() for pair in found})
+    cells = {label: by_pair for label, by_pair in cells.items() if len(by_pair) > 1}
+    pairs = sorted({pair for by_pair in cells.values() for pair in by_pair})
     if not pairs:
         return None
     table = PlainTable("speedups by pair", _caption(summaries))
     table.add_columns("method", overflow="fold")
     table.add_columns(*pairs, "mean", **NUMBER)
-    for label, found in cells.items():
-        values = [found[pair]["speedup"] for pair in pairs if pair in found]
+    for label, by_pair in cells.items():
+        values = [by_pair[pair]["speedup"] for pair in pairs if pair in by_pair]
         mean = sum(values) / len(values) if len(values) == len(pairs) and None not in values else None
-        shown = [_speedup(found[pair]) if pair in found else Text(UNKNOWN) for pair in pairs]
+        shown = [_speedup(by_pair[pair]) if pair in by_pair else Text(UNKNOWN) for pair in pairs]
         table.add_row(label, *shown, _number(mean, 3))
     return table
 
@@ -174,13 +174,13 @@ def grid_tables(summaries: Iterable[dict]) -> list[Table]:
     """A heat map for each grid of settings: the darkest cell is the fastest run."""
     tables: list[Table] = []
     for grid in grids(summaries):
-        known = [value for value in grid.cells.values() if value is not None]
+        speedups = [value for value in grid.cells.values() if value is not None]
         title = f"speedup of {grid.label} on {grid.pair}: {grid.down} down, {grid.across} across"
         table = PlainTable(title)
         table.add_columns(grid.down)
         table.add_columns(*map(str, grid.columns), **NUMBER)
         for row in grid.rows:
-            shown = [_shaded(grid.cells.get((row, column)), known) for column in grid.columns]
+            shown = [_shaded(grid.cells.get((row, column)), speedups) for column in grid.columns]
             table.add_row(str(row), *shown)
         tables.append(table)
     return tables
@@ -401,9 +401,9 @@ def cautions(runs: Iterable[Run]) -> list[str]:
     made = {"random": RANDOM, "expanded": f"expanded weights: {EXPANDED}"}
     slower = [run.name for run in runs if run.summary["baseline"]["quoted_against"] == "hf_generate"]
     lines = []
-    for weights, said in made.items():
+    for weights, remark in made.items():
         if names := [run.name for run in runs if run.summary["weights"] == weights]:
-            lines.append(f"{said}: {named(names)}")
+            lines.append(f"{remark}: {named(names)}")
     lines += memories(runs)
     lines += [*different_phases(runs), *slow_machines(runs), *disturbances(runs)]
     if 0 < len(slower) < len(runs):
@@ -416,13 +416,13 @@ def cautions(runs: Iterable[Run]) -> list[str]:
 
 def memories(runs: Iterable[Run]) -> list[str]:
     """A line for each kind of state that was not empty when an answer began, with the runs that had it."""
-    found: dict[str, list[str]] = {}
+    names_by_kind: dict[str, list[str]] = {}
     for run in runs:
         if run.summary.get("thirds"):
-            found.setdefault("goes on from answer to answer", []).append(run.name)
+            names_by_kind.setdefault("goes on from answer to answer", []).append(run.name)
         if (record := run.summary.get("training", {}).get(WARM)) is not None:
-            found.setdefault(warmed_with(record), []).append(run.name)
-    return [f"memory {said}: {named(names)}" for said, names in found.items()]
+            names_by_kind.setdefault(warmed_with(record), []).append(run.name)
+    return [f"memory {kind}: {named(names)}" for kind, names in names_by_kind.items()]
 
 
 def _baseline_fault(baseline: dict) -> str:
@@ -515,10 +515,10 @@ def _speedup(numbers: dict, narrow: bool = False) -> Text:
 
 def ratio_text(value: float | None, low: float | None, high: float | None, narrow: bool = False) -> Text:
     """A ratio and its interval; without colour where it could as well be 1. narrow: in two lines."""
-    said = verdict(low, high)
-    if said is None:
+    outcome = verdict(low, high)
+    if outcome is None:
         return Text(_number(value, 2))
-    style = {"faster": "green", "slower": "red", "no difference": ""}[said]
+    style = {"faster": "green", "slower": "red", "no difference": ""}[outcome]
     interval = f"\n{low:.2f}–{high:.2f}" if narrow else f" [{low:.2f}, {high:.2f}]"
     return Text(f"{value:.2f}{interval}", style=style)
 

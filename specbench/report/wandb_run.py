@@ -111,13 +111,13 @@ def contents(run: Run) -> dict[str, object]:
     questions = metrics.by_question(run.records, reference, run.unit)
     steps = pd.read_parquet(run.folder / store.STEPS)
     rounds = steps[steps["arm"] == "method"]
-    found: dict[str, object] = {"tasks": table(by_task(run)), "questions": table(questions)}
+    logged: dict[str, object] = {"tasks": table(by_task(run)), "questions": table(questions)}
     if len(rounds):
-        found |= {f"{name}_per_round": histogram(rounds[name]) for name in ("emitted", "accepted")}
+        logged |= {f"{name}_per_round": histogram(rounds[name]) for name in ("emitted", "accepted")}
     if summary["overall"]["acceptance_by_position"]:
-        found["acceptance_by_position"] = acceptance_lines(summary["overall"])
+        logged["acceptance_by_position"] = acceptance_lines(summary["overall"])
     drawn = plots.figures([run])
-    return found | {f"plots/{name}": picture(figure) for name, figure in drawn.items()}
+    return logged | {f"plots/{name}": picture(figure) for name, figure in drawn.items()}
 
 
 def picture(figure: Figure) -> wandb.Image:
@@ -130,8 +130,8 @@ def picture(figure: Figure) -> wandb.Image:
 def by_task(run: Run) -> pd.DataFrame:
     """The rows of `runs.summary_frame`; of its columns the metrics that were measured."""
     frame = summary_frame([run])
-    known = run.summary["overall"] | run.summary["overall"]["equivalence"]
-    return frame[["task", *(n for n in frame if n in known and pd.api.types.is_numeric_dtype(frame[n]))]]
+    measured = run.summary["overall"] | run.summary["overall"]["equivalence"]
+    return frame[["task", *(n for n in frame if n in measured and pd.api.types.is_numeric_dtype(frame[n]))]]
 
 
 def table(frame: pd.DataFrame) -> wandb.Table:
@@ -168,12 +168,12 @@ def artifact(run_dir: Path, upload_diff: bool = False) -> wandb.Artifact:
         run_dir: the run folder. A file in which nothing changes is not copied.
         upload_diff: keep the difference of the code from its commit, of which else the checksum alone stays.
     """
-    found = wandb.Artifact(re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name), type=ARTIFACT)
+    upload = wandb.Artifact(re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name), type=ARTIFACT)
     for file in sorted(run_dir.iterdir()):
         if not file.is_file() or file.name.startswith("."):
             continue
         if file.suffix not in FORMATS:
-            found.add_file(str(file), policy="immutable", skip_cache=True)
+            upload.add_file(str(file), policy="immutable", skip_cache=True)
             continue
         load, dump = FORMATS[file.suffix]
         content = load(file.read_text(encoding="utf-8"))
@@ -181,11 +181,11 @@ def artifact(run_dir: Path, upload_diff: bool = False) -> wandb.Artifact:
         if file.name == store.PROVENANCE and shown["git"] and not upload_diff:
             shown["git"].pop("diff", None)
         if shown == content:
-            found.add_file(str(file), policy="immutable", skip_cache=True)
+            upload.add_file(str(file), policy="immutable", skip_cache=True)
         else:
-            with found.new_file(file.name, encoding="utf-8") as copy:
+            with upload.new_file(file.name, encoding="utf-8") as copy:
                 copy.write(dump(shown))
-    return found
+    return upload
 
 
 def main() -> int:

@@ -30,8 +30,8 @@ class JobError(UserError):
 
 def one_line(error: BaseException) -> str:
     """What went wrong, in one line."""
-    said = str(error).strip()
-    return f"{type(error).__name__}: {said.splitlines()[0] if said else 'no message'}"
+    message = str(error).strip()
+    return f"{type(error).__name__}: {message.splitlines()[0] if message else 'no message'}"
 
 
 def warn(text: str) -> None:
@@ -49,10 +49,10 @@ def suggest(name: str, choices: Iterable[str]) -> str:
 
     Meant as the second half of a message: f"unknown method {name!r}: {suggest(name, methods)}".
     """
-    known = sorted(choices)
-    by_lower = {choice.lower(): choice for choice in known}
+    names = sorted(choices)
+    by_lower = {choice.lower(): choice for choice in names}
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=2, cutoff=0.6)
-    listed = f"known: {', '.join(known) or 'none'}"
+    listed = f"known: {', '.join(names) or 'none'}"
     return f"did you mean {' or '.join(by_lower[c] for c in close)}? ({listed})" if close else listed
 
 
@@ -84,10 +84,10 @@ def file_errors(writing: Path | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         if writing is not None:
-            told = f"cannot write {writing}: {error.strerror or error}"
+            message = f"cannot write {writing}: {error.strerror or error}"
         else:
-            told = f"{error.filename}: {error.strerror}" if error.filename else one_line(error)
-        raise UserError(told) from error
+            message = f"{error.filename}: {error.strerror}" if error.filename else one_line(error)
+        raise UserError(message) from error
 
 
 @contextmanager

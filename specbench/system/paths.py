@@ -16,6 +16,6 @@ def packaged(path: str | Path) -> Path:
 
 def cache_folder() -> Path:
     """This project's cache: $SPECBENCH_CACHE, or the folder specbench of $XDG_CACHE_HOME or ~/.cache."""
-    if own := os.environ.get("SPECBENCH_CACHE"):
-        return Path(own)
+    if configured := os.environ.get("SPECBENCH_CACHE"):
+        return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench"

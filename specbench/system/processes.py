@@ -53,10 +53,10 @@ def free_memory(proc: Path = PROC, system: Path = SYSTEM) -> int | None:
     None where the system tells neither.
     """
     file = proc / "meminfo"
-    found = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.exists() else None
-    free = [] if found is None else [1024 * int(found[1])]
-    own = cgroup_folder("memory", proc, system)
-    around = [] if own is None else [own, *own.parents]  # a limit may be that of a group around it
+    match = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.exists() else None
+    free = [] if match is None else [1024 * int(match[1])]
+    cgroup = cgroup_folder("memory", proc, system)
+    around = [] if cgroup is None else [cgroup, *cgroup.parents]  # a limit may be that of a group around it
     for folder in (group for group in around if group.is_relative_to(system / "fs" / "cgroup")):
         for limit, usage, cached in MEMORY:
             if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":

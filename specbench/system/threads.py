@@ -42,19 +42,21 @@ class Threads:
 
 
 def use_threads(
-    asked: int | None, work: Callable[[], object] | None, prepare: Callable[[], object] = lambda: None
+    requested_threads: int | None,
+    work: Callable[[], object] | None,
+    prepare: Callable[[], object] = lambda: None,
 ) -> Threads:
     """Sets the number of torch's threads for the rest of this process.
 
     Args:
-        asked: the number set by hand; None leaves it to $OMP_NUM_THREADS, and without that to measuring.
+        requested_threads: the number set by hand; None leaves it to $OMP_NUM_THREADS, and without that to measuring.
         work: what the process will spend its time on, some tenths of a second of it; called several times with each
             number. None: nothing to measure by, as on a GPU.
         prepare: called before each measurement, when the number is set; it is not timed.
     """
-    if asked is not None:
-        torch.set_num_threads(asked)
-        return Threads(asked, "threads=", {})
+    if requested_threads is not None:
+        torch.set_num_threads(requested_threads)
+        return Threads(requested_threads, "threads=", {})
     if "OMP_NUM_THREADS" in os.environ:
         return Threads(torch.get_num_threads(), "OMP_NUM_THREADS", {})
     if work is None:

@@ -111,7 +111,7 @@ def print_passes(width: int, dtype: torch.dtype, repeats: int) -> None:
     for repeat in tqdm(range(repeats), unit="repeat"):
         names = [*ways]
         for name in names[repeat % 3 :] + names[: repeat % 3]:
-            choose_layouts(target, known=ways[name])
+            choose_layouts(target, earlier=ways[name])
             for tokens in TOKENS:
                 pass_seconds(target, cache, tokens)  # the first one fills the caches
                 own = [pass_seconds(target, cache, tokens) for _ in range(PASSES)]

@@ -85,7 +85,7 @@ class Toy(Drafter):
         last = verified.last(verified.logits).argmax(-1)
         for slot, (one, new, count) in enumerate(zip(batch.sequences, verified.tokens, verified.counts)):
             assert one.tokens[batch.lengths[slot] :] == new and len(new) <= count + 1
-            kept = verified.kept(verified.logits)[slot, : count + 1].argmax(-1).tolist()
+            kept = verified.accepted_states(verified.logits)[slot, : count + 1].argmax(-1).tolist()
             # Greedy: what follows each token of the path is the next token of it.
             assert kept[: len(new)] == new and kept[-1] == last[slot]
             self.log.append(count)

@@ -92,8 +92,8 @@ def test_a_claim_is_judged_on_fitting_pairs_and_shown_on_small_ones():
         c=published(1.3, pair="tiny_shallow"),
     )
     checked = claims.check(claim, runs)
-    assert (checked.fitting.found.value, checked.fitting.verdict) == (1.8, "supported")
-    assert (checked.small.found.value, checked.small.verdict) == (1.3, "not supported")
+    assert (checked.fitting.estimate.value, checked.fitting.verdict) == (1.8, "supported")
+    assert (checked.small.estimate.value, checked.small.verdict) == (1.3, "not supported")
     assert claims.check(claim, runs[1:]).fitting.verdict == "not measured"
     assert claims.check(claim, runs[:1]).small.verdict == "not measured"
     row = formats.markdown(claims.claims_table([checked]))
@@ -119,7 +119,7 @@ def test_an_acceptance_length_needs_no_wide_pair(tmp_path):
         for n, pair in enumerate(("tiny", "vicuna-7b"))
     )
     checked = claims.check({"name": "a", "paper": {}, "bound": "paper"} | claim, tiny)
-    assert checked.fitting.found.value == 1.0 and checked.small is None
+    assert checked.fitting.estimate.value == 1.0 and checked.small is None
     both = claims.check({"name": "a", "paper": {}, "bound": "paper"} | claim, [*real, *tiny])
     assert both.fitting == found(claim, real)
 
@@ -137,7 +137,7 @@ def test_a_run_with_other_settings_is_not_taken_for_a_published_claim():
     ]
     runs = runs_of(a=published(1.2, pair="tiny_wide"), b=later[0], c=later[1], d=of_older_edition)
     checked = claims.check(claim, runs)
-    assert (checked.fitting.found.value, checked.fitting.verdict) == (1.2, "not supported")
+    assert (checked.fitting.estimate.value, checked.fitting.verdict) == (1.2, "not supported")
     assert claims.check(claim, runs[1:]).fitting.verdict == "not measured"
 
 
@@ -145,7 +145,7 @@ def test_tuned_settings_stand_beside_the_verdict():
     claim = KNOWN[0] | {"of": {"method": "kangaroo"}}
     tuned = published(1.9, pair="tiny_wide") | {"settings_source": "tuned"}
     checked = claims.check(claim, runs_of(a=tuned, b=published(1.2, pair="tiny_wide")))
-    assert checked.fitting.found.value == 1.2 and checked.beside["tuned"].found.value == 1.9
+    assert checked.fitting.estimate.value == 1.2 and checked.beside["tuned"].estimate.value == 1.9
     assert formats.cells(claims.claims_table([checked])).rows[0][6] == "tuned: 1.90 [1.80, 2.00]"
     # What has no tuned settings is not shown twice.
     assert claims.check(claim, runs_of(b=published(1.2, pair="tiny_wide"))).beside == {}
@@ -171,8 +171,8 @@ def test_a_tuned_method_is_held_against_others_at_their_best(tmp_path):
         for seed, ((method, source), speedup) in enumerate(given.items())
     ]
     checked = claims.check(claim, runs)
-    assert checked.fitting.found.value == pytest.approx(1.2 / 1.1, rel=0.02)
-    assert checked.beside["tuned"].found.value == pytest.approx(1.8 / 1.5, rel=0.02)
+    assert checked.fitting.estimate.value == pytest.approx(1.2 / 1.1, rel=0.02)
+    assert checked.beside["tuned"].estimate.value == pytest.approx(1.8 / 1.5, rel=0.02)
 
 
 def test_a_method_of_our_own_stands_beside_the_papers(tmp_path):
@@ -180,8 +180,8 @@ def test_a_method_of_our_own_stands_beside_the_papers(tmp_path):
     claim |= {"name": "a", "paper": {}, "bound": "paper", "settings": "published"}
     mine = published(1.9, method="mine", pair="wide") | {"settings_source": "tuned"}
     checked = claims.check(claim, runs_of(a=published(1.2, method="theirs", pair="wide"), b=mine))
-    assert (checked.fitting.found.value, checked.fitting.verdict) == (1.2, "not supported")
-    assert {name: one.found.value for name, one in checked.beside.items()} == {"mine": 1.9}
+    assert (checked.fitting.estimate.value, checked.fitting.verdict) == (1.2, "not supported")
+    assert {name: one.estimate.value for name, one in checked.beside.items()} == {"mine": 1.9}
     assert claims.check(claim, runs_of(b=mine)).fitting.verdict == "not measured"
 
 
@@ -213,15 +213,15 @@ def test_the_speedup_of_the_last_run_that_matches():
     claim = {"measure": "speedup", "of": {"experiment": "e", "method": "kangaroo"}, "at_least": 1.5}
     runs = runs_of(a=faster(3.0, experiment="e"), b=faster(1.7, experiment="e"), c=faster(9.0))
     checked = found(claim, runs)
-    assert checked.found == Speedup(1.7, pytest.approx(1.6), pytest.approx(1.8))
+    assert checked.estimate == Speedup(1.7, pytest.approx(1.6), pytest.approx(1.8))
     assert (checked.verdict, checked.remark) == ("supported", "160 questions")
-    assert found(claim, runs[:1]).found.value == 3.0 and found(claim, runs[2:]).verdict == "not measured"
+    assert found(claim, runs[:1]).estimate.value == 3.0 and found(claim, runs[2:]).verdict == "not measured"
 
 
 def test_a_number_of_the_summary():
     claim = {"measure": "number", "what": "stats.overlap.hidden_share", "of": {}, "at_least": 0.7}
     hidden = changed(SUMMARY, overall__stats={"overlap": {"hidden_share": 0.8}})
-    assert found(claim, runs_of(a=hidden)).found == Speedup(0.8, None, None)
+    assert found(claim, runs_of(a=hidden)).estimate == Speedup(0.8, None, None)
     assert found(claim, runs_of(a=hidden)).verdict == "supported (point estimate)"
     assert found(claim, runs_of(a=SUMMARY)).verdict == "not measured"  # nothing ran beside the target
     share = {"measure": "number", "what": "alignment_share", "of": {}, "at_most": 0.05}
@@ -232,10 +232,10 @@ def test_a_number_of_the_summary():
 def test_the_share_of_certified_answers():
     claim = {"measure": "certified", "of": {"method": "kangaroo"}, "at_least": 1.0}
     checked = found(claim, runs_of(a=SUMMARY, b=faster(1.0)))
-    assert checked.found.value == 1.0 and checked.verdict == "supported"
+    assert checked.estimate.value == 1.0 and checked.verdict == "supported"
     assert checked.remark == "2 runs: 158 exact, 2 ties, 0 violations"
     checked = found(claim, runs_of(a=SUMMARY, b=wrong(), c=nothing(), d=wrong() | {"method": "pld"}))
-    assert checked.found.value == 157 / 160 and checked.verdict == "not supported"
+    assert checked.estimate.value == 157 / 160 and checked.verdict == "not supported"
     assert checked.remark == "3 runs: 156 exact, 1 ties, 3 violations"
     assert found(claim, runs_of(a=nothing())).verdict == "not measured"  # sampling: no answer was judged
 
@@ -246,7 +246,7 @@ def test_the_share_of_equal_answers_counts_no_tie():
         a=SUMMARY | {"method": "eqspec"}, b=SUMMARY | {"method": "exspec"}, c=SUMMARY | {"method": "ragged"}
     )
     checked = found(claim, runs)
-    assert checked.found.value == 158 / 160 and checked.verdict == "not supported"
+    assert checked.estimate.value == 158 / 160 and checked.verdict == "not supported"
     assert checked.remark == "2 runs: 158 exact, 2 ties, 0 violations"
     assert found(claim, runs[2:]).verdict == "not measured"
 
@@ -257,8 +257,10 @@ def test_equality_is_claimed_of_the_papers_own_methods_alone():
     alike = changed(SUMMARY, equivalence__exact=80, equivalence__tie=0) | {"experiment": "batch_scaling"}
     ties = alike | {"equivalence": SUMMARY["equivalence"]}
     ours = [alike | {"method": method} for method in ("eqspec", "exspec")]
-    assert claims.find(claim, runs_of(a=ours[0], b=ours[1], c=ties | {"method": "ragged"})).found.value == 1.0
-    assert claims.find(claim, runs_of(a=ours[0], b=ties | {"method": "exspec"})).found.value == 159 / 160
+    assert (
+        claims.find(claim, runs_of(a=ours[0], b=ours[1], c=ties | {"method": "ragged"})).estimate.value == 1.0
+    )
+    assert claims.find(claim, runs_of(a=ours[0], b=ties | {"method": "exspec"})).estimate.value == 159 / 160
 
 
 def test_no_claim_rests_on_the_best_of_several_noisy_numbers():
@@ -297,13 +299,13 @@ def test_against_the_strongest_of_others(tmp_path):
         for seed, (name, speedup) in enumerate({"ours": 1.8, "weak": 1.2, "strong": 1.5}.items())
     )
     checked = found(AGAINST, [strong, ours, weak])
-    assert checked.found.low < 1.2 < checked.found.high and checked.verdict == "supported"
+    assert checked.estimate.low < 1.2 < checked.estimate.high and checked.verdict == "supported"
     assert checked.remark == "against strong; 30 questions"
     assert found(AGAINST | {"at_least": 1.19}, [ours, weak, strong]).verdict != "not supported"
     assert found(AGAINST | {"at_least": 1.4}, [ours, weak, strong]).verdict == "not supported"
     for lacking in ([ours, weak], [ours, strong], [weak, strong], []):
         checked = found(AGAINST, lacking)
-        assert (checked.verdict, checked.found, checked.remark) == ("not measured", None, "no run for it")
+        assert (checked.verdict, checked.estimate, checked.remark) == ("not measured", None, "no run for it")
 
 
 def test_others_are_of_the_same_pair(tmp_path):
@@ -314,7 +316,7 @@ def test_others_are_of_the_same_pair(tmp_path):
     ]
     elsewhere = SUMMARY | {"method": "strong", "pair": "another"}
     stronger = run_of(tmp_path, "elsewhere", elsewhere, records=journal(2.5, 7))
-    assert found(AGAINST, [*runs, stronger]).found == found(AGAINST, runs).found
+    assert found(AGAINST, [*runs, stronger]).estimate == found(AGAINST, runs).estimate
     assert found(AGAINST, [*runs[:2], stronger]).verdict == "not measured"
 
 
@@ -340,7 +342,7 @@ def test_means_over_pairs(tmp_path):
         for i, ((method, pair), s) in enumerate(given.items())
     ]
     checked = found(claim, runs)
-    assert checked.found.low < 1.2 < checked.found.high and checked.verdict == "supported"
+    assert checked.estimate.low < 1.2 < checked.estimate.high and checked.verdict == "supported"
     assert checked.remark == "against other; 30 questions, means over 2 values of pair"
     assert found(claim, runs[:3]).verdict == "not measured"  # the other was not run on each pair
     assert found(claim, [runs[0], runs[2]]).verdict == "not measured"  # one pair is not several
@@ -353,7 +355,7 @@ def test_mbsu_against_another(tmp_path):
         run_of(tmp_path, name, SUMMARY | {"method": name}, records=journal(1.5, read=read))
         for name, read in {"ours": 20, "full": 100}.items()
     ]
-    assert found(claim, runs).found.value == pytest.approx(1500 / 1100)
+    assert found(claim, runs).estimate.value == pytest.approx(1500 / 1100)
 
 
 def pools(seconds: list[float], single: float) -> list[dict]:
@@ -375,10 +377,10 @@ def test_throughput_of_batches(tmp_path):
     small = run_of(tmp_path, "small", batched(batch_size=1), records=pools([4.0, 4.2, 3.8], 8.0))
     large = run_of(tmp_path, "large", batched(batch_size=8), records=pools([1.3, 1.2, 1.25], 10.0))
     checked = found(claim, [small, large])
-    assert checked.found.value == pytest.approx(
+    assert checked.estimate.value == pytest.approx(
         (10 / 1.25) / (8 / 4.0)
     )  # the machine was slower for the second
-    assert 3 < checked.found.low < 4 < checked.found.high < 5 and checked.verdict == "supported"
+    assert 3 < checked.estimate.low < 4 < checked.estimate.high < 5 and checked.verdict == "supported"
     assert checked.remark == "against exspec + sps, batch 1; 3 repeats of one pool: timing noise only"
 
 
@@ -399,7 +401,7 @@ PARAMETERS = {
 def test_parameters_are_those_that_were_run():
     runs = runs_of(a=sized("kangaroo", 100), b=sized("medusa", 1000))
     checked = found(PARAMETERS, runs)
-    assert checked.found.value == 0.1 and checked.verdict == "supported"
+    assert checked.estimate.value == 0.1 and checked.verdict == "supported"
     assert checked.remark == "100 against 1,000"
     assert found(PARAMETERS, runs[:1]).verdict == found(PARAMETERS, runs[1:]).verdict == "not measured"
     elsewhere = runs_of(a=sized("kangaroo", 100), b=sized("medusa", 1000, pair="another"))
@@ -616,4 +618,4 @@ def test_a_run_that_answered_a_single_question_has_no_interval(tmp_path):
         for name, slow in {"ours": 2.0, "weak": 1.5, "strong": 1.5}.items()
     ]
     checked = found(AGAINST, runs)
-    assert checked.found == Speedup(pytest.approx(4 / 3), None, None)
+    assert checked.estimate == Speedup(pytest.approx(4 / 3), None, None)

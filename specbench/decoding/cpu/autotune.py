@@ -93,14 +93,14 @@ Choices = dict[int, Choice]  # by number of tokens of a product
 def choose_layouts(
     target: StagedModel | None = None,
     passes: Iterable[PassShape] = (PassShape(1, 1),),
-    known: Mapping[str, Any] = MappingProxyType({}),
+    earlier: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Gives every laid-out weight on the CPU the layouts that are fastest with the threads that torch has now.
 
     Args:
         target: whose passes are measured; None: all weights are a drafter's.
         passes: that the run makes of it.
-        known: what was chosen before, as this returns it; nothing is measured for the groups that are in it.
+        earlier: what was chosen before, as this returns it; nothing is measured for the groups that are in it.
 
     Returns:
         "groups": by group of weights, such as "head 16384x128 float32", and by number of tokens, as text, a `Choice`;
@@ -108,29 +108,29 @@ def choose_layouts(
         products were the fastest, where these differ; these were chosen unless their passes were slower.
     """
     groups = _groups(target)
-    before, pass_ms = known.get("groups", {}), known.get("pass_ms", {})
-    found = {name: {int(n): Choice(**choice) for n, choice in of.items()} for name, of in before.items()}
-    lacking = {name: group for name, group in groups.items() if name not in found}
+    before, pass_ms = earlier.get("groups", {}), earlier.get("pass_ms", {})
+    chosen = {name: {int(n): Choice(**choice) for n, choice in of.items()} for name, of in before.items()}
+    lacking = {name: group for name, group in groups.items() if name not in chosen}
     shapes = sorted(set(passes))
     tokens = sorted({1, *(shape.batch for shape in shapes), *(DRAFT * shape.batch for shape in shapes)})
     copies = max(len(shapes), len(tokens))  # of a weight at most, one for each number of tokens
     room = _fits(copies * sum(laid.weight.nbytes for group in lacking.values() for laid in group))
-    own = {name: group for name, group in lacking.items() if not name.startswith(DRAFTER)}
-    if own and target is not None and room:
+    target_groups = {name: group for name, group in lacking.items() if not name.startswith(DRAFTER)}
+    if target_groups and target is not None and room:
         measured, pass_ms = _remembered(
-            (*((name, len(group)) for name, group in own.items()), *shapes),
-            lambda: _in_place(target, own, shapes),
+            (*((name, len(group)) for name, group in target_groups.items()), *shapes),
+            lambda: _in_place(target, target_groups, shapes),
         )
-        found |= measured
+        chosen |= measured
     for name, group in lacking.items():
-        if name not in own and room and _is_large(group):
+        if name not in target_groups and room and _is_large(group):
             weights = [laid.weight for laid in group]
-            found[name] = _remembered((name, *tokens), lambda weights=weights: _alone(weights, tokens))  # type: ignore[misc]
+            chosen[name] = _remembered((name, *tokens), lambda weights=weights: _alone(weights, tokens))  # type: ignore[misc]
     for name, group in groups.items():
-        choices = found.setdefault(name, {1: Choice(default(group[0].weight))})
+        choices = chosen.setdefault(name, {1: Choice(default(group[0].weight))})
         for laid in group:
             laid.choose({n: choice.layout for n, choice in choices.items()})
-    written = {name: {str(n): asdict(found[name][n]) for n in sorted(found[name])} for name in groups}
+    written = {name: {str(n): asdict(chosen[name][n]) for n in sorted(chosen[name])} for name in groups}
     return {"groups": written, "pass_ms": {str(n): ms for n, ms in pass_ms.items()}}
 
 
@@ -241,7 +241,7 @@ def _in_place(
     run = {id(laid) for laid in _laid([*target.layers[passes.first :], target.lm_head])}
     tried = {name: [laid for laid in group if id(laid) in run] for name, group in groups.items()}
     tried = {name: group for name, group in tried.items() if group and _is_large(group)}
-    found: dict[str, Choices] = {name: {} for name in tried}
+    choices: dict[str, Choices] = {name: {} for name in tried}
     pass_ms: dict[int, dict[str, float]] = {}
     size = len(LAYOUTS) * sum(laid.weight.nbytes for group in tried.values() for laid in group)
     if not tried or not _fits(size):
@@ -258,12 +258,12 @@ def _in_place(
                 if slower:
                     best = {name: Choice(usual[name], choice.ms) for name, choice in best.items()}
             for name, choice in best.items():
-                found[name][tokens] = choice
+                choices[name][tokens] = choice
     finally:
         for group in tried.values():
             for laid in group:
                 laid.serve(None)
-    return found, pass_ms
+    return choices, pass_ms
 
 
 def _try_products(
@@ -342,20 +342,20 @@ def _in_rounds(
     Returns:
         What `turn` gave, by what is measured and by name.
     """
-    found: dict[str, Times] = {what: {name: [] for name in names} for what in usual}
+    measured: dict[str, Times] = {what: {name: [] for name in names} for what in usual}
     begun, rounds = clock(), 0
     while rounds < FEWEST_ROUNDS or (rounds < ROUNDS and clock() - begun < seconds):
         for name in names:
             for what, spent in turn(name).items():
-                found[what][name].append(spent)
+                measured[what][name].append(spent)
         rounds += 1
         if rounds >= FEWEST_ROUNDS:
-            names = [name for name in names if not _is_hopeless(name, found, usual)]
-    return found
+            names = [name for name in names if not _is_hopeless(name, measured, usual)]
+    return measured
 
 
-def _is_hopeless(name: str, found: Mapping[str, Times], usual: Mapping[str, str]) -> bool:
-    return all(min(times[name]) > HOPELESS * min(times[usual[what]]) for what, times in found.items())
+def _is_hopeless(name: str, measured: Mapping[str, Times], usual: Mapping[str, str]) -> bool:
+    return all(min(times[name]) > HOPELESS * min(times[usual[what]]) for what, times in measured.items())
 
 
 def sweep(size: int) -> None:
@@ -391,7 +391,7 @@ def measure(weights: Sequence[torch.Tensor], tokens: Sequence[int]) -> dict[int,
     sample = [weight.detach()[:rows] for weight in weights[: -(-SWEEP_BYTES // (rows * row_bytes))]]
     rest = SWEEP_BYTES - sum(weight.nbytes for weight in sample)
     made = {name: made for name, lay in LAYOUTS.items() if (made := _made(lay, sample)) is not None}
-    found: dict[int, Times] = {}
+    times: dict[int, Times] = {}
     usual = {PRODUCTS: default(weights[0])}
     for n in tokens:
         states = _states(sample[0], n)
@@ -406,8 +406,8 @@ def measure(weights: Sequence[torch.Tensor], tokens: Sequence[int]) -> dict[int,
         names = [name for name in made if n == 1 or name not in ONE_TOKEN]
         for name in names:  # kernels are made when they are first called
             product(states, made[name][0], None)
-        found[n] = _in_rounds(names, usual, turn, DRAFTER_SECONDS / len(tokens))[PRODUCTS]
-    return found
+        times[n] = _in_rounds(names, usual, turn, DRAFTER_SECONDS / len(tokens))[PRODUCTS]
+    return times
 
 
 def _states(weight: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -439,7 +439,7 @@ def _groups(target: StagedModel | None) -> dict[str, list[PackedWeight]]:
 def _laid(modules: Iterable[torch.nn.Module]) -> list[PackedWeight]:
     """The laid-out weights of modules."""
     parts = [part for module in modules for part in module.modules()]
-    joined = [part._joined.laid for part in parts if isinstance(part, JoinedLinear) and part._place == 0]
+    joined = [part._joined.laid for part in parts if isinstance(part, JoinedLinear) and part._index == 0]
     return [*joined, *(part._laid for part in parts if isinstance(part, PackedLinear))]
 
 

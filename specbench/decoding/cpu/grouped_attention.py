@@ -33,9 +33,9 @@ def grouped_attention_config(config: PretrainedConfig) -> PretrainedConfig:
     from transformers import AttentionInterface  # late: it takes seconds
 
     AttentionInterface.register(NAME, partial(attend, AttentionInterface()["sdpa"]))
-    own = copy.copy(config)
-    own._attn_implementation = NAME
-    return own
+    grouped = copy.copy(config)
+    grouped._attn_implementation = NAME
+    return grouped
 
 
 @contextmanager
@@ -90,5 +90,5 @@ def attend(
     if not short or any(options.get(name) is not None for name in OF_STOCK):
         return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     folded = query.reshape(b, kv_heads, tokens, -1)
-    found = scaled_dot_product_attention(folded, key, value, attention_mask, dropout, scale=scaling)
-    return found.view(b, heads, n, -1).transpose(1, 2).contiguous(), None
+    attended = scaled_dot_product_attention(folded, key, value, attention_mask, dropout, scale=scaling)
+    return attended.view(b, heads, n, -1).transpose(1, 2).contiguous(), None

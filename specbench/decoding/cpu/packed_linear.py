@@ -132,10 +132,10 @@ def default(weight: torch.Tensor) -> str:
 
 def completed(layouts: Layouts, usual: str) -> Layouts:
     """Layouts, in the order of their tokens, with `usual` for one token and for several where they lack these."""
-    found = {1: usual, **layouts}
-    if len(found) == 1:
-        found[DRAFT] = usual
-    return dict(sorted(found.items()))
+    complete = {1: usual, **layouts}
+    if len(complete) == 1:
+        complete[DRAFT] = usual
+    return dict(sorted(complete.items()))
 
 
 class PackedWeight:
@@ -261,18 +261,18 @@ class FusedLinear:
     def __reduce__(self) -> tuple[Any, ...]:
         return FusedLinear, (self.laid.weights, self.biases)
 
-    def output(self, states: torch.Tensor, place: int) -> torch.Tensor | None:
-        """The output of the layer at a place; None where it must be computed by itself.
+    def output(self, states: torch.Tensor, index: int) -> torch.Tensor | None:
+        """The output of the layer of an index; None where it must be computed by itself.
 
         Outputs are kept until the last layer has had its own, or the first one is called again.
         """
-        if place == 0:
+        if index == 0:
             bias = torch.cat(self.biases) if self.biases else None
             self._states, self._outputs = states, self.laid.times(states, bias).split(self._sizes, -1)
         elif self._states is not states:
             return None
-        output = self._outputs[place]
-        if place == len(self._sizes) - 1:
+        output = self._outputs[index]
+        if index == len(self._sizes) - 1:
             self._states, self._outputs = None, ()
         return output
 
@@ -281,13 +281,13 @@ class JoinedLinear(torch.nn.Linear):
     """A linear layer that is one of several in a joint product."""
 
     _joined: FusedLinear
-    _place: int
+    _index: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """States [..., in] -> [..., out]."""
         output = None
-        if not torch.is_grad_enabled() and self.weight is self._joined.laid.weights[self._place]:
-            output = self._joined.output(input, self._place)
+        if not torch.is_grad_enabled() and self.weight is self._joined.laid.weights[self._index]:
+            output = self._joined.output(input, self._index)
         return linear(input, self.weight, self.bias) if output is None else output
 
 
@@ -310,9 +310,9 @@ def pack_linears(module: torch.nn.Module, fixed: bool = False) -> None:
             if _can_join(layers):
                 biases = [layer.bias for layer in layers if layer.bias is not None]
                 joined = FusedLinear([layer.weight for layer in layers], biases)
-                for place, layer in enumerate(layers):
+                for index, layer in enumerate(layers):
                     layer.__class__ = JoinedLinear
-                    layer.__dict__.update(_joined=joined, _place=place)
+                    layer.__dict__.update(_joined=joined, _index=index)
     for other in module.modules():
         if _can_lay(other):
             other.__class__ = PackedLinear

@@ -70,7 +70,7 @@ def own_ways(model: PreTrainedModel, ids: torch.Tensor, cuts: Sequence[int]) -> 
     that the staged forward may differ in.
     """
 
-    def whole() -> torch.Tensor:
+    def full_pass() -> torch.Tensor:
         return model(ids, use_cache=False).logits[0]
 
     cache: Any = None
@@ -79,11 +79,11 @@ def own_ways(model: PreTrainedModel, ids: torch.Tensor, cuts: Sequence[int]) -> 
         output = model(ids[:, start:end], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         parts.append(output.logits[0])
-    ways = [torch.cat(parts), whole()]
+    ways = [torch.cat(parts), full_pass()]
     config = model.config.get_text_config()
     if config._attn_implementation != "eager":
         with attending(config, "eager"):
-            eager = whole()
+            eager = full_pass()
         if eager.isfinite().all():  # in fp16 products of queries and keys can overflow before they are scaled
             ways.append(eager)
     return ways
@@ -125,11 +125,11 @@ def _rms(one: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
     The mean is taken off first: what is added to all logits changes no probability.
     """
     pieces = zip(one.split(PIECE), (one if other is None else other).split(PIECE))
-    found = []
+    deviations = []
     for a, b in pieces:
         logits = a.float() if other is None else a.float() - b.float()
-        found.append(logits.std(-1, correction=0))
-    return torch.cat(found)
+        deviations.append(logits.std(-1, correction=0))
+    return torch.cat(deviations)
 
 
 def random_ids(config: PretrainedConfig, vocab_size: int, length: int) -> list[int]:

@@ -59,15 +59,15 @@ class Experts:
 
 def experts_of(layer: torch.nn.Module) -> Experts | None:
     """The routed experts of a layer, None where it has none. Those that every token uses are not among them."""
-    found = [
+    expert_modules = [
         (module, count) for name, module in layer.named_modules() if (count := _experts_in(name, module))
     ]
-    if not found:
+    if not expert_modules:
         return None
     chosen = (getattr(module, "top_k", None) for module in layer.modules())
     return Experts(
-        bytes=sum(weight_bytes(module) for module, _ in found),
-        count=found[0][1],
+        bytes=sum(weight_bytes(module) for module, _ in expert_modules),
+        count=expert_modules[0][1],
         chosen=next((number for number in chosen if isinstance(number, int)), None),
     )
 
@@ -102,5 +102,5 @@ def _experts_in(name: str, module: torch.nn.Module) -> int:
     if isinstance(module, torch.nn.ModuleList):
         return len(module) if name.endswith("experts") else 0
     count = getattr(module, "num_experts", 0)
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return count if any(tensor.dim() == 3 and len(tensor) == count for tensor in own) else 0
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return count if any(tensor.dim() == 3 and len(tensor) == count for tensor in tensors) else 0

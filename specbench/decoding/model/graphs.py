@@ -112,17 +112,17 @@ class GraphRunner(EagerRunner):
         """
         if is_within():
             return function(*inputs)
-        known = self._captured.setdefault(owner, {})
-        key = key, *((given.shape, given.dtype) for given in inputs)
-        captured = known.get(key)
+        by_shape = self._captured.setdefault(owner, {})
+        key = key, *((tensor.shape, tensor.dtype) for tensor in inputs)
+        captured = by_shape.get(key)
         if captured is None:
-            own = [given.clone(memory_format=torch.contiguous_format) for given in inputs]
+            static_inputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs]
             with within():
-                captured = known[key] = self.capture(function, own)
+                captured = by_shape[key] = self.capture(function, static_inputs)
             self.captures += 1
         else:
-            for own_input, given in zip(captured.inputs, inputs):
-                own_input.copy_(given)
+            for static_input, tensor in zip(captured.inputs, inputs):
+                static_input.copy_(tensor)
         captured.replay()
         return [output.clone() for output in captured.outputs]
 

@@ -108,7 +108,7 @@ class LayerStack:
                 on_hidden(i, hidden)
             if device != current:  # of a target that is spread over several
                 hidden, current = hidden.to(device), device
-                arguments = {key: _moved(given, device) for key, given in arguments.items()}
+                arguments = {key: _moved(keywords, device) for key, keywords in arguments.items()}
             hidden = layer(hidden, **arguments[kind])
         return hidden
 

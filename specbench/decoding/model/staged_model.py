@@ -185,8 +185,12 @@ class StagedModel:
         twin.stack = self.stack.without(attention, mlp, self._mlp_gives_pair)
         twin._experts = [None if i in mlp else experts for i, experts in enumerate(self._experts)]
         twin._layer_bytes = [
-            0 if i in attention and i in mlp else whole - (i in attention) * own - (i in mlp) * fed
-            for i, (whole, (own, fed)) in enumerate(zip(self._layer_bytes, self._part_bytes))
+            0
+            if i in attention and i in mlp
+            else total - (i in attention) * attention_bytes - (i in mlp) * mlp_bytes
+            for i, (total, (attention_bytes, mlp_bytes)) in enumerate(
+                zip(self._layer_bytes, self._part_bytes)
+            )
         ]
         return twin
 
@@ -204,8 +208,8 @@ class StagedModel:
         """Bytes of the attention and of the feed-forward part of each layer, routed experts apart."""
         parts = []
         for layer, experts in zip(self.layers, self._experts):
-            own, fed = (weight_bytes(getattr(layer, name)) for name in PARTS)
-            parts.append((own, fed - (0 if experts is None else experts.bytes)))
+            attention_bytes, mlp_bytes = (weight_bytes(getattr(layer, name)) for name in PARTS)
+            parts.append((attention_bytes, mlp_bytes - (0 if experts is None else experts.bytes)))
         return parts
 
     # -- what a pass costs -------------------------------------------------------------------------------------
@@ -371,7 +375,7 @@ class StagedModel:
         owner: Any,
         key: Hashable,
         function: Callable[..., Sequence[torch.Tensor]],
-        *given: torch.Tensor,
+        *inputs: torch.Tensor,
         entries: int | None = None,
     ) -> Sequence[torch.Tensor]:
         """Runs a function of a batch; where passes are captured, as one graph with all passes in it.
@@ -383,9 +387,9 @@ class StagedModel:
             batch: the running sequences.
             owner: as in `EagerRunner.run`: what `open` made for this function, a cache as a rule.
             key: likewise.
-            function: of a batch and of what is given; it returns tensors, and changes nothing but `owner`. What it
+            function: of a batch and of the inputs; it returns tensors, and changes nothing but `owner`. What it
                 reads beside its arguments stays the same and where it is for as long as `owner` is there.
-            *given: tensors that differ from round to round.
+            *inputs: tensors that differ from round to round.
             entries: of the cache `owner`, after the known tokens, that its passes may attend to; None: it attends to
                 nothing.
 
@@ -393,18 +397,20 @@ class StagedModel:
             What the function returns.
         """
         if not isinstance(self.runner, GraphRunner) or not torch.is_inference_mode_enabled():
-            return function(batch, *given)
+            return function(batch, *inputs)
         kv_len = 0 if entries is None else kv_bucket(max(batch.lengths) + entries, owner.capacity)
         drawn = [] if batch.uniforms is None else [batch.uniforms[: batch.size]]
 
-        def whole(
+        def on_tensors(
             seq_lens: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor
         ) -> Sequence[torch.Tensor]:
             uniforms = rest[0] if drawn else None
             return function(batch.device_only(kv_len, seq_lens, tokens, uniforms), *rest[len(drawn) :])
 
         key = key, kv_len, batch.decoding.temperature, len(drawn)
-        return self.runner.run(owner, key, whole, batch.seq_lens, batch.tokens[: batch.size], *drawn, *given)
+        return self.runner.run(
+            owner, key, on_tensors, batch.seq_lens, batch.tokens[: batch.size], *drawn, *inputs
+        )
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., d] after the last layer -> logits [..., vocab]."""

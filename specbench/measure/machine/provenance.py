@@ -148,9 +148,9 @@ def _shown(key: str, value: object) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that are installed."""
-    found = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
     return {"python": platform.python_version()} | {
-        name: found[name] for name in sorted(PACKAGES & found.keys())
+        name: installed[name] for name in sorted(PACKAGES & installed.keys())
     }
 
 
@@ -171,10 +171,10 @@ def gpus(fields: Sequence[str] = GPU_FIELDS) -> list[dict[str, str]]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    if found.returncode:  # installed, but there is no GPU
+    completed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    if completed.returncode:  # installed, but there is no GPU
         return []
-    rows = csv.reader(found.stdout.splitlines(), skipinitialspace=True)
+    rows = csv.reader(completed.stdout.splitlines(), skipinitialspace=True)
     return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
@@ -195,8 +195,8 @@ def git_state(root: Path) -> dict | None:
         return None
 
     def git(*arguments: str) -> bytes | None:
-        found = subprocess.run(["git", "-C", root, *arguments], capture_output=True, check=False)
-        return None if found.returncode else found.stdout
+        completed = subprocess.run(["git", "-C", root, *arguments], capture_output=True, check=False)
+        return None if completed.returncode else completed.stdout
 
     top, commit, diff = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD"), git("diff", "HEAD")
     if top is None or commit is None or diff is None:
@@ -270,7 +270,7 @@ def trained_weights(drafting: Mapping) -> dict[str, dict]:
         floating-point numbers are in them; `shared_head`, whether draft tokens are scored by the target's own head
         (`original_lm_head` of config.json; None: it does not say).
     """
-    found = {}
+    by_setting = {}
     for name, value in _flat(parameters(drafting)):
         folder = packaged(value) if isinstance(value, str) and value else None
         files = [] if folder is None else sorted(folder.glob("*.safetensors"))
@@ -278,12 +278,12 @@ def trained_weights(drafting: Mapping) -> dict[str, dict]:
             continue
         settings = folder / "config.json"
         form = read_json(settings) if settings.is_file() else {}
-        found[name] = {
+        by_setting[name] = {
             "source": value,
             "parameters": sum(map(_floats, files)),
             "shared_head": form.get("original_lm_head"),
         }
-    return found
+    return by_setting
 
 
 def _floats(file: Path) -> int:
@@ -312,10 +312,10 @@ def _weights(source: str, revision: str | None, packages: Mapping) -> dict:
 def cpu_model() -> str:
     """The name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
-    found = (
+    match = (
         re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     )
-    return found[1] if found else platform.processor() or platform.machine()
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -344,7 +344,7 @@ SECRET_TEXT = re.compile(
     # credentials in a header; of `Basic` base64 alone, which is no lower-case word
     r"|(?i:\bbearer\s+)[^\s\"',]+|(?i:\bbasic\s+)(?=[a-z+/_-]*[A-Z0-9=])[\w+/=-]{4,}"
 )
-URL = re.compile(r"(?<=://)(\S*@)?([^\s?#@]*)(\S*)")  # user and password, place, query
+URL = re.compile(r"(?<=://)(\S*@)?([^\s?#@]*)(\S*)")  # user and password, address, query
 BLANK = "***"
 
 
@@ -364,10 +364,10 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def _without_credentials(url: re.Match) -> str:
-    user, place, query = url.groups(default="")
+    user, address, query = url.groups(default="")
     if "?" in user or "#" in user:  # in a password, or in front of an @ in the query: nobody can tell
         return BLANK
-    return (user and f"{BLANK}@") + place + (query and query[0] + BLANK)
+    return (user and f"{BLANK}@") + address + (query and query[0] + BLANK)
 
 
 def _without_secret_value(argument: str) -> str:
@@ -417,10 +417,10 @@ def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> in
     """Bytes of all level 3 caches of this machine together; a safe guess where the system does not report them."""
     sizes = {}
     for cache in folder.glob("cpu[0-9]*/cache/index3"):
-        found = re.fullmatch(r"(\d+)([KM])", (cache / "size").read_text().strip())
-        if found:
+        match = re.fullmatch(r"(\d+)([KM])", (cache / "size").read_text().strip())
+        if match:
             shared_by = (cache / "shared_cpu_list").read_text().strip()
-            sizes[shared_by] = int(found[1]) * {"K": 2**10, "M": 2**20}[found[2]]
+            sizes[shared_by] = int(match[1]) * {"K": 2**10, "M": 2**20}[match[2]]
     return sum(sizes.values()) or UNKNOWN_CACHE_BYTES
 
 
@@ -448,5 +448,5 @@ def peak_memory(device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device)
     if not RESET_PEAK.exists():
         return None
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024 if found else None
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) * 1024 if match else None

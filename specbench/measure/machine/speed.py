@@ -198,11 +198,11 @@ def remember(machine: str, figures: Figures) -> Figures:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a process that reads meanwhile gets the file before or after
-            known = _read(path)
-            before = known.get(machine, {})
+            by_machine = _read(path)
+            before = by_machine.get(machine, {})
             best = {name: max(value, before.get(name, 0.0)) for name, value in figures.items()}
             if best != before:
-                write_atomic(path, json.dumps(known | {machine: best}, indent=2) + "\n")
+                write_atomic(path, json.dumps(by_machine | {machine: best}, indent=2) + "\n")
     except (OSError, UserError) as error:
         _warn(f"the best figures of this machine are not kept: {error}")
         return figures
@@ -214,13 +214,13 @@ def _read(path: Path) -> dict[str, Figures]:
     if not path.exists():
         return {}
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        by_machine = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # not JSON, or not UTF-8
-        known = None
-    if not isinstance(known, dict) or not all(map(_are_figures, known.values())):
+        by_machine = None
+    if not isinstance(by_machine, dict) or not all(map(_are_figures, by_machine.values())):
         _warn(f"{path} is damaged and begun anew: what this machine can do at its best is not known")
         return {}
-    return known
+    return by_machine
 
 
 def _are_figures(value: object) -> bool:

@@ -73,9 +73,9 @@ class Watch:
         waited = self._waited()
         if waited is not None:
             counters["waited"] = waited / self.threads
-        found = self._cpu_seconds()
-        if found is not None:
-            busy, stolen = found
+        cpu_seconds = self._cpu_seconds()
+        if cpu_seconds is not None:
+            busy, stolen = cpu_seconds
             counters["stolen"] = stolen / len(self._cores)
             counters["others"] = busy - time.process_time() - self._seconds_of_children()
         if self._cgroup is not None:
@@ -196,8 +196,8 @@ def added(readings: Sequence[Counters]) -> Counters:
 
 
 def _throttled(file: Path) -> Counters:
-    found = re.search(r"throttled_(usec|time) (\d+)", file.read_text())  # us, or in the old kind of groups ns
-    return {"throttled": int(found[2]) / (1e6 if found[1] == "usec" else 1e9)} if found else {}
+    match = re.search(r"throttled_(usec|time) (\d+)", file.read_text())  # us, or in the old kind of groups ns
+    return {"throttled": int(match[2]) / (1e6 if match[1] == "usec" else 1e9)} if match else {}
 
 
 def _on_battery() -> bool:

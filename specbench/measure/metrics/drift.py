@@ -24,25 +24,25 @@ def thirds(records: list[dict], facts: dict, reference: str, spec: RunSpec) -> d
     Returns:
         By "first" and "last": questions, speedup with its interval, acceptance_length. {} of fewer than 3 questions.
     """
-    asked = [*dict.fromkeys(record["question_id"] for record in records)]
-    count = len(asked) // 3
+    question_ids = [*dict.fromkeys(record["question_id"] for record in records)]
+    count = len(question_ids) // 3
     if count == 0:
         return {}
 
     def numbers_of(questions: list[int]) -> dict[str, Any]:
-        own = [record for record in records if record["question_id"] in set(questions)]
-        values = numbers(MetricInput(own, facts, reference, spec, whole_run=False))
+        third_records = [record for record in records if record["question_id"] in set(questions)]
+        values = numbers(MetricInput(third_records, facts, reference, spec, whole_run=False))
         return {"questions": len(questions)} | {name: values[name] for name in NUMBERS}
 
-    return {"first": numbers_of(asked[:count]), "last": numbers_of(asked[-count:])}
+    return {"first": numbers_of(question_ids[:count]), "last": numbers_of(question_ids[-count:])}
 
 
-def thirds_lines(found: dict[str, dict]) -> list[str]:
+def thirds_lines(by_third: dict[str, dict]) -> list[str]:
     """A line about both thirds, for the foot of a run's table."""
-    if not found:
+    if not by_third:
         return []
 
-    def said(third: dict[str, Any]) -> str:
+    def in_words(third: dict[str, Any]) -> str:
         speedup, length = third["speedup"], third["acceptance_length"]
         parts = [] if speedup is None else [f"speedup {speedup:.2f}"]
         if speedup is not None and third["speedup_low"] is not None:
@@ -51,5 +51,5 @@ def thirds_lines(found: dict[str, dict]) -> list[str]:
             ", ".join([*parts, *([] if length is None else [f"acceptance length {length:.2f}"])]) or "nothing"
         )
 
-    first, last = said(found["first"]), said(found["last"])
+    first, last = in_words(by_third["first"]), in_words(by_third["last"])
     return [f"learns from answer to answer: first third of the questions: {first}; last third: {last}"]

@@ -39,13 +39,13 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
         return ratio(sum(one[name] * of for one, of in zip(watched, first)), sum(first))
 
     def rate(name: str) -> float | None:
-        known = all(name in one["counters"] for one in watched)
-        return sum(one["counters"][name] for one in watched) / seconds if known else None
+        is_counted = all(name in one["counters"] for one in watched)
+        return sum(one["counters"][name] for one in watched) / seconds if is_counted else None
 
     def gpus(field: str) -> list[float]:
         """What the driver told of all GPUs; of an unknown number it says so in words."""
-        told = [gpu[field] for one in watched for gpu in one.get("gpus", [])]
-        return [float(text) for text in told if re.fullmatch(r"\d+(\.\d+)?", text)]
+        readings = [gpu[field] for one in watched for gpu in one.get("gpus", [])]
+        return [float(text) for text in readings if re.fullmatch(r"\d+(\.\d+)?", text)]
 
     clocks = [one["clock_mhz"] for one in watched if one.get("clock_mhz")]
     return {
@@ -84,10 +84,10 @@ def speed(records: list[dict], facts: dict) -> dict | None:
         return None
     by_name = {name: [figures[name] for figures in probes] for name in NAMES}
     worst, highest = ({name: end(values) for name, values in by_name.items()} for end in (min, max))
-    known = facts["speed"]
-    best = {name: max(highest[name], known["best"][name]) for name in NAMES}
+    machine_facts = facts["speed"]
+    best = {name: max(highest[name], machine_facts["best"][name]) for name in NAMES}
     return {
-        "machine": known["machine"],
+        "machine": machine_facts["machine"],
         "probes": len(probes),
         "first": probes[0],
         "last": probes[-1],

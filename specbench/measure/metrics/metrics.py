@@ -170,7 +170,9 @@ def distinct_ngrams(records: list[dict], n: int = 4) -> float | None:
         if turn["arms"].get(arm)
     }
     ngrams = [[tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)] for tokens in answers.values()]
-    return ratio(sum(len(set(found)) for found in ngrams), sum(len(found) for found in ngrams))
+    return ratio(
+        sum(len(set(of_answer)) for of_answer in ngrams), sum(len(of_answer) for of_answer in ngrams)
+    )
 
 
 def equivalence(records: list[dict], key: str = "equivalence") -> dict:
@@ -181,13 +183,13 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     worst: dict[tuple[int, int], dict] = {}  # of the repeats of an answer
     for record in records:
         for turn in record["turns"]:
-            found, answer = turn.get(key), (record["question_id"], turn["turn"])
-            if not found or found["verdict"] is None:
+            certificate, answer = turn.get(key), (record["question_id"], turn["turn"])
+            if not certificate or certificate["verdict"] is None:
                 continue
-            if answer not in worst or VERDICTS.index(found["verdict"]) > VERDICTS.index(
+            if answer not in worst or VERDICTS.index(certificate["verdict"]) > VERDICTS.index(
                 worst[answer]["verdict"]
             ):
-                worst[answer] = found
+                worst[answer] = certificate
     judged = [*worst.values()]
     divergences = [c["first_divergence"] for c in judged if c["first_divergence"] is not None]
     counts = {name: sum(c["verdict"] == name for c in judged) if judged else None for name in VERDICTS}

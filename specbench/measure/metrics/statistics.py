@@ -171,12 +171,12 @@ def _jackknife(
             rest = np.repeat(sums, parts.shape[1], axis=1)
             rest[2 * run : 2 * run + 2] = parts.sum(axis=1, keepdims=True) - parts
             variances.append(_variance(rest, statistic))
-    known = [found for found in variances if found is not None]
-    if len(known) < len(variances):
+    estimates = [estimate for estimate in variances if estimate is not None]
+    if len(estimates) < len(variances):
         return Speedup(value, None, None)
     from scipy.special import stdtrit  # here, for who only reads a summary needs none of it
 
-    squares = [variance * stdtrit(freedom, 0.5 + CONFIDENCE / 2) ** 2 for variance, freedom in known]
+    squares = [variance * stdtrit(freedom, 0.5 + CONFIDENCE / 2) ** 2 for variance, freedom in estimates]
     factor = float(np.exp(np.sqrt(sum(squares))))
     return Speedup(value, value / factor, value * factor)
 
@@ -195,7 +195,9 @@ def _variance(rest: np.ndarray, statistic: Callable[..., np.ndarray]) -> tuple[f
 
 def _by_pool(seconds: np.ndarray, pools: Sequence) -> np.ndarray:
     """[columns, runs] -> [columns, pools], means of the repeats; as they are where all are of one pool."""
-    names, place = np.unique(np.asarray(pools), return_inverse=True)
+    names, pool_index = np.unique(np.asarray(pools), return_inverse=True)
     if len(names) == 1:
         return seconds
-    return np.stack([np.bincount(place, column, len(names)) for column in seconds]) / np.bincount(place)
+    return np.stack([np.bincount(pool_index, column, len(names)) for column in seconds]) / np.bincount(
+        pool_index
+    )

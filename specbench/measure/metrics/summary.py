@@ -134,7 +134,7 @@ def by_question(records: list[dict], reference: str, unit: str) -> pd.DataFrame:
         if number in seconds.index:
             baseline, method = seconds.loc[number]
             faster = ratio(baseline, method)
-        own = rounds.get(number, steps.iloc[:0])
+        question_rounds = rounds.get(number, steps.iloc[:0])
         verdicts = [turn["equivalence"]["verdict"] for record in repeats_of_it for turn in record["turns"]]
         rows.append(
             (
@@ -144,8 +144,8 @@ def by_question(records: list[dict], reference: str, unit: str) -> pd.DataFrame:
                 baseline,
                 method,
                 faster,
-                acceptance_length(own),
-                acceptance_rate(own),
+                acceptance_length(question_rounds),
+                acceptance_rate(question_rounds),
                 max(filter(None, verdicts), key=VERDICTS.index, default=None),
                 next((record["error"] for record in repeats_of_it if record["error"]), None),
             )
@@ -224,14 +224,14 @@ def relative(
         processes: of each run of `first` and then of `second`, as `parts_by_process` gives it.
     """
     shared = set.intersection(*(set(run.index) for run in (*first, *second)))
-    kept = [[run.loc[run.index.isin(shared)].sort_index() for run in runs] for runs in (first, second)]
-    ours, theirs = ([(run["above"].to_numpy(), run["below"].to_numpy()) for run in runs] for runs in kept)
-    pools = pools_of(kept[0][0])
+    frames = [[run.loc[run.index.isin(shared)].sort_index() for run in runs] for runs in (first, second)]
+    ours, theirs = ([(run["above"].to_numpy(), run["below"].to_numpy()) for run in runs] for runs in frames)
+    pools = pools_of(frames[0][0])
     units = shared if pools is None else set(pools)
-    found = ratio_of_means(ours, theirs, pools, [_process_sums(run, units) for run in processes])
+    quotient = ratio_of_means(ours, theirs, pools, [_process_sums(run, units) for run in processes])
     if pools is None or len(units) > 1:
-        return Relative(found, len(units), QUESTION if pools is None else POOL)
-    return Relative(found, len(shared), "repeat")
+        return Relative(quotient, len(units), QUESTION if pools is None else POOL)
+    return Relative(quotient, len(shared), "repeat")
 
 
 def _process_sums(frames: list[pd.DataFrame], shared: set) -> Run:
@@ -255,7 +255,7 @@ def parts_by_process(records: list[dict], what: str, unit: str) -> list[pd.DataF
     by_process: dict[int, list[dict]] = {}
     for record in records:
         by_process.setdefault(record["process"], []).append(record)
-    return [parts(own, what, unit) for own in by_process.values()]
+    return [parts(of_process, what, unit) for of_process in by_process.values()]
 
 
 def parts(records: list[dict], what: str, unit: str, target_pass_bytes: int | None = None) -> pd.DataFrame:

@@ -167,7 +167,7 @@ class Journal:
     def __init__(self, path: Path, records: list[dict]):
         self.records = records
         self._path = path
-        self._known = {_key(record) for record in records}
+        self._keys = {_key(record) for record in records}
 
     def append(self, *records: dict) -> None:
         """Adds finished questions and the time of day (`tstamp`, s); they are on the disk when this returns.
@@ -176,7 +176,7 @@ class Journal:
         is then what it was.
         """
         for record in records:
-            if _key(record) in self._known:
+            if _key(record) in self._keys:
                 raise ValueError(f"question {record['question_id']} is already in {self._path}")
         stamped = [finite(record | {"tstamp": time.time()}) for record in records]
         lines = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in stamped)
@@ -192,7 +192,7 @@ class Journal:
                     os.truncate(self._path, before)  # what still went on to a full disk
                 raise
         self.records += stamped
-        self._known |= {_key(record) for record in stamped}
+        self._keys |= {_key(record) for record in stamped}
 
     def keep_first(self, count: int) -> None:
         """Drops all records but the first `count`; cuts the file in place, since a full disk has no room for another.
@@ -204,7 +204,7 @@ class Journal:
                 length = sum(len(line) for line in islice(file, count))
             os.truncate(self._path, length)
         del self.records[count:]
-        self._known = {_key(record) for record in self.records}
+        self._keys = {_key(record) for record in self.records}
 
 
 def _key(record: dict) -> tuple[int, int]:
@@ -221,10 +221,10 @@ def open_journal(run_dir: Path) -> Iterator[Journal]:
     """
     path = run_dir / RECORDS
     with lock_folder(run_dir, "measured"):
-        records, whole = _read(path)
-        if path.exists() and whole < path.stat().st_size:
+        records, intact_bytes = _read(path)
+        if path.exists() and intact_bytes < path.stat().st_size:
             with file_errors(writing=path):
-                os.truncate(path, whole)
+                os.truncate(path, intact_bytes)
         yield Journal(path, records)
 
 
@@ -238,7 +238,7 @@ def _read(path: Path) -> tuple[list[dict], int]:
     if not path.exists():
         return [], 0
     *lines, rest = path.read_bytes().split(b"\n")  # not splitlines(): texts may hold other line separators
-    records, whole = [], 0
+    records, intact_bytes = [], 0
     for number, line in enumerate(lines, start=1):
         try:
             records.append(json.loads(line))
@@ -246,8 +246,8 @@ def _read(path: Path) -> tuple[list[dict], int]:
             if number < len(lines) or rest:
                 raise UserError(f"{path}, line {number}: not valid JSON; the journal is damaged") from error
             break
-        whole += len(line) + 1
-    return records, whole
+        intact_bytes += len(line) + 1
+    return records, intact_bytes
 
 
 # -- the end of a run
