@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SEED = 20
 # Steps are processes forked from one that has imported what takes seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["methods.training", "transformers.models.llama.modeling_llama"])
+CONTEXT.set_forkserver_preload(["methods.common.training", "transformers.models.llama.modeling_llama"])
 
 
 @dataclass(frozen=True)

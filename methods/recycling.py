@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from methods.rank_trees import grown, likeliest_ids, rank_tree
+from methods.common.rank_trees import grown, likeliest_ids, rank_tree
 from specbench.data.warm_start import warm_rows
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.model.staged_model import StagedModel

@@ -14,10 +14,10 @@ import torch
 from torch.nn.functional import one_hot, pad
 
 from methods.ar import Autoregressive
-from methods.counted_trees import Counted
+from methods.common.counted_trees import Counted
+from methods.common.suffix_array import SORTED, check_sorted
+from methods.common.suffix_automaton import SuffixAutomaton
 from methods.rest.datastore import load_datastore, tree_behind
-from methods.suffix_array import SORTED, check_sorted
-from methods.suffix_automaton import SuffixAutomaton
 from specbench.data.warm_start import WARM
 from specbench.decoding.device import on_device
 from specbench.decoding.drafter import make_drafter

@@ -10,8 +10,8 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from methods.counted_trees import Counted, likeliest
-from methods.suffix_automaton import Match, SuffixAutomaton
+from methods.common.counted_trees import Counted, likeliest
+from methods.common.suffix_automaton import Match, SuffixAutomaton
 from specbench.data.warm_start import warm_answers
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified

@@ -355,7 +355,7 @@ FAULTS = (
     Fault(
         "a state that is split is not the one of the earlier occurrence",
         "drafting",
-        "methods/suffix_automaton.py",
+        "methods/common/suffix_automaton.py",
         "self.link[part], self.link[whole] = self.link[whole], part",
         "self.link[part] = self.link[whole]",
         ("tests/methods/test_suffix_structures.py",),
@@ -363,7 +363,7 @@ FAULTS = (
     Fault(
         "a trimmed head gives rows for ids",
         "drafting",
-        "methods/heads.py",
+        "methods/common/heads.py",
         "return rows if self.kept is None else self.kept[rows]",
         "return rows",
         ("tests/methods/test_heads.py", "tests/methods/test_vocab_trim.py"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LlamaConfig
 
-from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.common.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from methods.eagle.model import EagleModel, eagle_config
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn.functional import smooth_l1_loss
 
-from methods.head_training import Guesses, count_ranks, train_heads
-from methods.training import (
+from methods.common.head_training import Guesses, count_ranks, train_heads
+from methods.common.training import (
     CHUNK,
     SETTINGS,
     Goals,

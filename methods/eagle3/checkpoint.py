@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LlamaConfig
 
-from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.common.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from methods.eagle3.model import DEPTHS, Eagle3Config, Eagle3Model, default_taps
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights

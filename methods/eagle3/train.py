@@ -18,8 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from methods.eagle.chain import chained
-from methods.training import (
+from methods.common.training import (
     CHUNK,
     SETTINGS,
     Goals,
@@ -28,6 +27,7 @@ from methods.training import (
     target_states,
     training_pair,
 )
+from methods.eagle.chain import chained
 from specbench.config.compose import with_hydra
 from specbench.data import training
 from specbench.decoding.model.staged_model import StagedModel

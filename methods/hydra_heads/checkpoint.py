@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LlamaConfig
 
-from methods.checkpoints import (
+from methods.common.checkpoints import (
     WEIGHTS,
     check_copy,
     check_tensors,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from methods.heads import draft_head
-from methods.rank_trees import chosen_paths, fill_tree, likeliest_of, rank_tree
+from methods.common.heads import draft_head
+from methods.common.rank_trees import chosen_paths, fill_tree, likeliest_of, rank_tree
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
@@ -41,7 +41,7 @@ class HydraHeads(Drafter):
         weights: folder of the heads' checkpoint, with a prefix layer (Hydra++) or without (Hydra).
         nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
             get the authors' of 63 nodes.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:

@@ -17,7 +17,7 @@ from torch.nn.functional import pad, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from methods.draft_layer import DraftLayer
+from methods.common.draft_layer import DraftLayer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from methods.head_training import HeadDistillation, train_heads
-from methods.training import SETTINGS, training_pair
+from methods.common.head_training import HeadDistillation, train_heads
+from methods.common.training import SETTINGS, training_pair
 from specbench.config.compose import with_hydra
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
-from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
-from methods.draft_layer import DraftLayer
+from methods.common.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.common.draft_layer import DraftLayer
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
 from specbench.models.expansion import Expansion

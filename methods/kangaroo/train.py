@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 
-from methods.training import (
+from methods.common.training import (
     SETTINGS,
     Goals,
     agreement,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from methods.heads import StopTracker
+from methods.common.heads import StopTracker
+from methods.common.rank_trees import likeliest_ids
 from methods.kangaroo.drafter import Kangaroo
-from methods.rank_trees import likeliest_ids
 from specbench.decoding.state import Batch, Draft, Resume
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair

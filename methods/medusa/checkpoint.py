@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 
-from methods.checkpoints import (
+from methods.common.checkpoints import (
     WEIGHTS,
     check_copy,
     check_tensors,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.heads import DraftHead, draft_head, target_ids
+from methods.common.heads import DraftHead, draft_head, target_ids
+from methods.common.rank_trees import chosen_paths, likeliest_ids, rank_tree
 from methods.medusa.checkpoint import load_heads
-from methods.rank_trees import chosen_paths, likeliest_ids, rank_tree
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
@@ -38,7 +38,7 @@ class Medusa(Drafter):
         weights: folder of the heads' checkpoint, the authors' or vLLM's.
         nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
             get the authors' of 63 nodes.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.heads import drawable
+from methods.common.heads import drawable
 from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_products
 from methods.mirror_sd.growth import Growth, Written, joined
 from specbench.decoding.device import on_device
@@ -26,7 +26,7 @@ from specbench.decoding.sampling import SamplingParams, argmax_token
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from methods.heads import DraftHead
+    from methods.common.heads import DraftHead
     from specbench.decoding.model.staged_model import StagedModel
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from methods.rank_trees import likeliest_ids
+from methods.common.rank_trees import likeliest_ids
 
 
 @dataclass(frozen=True, slots=True)

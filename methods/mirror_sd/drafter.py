@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import torch
 
-from methods.heads import DraftHead, draft_head
+from methods.common.heads import DraftHead, draft_head
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.streams import load_streams
 from methods.mirror_sd.worker import Inline, Process, Thread
@@ -62,7 +62,7 @@ class MirrorSD(Drafter):
         draft_cores: cores of a process.
         worker_timeout: seconds to wait for an answer of the worker.
         weights: folder with the embeddings of the streams that the draft model was trained with; None: it has none.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:

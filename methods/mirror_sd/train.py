@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.mirror_sd.streams import save_streams
-from methods.training import (
+from methods.common.training import (
     SETTINGS,
     Goals,
     agreement,
@@ -31,6 +30,7 @@ from methods.training import (
     target_states,
     text_cross_entropy,
 )
+from methods.mirror_sd.streams import save_streams
 from specbench.config.compose import with_hydra
 from specbench.data import training
 from specbench.decoding.model.staged_model import StagedModel

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from methods.counted_trees import Counted, likeliest, most_frequent
-from methods.suffix_array import READ, Index, Interval, suffix_array
+from methods.common.counted_trees import Counted, likeliest, most_frequent
+from methods.common.suffix_array import READ, Index, Interval, suffix_array
 from methods.vocab_trim.vocab_map import tokenizer_checksum
 from specbench.data.training import DATASTORE
 from specbench.system.errors import UserError

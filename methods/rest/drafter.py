@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from methods.counted_trees import Counted
+from methods.common.counted_trees import Counted
+from methods.common.suffix_array import check_sorted
 from methods.rest.datastore import load_datastore, tree_behind
-from methods.suffix_array import check_sorted
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.state import Batch, Draft
 from specbench.models.pairs import Pair

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.heads import confidence
+from methods.common.heads import confidence
 from methods.sps import SpeculativeSampling
 from specbench.decoding.device import on_device
 from specbench.decoding.drafter import Needs

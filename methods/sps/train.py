@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.training import (
+from methods.common.training import (
     SETTINGS,
     Goals,
     agreement,

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from methods.heads import target_ids
-from methods.rank_trees import best_tree, counted_paths
+from methods.common.heads import target_ids
+from methods.common.rank_trees import best_tree, counted_paths
+from methods.common.training import Answered, answered
 from methods.sps_tree.drafter import FILE
-from methods.training import Answered, answered
 from specbench.config.compose import with_hydra
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import draft_of, load_pair

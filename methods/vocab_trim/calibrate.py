@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
 
-from methods.training import answered
+from methods.common.training import answered
 from methods.vocab_trim.vocab_map import rank, save_vocab_map
 from specbench.config.compose import with_hydra
 from specbench.data.conversations import conversations

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from methods.dynamic_trees import Growth
+from methods.common.dynamic_trees import Growth
 from methods.eagle.chain import chained
 from methods.eagle3 import Eagle3
 from methods.eagle3.checkpoint import load_eagle3, save_eagle3

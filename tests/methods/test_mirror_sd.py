@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from methods.heads import DraftHead
+from methods.common.heads import DraftHead
 from methods.mirror_sd import MirrorSD, StreamingSampling, worker
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.branches import likely_decisions, mixture, prefix_products

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from methods.common.suffix_array import suffix_array
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.rest import REST
 from methods.rest.datastore import PLACES, RECORD, TOKENS, load_datastore, save_datastore, tree_behind
 from methods.rest.train import train
-from methods.suffix_array import suffix_array
 from specbench import ROOT
 from specbench.data.contamination import WORDS, MeasuredTexts
 from specbench.data.conversations import tokenizer_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from methods import states
+from methods.common.training import Goals, batches, soft_cross_entropy, target_states
 from methods.kangaroo import train as kangaroo_train
-from methods.training import Goals, batches, soft_cross_entropy, target_states
 from specbench.data.conversations import batched
 from specbench.data.training import RECORD
 from specbench.decoding.model.staged_model import StagedModel

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from methods.counted_trees import likeliest, most_frequent
-from methods.suffix_array import LOOKED_AT, READ, SORTED, Index, Interval, check_sorted, suffix_array
-from methods.suffix_automaton import ROOT, Match, SuffixAutomaton
+from methods.common.counted_trees import likeliest, most_frequent
+from methods.common.suffix_array import LOOKED_AT, READ, SORTED, Index, Interval, check_sorted, suffix_array
+from methods.common.suffix_automaton import ROOT, Match, SuffixAutomaton
 from specbench.system.errors import UserError
 
 # Few different tokens, and periods: stretches that come again.

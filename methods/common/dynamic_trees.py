@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from methods.rank_trees import likeliest_ids
+from methods.common.rank_trees import likeliest_ids
 from specbench.decoding.tree import Tree
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.rank_trees import best_tree, counted_paths
-from methods.training import (
+from methods.common.rank_trees import best_tree, counted_paths
+from methods.common.training import (
     CHUNK,
     Goals,
     agreement,
