@@ -109,7 +109,7 @@ class EagleDrafter(Drafter):
             # A sequence that keeps fewer tokens than another is fed others after its end: the next round writes there.
             ctx = self._layer.layout.place(_pairs(batch), n, 1)
             features = self.model.features(dict(zip(self.taps, states, strict=True)))
-            out = self._feed(features, _behind(batch, n), ctx)
+            out = self._feed(features, _tokens_after(batch, n), ctx)
             return [out[torch.arange(batch.size, device=out.device), count]]
 
         states = [verified.kept(verified.hidden_states[tap])[:, :n] for tap in self.taps]
@@ -298,7 +298,7 @@ def _loaded(pair: Pair, weights: str) -> tuple[DraftingModel, dict[str, Any]]:
     return load_eagle(packaged(weights), pair.target, pair.device, pair.dtype, pair.expansion)
 
 
-def _behind(batch: Batch, n: int) -> torch.Tensor:
+def _tokens_after(batch: Batch, n: int) -> torch.Tensor:
     """[b, n] the tokens that have come after the pending ones."""
     first = batch.lengths[0]
     if len({*batch.lengths}) == 1 and batch.kv_bucket is None:

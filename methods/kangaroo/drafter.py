@@ -168,14 +168,14 @@ class Kangaroo(Drafter):
         return self.adapter(states, **self._layer.arguments(ctx, states))
 
 
-def _exit_layer(asked: int | None, adapter: Adapter, layers: int) -> int:
+def _exit_layer(requested: int | None, adapter: Adapter, layers: int) -> int:
     """The exit layer to use.
 
     Raises:
         UserError: none is named, the adapter was trained for another, or the target does not have it.
     """
     trained = getattr(adapter.config, "exit_layer", None)
-    chosen = trained if asked is None else asked
+    chosen = trained if requested is None else requested
     if chosen is None:
         raise UserError("the adapter does not say which layer it was trained for: set method.exit_layer")
     if trained not in (None, chosen):

@@ -74,12 +74,12 @@ class Medusa(Drafter):
         self.ranks = 1 + max(rank for path in self.paths for rank in path)
         self.device = pair.device
         self._output: torch.Tensor | None = self.heads.output
-        if self._output is not None and self.head.kept is not None and ids is None:
-            self._output = self._output[:, self.head.kept]
-        own = 0 if self._output is None else self._output.nbytes
+        if self._output is not None and self.head.token_ids is not None and ids is None:
+            self._output = self._output[:, self.head.token_ids]
+        output_bytes = 0 if self._output is None else self._output.nbytes
         blocks = weight_bytes(self.heads) - (0 if self.heads.output is None else self.heads.output.nbytes)
         # The rows of all heads go through the target's head in one product.
-        self._bytes = blocks + (own or self.head.bytes)
+        self._bytes = blocks + (output_bytes or self.head.bytes)
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for the state that each sequence drafts from."""
