@@ -44,25 +44,25 @@ POOL = 8  # batches that are answered together, so that few places are empty at 
 
 
 def answered(
-    pair: Pair, engine: Engine, asked: list[Messages], decoding: SamplingParams, seed: int
+    pair: Pair, engine: Engine, originals: list[Messages], decoding: SamplingParams, seed: int
 ) -> list[Messages]:
     """The conversations with the target's own answers; what does not fit the context is cut off."""
-    told: list[Messages] = [[m for m in messages[:1] if m["role"] == "system"] for messages in asked]
-    users = [[m for m in messages if m["role"] == "user"] for messages in asked]
+    dialogues: list[Messages] = [[m for m in messages[:1] if m["role"] == "system"] for messages in originals]
+    users = [[m for m in messages if m["role"] == "user"] for messages in originals]
     for turn in range(max(map(len, users))):
-        requests, places = [], []
-        for place, questions in enumerate(users):
-            if len(questions) <= turn or len(told[place]) // 2 < turn:
+        requests, indices = [], []
+        for index, questions in enumerate(users):
+            if len(questions) <= turn or len(dialogues[index]) // 2 < turn:
                 continue
-            prompt = pair.prompt_ids([*told[place], questions[turn]])
+            prompt = pair.prompt_ids([*dialogues[index], questions[turn]])
             room = min(decoding.max_new_tokens, pair.context_length - len(prompt))
             if room > 0:
-                requests.append(Request(prompt, SamplingParams(room, decoding.temperature), seed + place))
-                places.append(place)
-        for place, answer in zip(places, engine.generate(requests) if requests else []):
+                requests.append(Request(prompt, SamplingParams(room, decoding.temperature), seed + index))
+                indices.append(index)
+        for index, answer in zip(indices, engine.generate(requests) if requests else []):
             text = pair.decode(answer.tokens)
-            told[place] += [users[place][turn], {"role": "assistant", "content": text}]
-    return told
+            dialogues[index] += [users[index][turn], {"role": "assistant", "content": text}]
+    return dialogues
 
 
 def answer(cfg: DictConfig) -> Path:
@@ -82,12 +82,12 @@ def answer(cfg: DictConfig) -> Path:
         tqdm(total=cfg.count, initial=done, unit="conversation") as bar,
     ):
         while done < cfg.count:
-            asked = list(islice(texts, min(POOL * cfg.batch_size, cfg.count - done)))
-            for messages in answered(pair, engine, asked, decoding, cfg.seed + done):
+            originals = list(islice(texts, min(POOL * cfg.batch_size, cfg.count - done)))
+            for messages in answered(pair, engine, originals, decoding, cfg.seed + done):
                 file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
             file.flush()
-            done += len(asked)
-            bar.update(len(asked))
+            done += len(originals)
+            bar.update(len(originals))
     print(out)
     return out
 
@@ -97,10 +97,10 @@ def whole_lines(path: Path) -> int:
     if not path.exists():
         return 0
     content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
+    complete_bytes = content.rfind(b"\n") + 1
+    if complete_bytes < len(content):
         with path.open("r+b") as file:
-            file.truncate(whole)
+            file.truncate(complete_bytes)
     return content.count(b"\n")
 
 

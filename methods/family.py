@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SEED = 20
 # Steps are processes forked from one that has imported what takes seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["methods.training", "transformers.models.llama.modeling_llama"])
+CONTEXT.set_forkserver_preload(["methods.common.training", "transformers.models.llama.modeling_llama"])
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Size:
         held_out: tokens of answers on which the coverage of the vocabulary map is measured.
         stored: tokens of the answers that the datastore holds.
         ranked: tokens that each tree of the draft model is counted on.
-        asked: of each task, to look at the targets' answers: of the benchmark's questions, and others.
+        question_counts: of each task, to look at the targets' answers: of the benchmark's questions, and others.
     """
 
     conversations: int
@@ -78,7 +78,7 @@ class Size:
     held_out: int
     stored: int
     ranked: int
-    asked: tuple[int, int]
+    question_counts: tuple[int, int]
 
 
 WHOLE = Size(
@@ -133,21 +133,19 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
 
     def answer(name: str, minutes: float) -> Step:
         path = answers / f"{name}.jsonl"
-        settings = (f"count={size.conversations}", f"max_new_tokens={size.answer_tokens}", f"seed={SEED}")
+        args = (f"count={size.conversations}", f"max_new_tokens={size.answer_tokens}", f"seed={SEED}")
         done = path.with_suffix(".done")  # a file of answers is there from the first one on
-        return Step(
-            f"answers, {name}", minutes, done, ("methods.answer", *pairs[name], *settings, f"out={path}")
-        )
+        return Step(f"answers, {name}", minutes, done, ("methods.answer", *pairs[name], *args, f"out={path}"))
 
-    def part(name: str, minutes: float, method: str, pair: str, *own: str, steps: int = size.steps) -> Step:
+    def part(name: str, minutes: float, method: str, pair: str, *args: str, steps: int = size.steps) -> Step:
         folder = weights / name
-        own = (*own, f"steps={steps}", f"states={states[pair]}", f"out={folder}")
-        return Step(name, minutes, folder / RECORD, (f"methods.{method}.train", *pairs[pair], *common, *own))
+        args = (*args, f"steps={steps}", f"states={states[pair]}", f"out={folder}")
+        return Step(name, minutes, folder / RECORD, (f"methods.{method}.train", *pairs[pair], *common, *args))
 
     def keep(name: str, taps: str) -> Step:
-        own = (f"taps={taps}", f"out={states[name]}")
+        args = (f"taps={taps}", f"out={states[name]}")
         return Step(
-            f"states, {name}", 5, states[name] / STATES, ("methods.states", *pairs[name], *text, *own)
+            f"states, {name}", 5, states[name] / STATES, ("methods.states", *pairs[name], *text, *args)
         )
 
     start, exit_layer = f"draft={out / 'checkpoints' / 'draft'}", f"exit_layer={size.exit_layer}"
@@ -160,13 +158,13 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
 
     def tree(name: str, pair: str) -> Step:
         folder = weights / name
-        own = (f"pair.draft={weights / 'draft'}", f"tokens={size.ranked}", f"out={folder}")
-        return Step(name, 3, folder / TREE, ("methods.sps_tree.train", *pairs[pair], *own))
+        args = (f"pair.draft={weights / 'draft'}", f"tokens={size.ranked}", f"out={folder}")
+        return Step(name, 3, folder / TREE, ("methods.sps_tree.train", *pairs[pair], *args))
 
     calibrate = ("methods.vocab_trim.calibrate", *pairs["deep"], f"conversations={both}", *counted)
     stored = (f"conversations={both}", f"tokens={size.stored}", f"out={weights / 'rest'}")
     datastore = ("methods.rest.train", *pairs["deep"], f"data.path={out / 'questions.jsonl'}", *stored)
-    numbers = zip(("--per-task", "--others", "--max-new-tokens"), (*size.asked, size.answer_tokens))
+    numbers = zip(("--per-task", "--others", "--max-new-tokens"), (*size.question_counts, size.answer_tokens))
     look = ("specbench.tiny.soundness", "--weights", f"{weights}", *(f"{name}={n}" for name, n in numbers))
     *chain, shallow, deep, draft = (model(stage) for stage in build.recipe.stages)
     return [
@@ -243,17 +241,17 @@ def run_all(groups: list[list[Step]], logs: Path, cores: int) -> None:
     Raises:
         SystemExit: a step failed; those that run are ended first, none is begun.
     """
-    left = [[step for step in group if not step.result.exists()] for group in groups]
-    minutes = sum(step.minutes for group in left for step in group)
+    remaining = [[step for step in group if not step.result.exists()] for group in groups]
+    minutes = sum(step.minutes for group in remaining for step in group)
     with (
         tqdm(
             total=minutes, desc="family", bar_format="{desc} {bar} {n:.0f} of {total:.0f} core minutes"
         ) as bar,
         ThreadPoolExecutor(cores) as pool,
     ):
-        for whole, group in zip(groups, left, strict=True):
+        for all_steps, group in zip(groups, remaining, strict=True):
             threads = (
-                cores if len(whole) == 1 else 1
+                cores if len(all_steps) == 1 else 1
             )  # also where only one of several is left: it goes on as it began
             running = {pool.submit(run, step, logs, threads): step for step in group}
             try:

@@ -48,11 +48,11 @@ class Pool:
 
     def add(self, first: int, others: tuple[int, ...]) -> None:
         """Adds an n-gram. One that is there counts as new again."""
-        known = self.after.setdefault(first, {})
-        known.pop(others, None)
-        known[others] = None
-        if len(known) > self.size:
-            del known[next(iter(known))]
+        ngrams = self.after.setdefault(first, {})
+        ngrams.pop(others, None)
+        ngrams[others] = None
+        if len(ngrams) > self.size:
+            del ngrams[next(iter(ngrams))]
 
     def guesses(self, first: int) -> Iterator[tuple[int, ...]]:
         """What may follow a token, the latest first."""
@@ -134,25 +134,25 @@ class Lookahead(Drafter):
 
     def draft(self, batch: Batch) -> Draft:
         """A tree of the guesses, and after it the window, which is only looked at."""
-        tokens, parents, candidates, rows = [], [], [], []
+        tokens, parents, candidates, ends = [], [], [], []
         for slot, (sequence, limit) in enumerate(zip(batch.sequences, batch.limits)):
             search = self._searches[slot]
             guesses = search.pool.guesses(sequence.tokens[-1])
-            own, above = merged(guesses, min(limit, self.max_draft_tokens), batch.max_nodes)
-            candidates.append(len(own))
+            nodes, above = merged(guesses, min(limit, self.max_draft_tokens), batch.max_nodes)
+            candidates.append(len(nodes))
             # Where a token budget leaves no room for all columns the first ones go on.
-            fitting = (batch.max_nodes - len(own) + 1) // (self.ngram - 1)
-            rows.append(add_window(search.columns[:fitting], own, above))
-            tokens.append(own)
+            fitting = (batch.max_nodes - len(nodes) + 1) // (self.ngram - 1)
+            ends.append(add_window(search.columns[:fitting], nodes, above))
+            tokens.append(nodes)
             parents.append(above)
-        self._columns = [len(some) for some in rows]
+        self._columns = [len(columns) for columns in ends]
         device, widest = batch.tokens.device, max(self._columns)
         draft = Draft.of(tokens, device, parents)
         draft.candidates = on_device(candidates, device)
-        ends = on_device([[*some, *[0] * (widest - len(some))] for some in rows], device)
+        padded = on_device([[*columns, *[0] * (widest - len(columns))] for columns in ends], device)
         slots = torch.arange(batch.size, device=device).unsqueeze(1)
-        draft.report = lambda logits: argmax_token(logits[slots, ends])
-        draft.stats = {"looked_at": [len(own) - n for own, n in zip(tokens, candidates)]}
+        draft.report = lambda logits: argmax_token(logits[slots, padded])
+        draft.stats = {"looked_at": [len(nodes) - n for nodes, n in zip(tokens, candidates)]}
         return draft
 
     def commit(self, batch: Batch, verified: Verified) -> None:
@@ -170,10 +170,10 @@ class Lookahead(Drafter):
         from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
 
         looked_at = stat(rounds, "looked_at")
-        drafted, own = rounds["drafted"][looked_at.notna()], looked_at.dropna()
+        drafted, window_tokens = rounds["drafted"][looked_at.notna()], looked_at.dropna()
         return {
-            "guess_rate": ratio((drafted > 0).sum(), len(own)),
-            "looked_at": ratio(own.sum(), len(own)),
+            "guess_rate": ratio((drafted > 0).sum(), len(window_tokens)),
+            "looked_at": ratio(window_tokens.sum(), len(window_tokens)),
         }
 
     @staticmethod
@@ -201,13 +201,13 @@ def merged(chains: Iterable[tuple[int, ...]], depth: int, nodes: int) -> tuple[l
     chains = list(chains)
     tokens: list[int] = []
     parents: list[int] = []
-    places: dict[tuple[int, ...], int] = {(): PENDING}
+    node_index: dict[tuple[int, ...], int] = {(): PENDING}
     for level in range(1, depth + 1):
         for path in dict.fromkeys(chain[:level] for chain in chains):
             if len(tokens) < nodes:
-                places[path] = len(tokens)
+                node_index[path] = len(tokens)
                 tokens.append(path[-1])
-                parents.append(places[path[:-1]])
+                parents.append(node_index[path[:-1]])
     return tokens, parents
 
 
@@ -228,12 +228,12 @@ def add_window(columns: list[tuple[int, ...]], tokens: list[int], parents: list[
         parents.append(parent)
         return len(tokens) - 1
 
-    rows, first = [], PENDING
+    ends, first = [], PENDING
     for i, column in enumerate(columns):
         if i > 0:
             first = add(column[0], first)
         last = first
         for token in column[1:]:
             last = add(token, last)
-        rows.append(1 + last)
-    return rows
+        ends.append(1 + last)
+    return ends

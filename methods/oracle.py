@@ -57,11 +57,11 @@ class Foretold:
         spare: int,
     ):
         draws = np.random.default_rng([seed, *prompt]).random((len(answer) + spare, 2))
-        own = np.array([*answer, *[0] * spare], dtype=np.int64)
-        others = (own + 1 + (draws[:, 1] * (vocab_size - 1)).astype(np.int64)) % vocab_size
+        right_tokens = np.array([*answer, *[0] * spare], dtype=np.int64)
+        others = (right_tokens + 1 + (draws[:, 1] * (vocab_size - 1)).astype(np.int64)) % vocab_size
         self.answer = answer
         self.right = (draws[:, 0] < acceptance).tolist()
-        self.tokens = np.where(self.right, own, others)
+        self.tokens = np.where(self.right, right_tokens, others)
 
 
 class OracleHead:
@@ -139,16 +139,16 @@ class Oracle(WrappedDrafter):
         """Makes room for what is proposed, by position in the sequence."""
         self._table = slots.tensor(slots.capacity + self.max_draft_tokens, fill=UNKNOWN)
         # Of each sequence, while it is what was foretold.
-        self._known: list[Foretold | None] = slots.values(lambda: None)
+        self._current: list[Foretold | None] = slots.values(lambda: None)
         super().open(slots, target)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Looks the answer up, and begins the wrapped drafter's."""
         prompt = sequence.request.prompt
-        known = self._known[slot] = self._foretold.get(tuple(prompt))
+        foretold = self._current[slot] = self._foretold.get(tuple(prompt))
         self._table[slot] = UNKNOWN
-        if known is not None:
-            proposed = torch.from_numpy(known.tokens).to(self.device)
+        if foretold is not None:
+            proposed = torch.from_numpy(foretold.tokens).to(self.device)
             self._table[slot, len(prompt) : len(prompt) + len(proposed)] = proposed
         self._compare(slot, 0, sequence.new_tokens)
         super().begin(slot, sequence, prefill)
@@ -164,11 +164,11 @@ class Oracle(WrappedDrafter):
         if self._unknown is None:
             return replace(draft, tokens=proposed, candidates=None)
         unknown = self._unknown[:, :k]
-        own, missing = draft.tokens, k - draft.tokens.shape[1]
-        counts = own.shape[1] if draft.candidates is None else draft.candidates
+        inner_tokens, missing = draft.tokens, k - draft.tokens.shape[1]
+        counts = inner_tokens.shape[1] if draft.candidates is None else draft.candidates
         return replace(
             draft,
-            tokens=torch.where(unknown, pad(own, (0, missing)), proposed),
+            tokens=torch.where(unknown, pad(inner_tokens, (0, missing)), proposed),
             candidates=k + unknown[:, 0] * (counts - k),
         )
 
@@ -180,9 +180,9 @@ class Oracle(WrappedDrafter):
 
     def _compare(self, slot: int, at: int, new: list[int]) -> None:
         """Forgets the known answer unless the new tokens, from place `at` on, are its own."""
-        known = self._known[slot]
-        if known is not None and known.answer[at : at + len(new)] != new:
-            self._known[slot] = None
+        foretold = self._current[slot]
+        if foretold is not None and foretold.answer[at : at + len(new)] != new:
+            self._current[slot] = None
             self._table[slot] = UNKNOWN
 
     # -- the tokens of a draft
@@ -195,15 +195,15 @@ class Oracle(WrappedDrafter):
         else:
             proposed = self._table[:b].gather(1, span(batch.seq_lens, k))
         # A captured function must also cover an answer that leaves the reference later.
-        surely = batch.kv_bucket is None and None not in self._known[:b]
+        surely = batch.kv_bucket is None and None not in self._current[:b]
         self._proposed, self._unknown, self._step = proposed, None if surely else proposed == UNKNOWN, 0
 
-    def _next(self, own: torch.Tensor) -> torch.Tensor:
+    def _next(self, inner_tokens: torch.Tensor) -> torch.Tensor:
         """The tokens [b] to propose in place of the wrapped drafter's own [b], each time at the next place."""
         j, self._step = self._step, self._step + 1
         if self._unknown is None:
             return self._proposed[:, j]
-        return torch.where(self._unknown[:, j], own, self._proposed[:, j])
+        return torch.where(self._unknown[:, j], inner_tokens, self._proposed[:, j])
 
 
 def _fixed(config: dict, max_draft_tokens: int) -> dict[str, Any]:

@@ -68,24 +68,24 @@ class PromptLookup(Drafter):
         for slot, (length, new) in enumerate(zip(batch.lengths, verified.tokens)):
             self._tokens[slot, length : length + len(new)] = new
 
-    def _look_up(self, known: np.ndarray) -> np.ndarray:
-        """The tokens to draft after `known` [n]."""
+    def _look_up(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens to draft after `tokens` [n]."""
         # Where the newest token stood earlier; then those of them that have more of the newest tokens in front.
-        ends = np.flatnonzero(known[:-1] == known[-1])
-        found: dict[int, np.ndarray] = {}
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+        ends_by_length: dict[int, np.ndarray] = {}
         for n in range(1, self.ngrams[0] + 1):
             if n > 1:
                 ends = ends[ends >= n - 1]
-                ends = ends[known[ends - n + 1] == known[-n]] if len(known) >= n else ends[:0]
+                ends = ends[tokens[ends - n + 1] == tokens[-n]] if len(tokens) >= n else ends[:0]
             if not len(ends):
                 break
-            found[n] = ends
+            ends_by_length[n] = ends
         for n in self.ngrams:
-            if n not in found:
+            if n not in ends_by_length:
                 continue
-            start = found[n][0 if self.earliest else -1] + 1
+            start = ends_by_length[n][0 if self.earliest else -1] + 1
             # The author's code also wants the draft to start in front of the newest n-gram. Where the first occurrence
             # fails, all later ones do.
-            if not self.earliest or start <= len(known) - max(self.max_draft_tokens, n + 1):
-                return known[start : start + self.max_draft_tokens]
-        return known[:0]
+            if not self.earliest or start <= len(tokens) - max(self.max_draft_tokens, n + 1):
+                return tokens[start : start + self.max_draft_tokens]
+        return tokens[:0]

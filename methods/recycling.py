@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from methods.rank_trees import grown, likeliest_ids, rank_tree
+from methods.common.rank_trees import grown, likeliest_ids, rank_tree
 from specbench.data.warm_start import warm_rows
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.model.staged_model import StagedModel
@@ -193,8 +193,8 @@ class TokenRecycling(Drafter):
         """The table [vocab, RANKS] that a file of conversations leaves behind."""
         target = StagedModel(pair.target)
         self.open(Slots(1, 0, self.device), target)
-        for row, _ in warm_rows(file, pair):
-            ids = torch.tensor(row[: pair.context_length], device=self.device)
+        for tokens, _ in warm_rows(file, pair):
+            ids = torch.tensor(tokens[: pair.context_length], device=self.device)
             prefill = target.prefill(ids.unsqueeze(0), target.new_cache(len(ids)), (NORMED,))
             self._read(0, ids, prefill.hidden_states[NORMED][0])
         return self._followers[0].clone()
@@ -207,8 +207,8 @@ class TokenRecycling(Drafter):
             ids: [n].
             states: [n, d] after the final norm.
         """
-        for some, tokens in zip(states.split(CHUNK), ids.split(CHUNK)):
-            logits = self.target.unembed(some).unsqueeze(0)
+        for chunk, tokens in zip(states.split(CHUNK), ids.split(CHUNK)):
+            logits = self.target.unembed(chunk).unsqueeze(0)
             self._learn(slice(slot, slot + 1), tokens.unsqueeze(0), logits, torch.zeros_like(tokens)[None])
 
     def _learn(

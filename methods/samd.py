@@ -14,10 +14,10 @@ import torch
 from torch.nn.functional import one_hot, pad
 
 from methods.ar import Autoregressive
-from methods.counted_trees import Counted
-from methods.rest.datastore import load_datastore, tree_behind
-from methods.suffix_array import SORTED, check_sorted
-from methods.suffix_automaton import SuffixAutomaton
+from methods.common.counted_trees import Counted
+from methods.common.suffix_array import SORTED, check_sorted
+from methods.common.suffix_automaton import SuffixAutomaton
+from methods.rest.datastore import load_datastore, tree_after
 from specbench.data.warm_start import WARM
 from specbench.decoding.device import on_device
 from specbench.decoding.drafter import make_drafter
@@ -71,9 +71,9 @@ class SAMDecoding(WrappedDrafter):
         memory: Literal["answer", "run"] = "answer",
         warm: str | None = None,
     ):
-        kept: dict[str, Any] = {} if memory == "answer" else {"memory": memory}
-        kept |= {} if warm is None else {WARM: warm}
-        inner = Autoregressive(pair) if drafter is None else make_drafter(drafter, pair=pair, **kept)
+        shared: dict[str, Any] = {} if memory == "answer" else {"memory": memory}
+        shared |= {} if warm is None else {WARM: warm}
+        inner = Autoregressive(pair) if drafter is None else make_drafter(drafter, pair=pair, **shared)
         super().__init__(inner)
         self.alone = auxiliary == "none"
         self.threshold, self.bias = (1, 0) if self.alone else (threshold, threshold)
@@ -108,8 +108,8 @@ class SAMDecoding(WrappedDrafter):
         parents = [tree.parents for tree in copied] if self.corpus is not None else None
         draft = Draft.of([tree.tokens for tree in copied], batch.tokens.device, parents)
         if not self.alone and not all(self._copies):
-            own = self.inner.draft(batch)
-            draft = merged(draft, own, self._copies) if any(self._copies) else own
+            inner_draft = self.inner.draft(batch)
+            draft = merged(draft, inner_draft, self._copies) if any(self._copies) else inner_draft
         draft.stats["copied"] = [int(copies) for copies in self._copies]
         return draft
 
@@ -126,10 +126,10 @@ class SAMDecoding(WrappedDrafter):
         length, end = text.earlier_match()
         if self.corpus is not None:
             least = max(length + 1, self.threshold) + self.bias
-            where = self.corpus.longest(text.tokens, self.max_match, least)
-            if where is not None:
-                nodes = min(limit, self._size(where.length))
-                return tree_behind(self.corpus, where, nodes, min(limit, self.levels))
+            interval = self.corpus.longest(text.tokens, self.max_match, least)
+            if interval is not None:
+                nodes = min(limit, self._size(interval.length))
+                return tree_after(self.corpus, interval, nodes, min(limit, self.levels))
         if length < self.threshold:
             return Counted()
         tokens = repeated(text.tokens, end, min(limit, self._size(length)))

@@ -51,8 +51,8 @@ def key_of(tap: int) -> str:
 def states_of(decoder: Any, ids: torch.Tensor, taps: Collection[int]) -> dict[int, torch.Tensor]:
     """The states [B, T, d] of each tap of token ids [B, T], from a model without its head."""
     inner = any(tap != NORMED for tap in taps)
-    found = decoder(ids, use_cache=False, output_hidden_states=inner)
-    return {tap: found.last_hidden_state if tap == NORMED else found.hidden_states[tap] for tap in taps}
+    output = decoder(ids, use_cache=False, output_hidden_states=inner)
+    return {tap: output.last_hidden_state if tap == NORMED else output.hidden_states[tap] for tap in taps}
 
 
 def rows_of(
@@ -61,8 +61,8 @@ def rows_of(
     """Packed rows of `cfg.length` tokens of conversations, endless unless `epochs` are given."""
     tokenize = tokenizer_of(pair, cfg.prompt_weight)
     stream = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split, epochs)
-    whole = (row for messages in stream for row in tokenize(messages))
-    cut = ((ids[: cfg.length], weights[: cfg.length]) for ids, weights in whole)
+    full_rows = (row for messages in stream for row in tokenize(messages))
+    cut = ((ids[: cfg.length], weights[: cfg.length]) for ids, weights in full_rows)
     pad_id = pair.tokenizer.pad_token_id
     return packed_rows(
         _answered(cut, cfg.length), cfg.length, min(pair.stop_ids) if pad_id is None else pad_id
@@ -114,10 +114,10 @@ def write(cfg: DictConfig) -> Path:
     ):
         ids = batch["input_ids"].to(pair.target.device)
         with torch.autocast(ids.device.type, torch.bfloat16, cfg.precision == "bf16"):
-            found = states_of(decoder, ids, taps)
+            states_by_tap = states_of(decoder, ids, taps)
         files["ids"].write(batch["input_ids"].to(torch.int32).numpy().tobytes())
         files["weights"].write(batch["loss_weight"].numpy().tobytes())
-        for tap, states in found.items():
+        for tap, states in states_by_tap.items():
             files[key_of(tap)].write(states.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
     for file in files.values():
         file.close()

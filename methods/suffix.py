@@ -10,8 +10,8 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from methods.counted_trees import Counted, likeliest
-from methods.suffix_automaton import Match, SuffixAutomaton
+from methods.common.counted_trees import Counted, likeliest
+from methods.common.suffix_automaton import Match, SuffixAutomaton
 from specbench.data.warm_start import warm_answers
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
@@ -138,17 +138,17 @@ class SuffixDecoding(Drafter):
 
     def _ends(self, slot: int) -> Iterator[tuple[SuffixAutomaton, int, int]]:
         """The ends of the text that stood somewhere before: automaton, state and length, the longest ones first."""
-        own = ((self._texts[slot], *end) for end in self._texts[slot].earlier(self.max_match))
-        others = ((self._answers, *end) for end in self._matches[slot].found())
-        return heapq.merge(own, others, key=lambda end: -end[2])
+        in_text = ((self._texts[slot], *end) for end in self._texts[slot].earlier(self.max_match))
+        in_answers = ((self._answers, *end) for end in self._matches[slot].stretches())
+        return heapq.merge(in_text, in_answers, key=lambda end: -end[2])
 
     def _followers(self, automaton: SuffixAutomaton) -> Callable[[int, int], list[tuple[int, int, float]]]:
         """What `likeliest` asks for."""
 
         def followers(state: int, _: int) -> list[tuple[int, int, float]]:
-            found = automaton.followers(state)
-            total = sum(count for _, _, count in found)
-            shares = [(token, behind, count / total) for token, behind, count in found]
+            continuations = automaton.followers(state)
+            total = sum(count for _, _, count in continuations)
+            shares = [(token, state_after, count / total) for token, state_after, count in continuations]
             return [max(shares, key=lambda one: one[2])] if self.chain and shares else shares
 
         return followers

@@ -49,13 +49,13 @@ def _attention(
     b, heads, n, width = queries.shape
     kv_heads = keys.shape[1]
     q = queries.view(b, kv_heads, heads // kv_heads, n, width) * scaling
-    (k, *ks), (v, *vs) = (part.unsqueeze(2).split(n, dim=3) for part in (keys, values))
+    (k, *ks), (v, *vs) = (tensor.unsqueeze(2).split(n, dim=3) for tensor in (keys, values))
     among = (q @ k.transpose(-1, -2)).masked_fill(~attention_mask, float("-inf"))
-    scores = torch.cat([among, *((q * own).sum(-1, keepdim=True) for own in ks)], dim=-1)
+    scores = torch.cat([among, *((q * step_keys).sum(-1, keepdim=True) for step_keys in ks)], dim=-1)
     weights = torch.softmax(scores.float(), dim=-1).to(q.dtype)
     out = weights[..., :n] @ v
-    for j, own in enumerate(vs):
-        out = out + weights[..., n + j : n + j + 1] * own
+    for j, step_values in enumerate(vs):
+        out = out + weights[..., n + j : n + j + 1] * step_values
     return out.flatten(1, 2).transpose(1, 2), None
 
 
@@ -98,7 +98,7 @@ def chained(
     visible = torch.ones(1, 1, 1, n, n, dtype=torch.bool, device=device).tril()
     for j in range(steps):
         rope = model.rope(torch.arange(j, n + j, device=device).unsqueeze(0), features)
-        own = torch.nn.functional.pad(embeds[:, j:], (0, 0, 0, j))
+        step_embeds = torch.nn.functional.pad(embeds[:, j:], (0, 0, 0, j))
         with attending(model.config, ATTENTION):
-            features = model(features, own, rope, visible, cache)
+            features = model(features, step_embeds, rope, visible, cache)
         yield features

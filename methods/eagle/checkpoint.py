@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LlamaConfig
 
-from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.common.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from methods.eagle.model import EagleModel, eagle_config
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
@@ -55,19 +55,19 @@ def load_eagle(
             another target.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
-    own = target.config.get_text_config()
-    width = own.hidden_size if expansion is None else expansion.old.hidden
+    target_config = target.config.get_text_config()
+    width = target_config.hidden_size if expansion is None else expansion.old.hidden
     check_width(folder, WHAT, settings.get("hidden_size"), width)
     state.pop(IGNORED, None)
     check_embedding(folder, state.pop(EMBEDDING, None), target)
-    model = EagleModel(LlamaConfig(**settings | _found(settings, state)))
+    model = EagleModel(LlamaConfig(**settings | _layer_settings(settings, state)))
     check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
     model.load_state_dict(state)
     if expansion is None:
         place_weights(model, device, dtype)
         model.eval().requires_grad_(False)
     else:
-        model = _expanded(model.float(), own, device, dtype, expansion)
+        model = _expanded(model.float(), target_config, device, dtype, expansion)
     pack_linears(model)
     return model, settings
 
@@ -82,11 +82,11 @@ def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: 
     """Raises UserError if a checkpoint holds an embedding, and it is not the target's."""
     if embedding is None:
         return
-    own = cast("torch.nn.Embedding", target.get_input_embeddings()).weight
-    fits = embedding.shape[1] <= own.shape[1]
-    for theirs, ours in zip(embedding.split(ROWS), own.split(ROWS)) if fits else ():
+    target_embedding = cast("torch.nn.Embedding", target.get_input_embeddings()).weight
+    fits = embedding.shape[1] <= target_embedding.shape[1]
+    for theirs, ours in zip(embedding.split(ROWS), target_embedding.split(ROWS)) if fits else ():
         n, width = min(len(theirs), len(ours)), theirs.shape[1]  # an expanded target is wider
-        same = theirs[:n].to(own.device, torch.float32), ours[:n, :width].float()
+        same = theirs[:n].to(target_embedding.device, torch.float32), ours[:n, :width].float()
         # Files are of other dtypes than the target now and then.
         fits = fits and torch.allclose(*same, atol=1e-2, rtol=1e-2)
     if not fits:
@@ -95,16 +95,16 @@ def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: 
         )
 
 
-def _found(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _layer_settings(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What the tensors say of the layer: the heads of keys and values, their width, biases."""
-    attention, found = "layers.0.self_attn", {"bias": "fc.bias" in state}
-    found["qkv_bias"] = f"{attention}.q_proj.bias" in state
+    attention, layer_settings = "layers.0.self_attn", {"bias": "fc.bias" in state}
+    layer_settings["qkv_bias"] = f"{attention}.q_proj.bias" in state
     queries, keys = (state.get(f"{attention}.{name}.weight") for name in ("q_proj", "k_proj"))
     heads = settings.get("num_attention_heads")
     if queries is None or keys is None or not heads or queries.shape[0] % heads:
-        return found  # what is wrong is said of the tensors
+        return layer_settings  # what is wrong is said of the tensors
     head_dim = queries.shape[0] // heads
-    return found | {"head_dim": head_dim, "num_key_value_heads": keys.shape[0] // head_dim}
+    return layer_settings | {"head_dim": head_dim, "num_key_value_heads": keys.shape[0] // head_dim}
 
 
 def _expanded(
@@ -119,9 +119,9 @@ def _expanded(
         raise UserError(f"{WHAT} hold biases of queries, keys or values: they cannot be expanded")
     grows = expansion.new.vocab > expansion.old.vocab
     settings = model.config.to_dict() | {"bias": grows or model.fc.bias is not None}
-    own = Expansion(settings, eagle_config(target_config).to_dict(), "the drafter")
-    expanded = own.build(EagleModel, torch.nn.ModuleDict({"layers": model.layers}), device, dtype)
-    old, new = own.old.hidden, own.new.hidden
+    expander = Expansion(settings, eagle_config(target_config).to_dict(), "the drafter")
+    expanded = expander.build(EagleModel, torch.nn.ModuleDict({"layers": model.layers}), device, dtype)
+    old, new = expander.old.hidden, expander.new.hidden
     with torch.no_grad():
         weight = model.fc.weight
         expanded.fc.weight[:old, :old] = weight[:, :old].to(device, dtype)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from methods.dynamic_trees import Growth, most_nodes
-from methods.heads import draft_head
-from methods.rank_trees import fill_tree, grown, likeliest_of, rank_tree
+from methods.common.dynamic_trees import Growth, most_nodes
+from methods.common.heads import draft_head
+from methods.common.rank_trees import fill_tree, grown, likeliest_of, rank_tree
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.device import on_device, span
 from specbench.decoding.drafter import Drafter, Needs
@@ -109,7 +109,7 @@ class EagleDrafter(Drafter):
             # A sequence that keeps fewer tokens than another is fed others after its end: the next round writes there.
             ctx = self._layer.layout.place(_pairs(batch), n, 1)
             features = self.model.features(dict(zip(self.taps, states, strict=True)))
-            out = self._feed(features, _behind(batch, n), ctx)
+            out = self._feed(features, _tokens_after(batch, n), ctx)
             return [out[torch.arange(batch.size, device=out.device), count]]
 
         states = [verified.accepted_states(verified.hidden_states[tap])[:, :n] for tap in self.taps]
@@ -171,7 +171,7 @@ class Eagle(EagleDrafter):
         nodes: of the tree at most, the most frequently right ones first; None: all that config.json names. A checkpoint
             without a tree gets the authors' of 25 nodes.
         max_draft_tokens: levels of the tree at most, each of which costs a pass; None: all.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
@@ -260,7 +260,7 @@ class DynamicEagle(EagleDrafter):
 
 
 class Eagle2(DynamicEagle):
-    """EAGLE-2: EAGLE-1's drafting model and a tree that grows where it is sure; see `methods.dynamic_trees`.
+    """EAGLE-2: EAGLE-1's drafting model and a tree that grows where it is sure; see `methods.common.dynamic_trees`.
 
     Args:
         pair: with the target.
@@ -268,7 +268,7 @@ class Eagle2(DynamicEagle):
         nodes: as in `DynamicEagle`; the published 60 count the pending token.
         width: as in `DynamicEagle`.
         max_draft_tokens: as in `DynamicEagle`; the published depth of 5 is one of 6 levels.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
@@ -298,7 +298,7 @@ def _loaded(pair: Pair, weights: str) -> tuple[DraftingModel, dict[str, Any]]:
     return load_eagle(packaged(weights), pair.target, pair.device, pair.dtype, pair.expansion)
 
 
-def _behind(batch: Batch, n: int) -> torch.Tensor:
+def _tokens_after(batch: Batch, n: int) -> torch.Tensor:
     """[b, n] the tokens that have come after the pending ones."""
     first = batch.lengths[0]
     if len({*batch.lengths}) == 1 and batch.kv_bucket is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
-from methods.draft_layer import CachedLayer
+from methods.common.draft_layer import CachedLayer
 
 if TYPE_CHECKING:
     import torch

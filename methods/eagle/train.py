@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn.functional import smooth_l1_loss
 
-from methods.head_training import Guesses, count_ranks, train_heads
-from methods.training import (
+from methods.common.head_training import Guesses, count_ranks, train_heads
+from methods.common.training import (
     CHUNK,
     SETTINGS,
     Goals,
@@ -63,13 +63,13 @@ def fresh_model(target: StagedModel) -> EagleModel:
     model.fc.weight.mul_(0.1)
     model.fc.weight[:, hidden:] = torch.eye(hidden)
     model.fc.bias.zero_()
-    own, last = model.layer, cast("Any", target.layers[-1]).state_dict()
+    layer, last = model.layer, cast("Any", target.layers[-1]).state_dict()
     last = {name: tensor for name, tensor in last.items() if not name.startswith("input_layernorm.")}
-    if {name: t.shape for name, t in own.state_dict().items()} == {name: t.shape for name, t in last.items()}:
-        own.load_state_dict(last)
+    if {k: t.shape for k, t in layer.state_dict().items()} == {k: t.shape for k, t in last.items()}:
+        layer.load_state_dict(last)
     else:
-        own.self_attn.o_proj.weight.zero_()
-        own.mlp.down_proj.weight.zero_()
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
     return model
 
 
@@ -101,8 +101,8 @@ class Distillation(Guesses):
         regression = weights[weights > 0] @ distances
         return regression + CLASSIFICATION * soft_cross_entropy(
             Goals.of(batch, self.loss_tokens, ahead=2),
-            [(1.0, lambda some: self.head(some.before(out, 2)))],
-            lambda some: self.head(some.before(goals, 2)),  # whose first state is the second token's
+            [(1.0, lambda chunk: self.head(chunk.before(out, 2)))],
+            lambda chunk: self.head(chunk.before(goals, 2)),  # whose first state is the second token's
         )
 
     def pairs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -117,8 +117,8 @@ class Distillation(Guesses):
         from methods.eagle.chain import chained
 
         features, embeds, goals = self.pairs(batch)
-        said, n = batch["loss_weight"] == 1.0, features.shape[1] - AGREEMENTS
-        among = torch.stack([said[:, 2 + j : 2 + j + n] for j in range(AGREEMENTS)]).all(0)
+        is_assistant, n = batch["loss_weight"] == 1.0, features.shape[1] - AGREEMENTS
+        among = torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(AGREEMENTS)]).all(0)
         steps = chained(self.model, features, embeds, AGREEMENTS)
         student = [self.first_choices(out[:, :n][among]) for out in steps]
         teacher = [self.first_choices(goals[:, j : j + n][among]) for j in range(AGREEMENTS)]
@@ -126,7 +126,7 @@ class Distillation(Guesses):
 
     def first_choices(self, states: torch.Tensor) -> torch.Tensor:
         """States [n, h] -> the likeliest token [n] of each."""
-        return torch.cat([self.head(part).argmax(-1) for part in states.split(CHUNK)])
+        return torch.cat([self.head(chunk).argmax(-1) for chunk in states.split(CHUNK)])
 
     @torch.no_grad()
     def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:

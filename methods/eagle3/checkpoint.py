@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LlamaConfig
 
-from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.common.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
 from methods.eagle3.model import DEPTHS, Eagle3Config, Eagle3Model, default_taps
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
@@ -94,9 +94,9 @@ def load_eagle3(
     config = _config(folder, settings, state, rope_theta)
     check_width(folder, WHAT, config.input_width, width)
     read = _taps(folder, settings, taps, layers)
-    kept = _kept(folder, state, config, vocab)
+    token_ids = _token_ids(folder, state, config, vocab)
     _drop_embedding(folder, state, config, target, expansion)
-    model = Eagle3Model(config, read, kept)
+    model = Eagle3Model(config, read, token_ids)
     check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
     model.load_state_dict(state)
     if expansion is None:
@@ -115,7 +115,7 @@ def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **fi
     index, `t2d` which ids have a row. vLLM reads the depths at the top, as layers in front of which states are taken,
     SGLang those of `eagle_config`, as layers after which they are.
     """
-    config, kept = model.config, model.kept.cpu()
+    config, token_ids = model.config, model.token_ids.cpu()
     rope = dict(cast("dict[str, Any]", config.rope_parameters))
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type", "default")
     settings = {
@@ -125,7 +125,7 @@ def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **fi
         **{name: getattr(config, name) for name in LAYER_SETTINGS},
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope},
-        "draft_vocab_size": kept.shape[0],
+        "draft_vocab_size": token_ids.shape[0],
         "torch_dtype": str(dtype).removeprefix("torch."),
         "tie_word_embeddings": False,
         LAYER_IDS: list(model.taps),
@@ -135,9 +135,9 @@ def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **fi
     }
     if config.target_hidden_size is not None:  # SGLang and vLLM ask whether the key is there
         settings["target_hidden_size"] = config.target_hidden_size
-    known = torch.zeros(config.vocab_size, dtype=torch.bool)
-    known[kept] = True
-    mapping = {"d2t": kept - torch.arange(kept.shape[0]), "t2d": known}
+    scored = torch.zeros(config.vocab_size, dtype=torch.bool)
+    scored[token_ids] = True
+    mapping = {"d2t": token_ids - torch.arange(token_ids.shape[0]), "t2d": scored}
     write_checkpoint(folder, settings, model.state_dict() | mapping, dtype)
 
 
@@ -152,8 +152,8 @@ def _flat(folder: str | Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _unknown(flat: dict[str, Any]) -> Iterator[str]:
     """What a config.json turns on that is not known here."""
-    known = HARMLESS | FIXED.keys() | LlamaConfig().to_dict().keys()
-    yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in known)
+    valid = HARMLESS | FIXED.keys() | LlamaConfig().to_dict().keys()
+    yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in valid)
     for name, value in FIXED.items():
         if flat.get(name, value) != value:
             yield f"sets {name}={flat[name]}, not {value}"
@@ -199,10 +199,10 @@ def _config(
     width, heads = settings["hidden_size"], settings["num_attention_heads"]
     fc, head, q, k = (state[name].shape for name in needed)
     head_dim, read = q[0] // heads, fc[1] // DEPTHS
-    for name, found in (("head_dim", head_dim), ("draft_vocab_size", head[0]), ("target_hidden_size", read)):
-        if settings.get(name) not in (None, found):
+    for name, size in (("head_dim", head_dim), ("draft_vocab_size", head[0]), ("target_hidden_size", read)):
+        if settings.get(name) not in (None, size):
             raise UserError(
-                f"{WHAT} in '{folder}' do not fit: config.json says {name}={settings[name]}, the tensors {found}"
+                f"{WHAT} in '{folder}' do not fit: config.json says {name}={settings[name]}, the tensors {size}"
             )
     names = {*LAYER_SETTINGS, *VARIANTS, "rope_theta", "rope_scaling", "rope_parameters"}
     chosen = {name: value for name, value in settings.items() if name in names and value is not None}
@@ -224,7 +224,7 @@ def _config(
 
 
 def _taps(
-    folder: str | Path, settings: dict[str, Any], asked: tuple[int, ...] | None, layers: int
+    folder: str | Path, settings: dict[str, Any], requested: tuple[int, ...] | None, layers: int
 ) -> tuple[int, ...]:
     """The depths to read, as `Drafter.taps`: given, or config.json's, or else the authors'.
 
@@ -232,20 +232,20 @@ def _taps(
     it 1, the layer after which.
     """
     top, nested = settings.get(LAYER_IDS), (settings.get("eagle_config") or {}).get(LAYER_IDS)
-    found = top or nested
-    if asked is not None:
-        read = asked
-    elif not found:
+    layer_ids = top or nested
+    if requested is not None:
+        read = requested
+    elif not layer_ids:
         read = default_taps(layers)
     elif top and nested and [i + 1 for i in nested] == list(top):
         read = tuple(top)
-    elif (top and nested and list(nested) != list(top)) or found[0] not in (1, 2):
+    elif (top and nested and list(nested) != list(top)) or layer_ids[0] not in (1, 2):
         raise UserError(
-            f"{WHAT} in '{folder}' do not say whether {LAYER_IDS}={found} are layers in front of which states are "
+            f"{WHAT} in '{folder}' do not say whether {LAYER_IDS}={layer_ids} are layers in front of which states are "
             "taken, or after which: set method.layers to the number of layers in front of each state"
         )
     else:
-        read = tuple(i + (found[0] == 1) for i in found)
+        read = tuple(i + (layer_ids[0] == 1) for i in layer_ids)
     if len(read) != DEPTHS or not 0 <= min(read) <= max(read) < layers:
         raise UserError(
             f"{WHAT} in '{folder}' cannot be used: they read {DEPTHS} depths, of this target 0 to {layers - 1} layers, "
@@ -254,7 +254,7 @@ def _taps(
     return read
 
 
-def _kept(
+def _token_ids(
     folder: str | Path, state: dict[str, torch.Tensor], config: Eagle3Config, vocab: int
 ) -> torch.Tensor:
     """Takes the vocabulary's mapping out of the tensors -> token ids of the target by row of the head."""
@@ -263,7 +263,7 @@ def _kept(
         return UserError(f"{WHAT} in '{folder}' cannot be used: {what}")
 
     rows = state["lm_head.weight"].shape[0]
-    offsets, known = state.pop("d2t", None), state.pop("t2d", None)
+    offsets, t2d = state.pop("d2t", None), state.pop("t2d", None)
     index = torch.arange(rows)
     if offsets is None:
         if rows != config.vocab_size:
@@ -272,15 +272,15 @@ def _kept(
     if offsets.shape != index.shape or offsets.is_floating_point():
         raise refuse(f"d2t is {offsets.dtype} {tuple(offsets.shape)}, not whole numbers ({rows},)")
     ids = index + offsets.long()
-    if known is not None and known.shape != (config.vocab_size,):
-        raise refuse(f"t2d is {tuple(known.shape)}, not ({config.vocab_size},)")
-    own = torch.zeros(config.vocab_size, dtype=torch.bool)
+    if t2d is not None and t2d.shape != (config.vocab_size,):
+        raise refuse(f"t2d is {tuple(t2d.shape)}, not ({config.vocab_size},)")
+    scored = torch.zeros(config.vocab_size, dtype=torch.bool)
     fitting = int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size
     if fitting:
-        own[ids] = True
-    agrees = fitting and int(own.sum()) == rows and (known is None or torch.equal(own, known.bool()))
+        scored[ids] = True
+    agrees = fitting and int(scored.sum()) == rows and (t2d is None or torch.equal(scored, t2d.bool()))
     # Without t2d nothing but its form tells a table: no two kept ids that follow one another, or no kept id beyond.
-    unsure = known is None and rows < config.vocab_size and rows > 1
+    unsure = t2d is None and rows < config.vocab_size and rows > 1
     if not agrees or (unsure and (bool((offsets.diff() > 0).all()) or not offsets.any())):
         raise refuse(
             "d2t does not hold how far each token's id follows its row (ids in place of distances, an empty table, "
@@ -301,8 +301,8 @@ def _drop_embedding(
     expansion: Expansion | None,
 ) -> None:
     """Leaves out an embedding that is the target's; notes one of the drafting model's own in its config."""
-    own, name = state.get("embed_tokens.weight"), "embed_tokens.weight"
-    if own is None:
+    embedding, name = state.get("embed_tokens.weight"), "embed_tokens.weight"
+    if embedding is None:
         if config.target_hidden_size is not None:
             raise UserError(
                 f"{WHAT} in '{folder}' do not fit: missing {name} of a drafting model that is not as wide as its target"
@@ -311,14 +311,14 @@ def _drop_embedding(
     if expansion is not None:
         raise UserError(f"{WHAT} in '{folder}' have an embedding of their own: they cannot be expanded")
     theirs = target.embed_tokens.weight
-    same = own.shape == theirs.shape and torch.allclose(
-        own.float(), theirs.detach().float().to(own.device), rtol=1e-2, atol=1e-3
+    same = embedding.shape == theirs.shape and torch.allclose(
+        embedding.float(), theirs.detach().float().to(embedding.device), rtol=1e-2, atol=1e-3
     )
     if same:
         del state[name]
-    elif own.shape[0] < theirs.shape[0]:
+    elif embedding.shape[0] < theirs.shape[0]:
         raise UserError(
-            f"{WHAT} in '{folder}' do not fit: {name} has {own.shape[0]} rows, the target {theirs.shape[0]}"
+            f"{WHAT} in '{folder}' do not fit: {name} has {embedding.shape[0]} rows, the target {theirs.shape[0]}"
         )
     else:
         config.own_embedding = True
@@ -329,16 +329,16 @@ def _expanded(model: Eagle3Model, target: StagedModel, expansion: Expansion) -> 
     config = model.config
     # The head's rows are those of the draft vocabulary, whatever the target's become, and never its embedding.
     own_sizes = {
-        "vocab_size": model.kept.shape[0],
+        "vocab_size": model.token_ids.shape[0],
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
     }
     settings, shape = (one.to_dict() | own_sizes for one in (config, target.config))
-    own = Expansion(settings, shape, "the drafting model of EAGLE-3")
-    taps, kept = tuple(expansion.layers(tap) for tap in model.taps), model.kept.to(target.device)
+    expander = Expansion(settings, shape, "the drafting model of EAGLE-3")
+    taps, token_ids = tuple(expansion.layers(tap) for tap in model.taps), model.token_ids.to(target.device)
 
     def make(wide: LlamaConfig) -> Eagle3Model:
         flags = {name: getattr(config, name) for name in VARIANTS}
-        return Eagle3Model(Eagle3Config(**wide.to_dict() | flags), taps, kept)
+        return Eagle3Model(Eagle3Config(**wide.to_dict() | flags), taps, token_ids)
 
-    return own.build(make, model, target.device, target.dtype)
+    return expander.build(make, model, target.device, target.dtype)

@@ -34,7 +34,7 @@ class DraftVocabulary:
     @property
     def rows(self) -> int:
         """The number of tokens that it scores."""
-        return self.model.kept.shape[0]
+        return self.model.token_ids.shape[0]
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Outputs [..., h] of the model -> logits [..., rows]."""
@@ -42,7 +42,7 @@ class DraftVocabulary:
 
     def ids(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the head, of any shape -> token ids of the target."""
-        return self.model.kept[rows]
+        return self.model.token_ids[rows]
 
 
 class Eagle3(DynamicEagle):
@@ -94,5 +94,5 @@ class Eagle3(DynamicEagle):
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token ids [b, n] -> [b, n, h] for the drafting model."""
-        own: Any = self.model.embed_tokens
-        return self.target.embed(tokens) if own is None else own(tokens)
+        embedding: Any = self.model.embed_tokens
+        return self.target.embed(tokens) if embedding is None else embedding(tokens)

@@ -75,13 +75,13 @@ class Eagle3Model(DraftingModel):
     Args:
         config: of the layer and the variants.
         taps: depths of the target whose states are read, as in `Drafter.taps`, in ascending order.
-        kept: [draft vocabulary] token ids of the target that the head scores, in the order of its rows.
+        token_ids: [draft vocabulary] token ids of the target that the head scores, in the order of its rows.
     """
 
     config: Eagle3Config
-    kept: torch.Tensor
+    token_ids: torch.Tensor
 
-    def __init__(self, config: Eagle3Config, taps: tuple[int, ...], kept: torch.Tensor):
+    def __init__(self, config: Eagle3Config, taps: tuple[int, ...], token_ids: torch.Tensor):
         super().__init__(config)
         self.taps = taps
         width, read, eps = config.hidden_size, config.input_width, config.rms_norm_eps
@@ -92,8 +92,8 @@ class Eagle3Model(DraftingModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.midlayer = Midlayer(config)
         self.norm = LlamaRMSNorm(width, eps=eps)
-        self.lm_head = nn.Linear(width, kept.shape[0], bias=False)
-        self.register_buffer("kept", kept, persistent=False)
+        self.lm_head = nn.Linear(width, token_ids.shape[0], bias=False)
+        self.register_buffer("token_ids", token_ids, persistent=False)
 
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
         """The target's states [b, n, d] of each tap -> g [b, n, h]."""

@@ -18,8 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from methods.eagle.chain import chained
-from methods.training import (
+from methods.common.training import (
     CHUNK,
     SETTINGS,
     Goals,
@@ -28,6 +27,7 @@ from methods.training import (
     target_states,
     training_pair,
 )
+from methods.eagle.chain import chained
 from specbench.config.compose import with_hydra
 from specbench.data import training
 from specbench.decoding.model.staged_model import StagedModel
@@ -60,21 +60,21 @@ class TrainingTimeTest(torch.nn.Module):
         super().__init__()
         self.model, self.target, self.steps, self.loss_tokens = model, target, steps, loss_tokens
         inside = torch.zeros(target.vocab_size, dtype=torch.bool)
-        inside[model.kept.cpu()] = True
+        inside[model.token_ids.cpu()] = True
         self.register_buffer("inside", inside.to(target.device), persistent=False)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         outputs, finals = self.outputs(batch)
         goals = Goals.of(batch, self.loss_tokens, ahead=1 + self.steps)
-        told = [self.told(some.before(finals)) for some in goals.split()]
+        teacher_choices = [self.teacher(chunk.before(finals)) for chunk in goals.split()]
         total = torch.zeros((), device=finals.device)
         for j, output in enumerate(outputs):
-            for some, (probs, choices) in zip(goals.split(), told):
-                weights = some.weights * self.inside[choices]
+            for chunk, (probs, choices) in zip(goals.split(), teacher_choices):
+                weights = chunk.weights * self.inside[choices]
                 # Logits are made again for the gradient: those of all steps would fill the memory.
                 loss: Any = checkpoint(
-                    self.cross_entropy, probs, some.before(output, 2 + j), weights, use_reentrant=False
+                    self.cross_entropy, probs, chunk.before(output, 2 + j), weights, use_reentrant=False
                 )
                 total = total + DECAY**j * loss
         return total
@@ -82,18 +82,18 @@ class TrainingTimeTest(torch.nn.Module):
     def outputs(self, batch: Batch) -> tuple[Iterator[torch.Tensor], torch.Tensor]:
         """The draft's outputs [B, T - 1, d] of each step, and the target's states [B, T, D] after its final norm."""
         dtype = self.model.fc.weight.dtype
-        found = target_states(self.target, batch, (*self.model.taps, NORMED))
+        states_by_tap = target_states(self.target, batch, (*self.model.taps, NORMED))
         with torch.no_grad():
-            states = {tap: found[tap][:, :-1].to(dtype) for tap in self.model.taps}
+            states = {tap: states_by_tap[tap][:, :-1].to(dtype) for tap in self.model.taps}
             embeds = self.target.embed(batch["input_ids"][:, 1:]).to(dtype)
         outputs = chained(self.model, self.model.features(states), embeds, self.steps)
-        return outputs, found[NORMED]
+        return outputs, states_by_tap[NORMED]
 
     @torch.no_grad()
-    def told(self, finals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def teacher(self, finals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's probabilities [n, draft vocabulary], made to sum to 1, and its first choices [n]."""
         logits = self.target.unembed(finals.to(self.target.dtype)).float()
-        return torch.softmax(logits[:, self.model.kept], dim=-1), logits.argmax(-1)
+        return torch.softmax(logits[:, self.model.token_ids], dim=-1), logits.argmax(-1)
 
     def cross_entropy(self, probs: torch.Tensor, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum [] for outputs [n, d] against probabilities [n, draft vocabulary]."""
@@ -106,29 +106,29 @@ class TrainingTimeTest(torch.nn.Module):
         At the n places after which, beyond the next token, as many tokens as there are steps are the assistant's.
         """
         outputs, finals = self.outputs(batch)
-        parts = finals.flatten(0, 1).split(CHUNK)
-        choices = torch.cat([self.told(states)[1] for states in parts]).view(finals.shape[:2])
-        said = batch["loss_weight"] == 1.0
-        n = said.shape[1] - 1 - self.steps
-        among = torch.stack([said[:, 2 + j : 2 + j + n] for j in range(self.steps)]).all(0)
-        found = []
+        chunks = finals.flatten(0, 1).split(CHUNK)
+        choices = torch.cat([self.teacher(states)[1] for states in chunks]).view(finals.shape[:2])
+        is_assistant = batch["loss_weight"] == 1.0
+        n = is_assistant.shape[1] - 1 - self.steps
+        among = torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(self.steps)]).all(0)
+        hits = []
         for j, output in enumerate(outputs):
             guesses = [self.model.logits(s).argmax(-1) for s in output[:, :n][among].split(CHUNK)]
-            found.append(self.model.kept[torch.cat(guesses)] == choices[:, 1 + j : 1 + j + n][among])
-        return torch.stack(found)
+            hits.append(self.model.token_ids[torch.cat(guesses)] == choices[:, 1 + j : 1 + j + n][among])
+        return torch.stack(hits)
 
 
-def frequent_ids(some: Iterable[Batch], size: int, vocab: int) -> torch.Tensor:
+def frequent_ids(texts: Iterable[Batch], size: int, vocab: int) -> torch.Tensor:
     """[size] ids in ascending order: the most frequent ones of what the assistant says; unseen ones fill up."""
     counts: Counter[int] = Counter()
-    for batch in some:
+    for batch in texts:
         counts.update(batch["input_ids"][batch["loss_weight"] == 1.0].tolist())
     ranked = sorted(range(vocab), key=lambda token: (-counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
 
 
 @torch.no_grad()
-def fresh_model(target: StagedModel, kept: torch.Tensor, like_layer: int | None = None) -> Eagle3Model:
+def fresh_model(target: StagedModel, token_ids: torch.Tensor, like_layer: int | None = None) -> Eagle3Model:
     """A drafting model to train, of the target's width and heads.
 
     g is the state at the deepest tap. Norm and head are the target's, the norm smaller: at first the model says the
@@ -136,7 +136,7 @@ def fresh_model(target: StagedModel, kept: torch.Tensor, like_layer: int | None 
 
     Args:
         target: that it is for.
-        kept: [draft vocabulary] ids that its head scores.
+        token_ids: [draft vocabulary] ids that its head scores.
         like_layer: layer of the target that its attention begins as, see `_begin_like`; None: at random.
     """
     from methods.eagle3.model import (
@@ -157,16 +157,16 @@ def fresh_model(target: StagedModel, kept: torch.Tensor, like_layer: int | None 
         rms_norm_eps=getattr(target.config, "rms_norm_eps", 1e-6),
         max_position_embeddings=target.config.max_position_embeddings,
     )
-    model = Eagle3Model(config, default_taps(len(target.layers)), kept).to(target.device)
+    model = Eagle3Model(config, default_taps(len(target.layers)), token_ids).to(target.device)
     model.fc.weight.zero_()[:, -sizes.hidden :].fill_diagonal_(1)
     if like_layer is not None:
         _begin_like(cast("Any", model.midlayer), cast("Any", target.layers[like_layer]))
     model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))
-    model.lm_head.weight.copy_(target.lm_head.weight[kept.to(target.device)])
+    model.lm_head.weight.copy_(target.lm_head.weight[token_ids.to(target.device)])
     return model
 
 
-def _begin_like(own: Any, layer: Any) -> None:
+def _begin_like(midlayer: Any, layer: Any) -> None:
     """Lets the layer attend as one of the target's does, one token further on.
 
     Pair j holds the state of token j and the embedding of token j + 1. What the target's attention asks and takes of a
@@ -176,27 +176,27 @@ def _begin_like(own: Any, layer: Any) -> None:
     """
     asks, takes = layer.self_attn.q_proj.weight, layer.self_attn.v_proj.weight
     nothing_of = {name: torch.zeros_like(weight) for name, weight in (("asks", asks), ("takes", takes))}
-    own.self_attn.q_proj.weight.copy_(torch.cat([asks, nothing_of["asks"]], dim=1))
-    own.self_attn.k_proj.weight.copy_(torch.cat([nothing_of["asks"], asks], dim=1))
-    own.self_attn.v_proj.weight.copy_(torch.cat([takes, nothing_of["takes"]], dim=1))
-    own.self_attn.o_proj.weight.copy_(layer.self_attn.o_proj.weight)
-    for norm in (own.input_layernorm, own.hidden_norm):
+    midlayer.self_attn.q_proj.weight.copy_(torch.cat([asks, nothing_of["asks"]], dim=1))
+    midlayer.self_attn.k_proj.weight.copy_(torch.cat([nothing_of["asks"], asks], dim=1))
+    midlayer.self_attn.v_proj.weight.copy_(torch.cat([takes, nothing_of["takes"]], dim=1))
+    midlayer.self_attn.o_proj.weight.copy_(layer.self_attn.o_proj.weight)
+    for norm in (midlayer.input_layernorm, midlayer.hidden_norm):
         norm.weight.copy_(layer.input_layernorm.weight)
-    own.mlp.down_proj.weight.zero_()
+    midlayer.mlp.down_proj.weight.zero_()
 
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_eagle3.yaml) and returns the folder of the finished drafting model."""
-    own = {"draft_steps": Count, "draft_vocab": Count, "like_layer": Annotated[int, Range(0)] | None}
-    check_all(cfg, SETTINGS | own)
+    settings = {"draft_steps": Count, "draft_vocab": Count, "like_layer": Annotated[int, Range(0)] | None}
+    check_all(cfg, SETTINGS | settings)
     if cfg.length < cfg.draft_steps + 2:
         raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     target = StagedModel(pair.target)
     torch.manual_seed(cfg.seed)
     vocab = min(cfg.draft_vocab, pair.vocab_size)
-    kept = frequent_ids(islice(batches(cfg, pair), COUNTED_BATCHES), vocab, pair.vocab_size)
-    model = fresh_model(target, kept, cfg.like_layer)
+    token_ids = frequent_ids(islice(batches(cfg, pair), COUNTED_BATCHES), vocab, pair.vocab_size)
+    model = fresh_model(target, token_ids, cfg.like_layer)
     from methods.eagle3.checkpoint import save_eagle3  # late, as above
 
     attention = (

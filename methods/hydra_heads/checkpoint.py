@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LlamaConfig
 
-from methods.checkpoints import (
+from methods.common.checkpoints import (
     WEIGHTS,
     check_copy,
     check_tensors,
@@ -96,8 +96,8 @@ def load_heads(folder: str | Path, target: StagedModel, pair: Pair) -> tuple[Hea
     layers = _count(folder, settings, state)
     config = None
     if prefixed:
-        own = settings.get("prefix")
-        config = prefix_config(target.config) if own is None else LlamaConfig(**own)
+        prefix_settings = settings.get("prefix")
+        config = prefix_config(target.config) if prefix_settings is None else LlamaConfig(**prefix_settings)
     heads = Heads(
         settings["hydra_num_heads"],
         layers,
@@ -153,13 +153,13 @@ def _count(folder: str | Path, settings: dict[str, Any], state: dict[str, torch.
     """The layers of each head. Raises UserError unless heads and layers are as many as config.json says."""
     blocks = {tuple(name.split(".")[1:3]) for name in state if name.startswith("hydra_mlp.")}
     heads = len({head for head, _ in blocks})
-    found = {"hydra_num_heads": heads, "hydra_num_layers": len(blocks) // max(1, heads)}
-    for key, number in found.items():
+    counts = {"hydra_num_heads": heads, "hydra_num_layers": len(blocks) // max(1, heads)}
+    for key, number in counts.items():
         if settings[key] != number:
             raise UserError(
                 f"{WHAT} in '{folder}' do not fit: config.json says {key}={settings[key]}, the tensors are of {number}"
             )
-    return found["hydra_num_layers"]
+    return counts["hydra_num_layers"]
 
 
 def _fill(folder: str | Path, heads: Heads, state: dict[str, torch.Tensor]) -> None:
@@ -187,8 +187,8 @@ def _fill(folder: str | Path, heads: Heads, state: dict[str, torch.Tensor]) -> N
 def _shapes(heads: Heads) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of a checkpoint of such heads."""
     d = heads.hidden
-    own = {} if heads.prefix is None else heads.prefix.state_dict()
-    shapes: dict[str, tuple[int, ...]] = {f"{PREFIX}{name}": tensor.shape for name, tensor in own.items()}
+    prefix = {} if heads.prefix is None else heads.prefix.state_dict()
+    shapes: dict[str, tuple[int, ...]] = {f"{PREFIX}{name}": tensor.shape for name, tensor in prefix.items()}
     for i in range(heads.heads):
         blocks, output = _names(heads.prefix is not None, i, heads.layers)
         for part in PARTS:
@@ -231,9 +231,9 @@ def _expanded(folder: str | Path, heads: Heads, target: StagedModel, pair: Pair)
             wide.square[i].get_parameter("bias")[:old] = heads.square[i].get_parameter("bias")
     place_weights(wide, pair.device, pair.dtype)
     if heads.prefix is not None:
-        own = Expansion(
+        expander = Expansion(
             heads.prefix.config.to_dict(), prefix_config(target.config).to_dict(), "the prefix layer"
         )
         layer = heads.prefix.float()
-        wide.prefix = own.build(lambda config: PrefixLayer(config, old), layer, pair.device, pair.dtype)
+        wide.prefix = expander.build(lambda config: PrefixLayer(config, old), layer, pair.device, pair.dtype)
     return wide

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from methods.heads import draft_head
-from methods.rank_trees import chosen_paths, fill_tree, likeliest_of, rank_tree
+from methods.common.heads import draft_head
+from methods.common.rank_trees import chosen_paths, fill_tree, likeliest_of, rank_tree
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
@@ -41,7 +41,7 @@ class HydraHeads(Drafter):
         weights: folder of the heads' checkpoint, with a prefix layer (Hydra++) or without (Hydra).
         nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
             get the authors' of 63 nodes.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
@@ -73,7 +73,7 @@ class HydraHeads(Drafter):
         self._prefix_bytes = 0 if loaded.prefix is None else weight_bytes(loaded.prefix)
         self._outputs = [self._own_output(i) for i in range(loaded.heads)]
         squares = [weight_bytes(layer) for layer in loaded.square] or [0] * loaded.heads
-        outputs = [self.head.bytes if own is None else weight_bytes(own) for own in self._outputs]
+        outputs = [self.head.bytes if output is None else weight_bytes(output) for output in self._outputs]
         self._level_bytes = [sum(parts) for parts in zip(map(weight_bytes, loaded.wide), squares, outputs)]
 
     def open(self, slots: Slots, target: StagedModel) -> None:
@@ -134,8 +134,8 @@ class HydraHeads(Drafter):
             seen = prefix(states, **self._layer.arguments(layout.place(batch, n), states))
             return [seen[torch.arange(batch.size, device=seen.device), count]]
 
-        given, key = (verified.count, verified.accepted_states(states)[:, :n]), ("commit", n)
-        (seen,) = self._target.run_batch(batch, layout.cache, key, feed, *given, entries=n)
+        inputs, key = (verified.count, verified.accepted_states(states)[:, :n]), ("commit", n)
+        (seen,) = self._target.run_batch(batch, layout.cache, key, feed, *inputs, entries=n)
         self._states[: batch.size] = seen
 
     def _own_output(self, i: int) -> torch.nn.Module | None:
@@ -143,10 +143,10 @@ class HydraHeads(Drafter):
         if self.heads.output is None:
             return None
         output = cast("torch.nn.Linear", self.heads.output[i])
-        kept = self.head.kept
-        return output if kept is None else packed_linear(output.weight[kept], output.bias[kept])
+        ids = self.head.token_ids
+        return output if ids is None else packed_linear(output.weight[ids], output.bias[ids])
 
     def _logits(self, states: torch.Tensor, i: int) -> torch.Tensor:
         """States [b, n, d] of head i -> logits [b, n, rows]."""
-        own = self._outputs[i]
-        return self.head.logits(states) if own is None else own(states)
+        output = self._outputs[i]
+        return self.head.logits(states) if output is None else output(states)

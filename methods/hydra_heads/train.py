@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from methods.head_training import HeadDistillation, train_heads
-from methods.training import SETTINGS, training_pair
+from methods.common.head_training import HeadDistillation, train_heads
+from methods.common.training import SETTINGS, training_pair
 from specbench.config.compose import with_hydra
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
@@ -98,12 +98,12 @@ class Distillation(HeadDistillation):
         if self.heads.prefix is not None:
             positions = torch.arange(length, device=states.device).unsqueeze(0)
             states = self.heads.prefix(states, self.heads.prefix.rope(positions, states))
-        found = []
+        outputs = []
         for i in range(self.count):
             n = length - 1 - i
             tokens = [embedded[:, 1 + j : 1 + j + n] for j in range(1 + i)]
-            found.append(self.heads(i, torch.cat([states[:, :n], *tokens], dim=-1)))
-        return found
+            outputs.append(self.heads(i, torch.cat([states[:, :n], *tokens], dim=-1)))
+        return outputs
 
     def logits(self, states: torch.Tensor, i: int) -> torch.Tensor:
         """States [n, d] of head i -> logits [n, vocab]."""
@@ -112,8 +112,8 @@ class Distillation(HeadDistillation):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_hydra_heads.yaml) and returns the folder of the finished heads."""
-    own = {"heads": Count, "layers": Count, "nodes": Count, "prefix": bool, "own_output": bool}
-    check_all(cfg, SETTINGS | own)
+    settings = {"heads": Count, "layers": Count, "nodes": Count, "prefix": bool, "own_output": bool}
+    check_all(cfg, SETTINGS | settings)
     from methods.hydra_heads.checkpoint import save_heads
 
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
-from methods.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
-from methods.draft_layer import DraftLayer
+from methods.common.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.common.draft_layer import DraftLayer
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
 from specbench.models.expansion import Expansion
@@ -138,8 +138,8 @@ def _expanded(
     expansion: Expansion,
 ) -> Adapter:
     """The adapter at the width and heads of an expanded target, for the same states after the exit layer."""
-    own = Expansion(adapter.config.to_dict(), adapter_config(target_config).to_dict(), "the adapter")
-    expanded = own.build(Adapter, adapter, device, dtype)
+    expander = Expansion(adapter.config.to_dict(), adapter_config(target_config).to_dict(), "the adapter")
+    expanded = expander.build(Adapter, adapter, device, dtype)
     if (exit_layer := getattr(adapter.config, "exit_layer", None)) is not None:
         expanded.config.exit_layer = expansion.layers(exit_layer)
     return expanded

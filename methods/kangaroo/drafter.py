@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.heads import StopTracker, draft_head
+from methods.common.heads import StopTracker, draft_head
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
@@ -42,7 +42,7 @@ class Kangaroo(Drafter):
         max_draft_tokens: gamma.
         confidence_threshold: eta, compared with the top-1 probability at temperature 1 (paper, table 3), with a strict
             <, so that 0 gives a constant draft length and 1 in practice a single draft token.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
@@ -168,14 +168,14 @@ class Kangaroo(Drafter):
         return self.adapter(states, **self._layer.arguments(ctx, states))
 
 
-def _exit_layer(asked: int | None, adapter: Adapter, layers: int) -> int:
+def _exit_layer(requested: int | None, adapter: Adapter, layers: int) -> int:
     """The exit layer to use.
 
     Raises:
         UserError: none is named, the adapter was trained for another, or the target does not have it.
     """
     trained = getattr(adapter.config, "exit_layer", None)
-    chosen = trained if asked is None else asked
+    chosen = trained if requested is None else requested
     if chosen is None:
         raise UserError("the adapter does not say which layer it was trained for: set method.exit_layer")
     if trained not in (None, chosen):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 
-from methods.training import (
+from methods.common.training import (
     SETTINGS,
     Goals,
     agreement,
@@ -53,13 +53,13 @@ def fresh_adapter(target: StagedModel, like_layer: int) -> Adapter:
 
     adapter = Adapter(adapter_config(target.config)).to(target.device)
     adapter.norm.weight.copy_(cast("torch.Tensor", target.norm.weight))
-    own, layer = cast("AdapterLayer", adapter.layers[0]), cast("Any", target.layers[like_layer])
-    shapes, others = ({k: v.shape for k, v in m.self_attn.state_dict().items()} for m in (own, layer))
+    block, layer = cast("AdapterLayer", adapter.layers[0]), cast("Any", target.layers[like_layer])
+    shapes, others = ({k: v.shape for k, v in m.self_attn.state_dict().items()} for m in (block, layer))
     if shapes == others:
-        own.self_attn.load_state_dict(layer.self_attn.state_dict())
-        own.input_layernorm.load_state_dict(layer.input_layernorm.state_dict())
+        block.self_attn.load_state_dict(layer.self_attn.state_dict())
+        block.input_layernorm.load_state_dict(layer.input_layernorm.state_dict())
     else:
-        own.self_attn.o_proj.weight.zero_()
+        block.self_attn.o_proj.weight.zero_()
     return adapter
 
 
@@ -88,17 +88,17 @@ class Distillation(torch.nn.Module):
 
     def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """States [B, T, d] for the head: the adapter's, and the target's own after its final norm."""
-        found = target_states(self.target, batch, (self.exit_layer, NORMED))
-        exits = found[self.exit_layer].to(self.adapter.norm.weight.dtype)
+        states_by_tap = target_states(self.target, batch, (self.exit_layer, NORMED))
+        exits = states_by_tap[self.exit_layer].to(self.adapter.norm.weight.dtype)
         positions = torch.arange(exits.shape[1], device=exits.device).unsqueeze(0)
         with torch.no_grad():
             rope = self.adapter.rope(positions, exits)
-        return self.adapter(exits, rope), found[NORMED]
+        return self.adapter(exits, rope), states_by_tap[NORMED]
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of adapter and target before each token that the assistant says."""
-        own, teacher = (self.head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch))
-        return own, teacher
+        student, teacher = (self.head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch))
+        return student, teacher
 
 
 def train(cfg: DictConfig) -> Path:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from methods.heads import StopTracker
+from methods.common.heads import StopTracker
+from methods.common.rank_trees import likeliest_ids
 from methods.kangaroo.drafter import Kangaroo
-from methods.rank_trees import likeliest_ids
 from specbench.decoding.state import Batch, Draft, Resume
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair
@@ -121,8 +121,8 @@ class KangarooTree(Kangaroo):
             # What stands in front of the pending token only fills the cache.
             logits = self.head.logits(adapted[:, -1:] if tree is None else adapted)
             followers = likeliest_ids(logits, width)
-            own = logits.gather(2, followers).float() - logits.float().logsumexp(-1, keepdim=True)
-            scores, best = (scores.unsqueeze(2) + own).flatten(1).topk(width)
+            log_probs = logits.gather(2, followers).float() - logits.float().logsumexp(-1, keepdim=True)
+            scores, best = (scores.unsqueeze(2) + log_probs).flatten(1).topk(width)
             if tree is None:
                 parents = torch.full_like(best, -1)
             else:
@@ -131,7 +131,7 @@ class KangarooTree(Kangaroo):
             ids = self.head.ids(followers.flatten(1).gather(1, best))
             return [ids, scores, *Tree.of(parents).tensors]
 
-        given = (feed, scores) if tree is None else (feed, scores, *tree.tensors)
+        args = (feed, scores) if tree is None else (feed, scores, *tree.tensors)
         key, entries = ("draft", n, offset, width), offset + n
-        ids, scores, *found = self.target.run_batch(batch, layout.cache, key, grown, *given, entries=entries)
-        return ids, scores, Tree.of_tensors(found, width)
+        ids, scores, *tensors = self.target.run_batch(batch, layout.cache, key, grown, *args, entries=entries)
+        return ids, scores, Tree.of_tensors(tensors, width)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 
-from methods.checkpoints import (
+from methods.common.checkpoints import (
     WEIGHTS,
     check_copy,
     check_tensors,
@@ -62,7 +62,7 @@ def load_heads(
         UserError: a file cannot be read, what it holds is a whole model, a key or a shape is missing, unknown or wrong,
             or the heads were made for another target.
     """
-    settings, state = read_checkpoint(folder, WHAT, FILES, lambda found: _check_no_model(folder, found))
+    settings, state = read_checkpoint(folder, WHAT, FILES, lambda config: _check_no_model(folder, config))
     ids = None
     if any(name.removeprefix("medusa_heads.").startswith("blocks.") for name in state):
         state, ids = _from_vllm(folder, settings, state, target, pair)
@@ -175,8 +175,8 @@ def _from_vllm(
         copy = named.pop(HEAD, named.pop("0.1.weight", None))
         if copy is None:
             raise UserError(f"{WHAT} in '{folder}' do not fit: missing {HEAD}")
-        own = target.lm_head.weight[:vocab, : copy.shape[1]]
-        check_copy(folder, WHAT, HEAD, copy, own if ids is None else own[ids])
+        target_head = target.lm_head.weight[:vocab, : copy.shape[1]]
+        check_copy(folder, WHAT, HEAD, copy, target_head if ids is None else target_head[ids])
     if not settings.get("medusa_fc_bias"):
         for name in [name for name in named if name.endswith(".0.linear.weight")]:
             # Files have biases that this setting does not tell of, and that vLLM drops without a word.
@@ -186,12 +186,12 @@ def _from_vllm(
 
 def _check_map(folder: str | Path, settings: dict[str, Any], ids: torch.Tensor, vocab: int) -> None:
     """Raises UserError unless a token map holds different ids of the target, as many as config.json says."""
-    said = settings.get("truncated_vocab_size") or settings.get("vocab_size")
+    expected_size = settings.get("truncated_vocab_size") or settings.get("vocab_size")
     problem = None
     if ids.dim() != 1 or ids.is_floating_point():
         problem = "is no list of token ids"
-    elif ids.shape[0] != said:
-        problem = f"has {ids.shape[0]} ids, config.json says {said} (truncated_vocab_size)"
+    elif ids.shape[0] != expected_size:
+        problem = f"has {ids.shape[0]} ids, config.json says {expected_size} (truncated_vocab_size)"
     elif ids.min() < 0 or ids.max() >= vocab or ids.unique().shape[0] != ids.shape[0]:
         problem = f"holds an id twice, or one that is not below {vocab}"
     if problem is not None:
@@ -201,17 +201,17 @@ def _check_map(folder: str | Path, settings: dict[str, Any], ids: torch.Tensor, 
 def _assembled(folder: str | Path, state: State, hidden: int) -> MedusaHeads:
     """The heads of a checkpoint's tensors. Raises UserError as `load_heads` says."""
     count = len({name.split(".")[0] for name in state})
-    own = any(name.endswith(".1.weight") for name in state)
+    has_outputs = any(name.endswith(".1.weight") for name in state)
     vocab = state["0.1.weight"].shape[0] if "0.1.weight" in state else None
     expected: dict[str, tuple[int, ...]] = {}
     for i in range(count):
         expected |= {f"{i}.0.linear.weight": (hidden, hidden), f"{i}.0.linear.bias": (hidden,)}
-        if own:
+        if has_outputs:
             expected[f"{i}.1.weight"] = (vocab or 0, hidden)
     if "0.0.linear.weight" in state:
         check_width(folder, WHAT, state["0.0.linear.weight"].shape[0], hidden)
     check_tensors(folder, WHAT, state, expected)
-    heads = MedusaHeads(count, hidden, vocab if own else None)
+    heads = MedusaHeads(count, hidden, vocab if has_outputs else None)
     with torch.no_grad():
         for i in range(count):
             heads.weight[i], heads.bias[i] = state[f"{i}.0.linear.weight"], state[f"{i}.0.linear.bias"]

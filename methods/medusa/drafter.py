@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.heads import DraftHead, draft_head, target_ids
+from methods.common.heads import DraftHead, draft_head, target_ids
+from methods.common.rank_trees import chosen_paths, likeliest_ids, rank_tree
 from methods.medusa.checkpoint import load_heads
-from methods.rank_trees import chosen_paths, likeliest_ids, rank_tree
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
@@ -38,7 +38,7 @@ class Medusa(Drafter):
         weights: folder of the heads' checkpoint, the authors' or vLLM's.
         nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
             get the authors' of 63 nodes.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
@@ -74,12 +74,12 @@ class Medusa(Drafter):
         self.ranks = 1 + max(rank for path in self.paths for rank in path)
         self.device = pair.device
         self._output: torch.Tensor | None = self.heads.output
-        if self._output is not None and self.head.kept is not None and ids is None:
-            self._output = self._output[:, self.head.kept]
-        own = 0 if self._output is None else self._output.nbytes
+        if self._output is not None and self.head.token_ids is not None and ids is None:
+            self._output = self._output[:, self.head.token_ids]
+        output_bytes = 0 if self._output is None else self._output.nbytes
         blocks = weight_bytes(self.heads) - (0 if self.heads.output is None else self.heads.output.nbytes)
         # The rows of all heads go through the target's head in one product.
-        self._bytes = blocks + (own or self.head.bytes)
+        self._bytes = blocks + (output_bytes or self.head.bytes)
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for the state that each sequence drafts from."""

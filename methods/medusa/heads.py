@@ -26,8 +26,8 @@ class MedusaHeads(torch.nn.Module):
         # As the authors begin: every head says what the target's says.
         self.weight = torch.nn.Parameter(torch.zeros(heads, hidden, hidden))
         self.bias = torch.nn.Parameter(torch.zeros(heads, hidden))
-        own = None if vocab is None else torch.nn.Parameter(torch.zeros(heads, vocab, hidden))
-        self.register_parameter("output", own)
+        output = None if vocab is None else torch.nn.Parameter(torch.zeros(heads, vocab, hidden))
+        self.register_parameter("output", output)
 
     @property
     def heads(self) -> int:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from methods.head_training import HeadDistillation, train_heads
+from methods.common.head_training import HeadDistillation, train_heads
+from methods.common.training import SETTINGS, training_pair
 from methods.medusa.checkpoint import save_for_vllm, save_heads
 from methods.medusa.heads import MedusaHeads
-from methods.training import SETTINGS, training_pair
 from specbench.config.compose import with_hydra
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.heads import drawable
+from methods.common.heads import drawable
 from methods.mirror_sd.branches import Branches, likely_decisions, mixture, prefix_products
 from methods.mirror_sd.growth import Growth, Written, joined
 from specbench.decoding.device import on_device
@@ -26,7 +26,7 @@ from specbench.decoding.sampling import SamplingParams, argmax_token
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from methods.heads import DraftHead
+    from methods.common.heads import DraftHead
     from specbench.decoding.model.staged_model import StagedModel
 
 
@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SettledDraft:
     """A draft after the target's decision.
 
     Attributes:
@@ -102,7 +102,7 @@ class Brancher:
     _path: torch.Tensor  # [k] draft tokens as ids
     _rows: torch.Tensor  # [k] the same as rows of the head
     # [at least k, rows] logits that they were chosen from, and after the last one where it was fed
-    _own: torch.Tensor
+    _path_logits: torch.Tensor
     _growth: Growth | None
     _index: dict[tuple[int, int], int]
     _uniforms: torch.Tensor | None
@@ -143,7 +143,7 @@ class Brancher:
         self._decoding = SamplingParams(1, temperature)
         self._generator = None if self._decoding.greedy else torch.Generator(self.device).manual_seed(seed)
         self._base, self._path, self._rows = prompt.shape[0], prompt[:0], prompt[:0]
-        self._own = torch.empty(0, 0, device=self.device)
+        self._path_logits = torch.empty(0, 0, device=self.device)
         self._forget()
         self._draw()
         self._run(self.model.embed(prompt.unsqueeze(0)))
@@ -154,39 +154,39 @@ class Brancher:
 
         The draft's side has time for it while the target's pass is on its way to the exit.
         """
-        behind = self._path[self._fed - self._base :]
-        if behind.shape[0] and self.plan.guesses != "none":
-            hidden = self._run(self.model.embed(behind.unsqueeze(0)))
+        unfed = self._path[self._fed - self._base :]
+        if unfed.shape[0] and self.plan.guesses != "none":
+            hidden = self._run(self.model.embed(unfed.unsqueeze(0)))
             logits = self.head.logits(self.model.norm(hidden[0, -1:]))
-            self._own = torch.cat([self._own[: self._path.shape[0]], logits])
+            self._path_logits = torch.cat([self._path_logits[: self._path.shape[0]], logits])
 
     @torch.inference_mode()
-    def expand(self, k: int, depth: int, states: torch.Tensor, known: Callable[[], bool] = never) -> None:
+    def expand(self, k: int, depth: int, states: torch.Tensor, decided: Callable[[], bool] = never) -> None:
         """Drafts after each likely decision about the draft that is being verified.
 
         Args:
             k: tokens of the draft that are verified.
             depth: tokens to draft after each decision.
             states: [1 + k, d] of the target at its exit; not used for guesses of the draft model's own.
-            known: called before every pass: whether the decision is known by now, so that branches are of no use.
+            decided: called before every pass: whether the decision is known by now, so that branches are of no use.
         """
         self.foresee()
         self._path, self._rows = self._path[:k], self._rows[:k]
-        found, index = self._guess(self._own[: k + 1], states).likely(self.plan.floor)
+        branches, index = self._guess(self._path_logits[: k + 1], states).likely(self.plan.floor)
         self._fed = min(self._fed, self._base + k)
         columns = torch.arange(k, device=self.device)
-        seen = columns < found.accepted.unsqueeze(1)
+        seen = columns < branches.accepted.unsqueeze(1)
         growth = self._growth = self._sprout(
-            self._base, found.tokens, found.accepted, seen, columns, columns[:0]
+            self._base, branches.tokens, branches.accepted, seen, columns, columns[:0]
         )
-        while not self._grown(growth, depth) and not known():
+        while not self._grown(growth, depth) and not decided():
             self._grow(growth)
         self._index = index
 
     @torch.inference_mode()
     def settle(
         self, accepted: int, following: int, limit: int, unwanted: Callable[[], bool] = never
-    ) -> Found:
+    ) -> SettledDraft:
         """The next draft, after the target's decision.
 
         Args:
@@ -213,17 +213,17 @@ class Brancher:
         begun = growth.passes
         while not self._grown(growth, limit):
             if unwanted():
-                return Found(self._path[:0], None, hit, (together, growth.passes - begun))
+                return SettledDraft(self._path[:0], None, hit, (together, growth.passes - begun))
             self._grow(growth)
         if growth.seen is not None:  # of the guesses that did not come true nothing may stay
             self._keep(growth.base, growth.seen[0].nonzero().squeeze(1))
         self._base = at + 1
-        tokens, rows, self._own = joined(growth.written)
+        tokens, rows, self._path_logits = joined(growth.written)
         self._path, self._rows = tokens[:limit], rows[:limit]
-        probs = None if self._decoding.greedy else self._decoding.probs(self._own[:limit])
+        probs = None if self._decoding.greedy else self._decoding.probs(self._path_logits[:limit])
         self._forget()
         self._draw()
-        return Found(self._path, probs, hit, (together, growth.passes - begun))
+        return SettledDraft(self._path, probs, hit, (together, growth.passes - begun))
 
     # -- growing
 
@@ -258,13 +258,13 @@ class Brancher:
         fed = torch.cat([growth.last_tokens.unsqueeze(1), growth.guesses], dim=1)
         steps = torch.arange(v, device=self.device)
         offsets = growth.offsets.unsqueeze(1) + steps
-        own = torch.eye(m, dtype=torch.bool, device=self.device)
+        identity = torch.eye(m, dtype=torch.bool, device=self.device)
         among = steps <= steps.unsqueeze(1)  # [v, v]: a token sees those fed in front of it, and itself
         columns = torch.cat([growth.columns, offsets.flatten()])
         seen = torch.cat(
             [
                 before.repeat_interleave(v, 0),
-                (own[:, None, :, None] & among[None, :, None, :]).reshape(m * v, m * v),
+                (identity[:, None, :, None] & among[None, :, None, :]).reshape(m * v, m * v),
             ],
             dim=1,
         )
@@ -272,7 +272,7 @@ class Brancher:
         rows_seen = seen
         if n:
             own_path = growth.columns[-n:].unsqueeze(1) >= growth.columns
-            rows_seen = torch.cat([torch.cat([own_path, own.new_zeros(n, m * v)], dim=1), seen])
+            rows_seen = torch.cat([torch.cat([own_path, identity.new_zeros(n, m * v)], dim=1), seen])
         hidden, rows_seen, all_columns = self._with_streams(hidden, n, offsets, seen, rows_seen, columns)
         start = self._fed
         hidden = self._run(hidden, all_columns, rows_seen)[0]
@@ -280,8 +280,8 @@ class Brancher:
         logits = self.head.logits(model.norm(hidden[n : n + m * v])).view(m, v, -1)
         rows, tokens = self._choose(growth, logits)
         right = (growth.guesses == tokens[:, :w]).long().cumprod(1).sum(1)  # [m] guesses that came true
-        kept = own.unsqueeze(2) & (steps <= right.unsqueeze(1)).unsqueeze(1)
-        growth.seen = torch.cat([before, kept.reshape(m, m * v)], dim=1)
+        came_true = identity.unsqueeze(2) & (steps <= right.unsqueeze(1)).unsqueeze(1)
+        growth.seen = torch.cat([before, came_true.reshape(m, m * v)], dim=1)
         growth.columns, growth.ahead = columns, growth.ahead[:0]
         growth.last_tokens = tokens.gather(1, right.unsqueeze(1)).squeeze(1)
         last = torch.arange(m, device=self.device) * v + right
@@ -295,8 +295,8 @@ class Brancher:
         """The same without streams: one token each."""
         feed, m = torch.cat([growth.ahead, growth.last_tokens]), growth.last_tokens.shape[0]
         if growth.seen is not None:  # several: `foresee` has fed what was missing
-            own = torch.eye(m, dtype=torch.bool, device=self.device)
-            growth.seen = torch.cat([growth.seen, own], dim=1)
+            identity = torch.eye(m, dtype=torch.bool, device=self.device)
+            growth.seen = torch.cat([growth.seen, identity], dim=1)
             growth.columns = torch.cat([growth.columns, growth.offsets])
         seen = growth.seen
         hidden = self._run(self.model.embed(feed.unsqueeze(0)), growth.columns, seen)[0, -m:]
@@ -325,8 +325,8 @@ class Brancher:
 
     def _keep(self, start: int, path: torch.Tensor) -> None:
         """Of the entries from `start` on keeps only start + path[i], path [n], and moves them to start + i."""
-        behind = torch.arange(start, start + path.shape[0], device=self.device)
-        self._cache.move_entries((path + start).unsqueeze(0), behind.unsqueeze(0))
+        destinations = torch.arange(start, start + path.shape[0], device=self.device)
+        self._cache.move_entries((path + start).unsqueeze(0), destinations.unsqueeze(0))
         self._fed = start + path.shape[0]
 
     def _with_streams(
@@ -353,11 +353,11 @@ class Brancher:
         among = (among & (steps <= steps.unsqueeze(1))[None, :, None, :]).reshape(count * s, count * s)
         below = torch.cat([seen.repeat_interleave(s, 0), among], dim=1)
         above = torch.cat([rows_seen, among.new_zeros(rows_seen.shape[0], count * s)], dim=1)
-        places = (offsets.flatten().unsqueeze(1) + steps + 1).flatten()
+        stream_columns = (offsets.flatten().unsqueeze(1) + steps + 1).flatten()
         return (
             torch.cat([hidden, streams.unsqueeze(0)], dim=1),
             torch.cat([above, below]),
-            torch.cat([columns, places]),
+            torch.cat([columns, stream_columns]),
         )
 
     def _pick(self, growth: Growth, branch: int, written: list[Written], accepted: int, at: int) -> Growth:
@@ -369,18 +369,18 @@ class Brancher:
             m, added = growth.counts.shape[0], torch.arange(growth.passes, device=self.device)
             nodes = growth.columns.shape[0] - m * growth.passes + branch + m * added
         self._keep(at, nodes - accepted)
-        own = slice(branch, branch + 1)
+        chosen = slice(branch, branch + 1)
         none = growth.columns[:0]
         return Growth(
             at + nodes.shape[0],
-            growth.last_tokens[own],
+            growth.last_tokens[chosen],
             none.new_zeros(1),
-            growth.guesses[own],
-            seen[own, :0] if self.streams.shape[0] else None,
+            growth.guesses[chosen],
+            seen[chosen, :0] if self.streams.shape[0] else None,
             none,
             none,
             written,
-            growth.counts[own],
+            growth.counts[chosen],
             growth.passes,
         )
 
@@ -389,32 +389,32 @@ class Brancher:
         m, v, _ = logits.shape
         uniforms = None
         if self._uniforms is not None:
-            place = growth.counts.unsqueeze(1) + torch.arange(v, device=self.device)
+            positions = growth.counts.unsqueeze(1) + torch.arange(v, device=self.device)
             # Tokens after the longest draft are not used.
-            uniforms = self._uniforms[place.clamp(max=self._width - 1)].flatten()
+            uniforms = self._uniforms[positions.clamp(max=self._width - 1)].flatten()
         rows, _ = self._decoding.select(logits.flatten(0, 1), uniforms)
         rows = (rows if uniforms is None else drawable(rows)).view(m, v)
         return rows, self.head.ids(rows)
 
     # -- the decisions and numbers of a round
 
-    def _guess(self, own: torch.Tensor, states: torch.Tensor) -> Branches:
+    def _guess(self, logits: torch.Tensor, states: torch.Tensor) -> Branches:
         """The target's likely decisions about the path.
 
         Args:
-            own: the draft model's logits [1 + k, rows].
+            logits: the draft model's [1 + k, rows].
             states: as in `expand`.
         """
         plan = self.plan
-        own = torch.softmax(own.float(), dim=-1)
+        draft_probs = torch.softmax(logits.float(), dim=-1)
         limits = plan.kappa, plan.most, plan.roots_only
-        reaching = prefix_products(own, self._rows)
+        reaching = prefix_products(draft_probs, self._rows)
         if plan.guesses == "draft":
-            found = likely_decisions(own, self._rows, reaching, *limits)
-            return replace(found, tokens=self.head.ids(found.tokens))
+            branches = likely_decisions(draft_probs, self._rows, reaching, *limits)
+            return replace(branches, tokens=self.head.ids(branches.tokens))
         probs = torch.softmax(self.exit_head(states).float(), dim=-1)
         if plan.guesses == "both":
-            probs = mixture(probs, own, self.head.kept)
+            probs = mixture(probs, draft_probs, self.head.token_ids)
         return likely_decisions(probs, self._path, reaching, *limits)
 
     def _forget(self) -> None:

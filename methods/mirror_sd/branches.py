@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from methods.rank_trees import likeliest_ids
+from methods.common.rank_trees import likeliest_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Branches:
             They, and (accepted, token) -> index of the branch.
         """
         enough = self.scores >= self.scores[:1].clamp(max=floor)
-        accepted, tokens, kept = torch.stack([self.accepted, self.tokens, enough]).tolist()
-        m = sum(kept)
+        accepted, tokens, are_enough = torch.stack([self.accepted, self.tokens, enough]).tolist()
+        m = sum(are_enough)
         index = {pair: i for i, pair in enumerate(zip(accepted[:m], tokens[:m]))}
         return Branches(self.accepted[:m], self.tokens[:m], self.scores[:m]), index
 
@@ -78,20 +78,20 @@ def likely_decisions(
 
 def prefix_products(probs: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
     """[1 + k] probability of the first 0 to k tokens of a path, [k] columns, under probs [1 + k, n]."""
-    own = probs[:-1].gather(1, path.unsqueeze(1)).squeeze(1)
-    return torch.cat([own.new_ones(1), own.cumprod(0)])
+    path_probs = probs[:-1].gather(1, path.unsqueeze(1)).squeeze(1)
+    return torch.cat([path_probs.new_ones(1), path_probs.cumprod(0)])
 
 
-def mixture(exit_probs: torch.Tensor, own: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+def mixture(exit_probs: torch.Tensor, probs: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
     """The mean [n, vocab] of two distributions; of logarithms it would take several times as long.
 
     Args:
         exit_probs: [n, vocab], overwritten.
-        own: [n, k] over the tokens `kept`.
-        kept: [k] token ids; None for the first k.
+        probs: [n, k] over the tokens `token_ids`.
+        token_ids: [k] token ids; None for the first k.
     """
-    if kept is None:
-        exit_probs[:, : own.shape[1]] += own
+    if token_ids is None:
+        exit_probs[:, : probs.shape[1]] += probs
     else:
-        exit_probs.index_add_(1, kept, own)
+        exit_probs.index_add_(1, token_ids, probs)
     return exit_probs.mul_(0.5)

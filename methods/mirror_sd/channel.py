@@ -78,11 +78,11 @@ class MessageQueue:
 
     def put(self, kind: int, *numbers: int, seconds: tuple[float, ...] = ()) -> None:
         """Sends a message; the arguments are the fields of `Message`."""
-        place = self._sent % RING
+        index = self._sent % RING
         self._sent += 1
-        self.numbers[place, : 1 + len(numbers)] = torch.tensor([kind, *numbers])
+        self.numbers[index, : 1 + len(numbers)] = torch.tensor([kind, *numbers])
         times = torch.tensor([time.perf_counter(), *seconds], dtype=torch.float64)
-        self.seconds[place, : 1 + len(seconds)] = times
+        self.seconds[index, : 1 + len(seconds)] = times
         self.arrived.release()
 
     def take(self, alive: Callable[[], bool], timeout: float | None = None, awake: bool = True) -> Message:
@@ -103,10 +103,10 @@ class MessageQueue:
                 raise EOFError
             if deadline is not None and time.perf_counter() > deadline:
                 raise TimeoutError
-        place = self._taken % RING
+        index = self._taken % RING
         self._taken += 1
-        kind, *numbers = self.numbers[place].tolist()
-        sent, *seconds = self.seconds[place].tolist()
+        kind, *numbers = self.numbers[index].tolist()
+        sent, *seconds = self.seconds[index].tolist()
         return Message(kind, tuple(numbers), tuple(seconds), sent)
 
     def waiting(self) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import torch
 
-from methods.heads import DraftHead, draft_head
+from methods.common.heads import DraftHead, draft_head
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.streams import load_streams
 from methods.mirror_sd.worker import Inline, Process, Thread
@@ -62,7 +62,7 @@ class MirrorSD(Drafter):
         draft_cores: cores of a process.
         worker_timeout: seconds to wait for an answer of the worker.
         weights: folder with the embeddings of the streams that the draft model was trained with; None: it has none.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
@@ -109,7 +109,7 @@ class MirrorSD(Drafter):
         self.device = target.device
         exit_parts = _exit_parts(target, self.model) if candidates in ("exit", "both") else None
         self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
-        self._guess_bytes = sum(_bytes(part) for part in exit_parts or ())
+        self._guess_bytes = sum(_bytes(module) for module in exit_parts or ())
 
         if placement == "auto":
             placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
@@ -117,12 +117,12 @@ class MirrorSD(Drafter):
         self.exclusive = placement != "inline"
         self.extra_cores = {"process": draft_cores, "thread": 1, "inline": 0}[placement]
         guessing = None if weights is None else load_streams(packaged(weights), draft, pair.draft_expansion)
-        made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, exit_parts, plan, guessing)
+        args = (draft, pair.vocab_size, self.head.vocab_size, self.head.token_ids, exit_parts, plan, guessing)
         if placement == "process":
             if (target.device.type, self.model.device.type) != ("cpu", "cpu"):
                 raise UserError("method.placement=process is for models on the CPU: use thread")
-            for part in (draft, *(exit_parts or ())):
-                part.share_memory() if isinstance(part, torch.nn.Module) else part.share_memory_()
+            for module in (draft, *(exit_parts or ())):
+                module.share_memory() if isinstance(module, torch.nn.Module) else module.share_memory_()
             shape = {
                 "longest": target.config.max_position_embeddings,
                 "depth": max_draft_tokens,
@@ -131,10 +131,10 @@ class MirrorSD(Drafter):
                 "dtype": target.dtype,
             }
             self.worker: Inline | Thread | Process = Process(
-                shape, make_brancher, made, draft_cores, worker_timeout
+                shape, make_brancher, args, draft_cores, worker_timeout
             )
         else:
-            brancher = make_brancher(*made)
+            brancher = make_brancher(*args)
             self.worker = Inline(brancher) if placement == "inline" else Thread(brancher, worker_timeout)
 
     def open(self, slots: Slots, target: StagedModel) -> None:
@@ -243,8 +243,8 @@ class StreamingSampling(Drafter):
         self.deterministic = not self.ratio
         guessing = None if weights is None else load_streams(packaged(weights), draft, pair.draft_expansion)
         plan = Plan(max_draft_tokens, 1, guesses="none")
-        made = (draft, pair.vocab_size, self.head.vocab_size, self.head.kept, None, plan, guessing)
-        self.brancher = make_brancher(*made)
+        args = (draft, pair.vocab_size, self.head.vocab_size, self.head.token_ids, None, plan, guessing)
+        self.brancher = make_brancher(*args)
         self._pass_bytes = model.pass_bytes(head=False) + self.head.bytes
 
     def open(self, slots: Slots, target: StagedModel) -> None:
@@ -260,9 +260,9 @@ class StreamingSampling(Drafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts after the last decision."""
-        found = self.brancher.settle(*self._decision, batch.max_draft)
-        probs = self.head.widen(found.probs.unsqueeze(0)) if self._draws else None  # type: ignore[union-attr] # drawn
-        return Draft(found.tokens.unsqueeze(0), probs, bytes_read=sum(found.passes) * self._pass_bytes)
+        settled = self.brancher.settle(*self._decision, batch.max_draft)
+        probs = self.head.widen(settled.probs.unsqueeze(0)) if self._draws else None  # type: ignore[union-attr] # drawn
+        return Draft(settled.tokens.unsqueeze(0), probs, bytes_read=sum(settled.passes) * self._pass_bytes)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes the target's decision."""
@@ -281,8 +281,8 @@ def draws_of(sequence: SequenceState, ratio: bool) -> tuple[float, int]:
     return decoding.temperature, int(seed)
 
 
-def _bytes(part: torch.nn.Module | torch.Tensor) -> int:
-    return weight_bytes(part) if isinstance(part, torch.nn.Module) else part.nbytes
+def _bytes(module: torch.nn.Module | torch.Tensor) -> int:
+    return weight_bytes(module) if isinstance(module, torch.nn.Module) else module.nbytes
 
 
 def _exit_parts(target: StagedModel, model: StagedModel) -> tuple[Any, ...]:
@@ -297,7 +297,7 @@ def make_brancher(
     draft: PreTrainedModel,
     vocab_size: int,
     width: int,
-    kept: torch.Tensor | None,
+    token_ids: torch.Tensor | None,
     exit_parts: tuple[Any, ...] | None,
     plan: Plan,
     streams: torch.Tensor | None,
@@ -308,7 +308,7 @@ def make_brancher(
         draft: the draft model.
         vocab_size: ids of the tokenizer.
         width: ids of the target.
-        kept: ids of a trimmed head; None for a whole one.
+        token_ids: ids of a trimmed head; None for a whole one.
         exit_parts: as `_exit_parts` gives them; None when nothing is guessed from an exit.
         plan: what is drafted ahead of the target's decision.
         streams: [s, d] embeddings of stream states; None for none.
@@ -322,4 +322,4 @@ def make_brancher(
         def exit_head(states: torch.Tensor) -> torch.Tensor:
             return head(norm(states))
 
-    return Brancher(model, DraftHead(model, width, kept), exit_head, plan, streams)
+    return Brancher(model, DraftHead(model, width, token_ids), exit_head, plan, streams)

@@ -52,9 +52,9 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
     ipc, other = mean(kinds["ipc_seconds"]), mean(kinds["other_seconds"])
     model = None
     terms = (exit_seconds, before_exit, behind_exit, rest, ipc, other, miss)
-    known = [term for term in terms if term is not None]
-    if len(known) == len(terms):
-        leaving, first, second, remaining, messages, settling, missing = known
+    measured = [term for term in terms if term is not None]
+    if len(measured) == len(terms):
+        leaving, first, second, remaining, messages, settling, missing = measured
         waiting = (1 - missing) * (exposed_hit or 0.0) + missing * (exposed_miss or 0.0)
         model = max(leaving, first) + max(remaining, second) + messages + waiting + settling
     return {

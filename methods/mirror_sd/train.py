@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.mirror_sd.streams import save_streams
-from methods.training import (
+from methods.common.training import (
     SETTINGS,
     Goals,
     agreement,
@@ -31,6 +30,7 @@ from methods.training import (
     target_states,
     text_cross_entropy,
 )
+from methods.mirror_sd.streams import save_streams
 from specbench.config.compose import with_hydra
 from specbench.data import training
 from specbench.decoding.model.staged_model import StagedModel
@@ -62,7 +62,7 @@ class Streaming(torch.nn.Module):
         super().__init__()
         self.model, self.target = model, target
         self.stream_weight, self.loss_tokens = stream_weight, loss_tokens
-        self._head, self._told = head_of(model), head_of(target.model)
+        self._head, self._target_head = head_of(model), head_of(target.model)
         embeddings: Any = model.get_input_embeddings()
         width = embeddings.weight.shape[1]
         self.streams = torch.nn.Parameter(0.02 * torch.randn(streams, width, device=model.device))
@@ -73,8 +73,8 @@ class Streaming(torch.nn.Module):
         goals = Goals.of(batch, self.loss_tokens, ahead=states.shape[2])
         total = soft_cross_entropy(
             goals,
-            [(1.0, lambda some: self._head(some.before(states[:, :, 0])))],
-            lambda some: self._told(some.before(teacher)),
+            [(1.0, lambda chunk: self._head(chunk.before(states[:, :, 0])))],
+            lambda chunk: self._target_head(chunk.before(teacher)),
         )
         for j in range(1, states.shape[2]):
             loss = text_cross_entropy(goals, batch["input_ids"], self._head, states[:, :, j], 1 + j)
@@ -87,10 +87,10 @@ class Streaming(torch.nn.Module):
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of the main stream and of the target before each token that the assistant says."""
-        own, told = self.states(batch["input_ids"])[:, :, 0], self.teacher(batch)
+        student, teacher = self.states(batch["input_ids"])[:, :, 0], self.teacher(batch)
         return (
-            self._head(predicting(own, batch, 1.0)).argmax(-1),
-            self._told(predicting(told, batch, 1.0)).argmax(-1),
+            self._head(predicting(student, batch, 1.0)).argmax(-1),
+            self._target_head(predicting(teacher, batch, 1.0)).argmax(-1),
         )
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
@@ -123,13 +123,13 @@ class Streaming(torch.nn.Module):
             [1 + s, 2]: for the next token and each stream, how many tokens of the text were its first choice, and of
             how many.
         """
-        states, rows = self.states(batch["input_ids"]), []
+        states, counts = self.states(batch["input_ids"]), []
         for j in range(states.shape[2]):
             goals = Goals.of(batch, None, 1 + j)
             chosen = self._head(goals.before(states[:, :, j], 1 + j)).argmax(-1)
-            told = batch["input_ids"][goals.rows, goals.places]
-            rows.append(torch.tensor([(chosen == told).sum(), len(told)]))
-        return torch.stack(rows)
+            true_tokens = batch["input_ids"][goals.batch_index, goals.positions]
+            counts.append(torch.tensor([(chosen == true_tokens).sum(), len(true_tokens)]))
+        return torch.stack(counts)
 
 
 def train(cfg: DictConfig) -> Path:

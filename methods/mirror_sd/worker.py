@@ -55,7 +55,7 @@ class Reply:
     Attributes:
         tokens: [n].
         probs: [n, rows] when drawn.
-        passes: as in `Found`.
+        passes: as in `SettledDraft`.
         overlap: how it came to be, see `overlap_of`.
     """
 
@@ -117,11 +117,11 @@ class Inline:
     def collect(self) -> Reply:
         """The draft after the last decision."""
         start = self.clock.mark()
-        found = self.brancher.settle(*self._decision)
+        settled = self.brancher.settle(*self._decision)
         exposed = self.clock.span(start, self.clock.mark())
-        overlap = overlap_of(found.hit, self._before_exit, self._behind_exit, exposed, 0.0, 0.0)
+        overlap = overlap_of(settled.hit, self._before_exit, self._behind_exit, exposed, 0.0, 0.0)
         self._before_exit = self._behind_exit = 0.0
-        return Reply(found.tokens, found.probs, found.passes, overlap)
+        return Reply(settled.tokens, settled.probs, settled.passes, overlap)
 
     def end(self) -> None:
         """Ends the sequence: what still goes on for it is given up."""
@@ -265,16 +265,16 @@ class Process(Remote):
     """
 
     def __init__(self, shape: dict, make: Callable, arguments: tuple, cores: int, timeout: float):
-        self._all = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-        self._own, theirs = self._all[:-cores], self._all[-cores:]
-        channel = ProcessChannel(**shape, spins=bool(self._own) or sys.platform != "linux")
-        if not self._own:
-            self._own = theirs = self._all
+        self._all_cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+        self._target_cores, draft_cores = self._all_cores[:-cores], self._all_cores[-cores:]
+        channel = ProcessChannel(**shape, spins=bool(self._target_cores) or sys.platform != "linux")
+        if not self._target_cores:
+            self._target_cores = draft_cores = self._all_cores
         self._threads: int | None = None  # while an answer is decoded: those that torch had before
         context = multiprocessing.get_context("spawn")
         handle = context.Process(
             target=_work,
-            args=(channel, make, arguments, theirs, cores, os.getpid()),
+            args=(channel, make, arguments, draft_cores, cores, os.getpid()),
             name="draft",
             daemon=True,
         )
@@ -283,11 +283,11 @@ class Process(Remote):
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
         """Starts a sequence, with cores for each side."""
-        if self._own:
-            _pin(self._own)
+        if self._target_cores:
+            _pin(self._target_cores)
             if self._threads is None:
                 self._threads = torch.get_num_threads()
-            torch.set_num_threads(min(self._threads, len(self._own)))
+            torch.set_num_threads(min(self._threads, len(self._target_cores)))
         super().begin(prompt, room, temperature, seed)
 
     def end(self) -> None:
@@ -296,7 +296,7 @@ class Process(Remote):
             super().end()
         finally:
             if self._threads is not None:
-                _pin(self._all)
+                _pin(self._all_cores)
                 torch.set_num_threads(self._threads)
                 self._threads = None
 
@@ -361,13 +361,13 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                 case Command.SETTLE:
                     accepted, following, limit, _ = message.numbers
                     begun = clock.mark()
-                    found = brancher.settle(accepted, following, limit, requests.waiting)
-                    channel.put_draft(found.tokens, found.probs)
-                    hit = -1 if found.hit is None else int(found.hit)
+                    settled = brancher.settle(accepted, following, limit, requests.waiting)
+                    channel.put_draft(settled.tokens, settled.probs)
+                    hit = -1 if settled.hit is None else int(settled.hit)
                     channel.put_spans((before_exit, behind_exit, clock.span(begun, clock.mark())))
                     seconds = (idle, ipc)
                     channel.replies.put(
-                        Response.DRAFT, found.tokens.shape[0], hit, *found.passes, seconds=seconds
+                        Response.DRAFT, settled.tokens.shape[0], hit, *settled.passes, seconds=seconds
                     )
                     idle = ipc = before_exit = behind_exit = 0.0
                     if not requests.waiting():

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from methods.counted_trees import Counted, likeliest, most_frequent
-from methods.suffix_array import READ, Index, Interval, suffix_array
+from methods.common.counted_trees import Counted, likeliest, most_frequent
+from methods.common.suffix_array import READ, Index, Interval, suffix_array
 from methods.vocab_trim.vocab_map import tokenizer_checksum
 from specbench.data.training import DATASTORE
 from specbench.system.errors import UserError
@@ -30,16 +30,16 @@ FOLLOWERS = 8  # children of a node at most
 FEW = 4  # places whose tree is built as fast node by node as at once
 
 
-def tree_behind(index: Index, where: Interval, nodes: int, depth: int) -> Counted:
+def tree_after(index: Index, interval: Interval, nodes: int, depth: int) -> Counted:
     """The most frequent nodes after the tokens of an interval."""
-    if FEW < where.occurrences <= READ and depth and nodes:
-        return most_frequent(index.behind(where, depth), index.separator, nodes, FOLLOWERS)
+    if FEW < interval.occurrences <= READ and depth and nodes:
+        return most_frequent(index.tokens_after(interval, depth), index.separator, nodes, FOLLOWERS)
 
-    def followers(place: Interval, _: int) -> list[tuple[int, Interval, float]]:
-        found = index.followers(place, FOLLOWERS)
-        return [(token, behind, behind.occurrences / place.occurrences) for token, behind in found]
+    def followers(interval: Interval, _: int) -> list[tuple[int, Interval, float]]:
+        ahead = index.followers(interval, FOLLOWERS)
+        return [(token, after, after.occurrences / interval.occurrences) for token, after in ahead]
 
-    return likeliest(where, followers, nodes, depth)
+    return likeliest(interval, followers, nodes, depth)
 
 
 def save_datastore(folder: str | Path, rows: Iterable[Sequence[int]], pair: Pair, **facts: Any) -> Path:
@@ -59,21 +59,21 @@ def save_datastore(folder: str | Path, rows: Iterable[Sequence[int]], pair: Pair
     """
     kind = np.dtype(">u2" if pair.vocab_size < 2**16 else ">u4")
     separator = np.array([np.iinfo(kind).max], dtype=kind)
-    parts = [part for row in rows if len(row) for part in (np.array(row, dtype=kind), separator)]
-    if not parts:
+    arrays = [array for row in rows if len(row) for array in (np.array(row, dtype=kind), separator)]
+    if not arrays:
         raise UserError(
             "there are no tokens to look up: the conversations hold none, or none that may be used"
         )
-    tokens = np.concatenate(parts).astype(kind)  # concatenated in the machine's own order of bytes
-    places = suffix_array(tokens)
+    tokens = np.concatenate(arrays).astype(kind)  # concatenated in the machine's own order of bytes
+    positions = suffix_array(tokens)
     folder = make_folder(Path(folder))
     tokens.tofile(folder / TOKENS)
-    places.tofile(folder / PLACES)
+    positions.tofile(folder / PLACES)
     record = {
-        "tokens": len(tokens) - len(parts) // 2,
-        "rows": len(parts) // 2,
+        "tokens": len(tokens) - len(arrays) // 2,
+        "rows": len(arrays) // 2,
         "tokenizer": tokenizer_checksum(pair.tokenizer),
-        "types": [tokens.dtype.str, places.dtype.str],
+        "types": [tokens.dtype.str, positions.dtype.str],
         "sha256": {name: file_sha256(folder / name) for name in (TOKENS, PLACES)},
         **facts,
     }
@@ -97,15 +97,15 @@ def load_datastore(source: str | Path, pair: Pair) -> Index:
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         kinds = [np.dtype(name) for name in record["types"]]
-        tokens, places = (
+        tokens, positions = (
             np.memmap(folder / name, kind, "r") for name, kind in zip((TOKENS, PLACES), kinds, strict=True)
         )
-        index = Index(tokens, places, int(np.iinfo(tokens.dtype).max))
-        whole = record["tokens"] + record["rows"] == len(tokens) == len(places)
+        index = Index(tokens, positions, int(np.iinfo(tokens.dtype).max))
+        is_complete = record["tokens"] + record["rows"] == len(tokens) == len(positions)
         made_with = record["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"the datastore '{folder}' is broken ({error!r})") from error
-    if not whole:
+    if not is_complete:
         raise UserError(f"the datastore '{folder}' is broken: a file was cut short")
     if made_with != tokenizer_checksum(pair.tokenizer):
         raise UserError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from methods.counted_trees import Counted
-from methods.rest.datastore import load_datastore, tree_behind
-from methods.suffix_array import check_sorted
+from methods.common.counted_trees import Counted
+from methods.common.suffix_array import check_sorted
+from methods.rest.datastore import load_datastore, tree_after
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.state import Batch, Draft
 from specbench.models.pairs import Pair
@@ -60,5 +60,5 @@ class REST(Drafter):
         return Draft.of([tree.tokens for tree in trees], device, parents)
 
     def _tree(self, tokens: list[int], nodes: int, depth: int) -> Counted:
-        where = self.datastore.longest(tokens, self.max_match, self.min_match)
-        return Counted() if where is None else tree_behind(self.datastore, where, nodes, depth)
+        interval = self.datastore.longest(tokens, self.max_match, self.min_match)
+        return Counted() if interval is None else tree_after(self.datastore, interval, nodes, depth)

@@ -45,29 +45,29 @@ def train(cfg: DictConfig) -> Path:
 
     def rows() -> Iterator[list[int]]:
         nonlocal left_out
-        held = 0
+        count = 0
         with tqdm(total=cfg.tokens, unit="token", unit_scale=True) as bar:
-            for messages in told(cfg):
+            for messages in source_conversations(cfg):
                 if measured.in_messages(messages):
                     left_out += 1
                     continue
                 for ids, _ in tokenize(messages):
-                    ids = ids if cfg.tokens is None else ids[: cfg.tokens - held]
-                    held += len(ids)
+                    ids = ids if cfg.tokens is None else ids[: cfg.tokens - count]
+                    count += len(ids)
                     bar.update(len(ids))
                     yield ids
-                if held == cfg.tokens:
+                if count == cfg.tokens:
                     return
 
-    whole = list(rows())
+    texts = list(rows())
     facts = {"data": data_of(cfg), "seed": cfg.seed, "left_out": left_out}
-    folder = save_datastore(cfg.out, whole, pair, **facts, questions=file_sha256(questions))
-    print(f"{sum(map(len, whole)):,} tokens; {left_out} conversations with a measured text were left out")
+    folder = save_datastore(cfg.out, texts, pair, **facts, questions=file_sha256(questions))
+    print(f"{sum(map(len, texts)):,} tokens; {left_out} conversations with a measured text were left out")
     print(folder)
     return folder
 
 
-def told(cfg: DictConfig) -> Iterator[Messages]:
+def source_conversations(cfg: DictConfig) -> Iterator[Messages]:
     """The conversations: all of a file or data set, once and in its order; else the pair's own, without end."""
     if cfg.conversations is None:
         return conversations(None, cfg.pair, cfg.seed)

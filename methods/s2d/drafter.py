@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.heads import confidence
+from methods.common.heads import confidence
 from methods.sps import SpeculativeSampling
 from specbench.decoding.device import on_device
 from specbench.decoding.drafter import Needs
@@ -87,7 +87,7 @@ class SortedDraft(SpeculativeSampling):
         """Allocates the draft model's cache, and room for the states that tokens left the exits with."""
         super().open(slots, target)
         inner, width = self.exits[:-1], self.model.hidden_size
-        self._left = [slots.by_position(width, dtype=self.model.dtype) for _ in inner]
+        self._exit_buffers = [slots.by_position(width, dtype=self.model.dtype) for _ in inner]
         # For each exit but the last, how many tokens of each sequence went deeper.
         self._deeper = [slots.values(int) for _ in inner]
 
@@ -98,7 +98,7 @@ class SortedDraft(SpeculativeSampling):
         for i, end in enumerate(self.exits):
             hidden, start = self.model.run_layers(hidden, cache, 0, start, end), end
             if i < len(self._deeper):
-                self._left[i][slot, :n] = hidden[0]
+                self._exit_buffers[i][slot, :n] = hidden[0]
                 self._deeper[i][slot] = n
         self._fed[slot] = n
 
@@ -136,10 +136,10 @@ class SortedDraft(SpeculativeSampling):
             # Every sequence is fed as many tokens as the one that lacks most: the others compute identical keys and
             # values again, and what is written after a short one's end is overwritten before it is read.
             deeper = self._deeper[i]
-            width = max(known - held for known, held in zip(fed, deeper))
+            width = max(length - processed for length, processed in zip(fed, deeper))
             deeper[:b] = fed
-            ctx, lo = self._behind(fed, width), end
-            hidden = self._kept(i, ctx, b)
+            ctx, lo = self._newest_context(fed, width), end
+            hidden = self._exit_states(i, ctx, b)
         return chosen, layers, self._exit_bytes[end]
 
     def _stats(self, passes: list[Any]) -> dict[str, Any]:
@@ -163,12 +163,12 @@ class SortedDraft(SpeculativeSampling):
     def describe(stats: dict[str, Any]) -> list[str]:
         """The exit shares, where there is more than one exit."""
         shares = stats.get("exit_shares") or {}
-        left = ", ".join(f"{layers} layers {share:.0%}" for layers, share in shares.items())
-        return [f"draft tokens left the draft model after: {left}"] if len(shares) > 1 else []
+        exits = ", ".join(f"{layers} layers {share:.0%}" for layers, share in shares.items())
+        return [f"draft tokens left the draft model after: {exits}"] if len(shares) > 1 else []
 
-    def _behind(self, fed: list[int], width: int) -> ForwardContext:
+    def _newest_context(self, fed: list[int], width: int) -> ForwardContext:
         """The pass of the last `width` of the tokens that the model was given."""
-        starts = [max(known - width, 0) for known in fed]
+        starts = [max(length - width, 0) for length in fed]
         if min(fed) == max(fed):
             return ForwardContext.consecutive(starts[0], width)
         return self._layout.place_at(on_device(starts, self.model.device), width, max(starts) + width)
@@ -176,15 +176,15 @@ class SortedDraft(SpeculativeSampling):
     def _keep(self, i: int, ctx: ForwardContext, hidden: torch.Tensor) -> None:
         """Keeps the states [b, n, d] that the tokens of a pass leave exit i with."""
         if ctx.start is not None:
-            self._left[i][: hidden.shape[0], ctx.start : ctx.kv_len] = hidden
+            self._exit_buffers[i][: hidden.shape[0], ctx.start : ctx.kv_len] = hidden
         else:
-            self._left[i].flatten(0, 1).index_copy_(0, ctx.write_index, hidden.flatten(0, 1))  # type: ignore[arg-type] # no start, so a tensor
+            self._exit_buffers[i].flatten(0, 1).index_copy_(0, ctx.write_index, hidden.flatten(0, 1))  # type: ignore[arg-type] # no start, so a tensor
 
-    def _kept(self, i: int, ctx: ForwardContext, b: int) -> torch.Tensor:
+    def _exit_states(self, i: int, ctx: ForwardContext, b: int) -> torch.Tensor:
         """The states [b, n, d] that the tokens of a pass left exit i with."""
         if ctx.start is not None:
-            return self._left[i][:b, ctx.start : ctx.kv_len]
-        states = self._left[i].flatten(0, 1).index_select(0, ctx.write_index)  # type: ignore[arg-type] # as in `_keep`
+            return self._exit_buffers[i][:b, ctx.start : ctx.kv_len]
+        states = self._exit_buffers[i].flatten(0, 1).index_select(0, ctx.write_index)  # type: ignore[arg-type] # as in `_keep`
         return states.view(b, -1, states.shape[-1])
 
 
@@ -196,20 +196,20 @@ def last_tokens(hidden: torch.Tensor, fed: list[int]) -> torch.Tensor:
     n = hidden.shape[1]
     if min(fed) >= n:
         return hidden[:, -1]
-    last = on_device([min(n, known) - 1 for known in fed], hidden.device)
+    last = on_device([min(n, length) - 1 for length in fed], hidden.device)
     return hidden[torch.arange(len(fed), device=hidden.device), last]
 
 
-def choose_exits(asked: list[int] | None, only: int | None, trained: list[int] | None) -> list[int]:
+def choose_exits(requested: list[int] | None, only: int | None, trained: list[int] | None) -> list[int]:
     """The exits to use, ascending. Raises UserError for one that the draft model was not trained with."""
-    asked, trained = asked or [], trained or []
-    if not asked and not trained:
+    requested, trained = requested or [], trained or []
+    if not requested and not trained:
         raise UserError(
             "the config.json of the pair's part 's2d' names no `exits`: set method.exits, if it is sorted"
         )
-    if unknown := sorted(set(asked) - set(trained or asked)):
+    if unknown := sorted(set(requested) - set(trained or requested)):
         raise UserError(f"the sorted draft has no exit {unknown[0]}: it was trained with {sorted(trained)}")
-    exits = sorted(set(asked or trained))
+    exits = sorted(set(requested or trained))
     if only is None:
         return exits
     if not 1 <= only <= len(exits):
@@ -217,11 +217,11 @@ def choose_exits(asked: list[int] | None, only: int | None, trained: list[int] |
     return [exits[only - 1]]
 
 
-def choose_thresholds(asked: list[float] | None, exits: int) -> list[float]:
+def choose_thresholds(requested: list[float] | None, exits: int) -> list[float]:
     """One threshold per exit, the last without effect. None: 0.5 everywhere, the authors' released setting."""
-    given = [0.5] * exits if asked is None else list(asked)
-    if len(given) == exits - 1:
-        given.append(0.0)
-    if len(given) != exits:
-        raise UserError(f"{exits} exits take {exits} thresholds (the last has no effect), not {len(given)}")
-    return given
+    limits = [0.5] * exits if requested is None else list(requested)
+    if len(limits) == exits - 1:
+        limits.append(0.0)
+    if len(limits) != exits:
+        raise UserError(f"{exits} exits take {exits} thresholds (the last has no effect), not {len(limits)}")
+    return limits

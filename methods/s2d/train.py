@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.training import (
+from methods.common.training import (
     SETTINGS,
     Goals,
     agreement,

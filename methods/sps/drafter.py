@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.heads import StopTracker, draft_head, target_ids
+from methods.common.heads import StopTracker, draft_head, target_ids
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
@@ -25,7 +25,7 @@ class SpeculativeSampling(Drafter):
         max_draft_tokens: draft length.
         confidence_threshold: drafting stops after a token whose probability under the draft model (top-1, temperature
             1) lies below it; 0 keeps the length constant and never waits for the device.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
     """
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.training import (
+from methods.common.training import (
     SETTINGS,
     Goals,
     agreement,
@@ -53,11 +53,11 @@ class Distillation(torch.nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         student, teacher = self.states(batch)
-        own, told = self._heads
+        draft_head, target_head = self._heads
         return soft_cross_entropy(
             Goals.of(batch, self.loss_tokens),
-            [(1.0, lambda goals: own(goals.before(student)))],
-            lambda goals: told(goals.before(teacher)),
+            [(1.0, lambda goals: draft_head(goals.before(student)))],
+            lambda goals: target_head(goals.before(teacher)),
         )
 
     def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,8 +68,8 @@ class Distillation(torch.nn.Module):
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of draft and target before each token that the assistant says."""
         both = zip(self._heads, self.states(batch))
-        own, teacher = (head(predicting(states, batch, 1.0)).argmax(-1) for head, states in both)
-        return own, teacher
+        student, teacher = (head(predicting(states, batch, 1.0)).argmax(-1) for head, states in both)
+        return student, teacher
 
 
 def train(cfg: DictConfig) -> Path:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from methods.heads import drawable
-from methods.rank_trees import Level, Path, checked_paths, fill_tree, rank_tree, shaped
+from methods.common.heads import drawable
+from methods.common.rank_trees import Level, Path, checked_paths, fill_tree, rank_tree, shaped
 from methods.sps import SpeculativeSampling
 from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
 from specbench.decoding.state import Batch, Draft, Verified
@@ -41,7 +41,7 @@ class DraftModelTree(SpeculativeSampling):
         sampling: how the children of a node are chosen with temperature. "distinct": drawn without replacement
             (Sequoia). "independent": drawn independently, so that a token may come twice (SpecInfer). "likeliest":
             without chance, as greedy decoding does.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.heads`.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from methods.heads import target_ids
-from methods.rank_trees import best_tree, counted_paths
+from methods.common.heads import target_ids
+from methods.common.rank_trees import best_tree, counted_paths
+from methods.common.training import Answered, answered
 from methods.sps_tree.drafter import FILE
-from methods.training import Answered, answered
 from specbench.config.compose import with_hydra
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import draft_of, load_pair
@@ -64,24 +64,24 @@ def paths_of(ranks: torch.Tensor, depth: int, limit: int) -> Counter[tuple[int, 
         depth: of the longest path.
         limit: ranks that a path may have.
     """
-    behind = torch.nn.functional.pad(ranks[1:], (0, depth), value=limit)
-    return counted_paths(behind.unfold(0, depth, 1)[: len(ranks) - 1].tolist(), limit)
+    ranks_after = torch.nn.functional.pad(ranks[1:], (0, depth), value=limit)
+    return counted_paths(ranks_after.unfold(0, depth, 1)[: len(ranks) - 1].tolist(), limit)
 
 
 def count(
     draft: StagedModel, stream: Iterator[Answered], tokens: int, depth: int, limit: int
 ) -> tuple[Counter[tuple[int, ...]], int, str]:
     """Paths on answers of `tokens` tokens or a few more, the places that were counted, and the text's checksum."""
-    found: Counter[tuple[int, ...]] = Counter()
-    places, digest = 0, hashlib.sha256()
+    path_counts: Counter[tuple[int, ...]] = Counter()
+    positions, digest = 0, hashlib.sha256()
     with tqdm(total=tokens, desc="answers", unit="token") as bar:
         for prompt, answer in stream:
-            found += paths_of(ranks_of(draft, prompt, answer), depth, limit)
+            path_counts += paths_of(ranks_of(draft, prompt, answer), depth, limit)
             digest.update(json.dumps([prompt, answer]).encode())
-            places += len(answer) - 1
+            positions += len(answer) - 1
             bar.update(len(answer))
             if bar.n >= tokens:
-                return found, places, digest.hexdigest()
+                return path_counts, positions, digest.hexdigest()
     raise AssertionError("conversations do not end")
 
 
@@ -91,19 +91,19 @@ def train(cfg: DictConfig) -> Path:
     pair = load_pair(cfg.pair, cfg.seed, with_draft=True)
     draft = StagedModel(draft_of(pair), pair.vocab_size, target_ids(pair))
     stream = answered(cfg, pair, StagedModel(pair.target, pair.vocab_size))
-    found, places, data = count(draft, stream, cfg.tokens, cfg.depth, cfg.ranks)
-    if not found:
+    path_counts, positions, data = count(draft, stream, cfg.tokens, cfg.depth, cfg.ranks)
+    if not path_counts:
         raise UserError(
             f"the draft model has nothing of the target's answers among its first {cfg.ranks} ranks"
         )
-    tree = best_tree(found, cfg.nodes)
+    tree = best_tree(path_counts, cfg.nodes)
     facts = {
         "pair": pair.name,
         "data": f"sha256:{data}",
         "temperature": cfg.temperature,
-        "places": places,
+        "places": positions,
         "tree": tree,
-        "tree_counts": [found[path] for path in tree],
+        "tree_counts": [path_counts[path] for path in tree],
     }
     path = Path(cfg.out) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def train(cfg: DictConfig) -> Path:
     print("tokens a round, if every place were as likely to begin one:")
     for nodes in (*(n for n in (1, 2, 4, 8, 16, 32) if n < len(tree)), len(tree)):
         deepest = max(map(len, tree[:nodes]))
-        expected = 1 + sum(facts["tree_counts"][:nodes]) / places
+        expected = 1 + sum(facts["tree_counts"][:nodes]) / positions
         print(f"  {nodes:4} nodes, {deepest:2} levels: {expected:.2f}")
     print(path)
     return Path(cfg.out)

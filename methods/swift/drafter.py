@@ -102,9 +102,9 @@ class Swift(Drafter):
         while any(going) and passes < min(self.max_draft_tokens, batch.max_draft):
             ctx = batch.layout.place(batch, 1, passes)
             logits = self.model.head(self.model.run_layers(self.model.embed(ids), cache, ctx)[:, -1])
-            ids, rows = _look(logits)
+            ids, sequences = _look(logits)
             passes += 1
-            for i, (sure, *likeliest) in enumerate(rows):
+            for i, (sure, *likeliest) in enumerate(sequences):
                 if not going[i]:
                     continue
                 width = next((width for above, width in WIDTHS if sure > above), WIDEST)
@@ -114,7 +114,7 @@ class Swift(Drafter):
                 tokens[i] += chosen
         limit = batch.max_nodes
         draft = Draft.of(
-            [row[:limit] for row in tokens], batch.tokens.device, [row[:limit] for row in parents]
+            [nodes[:limit] for nodes in tokens], batch.tokens.device, [nodes[:limit] for nodes in parents]
         )
         draft.bytes_read = searched + passes * self.model.pass_bytes(tokens=b)
         draft.stats = {"matchness": self._search.score, "sets_scored": self._search.steps}
@@ -173,8 +173,8 @@ class Swift(Drafter):
         """The last matchness, and how many sets were scored for it."""
         from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
 
-        found = {name: stat(rounds, name).dropna() for name in ("matchness", "sets_scored")}
-        return {name: None if values.empty else float(values.iloc[-1]) for name, values in found.items()}
+        series = {name: stat(rounds, name).dropna() for name in ("matchness", "sets_scored")}
+        return {name: None if values.empty else float(values.iloc[-1]) for name, values in series.items()}
 
     @staticmethod
     def describe(stats: dict[str, Any]) -> list[str]:

@@ -106,13 +106,13 @@ class LayerSearch:
 
     def _suggested(self) -> np.ndarray:
         """The point [sublayers] with the highest upper confidence bound among some drawn at random."""
-        known, scores = np.stack(self._points), np.array(self._scores)
+        points, scores = np.stack(self._points), np.array(self._scores)
         spread = scores.std() or 1.0
         targets = (scores - scores.mean()) / spread
-        length = max(LENGTHS, key=lambda one: _evidence(known, targets, one))
-        factor = cho_factor(_kernel(known, known, length) + NOISE * np.eye(len(known)), lower=True)
+        length = max(LENGTHS, key=lambda one: _evidence(points, targets, one))
+        factor = cho_factor(_kernel(points, points, length) + NOISE * np.eye(len(points)), lower=True)
         drawn = self._random.random((SUGGESTIONS, self.sublayers))
-        across = _kernel(drawn, known, length)
+        across = _kernel(drawn, points, length)
         mean = across @ cho_solve(factor, targets)
         variance = 1.0 - (across * cho_solve(factor, across.T).T).sum(axis=1)
         return drawn[np.argmax(mean + KAPPA * np.sqrt(variance.clip(min=0.0)))]

@@ -1,1 +1,1 @@
-"""VocabTrim: which tokens a draft head keeps. The trimmed head itself is `methods.heads`."""
+"""VocabTrim: which tokens a draft head keeps. The trimmed head itself is `methods.common.heads`."""

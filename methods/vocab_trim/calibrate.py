@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
 
-from methods.training import answered
+from methods.common.training import answered
 from methods.vocab_trim.vocab_map import rank, save_vocab_map
 from specbench.config.compose import with_hydra
 from specbench.data.conversations import conversations
@@ -52,8 +52,8 @@ def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) ->
     if source == "raw_text":
         epochs = 1 if cfg.tokens is None else None
         texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split, epochs)
-        said = (m["content"] for c in texts for m in c if m["role"] == "assistant")
-        yield from (pair.tokenizer.encode(text, add_special_tokens=False) for text in said)
+        answer_texts = (m["content"] for c in texts for m in c if m["role"] == "assistant")
+        yield from (pair.tokenizer.encode(text, add_special_tokens=False) for text in answer_texts)
         return
     model = draft_of(pair) if source == "draft_generated" else pair.target
     for _, answer in answered(cfg, pair, StagedModel(model, pair.vocab_size), held_out):
@@ -76,8 +76,8 @@ def count(stream: Iterator[list[int]], tokens: int | None, label: str) -> tuple[
 
 def coverage(rows: list[list], seen: Counter, size: int) -> float:
     """Share of the tokens in `seen` that the first `size` rows hold."""
-    kept = {row[0] for row in rows[:size]}
-    return sum(n for i, n in seen.items() if i in kept) / seen.total()
+    covered_ids = {row[0] for row in rows[:size]}
+    return sum(n for i, n in seen.items() if i in covered_ids) / seen.total()
 
 
 def calibrate(cfg: DictConfig) -> Path:

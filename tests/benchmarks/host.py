@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import methods.rank_trees
+import methods.common.rank_trees
 import methods.recycling
 from methods.lookahead import Lookahead
 from methods.recycling import TokenRecycling
@@ -41,7 +41,7 @@ from tests.support.conf import composed
 DEVICE = (  # whose time is the device's
     (StagedModel, "unembed"),
     *((DraftModelTree, one) for one in ("_next", "_level")),  # passes of the draft model
-    *((module, "likeliest_ids") for module in (methods.recycling, methods.rank_trees)),
+    *((module, "likeliest_ids") for module in (methods.recycling, methods.common.rank_trees)),
 )
 FULL = 0.9  # share of the most nodes that a full round has
 

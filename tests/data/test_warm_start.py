@@ -7,11 +7,11 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
+from methods.common.suffix_automaton import SuffixAutomaton
 from methods.ragged import RaggedBatch
 from methods.recycling import TokenRecycling
 from methods.samd import SAMDecoding
 from methods.suffix import SuffixDecoding
-from methods.suffix_automaton import SuffixAutomaton
 from specbench.config.checks import check
 from specbench.data.conversations import tokenizer_of
 from specbench.data.warm_start import warm_answers, warm_record

@@ -178,7 +178,7 @@ def test_what_trains_or_tunes_may_change_while_a_run_is_interrupted(tmp_path, mo
 
     first = digest("methods/mine/drafter.py", "k = 1\n")
     assert digest("methods/mine/train.py", "rate = 1\n") == first
-    assert digest("methods/training.py", "rate = 2\n") == first
+    assert digest("methods/common/training.py", "rate = 2\n") == first
     assert digest("specbench/commands/tune.py", "trials = 3\n") == first
     assert digest("methods/mine/layer.py", "k = 4\n") != first
 
@@ -192,7 +192,7 @@ def test_no_file_that_measures_imports_one_that_may_change():
         for path in every
         if any(path.match(pattern) for pattern in MAKING)
     }
-    assert {"methods.sps.train", "methods.training", "specbench.commands.tune"} <= making
+    assert {"methods.sps.train", "methods.common.training", "specbench.commands.tune"} <= making
     for file in files:
         assert not imported(file) & making, file
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from methods.dynamic_trees import Growth, most_nodes
+from methods.common.dynamic_trees import Growth, most_nodes
 
 ROWS = 7
 

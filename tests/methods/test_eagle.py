@@ -432,7 +432,7 @@ def test_a_fresh_model_passes_the_state_on(arch):
 
 def test_rank_paths_and_choices_by_hand(monkeypatch):
     monkeypatch.setattr(
-        "methods.head_training.RANKS", 60
+        "methods.common.head_training.RANKS", 60
     )  # of a vocabulary this small: some tokens are among them
     pair, model = random_pair("llama"), fitted_eagle("llama")
     module = Distillation(model, StagedModel(pair.target))

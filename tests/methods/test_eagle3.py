@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from methods.dynamic_trees import Growth
+from methods.common.dynamic_trees import Growth
 from methods.eagle.chain import chained
 from methods.eagle3 import Eagle3
 from methods.eagle3.checkpoint import load_eagle3, save_eagle3
@@ -188,7 +188,7 @@ def test_the_loss_by_hand():
                 if teacher.argmax() % 3 == 0:  # not kept
                     left_out += said[row][t + 2 + j] > 0
                     continue
-                goal = teacher[model.kept].softmax(-1)
+                goal = teacher[model.token_ids].softmax(-1)
                 logs = model.logits(outputs[j][0, t]).log_softmax(-1)
                 expected = expected + 0.8**j * said[row][t + 2 + j] * -(goal * logs).sum()
     assert left_out
@@ -213,7 +213,7 @@ def test_hits_by_hand():
         for t in range(8 - 1 - steps):
             if said[row][t + 2] == said[row][t + 3] == 1:
                 for j in range(steps):
-                    guess = model.kept[model.logits(outputs[j][0, t]).argmax()]
+                    guess = model.token_ids[model.logits(outputs[j][0, t]).argmax()]
                     expected[j].append(bool(guess == output.logits[0, t + 1 + j].argmax()))
     assert len(expected[0]) > 2 and found.tolist() == expected
 
@@ -273,11 +273,11 @@ def test_what_is_drafted(tmp_path):
         growth.add(followers([])[None, None])
         for _ in range(depth - 1):
             rows, above = growth.expand()
-            found = model.kept[rows[0]].tolist()
+            found = model.token_ids[rows[0]].tolist()
             level = [[*level[a], token] for a, token in zip(above[0].tolist(), found, strict=True)]
             growth.add(torch.stack([followers(path) for path in level])[None])
         rows, tree = growth.best(min(nodes, 3 + (depth - 1) * 9))
-        assert draft.tokens.tolist() == model.kept[rows].tolist()
+        assert draft.tokens.tolist() == model.token_ids[rows].tolist()
         assert draft.tree.parents.tolist() == tree.parents.tolist()
         seen.append(int(tree.depths.max()))
         return draft
@@ -385,4 +385,6 @@ def test_what_is_trained_drafts_the_same_when_loaded(tmp_path):
     states = dict(zip(model.taps, features, strict=True))
     rope = model.rope(torch.arange(5)[None], embeds)
     outputs = [m.logits(m(m.features(states), embeds, rope)) for m in (model, load_eagle3(second, target))]
-    assert torch.equal(*outputs) and loaded.taps == model.taps and torch.equal(loaded.kept, model.kept)
+    assert (
+        torch.equal(*outputs) and loaded.taps == model.taps and torch.equal(loaded.token_ids, model.token_ids)
+    )

@@ -161,7 +161,7 @@ def assert_holds(model: Eagle3Model, state: dict, prefix: str = "midlayer.") -> 
 def test_the_authors_files(tmp_path):
     model = load_eagle3(official(tmp_path), target())
     assert_holds(model, tensors(OFFICIAL))
-    assert model.kept.tolist() == KEPT and model.taps == (1, 2, 3)
+    assert model.token_ids.tolist() == KEPT and model.taps == (1, 2, 3)
     config = model.config
     assert (config.num_key_value_heads, config.head_dim, config.rms_norm_eps) == (2, 16, 1e-5)
     assert config.rope_parameters["rope_theta"] == 10000
@@ -174,7 +174,7 @@ def test_a_draft_vocabulary_of_all_tokens(tmp_path):
     config = OFFICIAL_CONFIG | {"draft_vocab_size": V}
     for name, table in (("table", mapping([*range(V)])), ("none", {})):
         model = load_eagle3(written(tmp_path / name, config, tensors(shapes) | table), target())
-        assert model.kept.tolist() == [*range(V)]
+        assert model.token_ids.tolist() == [*range(V)]
 
 
 def test_specforge_files(tmp_path):
@@ -452,7 +452,7 @@ def test_what_is_saved_is_loaded(flag, tmp_path):
     save_eagle3(model, tmp_path, torch.float32)
     found = load_eagle3(tmp_path, target())
     assert_holds(found, model.state_dict())
-    assert found.taps == (0, 2, 4) and found.kept.tolist() == KEPT
+    assert found.taps == (0, 2, 4) and found.token_ids.tolist() == KEPT
     assert found.config.rope_parameters["rope_theta"] == 5000
     if flag:
         assert getattr(found.config, flag) is True

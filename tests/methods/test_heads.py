@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from methods.heads import DraftHead
+from methods.common.heads import DraftHead
 from methods.kangaroo import Kangaroo
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 from transformers import LlamaModel
 
+from methods.common.heads import DraftHead
+from methods.common.rank_trees import MEDUSA_TREE
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
-from methods.heads import DraftHead
 from methods.hydra_heads import HydraHeads
 from methods.hydra_heads import drafter as drafter_module
 from methods.hydra_heads.checkpoint import load_heads, save_heads
@@ -21,7 +22,6 @@ from methods.hydra_heads.heads import Heads, prefix_config
 from methods.hydra_heads.train import Distillation, fresh_heads
 from methods.hydra_heads.train import train as train_hydra_heads
 from methods.ragged import RaggedBatch
-from methods.rank_trees import MEDUSA_TREE
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel

@@ -8,9 +8,9 @@ from itertools import islice
 import pytest
 import torch
 
+from methods.common.training import agreement, batches
 from methods.kangaroo import train as kangaroo_train
 from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter
-from methods.training import agreement, batches
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
 from tests.support.decoding import random_pair

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from methods.common.heads import DraftHead
+from methods.common.rank_trees import MEDUSA_TREE
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
-from methods.heads import DraftHead
 from methods.medusa import Medusa
 from methods.medusa.checkpoint import load_heads, save_for_vllm, save_heads
 from methods.medusa.heads import MedusaHeads
 from methods.medusa.train import Distillation
 from methods.medusa.train import train as train_medusa
 from methods.ragged import RaggedBatch
-from methods.rank_trees import MEDUSA_TREE
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams

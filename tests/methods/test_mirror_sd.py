@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from methods.heads import DraftHead
+from methods.common.heads import DraftHead
 from methods.mirror_sd import MirrorSD, StreamingSampling, worker
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.branches import likely_decisions, mixture, prefix_products
@@ -162,7 +162,7 @@ class Interrupted(Brancher):
 
     rng = random.Random(0)
 
-    def expand(self, k, depth, states, known=None):
+    def expand(self, k, depth, states, decided=None):
         passes = iter([False] * self.rng.randint(0, depth))
         super().expand(k, depth, states, lambda: next(passes, True))
 
@@ -397,7 +397,7 @@ def test_guesses_are_made_from_the_draft_models_own_distributions(variant, strea
         k = made.tokens.shape[1]
         ids = torch.tensor([batch.sequences[0].tokens + made.tokens[0].tolist()])
         own = pair.draft(ids, use_cache=False).logits[0, -(k + 1) :]
-        torch.testing.assert_close(drafter.worker.brancher._own[: k + 1], own, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(drafter.worker.brancher._path_logits[: k + 1], own, atol=1e-3, rtol=1e-3)
         seen.append(k)
 
     drafter.draft, drafter.on_hidden = draft, check

@@ -187,7 +187,7 @@ def test_an_answer_that_is_not_the_known_one_is_drafted_by_the_wrapped_drafter(c
     else:
         behind = [s.accepted for s in alone.steps]
         assert sum(s.accepted for s in rest) > 0 or sum(behind[-len(rest) :]) == 0
-        assert drafter._known == [None]
+        assert drafter._current == [None]
 
 
 def test_an_answer_that_goes_on_behind_the_known_one(tmp_path):

@@ -8,7 +8,7 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from methods.rank_trees import best_tree, counted_paths, rank_tree, shaped
+from methods.common.rank_trees import best_tree, counted_paths, rank_tree, shaped
 
 COUNTED = ((0,), (0, 0), (1,), (0, 0, 0), (3,), (1, 2), (0, 2), (0, 0, 1))
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from methods.common.rank_trees import grown, likeliest_ids, rank_tree
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from methods.rank_trees import grown, likeliest_ids, rank_tree
 from methods.recycling import CHILDREN, RANKS, ROOT_CHILDREN, TokenRecycling, chance
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel

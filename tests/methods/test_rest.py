@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from methods.common.suffix_array import suffix_array
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.rest import REST
-from methods.rest.datastore import PLACES, RECORD, TOKENS, load_datastore, save_datastore, tree_behind
+from methods.rest.datastore import PLACES, RECORD, TOKENS, load_datastore, save_datastore, tree_after
 from methods.rest.train import train
-from methods.suffix_array import suffix_array
 from specbench import ROOT
 from specbench.data.contamination import WORDS, MeasuredTexts
 from specbench.data.conversations import tokenizer_of
@@ -72,11 +72,11 @@ def test_a_datastore_is_what_was_saved(tmp_path, vocabulary):
     assert (record["tokens"], record["rows"], record["data"]) == (8, 2, "some text")
     assert record["types"][0] == (">u2" if vocabulary < 2**16 else ">u4")
     index = load_datastore(folder, pair)
-    assert isinstance(index.tokens.base, np.memmap) and isinstance(index.places.base, np.memmap)
+    assert isinstance(index.tokens.base, np.memmap) and isinstance(index.positions.base, np.memmap)
     assert [token for token in index.tokens.tolist() if token != index.separator] == [*rows[0], *rows[2]]
     where = index.longest([9, top, 258], 16)
     assert (where.length, where.occurrences) == (2, 2)
-    tree = tree_behind(index, where, 5, 5)
+    tree = tree_after(index, where, 5, 5)
     assert (tree.tokens, tree.parents, tree.score) == ([1, 2], [-1, 0], 1.0), "half of what follows is an end"
 
 
@@ -201,7 +201,7 @@ def test_the_shipped_datastore_is_whole_and_knows_no_question():
     index, record = load_datastore(SHIPPED, pair), json.loads((SHIPPED / RECORD).read_text())
     assert record["tokens"] > 100_000
     tokens = np.array(index.tokens)
-    assert (np.array(index.places) == suffix_array(tokens)).all()
+    assert (np.array(index.positions) == suffix_array(tokens)).all()
     text = tokenizer.decode(tokens[tokens != index.separator])
     questions = read_questions(ROOT / "specbench" / "tiny" / "questions.jsonl", TASKS)
     assert len(questions) > 200

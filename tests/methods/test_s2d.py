@@ -40,7 +40,7 @@ def assert_like_a_full_pass(drafter: SortedDraft, known: list[int]) -> None:
         if i + 1 < len(filled):
             waiting = slice(filled[i + 1], held)
             torch.testing.assert_close(
-                drafter._left[i][:1, waiting], hidden[:, waiting], atol=1e-4, rtol=1e-4
+                drafter._exit_buffers[i][:1, waiting], hidden[:, waiting], atol=1e-4, rtol=1e-4
             )
         start = end
 

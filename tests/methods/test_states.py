@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from methods import states
+from methods.common.training import Goals, batches, soft_cross_entropy, target_states
 from methods.kangaroo import train as kangaroo_train
-from methods.training import Goals, batches, soft_cross_entropy, target_states
 from specbench.data.conversations import batched
 from specbench.data.training import RECORD
 from specbench.decoding.model.staged_model import StagedModel
@@ -144,7 +144,7 @@ def test_drawn_goals_cost_what_all_goals_cost_on_average():
 
     def loss(count: int | None) -> torch.Tensor:
         goals = Goals.of(batch, count, ahead=2)
-        assert (goals.places >= 2).all() and (weights[goals.rows, goals.places] > 0).all()
+        assert (goals.positions >= 2).all() and (weights[goals.batch_index, goals.positions] > 0).all()
         torch.testing.assert_close(goals.weights.sum(), weights[:, 2:].sum())
         guesses = [(1.0, lambda some: some.before(logits)), (0.5, lambda some: some.before(logits, 2))]
         return soft_cross_entropy(goals, guesses, lambda some: some.before(told))

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from methods.counted_trees import likeliest, most_frequent
-from methods.suffix_array import LOOKED_AT, READ, SORTED, Index, Interval, check_sorted, suffix_array
-from methods.suffix_automaton import ROOT, Match, SuffixAutomaton
+from methods.common.counted_trees import likeliest, most_frequent
+from methods.common.suffix_array import LOOKED_AT, READ, SORTED, Index, Interval, check_sorted, suffix_array
+from methods.common.suffix_automaton import ROOT, Match, SuffixAutomaton
 from specbench.system.errors import UserError
 
 # Few different tokens, and periods: stretches that come again.
@@ -116,7 +116,7 @@ def test_a_match_in_an_automaton_that_grows(texts, looked_up, longest, rng):
         # It is as long as can be after the match before.
         assert not any(ends(whole, known[-m:]) for m in range(n + 1, min(before + 1, longest) + 1))
         shares = {}
-        for state, length in match.found():
+        for state, length in match.stretches():
             followed = Counter(whole[end] for end in ends(whole, known[-length:]) if end < len(whole))
             shares[length] = {token: n for token, _, n in automaton.followers(state)}
             assert shares[length] == {token: n for token, n in followed.items() if token >= 0}
@@ -189,7 +189,7 @@ def test_look_ups_are_exact(text, looked_up, kind):
         assert found.followers(where, 2) == behind[:2]
         for token, place in behind:
             assert place.length == where.length + 1
-            assert {int(found.places[i]) + where.length for i in range(place.first, place.behind)} == {
+            assert {int(found.positions[i]) + where.length for i in range(place.first, place.after)} == {
                 end for end in tails if text[end] == token
             }
 

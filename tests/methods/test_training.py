@@ -13,13 +13,13 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from methods.common.training import agreement, batches, held_out_batches, training_pair
 from methods.eagle import train as eagle_train
 from methods.kangaroo import train as kangaroo_train
 from methods.mirror_sd import train as mirror_train
 from methods.mirror_sd.streams import load_streams
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
-from methods.training import agreement, batches, held_out_batches, training_pair
 from specbench import ROOT
 from specbench.data.training import LOG, RECORD, stages_of, train
 from specbench.decoding.model.staged_model import StagedModel

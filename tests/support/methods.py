@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import torch
 
+from methods.common.heads import DraftHead
 from methods.eagle.chain import chained
 from methods.eagle.checkpoint import save_eagle
 from methods.eagle.layer import DraftingModel
 from methods.eagle.model import EagleModel, eagle_config
-from methods.heads import DraftHead
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine

@@ -37,7 +37,7 @@ def taking(seconds: dict[int, float]):
 @pytest.mark.nightly
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "first_import", ["specbench", "methods.sps", "specbench.measure.runner", "methods.training"]
+    "first_import", ["specbench", "methods.sps", "specbench.measure.runner", "methods.common.training"]
 )
 def test_idle_threads_do_not_spin(first_import):
     """As OpenMP itself says it: the variable must be set before torch is imported, whatever is imported first."""

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 # Code that may change while a run is interrupted: folders, and files that make what is measured or choose its settings.
 NOT_MEASURING = ("specbench/report", "specbench/tiny")
 MAKING = (
-    *("methods/*/train.py", "methods/*/calibrate.py", "methods/training.py", "methods/head_training.py"),
-    *("methods/family.py", "methods/answer.py", "methods/states.py", "specbench/commands/tune.py"),
+    *("methods/*/train.py", "methods/*/calibrate.py", "methods/common/training.py"),
+    *("methods/common/head_training.py", "methods/family.py", "methods/answer.py", "methods/states.py"),
+    "specbench/commands/tune.py",
 )
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -32,39 +32,39 @@ class Counted:
 
 
 def likeliest(
-    place: Position,
+    position: Position,
     followers: Callable[[Position, int], Iterable[tuple[int, Position, float]]],
     nodes: int,
     depth: int,
     least: float = 0.0,
 ) -> Counted:
-    """The likeliest nodes after a place, from the likeliest on; of equal ones those that were found first.
+    """The likeliest nodes after a position, from the likeliest on; of equal ones those that were found first.
 
     Args:
-        place: where the pending token ends.
-        followers: (a place, tokens between it and the pending one) -> token, place after it and share among what
+        position: where the pending token ends.
+        followers: (a position, tokens between it and the pending one) -> token, position after it and share among what
             followed, of each token.
         nodes: of the tree at most.
         depth: of the tree at most.
         least: the product of shares that a node must have.
     """
     tree = Counted()
-    found = count()
+    order = count()
     # Products are negative: a heap has the smallest first.
     waiting: list[tuple[float, int, int, int, int, Position]] = []
 
-    def look(place: Position, product: float, parent: int, above: int) -> None:
-        for token, behind, share in followers(place, above) if above < depth else ():
+    def look(position: Position, product: float, parent: int, above: int) -> None:
+        for token, follower, share in followers(position, above) if above < depth else ():
             if product * share >= least:
-                heapq.heappush(waiting, (-product * share, next(found), token, parent, above + 1, behind))
+                heapq.heappush(waiting, (-product * share, next(order), token, parent, above + 1, follower))
 
-    look(place, 1.0, -1, 0)
+    look(position, 1.0, -1, 0)
     while waiting and len(tree.tokens) < nodes:
-        product, _, token, parent, at, place = heapq.heappop(waiting)
+        product, _, token, parent, at, position = heapq.heappop(waiting)
         tree.tokens.append(token)
         tree.parents.append(parent)
         tree.score -= product
-        look(place, -product, len(tree.tokens) - 1, at)
+        look(position, -product, len(tree.tokens) - 1, at)
     return tree
 
 
@@ -84,20 +84,20 @@ def most_frequent(columns: np.ndarray, end: int, nodes: int, children: int) -> C
     differ = columns[:, 1:] != columns[:, :-1]
     np.logical_or.accumulate(differ, axis=0, out=begins[:-1].reshape(depth, n)[:, 1:])
     # The first text of each node, level by level, and the end.
-    places = begins.nonzero()[0]
+    starts = begins.nonzero()[0]
     # Children stand side by side: the first one of each node.
-    below = places[:-1].searchsorted(places + n).tolist()
-    first, tokens = places.tolist(), columns.ravel()[places[:-1]].tolist()
+    below = starts[:-1].searchsorted(starts + n).tolist()
+    first, tokens = starts.tolist(), columns.ravel()[starts[:-1]].tolist()
 
     tree, total = Counted(), 0
     waiting: list[tuple[int, int, int]] = []
 
-    def look(parent: int, begin: int, behind: int) -> None:
-        if begin < behind and tokens[behind - 1] == end:
-            behind -= 1
-        found = [(first[i] - first[i + 1], parent, i) for i in range(begin, behind)]
-        for one in found if len(found) <= children else sorted(found)[:children]:
-            heapq.heappush(waiting, one)
+    def look(parent: int, begin: int, after: int) -> None:
+        if begin < after and tokens[after - 1] == end:
+            after -= 1
+        candidates = [(first[i] - first[i + 1], parent, i) for i in range(begin, after)]
+        for candidate in candidates if len(candidates) <= children else sorted(candidates)[:children]:
+            heapq.heappush(waiting, candidate)
 
     look(-1, 0, below[0])
     while waiting and len(tree.tokens) < nodes:

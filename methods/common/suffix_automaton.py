@@ -57,7 +57,7 @@ class SuffixAutomaton:
     def copy(self) -> SuffixAutomaton:
         """Another one that knows the same and grows apart from this one."""
         other = copy(self)
-        other.tokens, other.following = [*self.tokens], [behind.copy() for behind in self.following]
+        other.tokens, other.following = [*self.tokens], [transitions.copy() for transitions in self.following]
         other.link, other.length = [*self.link], [*self.length]
         other.first_end, other.occurrences = [*self.first_end], [*self.occurrences]
         return other
@@ -87,8 +87,8 @@ class SuffixAutomaton:
 
     def followers(self, state: int) -> list[tuple[int, int, int]]:
         """What follows the stretches of a state: each token, the state after it, and how often; no separator."""
-        found = self.following[state].items()
-        return [(token, behind, self.occurrences[behind]) for token, behind in found if token >= 0]
+        transitions = self.following[state].items()
+        return [(token, after, self.occurrences[after]) for token, after in transitions if token >= 0]
 
     def earlier(self, longest: int) -> Iterator[tuple[int, int]]:
         """The ends of the text that occur earlier in it, too, up to a length within `depth`.
@@ -113,17 +113,17 @@ class SuffixAutomaton:
 
     def _ending(self, state: int, token: int) -> int:
         """The state whose longest stretch is that of `state` with `token`, split off from a longer one if need be."""
-        whole, length = self.following[state][token], self.length[state] + 1
-        if self.length[whole] == length:
-            return whole
-        part = self._state(
-            self.following[whole].copy(), length, self.first_end[whole], self.occurrences[whole]
+        longer, length = self.following[state][token], self.length[state] + 1
+        if self.length[longer] == length:
+            return longer
+        shorter = self._state(
+            self.following[longer].copy(), length, self.first_end[longer], self.occurrences[longer]
         )
-        self.link[part], self.link[whole] = self.link[whole], part
-        while state >= 0 and self.following[state].get(token) == whole:
-            self.following[state][token] = part
+        self.link[shorter], self.link[longer] = self.link[longer], shorter
+        while state >= 0 and self.following[state].get(token) == longer:
+            self.following[state][token] = shorter
             state = self.link[state]
-        return part
+        return shorter
 
     def _count(self, token: int) -> None:
         """Counts one more occurrence of the ends of the text, up to `depth` tokens."""
@@ -176,7 +176,7 @@ class Match:
             self._state = self.automaton.holding(self._state, self.length)
         return self._state
 
-    def found(self) -> Iterator[tuple[int, int]]:
+    def stretches(self) -> Iterator[tuple[int, int]]:
         """State and length of the longest stretch of each state that the end of the text has, the longest first."""
         state, length = self.state, self.length
         while state > ROOT:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from methods.rank_trees import likeliest_ids
+from methods.common.rank_trees import likeliest_ids
 from specbench.decoding.tree import Tree
 
 
@@ -47,9 +47,11 @@ class Growth:
             logits: [b, n, rows] after the pending token (n is 1) or the nodes that `expand` gave.
         """
         tokens = likeliest_ids(logits, self.width)
+        log_probs = logits.gather(-1, tokens).float() - logits.float().logsumexp(-1, keepdim=True)
         # The difference is never above 0, as the sum is never below its largest part.
-        own = (logits.gather(-1, tokens).float() - logits.float().logsumexp(-1, keepdim=True)).clamp(max=0)
-        scores = own if self._above is None else own + self._above.unsqueeze(-1)
+        scores = log_probs.clamp(max=0)
+        if self._above is not None:
+            scores = scores + self._above.unsqueeze(-1)
         # What is no number must not win, nor come without its parent.
         scores = scores.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
         if self._frontier is None:
@@ -88,10 +90,10 @@ class Growth:
         Returns:
             Tokens [b, nodes], as rows of the drafter's head, and their tree.
         """
-        kept = _best_first(torch.cat(self._scores, dim=1))[:, :nodes].sort(dim=1).values
-        parents = torch.cat(self._parents, dim=1).gather(1, kept)
-        places = torch.where(parents < 0, parents, torch.searchsorted(kept, parents))
-        return torch.cat(self._tokens, dim=1).gather(1, kept), Tree.of(places)
+        chosen = _best_first(torch.cat(self._scores, dim=1))[:, :nodes].sort(dim=1).values
+        parents = torch.cat(self._parents, dim=1).gather(1, chosen)
+        new_parents = torch.where(parents < 0, parents, torch.searchsorted(chosen, parents))
+        return torch.cat(self._tokens, dim=1).gather(1, chosen), Tree.of(new_parents)
 
 
 def _best_first(scores: torch.Tensor) -> torch.Tensor:

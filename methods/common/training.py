@@ -65,8 +65,8 @@ def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = F
     """A model's own answers to the prompts of endless conversations: token ids of each prompt and of its answer."""
     engine = Engine(model, Drafter(), pair.stop_ids, context_length=pair.context_length)
     texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
-    asked = (c[:i] for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
-    for number, messages in enumerate(asked):
+    prompts = (c[:i] for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
+    for number, messages in enumerate(prompts):
         prompt = pair.prompt_ids(messages)
         room = min(cfg.max_new_tokens, pair.context_length - len(prompt))
         if room > 0:
@@ -147,12 +147,13 @@ class Goals:
     """Tokens of a batch whose prediction is judged.
 
     Attributes:
-        rows, places: [n] where they are.
+        batch_index: [n] of the row that each is in.
+        positions: [n] in that row.
         weights: [n] of each in the loss.
     """
 
-    rows: torch.Tensor
-    places: torch.Tensor
+    batch_index: torch.Tensor
+    positions: torch.Tensor
     weights: torch.Tensor
 
     @classmethod
@@ -166,22 +167,22 @@ class Goals:
             ahead: the most tokens that a guess looks ahead.
         """
         weights = batch["loss_weight"][:, ahead:]
-        rows, places = weights.nonzero().unbind(1)
-        weights = weights[rows, places]
+        batch_index, positions = weights.nonzero().unbind(1)
+        weights = weights[batch_index, positions]
         if count is not None and count < len(weights):
             drawn = torch.multinomial(weights, count, replacement=True)
-            rows, places = rows[drawn], places[drawn]
+            batch_index, positions = batch_index[drawn], positions[drawn]
             weights = (weights.sum() / count).expand(count)
-        return cls(rows, places + ahead, weights)
+        return cls(batch_index, positions + ahead, weights)
 
     def before(self, states: torch.Tensor, ahead: int = 1) -> torch.Tensor:
         """States [B, at least T - ahead, d] -> [n, d], `ahead` tokens in front of each."""
-        return states[self.rows, self.places - ahead]
+        return states[self.batch_index, self.positions - ahead]
 
     def split(self) -> Iterator[Goals]:
         """Parts of at most `CHUNK` tokens."""
-        parts = (self.rows, self.places, self.weights)
-        yield from (Goals(*some) for some in zip(*(part.split(CHUNK) for part in parts)))
+        tensors = (self.batch_index, self.positions, self.weights)
+        yield from (Goals(*chunk) for chunk in zip(*(tensor.split(CHUNK) for tensor in tensors)))
 
 
 def soft_cross_entropy(
@@ -201,16 +202,16 @@ def soft_cross_entropy(
     """
     total = torch.zeros((), device=goals.weights.device)
     guesses = list(guesses)
-    for some in goals.split():
+    for chunk in goals.split():
         with torch.no_grad():
-            told = teacher(some).float()
-            probs = torch.softmax(told, dim=-1)
+            teacher_logits = teacher(chunk).float()
+            probs = torch.softmax(teacher_logits, dim=-1)
         for share, guess in guesses:
-            logits = guess(some).float()
+            logits = guess(chunk).float()
             if logits.shape[-1] < probs.shape[-1]:
-                probs = torch.softmax(told[:, : logits.shape[-1]], dim=-1)
+                probs = torch.softmax(teacher_logits[:, : logits.shape[-1]], dim=-1)
             losses = cross_entropy(logits[:, : probs.shape[-1]], probs, reduction="none")
-            total = total + share * (some.weights @ losses)
+            total = total + share * (chunk.weights @ losses)
     return total
 
 
@@ -231,9 +232,10 @@ def text_cross_entropy(
         ahead: see `states`.
     """
     total = torch.zeros((), device=ids.device)
-    for some in goals.split():
-        logits = head(some.before(states, ahead)).float()
-        total = total + some.weights @ cross_entropy(logits, ids[some.rows, some.places], reduction="none")
+    for chunk in goals.split():
+        logits = head(chunk.before(states, ahead)).float()
+        true_ids = ids[chunk.batch_index, chunk.positions]
+        total = total + chunk.weights @ cross_entropy(logits, true_ids, reduction="none")
     return total
 
 

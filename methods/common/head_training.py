@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.rank_trees import best_tree, counted_paths
-from methods.training import (
+from methods.common.rank_trees import best_tree, counted_paths
+from methods.common.training import (
     CHUNK,
     Goals,
     agreement,
@@ -90,11 +90,11 @@ class HeadDistillation(Guesses):
         """The weighted sum [] of the cross-entropies of a batch."""
         finals = self.finals(batch)
         guesses = [
-            (self.decay**i, lambda goals, own=own, i=i: self.logits(goals.before(own, 2 + i), i))
-            for i, own in enumerate(self.states(batch, finals))
+            (self.decay**i, lambda goals, states=states, i=i: self.logits(goals.before(states, 2 + i), i))
+            for i, states in enumerate(self.states(batch, finals))
         ]
         goals = Goals.of(batch, self.loss_tokens, ahead=1 + self.count)
-        return soft_cross_entropy(goals, guesses, lambda some: self.head(some.before(finals)))
+        return soft_cross_entropy(goals, guesses, lambda chunk: self.head(chunk.before(finals)))
 
     def finals(self, batch: Batch) -> torch.Tensor:
         """The target's states [B, T, d] after its final norm."""
@@ -103,11 +103,11 @@ class HeadDistillation(Guesses):
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [K, n] of the heads and of the target, after the places that K more said tokens follow."""
         finals, k = self.finals(batch), self.count
-        said = batch["loss_weight"] == 1.0
-        n = said.shape[1] - 1 - k
-        among = torch.stack([said[:, 2 + i : 2 + i + n] for i in range(k)]).all(0)
-        own = self.states(batch, finals)
-        student = [self.logits(own[i][:, :n][among], i).argmax(-1) for i in range(k)]
+        is_assistant = batch["loss_weight"] == 1.0
+        n = is_assistant.shape[1] - 1 - k
+        among = torch.stack([is_assistant[:, 2 + i : 2 + i + n] for i in range(k)]).all(0)
+        states = self.states(batch, finals)
+        student = [self.logits(states[i][:, :n][among], i).argmax(-1) for i in range(k)]
         teacher = [self.head(finals[:, 1 + i : 1 + i + n][among]).argmax(-1) for i in range(k)]
         return torch.stack(student), torch.stack(teacher)
 
@@ -132,18 +132,18 @@ def count_ranks(
         batch: of B rows of T tokens.
         count: levels of the paths.
     """
-    ids, said = batch["input_ids"], batch["loss_weight"] == 1.0
+    ids, is_assistant = batch["input_ids"], batch["loss_weight"] == 1.0
     b, t = ids.shape
     ranks = torch.full((b, t, count), RANKS, device=ids.device)
     for i, guess in enumerate(states):
-        rows, places = said[:, 2 + i :].nonzero().unbind(1)
-        for some, places_of in zip(rows.split(CHUNK), places.split(CHUNK)):
-            scores = logits(guess[some, places_of], i)
-            own = scores.gather(1, ids[some, places_of + 2 + i].unsqueeze(1))
-            ranks[some, places_of, i] = (scores > own).sum(1).clamp(max=RANKS)
+        batch_index, positions = is_assistant[:, 2 + i :].nonzero().unbind(1)
+        for batch_chunk, position_chunk in zip(batch_index.split(CHUNK), positions.split(CHUNK)):
+            scores = logits(guess[batch_chunk, position_chunk], i)
+            true_scores = scores.gather(1, ids[batch_chunk, position_chunk + 2 + i].unsqueeze(1))
+            ranks[batch_chunk, position_chunk, i] = (scores > true_scores).sum(1).clamp(max=RANKS)
     # The pending token and all after it are the assistant's.
-    rows, places = said[:, 1 : t - count].nonzero().unbind(1)
-    return counted_paths(ranks[rows, places].tolist(), RANKS)
+    batch_index, positions = is_assistant[:, 1 : t - count].nonzero().unbind(1)
+    return counted_paths(ranks[batch_index, positions].tolist(), RANKS)
 
 
 def train_heads(
@@ -176,11 +176,11 @@ def train_heads(
         }
 
     def finish(out: Path, figures: dict[str, float]) -> None:
-        found: Counter[tuple[int, ...]] = Counter()
+        path_counts: Counter[tuple[int, ...]] = Counter()
         for batch in islice(batches(cfg, pair), COUNTED_BATCHES):
-            found += module.rank_paths({name: tensor.to(pair.device) for name, tensor in batch.items()})
-        tree = best_tree(found, cfg.nodes)
-        notes: dict[str, Any] = {"tree": tree, "tree_counts": [found[path] for path in tree]}
+            path_counts += module.rank_paths({name: tensor.to(pair.device) for name, tensor in batch.items()})
+        tree = best_tree(path_counts, cfg.nodes)
+        notes: dict[str, Any] = {"tree": tree, "tree_counts": [path_counts[path] for path in tree]}
         save(out, getattr(torch, cfg.save_dtype), **notes, **figures)
 
     return training.train(module, batches(cfg, pair), evaluate, finish, cfg, begins)

@@ -29,33 +29,34 @@ class DraftHead:
     Args:
         model: whose head it is.
         vocab_size: ids that the target has, the width of the probabilities handed to verification.
-        kept: [k] token ids in ascending order whose rows are copied; None for the head as it is.
+        token_ids: [k] token ids in ascending order whose rows are copied; None for the head as it is.
     """
 
-    def __init__(self, model: StagedModel, vocab_size: int, kept: torch.Tensor | None = None):
-        self.model, self.vocab_size, self.kept = model, vocab_size, kept
-        if kept is None:
+    def __init__(self, model: StagedModel, vocab_size: int, token_ids: torch.Tensor | None = None):
+        self.model, self.vocab_size, self.token_ids = model, vocab_size, token_ids
+        if token_ids is None:
             self.bytes = model.pass_bytes(0, 0)
             return
         head = model.lm_head
         if not isinstance(head, torch.nn.Linear) or type(head.weight) is not torch.nn.Parameter:
             raise UserError("a head with quantised weights cannot be trimmed: set vocab=full")
         # A copy: the rows of a tied embedding stay whole.
-        self.trimmed = packed_linear(head.weight[kept], None if head.bias is None else head.bias[kept])
+        bias = None if head.bias is None else head.bias[token_ids]
+        self.trimmed = packed_linear(head.weight[token_ids], bias)
         self.bytes = weight_bytes(model.norm) + weight_bytes(self.trimmed)
 
     @property
     def rows(self) -> int:
         """The number of tokens that it scores."""
-        return self.model.vocab_size if self.kept is None else self.kept.shape[0]
+        return self.model.vocab_size if self.token_ids is None else self.token_ids.shape[0]
 
     def ids(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the head, of any shape -> token ids of the target."""
-        return rows if self.kept is None else self.kept[rows]
+        return rows if self.token_ids is None else self.token_ids[rows]
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Normed states [..., d] -> logits over the head's own rows."""
-        if self.kept is None:
+        if self.token_ids is None:
             return self.model.unembed(normed)
         return self.model.finish_logits(self.trimmed(normed))
 
@@ -96,12 +97,12 @@ class DraftHead:
 
     def widen(self, rows: torch.Tensor) -> torch.Tensor:
         """Probabilities [..., rows] of this head -> [..., vocab_size]."""
-        whole = rows.new_zeros(*rows.shape[:-1], self.vocab_size)
-        if self.kept is None:
-            whole[..., : rows.shape[-1]] = rows
+        widened = rows.new_zeros(*rows.shape[:-1], self.vocab_size)
+        if self.token_ids is None:
+            widened[..., : rows.shape[-1]] = rows
         else:
-            whole[..., self.kept] = rows
-        return whole
+            widened[..., self.token_ids] = rows
+        return widened
 
 
 def drawable(rows: torch.Tensor) -> torch.Tensor:
@@ -115,10 +116,10 @@ def drawable(rows: torch.Tensor) -> torch.Tensor:
 
 def draft_head(pair: Pair, model: StagedModel, vocab_map: str | None, vocab_size: int | None) -> DraftHead:
     """The head of `model` for drafting in `pair`, trimmed to the first `vocab_size` tokens of a map if one is given."""
-    kept = None
+    token_ids = None
     if vocab_map is not None:
-        kept = torch.tensor(kept_ids(vocab_map, pair, vocab_size), device=model.device)
-    return DraftHead(model, target_ids(pair), kept)
+        token_ids = torch.tensor(kept_ids(vocab_map, pair, vocab_size), device=model.device)
+    return DraftHead(model, target_ids(pair), token_ids)
 
 
 def target_ids(pair: Pair) -> int:

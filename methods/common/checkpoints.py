@@ -41,16 +41,16 @@ def read_checkpoint(
         UserError: a file is missing or cannot be read.
     """
     folder = _fetched(Path(folder), files)
-    there = [name for name in files if (folder / name).is_file()]
+    present = [name for name in files if (folder / name).is_file()]
     try:
         if not (folder / CONFIG).is_file():
             raise UserError(f"{what} in '{folder}' cannot be read: {CONFIG} is missing")
         settings = json.loads((folder / CONFIG).read_text())
         if check is not None:
             check(settings)
-        if not there:
+        if not present:
             raise UserError(f"{what} in '{folder}' cannot be read: one of {', '.join(files)} is missing")
-        path = folder / there[0]
+        path = folder / present[0]
         if path.suffix == ".safetensors":
             return settings, load_file(path)
         return settings, torch.load(path, map_location="cpu", weights_only=True)
@@ -76,10 +76,10 @@ def check_width(folder: str | Path, what: str, width: int | None, target: int) -
         )
 
 
-def check_copy(folder: str | Path, what: str, name: str, copy: torch.Tensor, own: torch.Tensor) -> None:
+def check_copy(folder: str | Path, what: str, name: str, copy: torch.Tensor, original: torch.Tensor) -> None:
     """Raises UserError unless a tensor is a copy of one of the target's, but for the rounding of a 16-bit type."""
-    own = own.detach().float().cpu()
-    if copy.shape != own.shape or not torch.allclose(copy.float(), own, rtol=2**-7, atol=1e-4):
+    original = original.detach().float().cpu()
+    if copy.shape != original.shape or not torch.allclose(copy.float(), original, rtol=2**-7, atol=1e-4):
         raise UserError(f"{what} in '{folder}' were made for another target: {name} is not the target's")
 
 
@@ -95,8 +95,8 @@ def check_tensors(
         if name in state and tuple(state[name].shape) != tuple(shape)
     ]
     if problems or not state:
-        found = "; ".join(sorted(problems)) or "there is no tensor"
-        raise UserError(f"{what} in '{folder}' do not fit: {found}")
+        message = "; ".join(sorted(problems)) or "there is no tensor"
+        raise UserError(f"{what} in '{folder}' do not fit: {message}")
 
 
 def write_checkpoint(

@@ -35,8 +35,8 @@ def suffix_array(tokens: np.ndarray) -> np.ndarray:
     order = np.argsort(tokens, kind="stable")
     ranks, width = _ranks(tokens.astype(np.int64), order), 1
     while width < SORTED:  # doubling (Manber and Myers 1990): two ranks of w tokens are one of 2w tokens
-        behind = np.pad(ranks[width:] + 1, (0, min(width, n)))  # 0 after the end
-        both = ranks * (n + 1) + behind
+        following = np.pad(ranks[width:] + 1, (0, min(width, n)))  # 0 after the end
+        both = ranks * (n + 1) + following
         order = np.argsort(both, kind="stable")
         ranks, width = _ranks(both, order), 2 * width
     return order.astype(np.uint32 if n < 2**32 else np.uint64)
@@ -60,13 +60,13 @@ class Interval(NamedTuple):
     """
 
     first: int
-    behind: int
+    after: int
     length: int
 
     @property
     def occurrences(self) -> int:
         """How often these tokens occur."""
-        return self.behind - self.first
+        return self.after - self.first
 
 
 class Index:
@@ -74,20 +74,20 @@ class Index:
 
     Args:
         tokens: [n], unsigned, the most significant byte first; they may be mapped from a file.
-        places: [n], as `suffix_array` makes them.
+        positions: [n], as `suffix_array` makes them.
         separator: the token that ends each part of the text, the last one too; nothing is found across it.
 
     Raises:
         ValueError: the order of the bytes is another one.
     """
 
-    def __init__(self, tokens: np.ndarray, places: np.ndarray, separator: int):
+    def __init__(self, tokens: np.ndarray, positions: np.ndarray, separator: int):
         if tokens.dtype.byteorder != ">":
             raise ValueError(f"tokens of type {tokens.dtype.str} are not in the order of their bytes")
         # Plain arrays and views: slices and elements of a mapped file's own kind of array cost more.
-        self.tokens, self.places, self.separator = np.asarray(tokens), np.asarray(places), separator
+        self.tokens, self.positions, self.separator = np.asarray(tokens), np.asarray(positions), separator
         self.type = tokens.dtype
-        self._bytes, self._places = tokens.view(np.uint8).data, places.data
+        self._bytes, self._positions = tokens.view(np.uint8).data, positions.data
 
     def find(self, tokens: Sequence[int]) -> Interval:
         """Where some tokens occur, at most `SORTED` and none of them a separator."""
@@ -96,59 +96,59 @@ class Index:
 
     def longest(self, tokens: Sequence[int], most: int, least: int = 1) -> Interval | None:
         """Where the longest end of some tokens occurs, of `least` to `most` tokens; None where none does."""
-        known = tokens[-most:]
-        found, low, high = None, least, len(known)
+        newest = tokens[-most:]
+        match, low, high = None, least, len(newest)
         while low <= high:  # where an end occurs, every shorter one does
             middle = (low + high + 1) // 2
-            first = self._first(known[-middle:])
+            first = self._first(newest[-middle:])
             if first is None:
                 high = middle - 1
             else:
-                found, low = (first, middle), middle + 1
-        return None if found is None else self._from(found[0], known[-found[1] :])
+                match, low = (first, middle), middle + 1
+        return None if match is None else self._from(match[0], newest[-match[1] :])
 
-    def behind(self, where: Interval, n: int) -> np.ndarray:
+    def tokens_after(self, interval: Interval, n: int) -> np.ndarray:
         """The n tokens [n, occurrences] after those of an interval; some beyond a separator, which mean nothing."""
-        places = self.places[where.first : where.behind].astype(np.int64) + where.length
-        read = np.minimum(places + np.arange(n)[:, None], len(self.tokens) - 1)
+        positions = self.positions[interval.first : interval.after].astype(np.int64) + interval.length
+        read = np.minimum(positions + np.arange(n)[:, None], len(self.tokens) - 1)
         return self.tokens[read].astype(np.int64)
 
-    def followers(self, where: Interval, most: int) -> list[tuple[int, Interval]]:
+    def followers(self, interval: Interval, most: int) -> list[tuple[int, Interval]]:
         """The most frequent tokens after those of an interval, and where they stand, equal ones by their ids.
 
         Where they stand is exact. Of an interval that is not read as a whole, which ones they are is known from the
         places that are looked at: each that makes up one in `LOOKED_AT` is seen, as the tokens lie in order.
 
         Args:
-            where: the interval, of a text that ends with the separator.
+            interval: of a text that ends with the separator.
             most: so many of them at most.
         """
-        first, behind, length = where
-        if behind - first == 1:
-            token = int(self.tokens[self._places[first] + length])
-            return [] if token == self.separator else [(token, Interval(first, behind, length + 1))]
-        step = 1 if behind - first <= READ else (behind - first) // LOOKED_AT
-        tokens = self.tokens[self.places[first:behind:step] + length].tolist()
-        found = []
+        first, after, length = interval
+        if after - first == 1:
+            token = int(self.tokens[self._positions[first] + length])
+            return [] if token == self.separator else [(token, Interval(first, after, length + 1))]
+        step = 1 if after - first <= READ else (after - first) // LOOKED_AT
+        tokens = self.tokens[self.positions[first:after:step] + length].tolist()
+        continuations = []
         for token, seen in Counter(tokens).most_common(most + 1):  # one of them may be the separator
             if token == self.separator:
                 continue
             begin = bisect_left(tokens, token)
             end = begin + seen
-            place = Interval(first + begin, first + end, length + 1)
+            stretch = Interval(first + begin, first + end, length + 1)
             if step > 1:  # it begins after the place before, and ends before the one after
-                near = max(first, first + (begin - 1) * step), min(behind, first + end * step)
-                place = self._exactly(token, length, *near)
-            found.append((token, place))
-            if len(found) == most:
+                near = max(first, first + (begin - 1) * step), min(after, first + end * step)
+                stretch = self._exactly(token, length, *near)
+            continuations.append((token, stretch))
+            if len(continuations) == most:
                 break
-        return sorted(found, key=lambda follower: (-follower[1].occurrences, follower[0]))
+        return sorted(continuations, key=lambda follower: (-follower[1].occurrences, follower[0]))
 
     def _exactly(self, token: int, length: int, low: int, high: int) -> Interval:
         """Where, between two places, a token follows `length` equal ones."""
         key, at = self._bytes_of([token]), self._reading(length, 1)
-        first = bisect_left(self._places, key, low, high, key=at)
-        return Interval(first, bisect_right(self._places, key, first, high, key=at), length + 1)
+        first = bisect_left(self._positions, key, low, high, key=at)
+        return Interval(first, bisect_right(self._positions, key, first, high, key=at), length + 1)
 
     def _first(self, tokens: Sequence[int]) -> int | None:
         """The first place, in the array's order, at which some tokens stand; None where they do not occur."""
@@ -156,18 +156,18 @@ class Index:
         if key is None:
             return None
         at = self._reading(0, len(tokens))
-        first = bisect_left(self._places, key, key=at)
-        return first if first < len(self._places) and at(self._places[first]) == key else None
+        first = bisect_left(self._positions, key, key=at)
+        return first if first < len(self._positions) and at(self._positions[first]) == key else None
 
     def _from(self, first: int, tokens: Sequence[int]) -> Interval:
         """The interval of some tokens that begins at a place; the few steps of a short one do not cross the array."""
         key, at, step = self._bytes_of(tokens), self._reading(0, len(tokens)), 1
-        while first + step < len(self._places) and at(self._places[first + step]) == key:
+        while first + step < len(self._positions) and at(self._positions[first + step]) == key:
             step *= 2
-        behind = bisect_right(
-            self._places, key, first + step // 2, min(first + step, len(self._places)), key=at
+        after = bisect_right(
+            self._positions, key, first + step // 2, min(first + step, len(self._positions)), key=at
         )
-        return Interval(first, behind, len(tokens))
+        return Interval(first, after, len(tokens))
 
     def _key(self, tokens: Sequence[int]) -> bytes | None:
         """Tokens as they stand in the text; None if one of them cannot."""
@@ -185,8 +185,8 @@ class Index:
             n * self.type.itemsize,
         )
 
-        def at(place: int) -> bytes:
-            start = place * size + begin
+        def at(position: int) -> bytes:
+            start = position * size + begin
             return bytes(data[start : start + width])
 
         return at

@@ -99,14 +99,14 @@ def checked_paths(named: Iterable[Sequence[int]], what: str) -> list[Path]:
     Raises:
         UserError: there are none, one comes twice, or one has no parent in front of it.
     """
-    known: dict[Path, None] = {(): None}
+    paths: dict[Path, None] = {(): None}
     for ranks in map(tuple, named):
-        if not ranks or min(ranks) < 0 or ranks[:-1] not in known or ranks in known:
+        if not ranks or min(ranks) < 0 or ranks[:-1] not in paths or ranks in paths:
             raise UserError(f"{what} is broken: {list(ranks)} has no parent in front of it")
-        known[ranks] = None
-    if len(known) == 1:
+        paths[ranks] = None
+    if len(paths) == 1:
         raise UserError(f"{what} is empty")
-    return [*known][1:]
+    return [*paths][1:]
 
 
 def shaped(children: Sequence[int]) -> list[Path]:
@@ -130,20 +130,20 @@ def counted_paths(ranks: Iterable[Sequence[int]], limit: int) -> Counter[Path]:
         ranks: for each place of a text the ranks of the tokens after it, one after the other.
         limit: a path ends in front of a rank that is not below it.
     """
-    found: Counter[Path] = Counter()
+    counts: Counter[Path] = Counter()
     for row in ranks:
         path: Path = ()
         for rank in row:
             if rank >= limit:
                 break
             path = (*path, rank)
-            found[path] += 1
-    return found
+            counts[path] += 1
+    return counts
 
 
-def best_tree(found: Counter[Path], nodes: int) -> list[Path]:
+def best_tree(counts: Counter[Path], nodes: int) -> list[Path]:
     """The paths that are most often right. A path's beginning is right at least as often, so it is there, too."""
-    return sorted(found, key=lambda path: (-found[path], len(path), path))[:nodes]
+    return sorted(counts, key=lambda path: (-counts[path], len(path), path))[:nodes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +225,10 @@ def rank_tree(
         leaves_last: nodes with children come first, by depth, and all others after them, so that the tokens that a
             drafter with a cache is fed fill entries that follow one another; else all nodes come by depth.
     """
-    kept = [path for path in paths if len(path) <= depth]
-    with_children = {path[:-1] for path in kept}
-    nodes = sorted(kept, key=lambda path: (leaves_last and path not in with_children, len(path), path))
-    places = {path: i for i, path in enumerate(nodes)}
+    fitting = [path for path in paths if len(path) <= depth]
+    with_children = {path[:-1] for path in fitting}
+    nodes = sorted(fitting, key=lambda path: (leaves_last and path not in with_children, len(path), path))
+    node_index = {path: i for i, path in enumerate(nodes)}
     levels: list[Level] = []
     above: dict[Path, int] = {(): 0}
     start = 0
@@ -241,12 +241,12 @@ def rank_tree(
             rows.append((above[path[:-1]], path[-1], siblings[path[:-1]]))
             siblings[path[:-1]] += 1
         most_ranks = 1 + max(rank for _, rank, _ in rows)
-        behind, ranks, order = on_device(rows, device).unbind(1)
+        parent_index, ranks, order = on_device(rows, device).unbind(1)
         most = max(siblings.values())
-        levels.append(Level(start, inner, behind, ranks, order, most_ranks, most, inner < len(level)))
+        levels.append(Level(start, inner, parent_index, ranks, order, most_ranks, most, inner < len(level)))
         above = {path: i for i, path in enumerate(level)}
         start += inner
-    parents = on_device([places.get(path[:-1], -1) for path in nodes], device)
+    parents = on_device([node_index.get(path[:-1], -1) for path in nodes], device)
     return Tree.of(parents, max_children=max((level.most_siblings for level in levels), default=None)), levels
 
 
@@ -264,5 +264,5 @@ def likeliest_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     blocks = blocks.unflatten(-1, (-1, BLOCK))
     best = blocks.amax(-1).topk(k, dim=-1).indices
     within = blocks.gather(-2, best.unsqueeze(-1).expand(*best.shape, BLOCK)).flatten(-2)
-    found = within.topk(k, dim=-1).indices
-    return best.gather(-1, found // BLOCK) * BLOCK + found % BLOCK
+    indices = within.topk(k, dim=-1).indices
+    return best.gather(-1, indices // BLOCK) * BLOCK + indices % BLOCK

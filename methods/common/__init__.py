@@ -1,0 +1,1 @@
+"""What methods share: trees of draft tokens, heads, suffix structures, checkpoints and training."""
