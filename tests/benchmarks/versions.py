@@ -45,7 +45,10 @@ torch.set_num_threads(1)
 setup, protocol = (bench.setup, bench.protocol) if hasattr(bench, "setup") else (bench, bench)
 prompts = [protocol.prompt(q, []) for q in load_questions(cfg.data, cfg.task)]
 requests = [Request(prompt, protocol.capped(prompt)) for prompt in prompts]
-size = cfg.batch_size if setup.batch_size else 1
+try:
+    size = setup.spec.batch_size
+except AttributeError:  # before a run had a spec
+    size = cfg.batch_size if setup.batch_size else 1
 groups = [requests[i : i + size] for i in range(0, len(requests), size)]
 print(json.dumps(len(groups)), flush=True)
 for line in sys.stdin:
