@@ -16,6 +16,7 @@ import torch
 
 from specbench.decoding.acceptance import Accepted, accept_at_once
 from specbench.decoding.device import move_slots, on_device, span
+from specbench.decoding.model.fixed_shape import rounded_up
 from specbench.decoding.sampling import TARGET, SamplingParams, check_sampled, position_draws
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.slots import Slots
@@ -387,7 +388,7 @@ class Engine:
             self.__dict__.pop("_layout", None)
             self.__dict__.pop("_slots", None)
             step = FIXED_STEP if self.target.fixed_shapes else CACHE_STEP
-            capacity = -(-capacity // step) * step
+            capacity = rounded_up(capacity, step)
             cache = self.target.new_cache(capacity, slots)
             self._slots = Slots(slots, capacity, self.target.device)
             self._tokens = self._slots.by_position(dtype=torch.int64)

@@ -304,9 +304,7 @@ class StagedModel:
             ctx = ForwardContext.consecutive(ctx, n)
         if on_hidden is None:
             taps = ()
-        # Of a prompt no other pass has the shape. Outside of inference mode nothing can be captured.
-        recurs = ctx.start != 0 and n <= SHORT and (is_within() or torch.is_inference_mode_enabled())
-        if not (self.fixed_shapes and recurs):
+        if not (self.fixed_shapes and recurs(ctx, n)):
             self._make_angles(max(cache.capacity, ctx.kv_len))
             return self._stage(inputs, cache, ctx, None, lo, hi, taps, on_hidden, to_logits)
         self._make_angles(cache.capacity)  # now: not in the middle of a capture
@@ -495,3 +493,8 @@ def runner_of(model: PreTrainedModel) -> EagerRunner:
     if len(devices) > 1 or hooked or quantised or (experts and experts_wait(model)):
         return EagerRunner()
     return GraphRunner(model.device, options.compile)
+
+
+def recurs(ctx: ForwardContext, n: int) -> bool:
+    """Whether others of its shape will follow a pass of n tokens: not a prompt's, nor one that cannot be captured."""
+    return ctx.start != 0 and n <= SHORT and (is_within() or torch.is_inference_mode_enabled())
