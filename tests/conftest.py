@@ -29,12 +29,14 @@ import hypothesis
 import pytest
 import torch
 
+from specbench.decoding.cpu import native
 from specbench.measure.machine import provenance
 from specbench.measure.machine import speed
+from specbench.system.files import make_folder
 from specbench.system.paths import cache_folder
 from tests.support.synthetic import QUIET
 
-USERS_CACHE = cache_folder()  # no test writes there but those of `model`
+USERS_CACHE = cache_folder()  # no test writes there but those of `model`, and what compiles the kernels
 
 hypothesis.settings.register_profile("specbench", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("specbench")
@@ -72,7 +74,9 @@ def _known_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder of the tests' own.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPECBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        cache_of_tests = tmp_path_factory.mktemp("cache")
+        (cache_of_tests / native.KERNELS).symlink_to(make_folder(USERS_CACHE / native.KERNELS))
+        patch.setenv("SPECBENCH_CACHE", str(cache_of_tests))
         patch.setattr(speed, "probe", lambda device: dict(QUIET))
         of_gpu = partial(provenance.buffer_bytes, "cuda")
         patch.setattr(provenance, "buffer_bytes", lambda kind: of_gpu() if kind == "cuda" else 2**20)

@@ -16,6 +16,9 @@ from weakref import WeakSet
 import torch
 from torch.nn.functional import linear
 
+from specbench.decoding.cpu import native
+from specbench.decoding.cpu.huge_pages import in_huge_pages
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -27,7 +30,9 @@ DRAFT = 6  # tokens that the kernel of `packed` is asked for: the pending one an
 # Of a weight that is joined. The outputs of a joint product are slices of one tensor, which later operations read more
 # slowly where there are several tokens: with small matrices that costs more than fewer calls gain.
 LEAST_JOINED = 2**18
+MOST_PANELLED = 64  # tokens of a product with panels: one with more is bound by arithmetic
 BAGS = (256, 512)  # outputs that one sum of columns makes: few enough to stay in registers
+PANELS = "panels"
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same states
 
 
@@ -91,6 +96,40 @@ class EmbeddingBagGemv:
         return outputs if bias is None else outputs + bias
 
 
+class Panels:
+    """A weight [out, in] in panels of a few rows, for our own kernel: see kernels/product.cpp.
+
+    The bits of an output do not depend on how many tokens the product has.
+
+    Args:
+        weight: [out, in] in float32 or bfloat16.
+
+    Raises:
+        RuntimeError: there are no kernels, or none for such a weight.
+    """
+
+    def __init__(self, weight: torch.Tensor):
+        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+            raise RuntimeError(f"no kernel for {weight.dtype} on {weight.device}")
+        if reason := native.reason():
+            raise RuntimeError(reason)
+        self.weight = plain(weight)
+        self.outputs, columns = weight.shape
+        rows, lanes = torch.ops.specbench.panel(), torch.ops.specbench.lanes()
+        halves = 4 // weight.element_size()  # vectors of floats that one of words holds
+        filled = torch.nn.functional.pad(
+            self.weight, (0, -columns % (lanes * halves), 0, -self.outputs % rows)
+        )
+        blocks = filled.view(len(filled) // rows, rows, -1, halves, lanes)
+        self.panels = in_huge_pages(blocks.permute(0, 2, 1, 4, 3).flatten(1))
+
+    def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """States [..., in] -> [..., out]."""
+        if states.numel() > MOST_PANELLED * states.shape[-1]:
+            return linear(states, self.weight, bias)
+        return torch.ops.specbench.product.default(states, self.panels, bias, self.outputs)
+
+
 @cache
 def _bags(count: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of a table in the order in which they are summed, and where each sum begins."""
@@ -100,11 +139,12 @@ def _bags(count: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
         ) * inputs
 
 
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor | EmbeddingBagGemv]] = {
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor | Product]] = {
     "rows": by_rows,
     "columns": by_columns,
     "packed": packed,
     "packed_one": partial(packed, tokens=1),
+    PANELS: Panels,
     **{f"bags_{width}": partial(EmbeddingBagGemv, width=width) for width in BAGS},
 }
 PLAIN = ("rows", "columns")  # layouts that every operation reads

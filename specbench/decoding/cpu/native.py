@@ -1,0 +1,121 @@
+"""Kernels of our own for a CPU: compiled when they are first needed, and kept in the user's cache.
+
+Torch's kernels read a small matrix at two thirds of the speed of memory, and bfloat16 at a fifth where the processor
+has no instructions for it; those in `kernels/` read both as fast as memory gives it, see docs/cpu.md. They need a C++
+compiler. Without one everything works as before, at the speed of torch's kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from specbench.system.errors import UserError, one_line
+from specbench.system.files import lock_folder, make_folder
+from specbench.system.paths import cache_folder
+
+KERNELS = "kernels"  # the folder of the sources, and that of what is compiled in the user's cache
+SOURCES = Path(__file__).parent / KERNELS
+COMPILERS = ("g++", "clang++")
+FLAGS = (
+    *("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi"),
+    "-ffp-contract=off",  # what is rounded once is written out, see simd.h
+)
+SECONDS = 600  # that the compiler may take
+SWITCH = "SPECBENCH_KERNELS"  # an environment variable; 0: none are compiled or loaded
+
+
+@cache
+def reason() -> str | None:
+    """Loads the kernels, and compiles them where that was not done yet.
+
+    Returns:
+        None where they can be called, as `torch.ops.specbench`; otherwise why not, in a few words.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0"
+    compiler = _compiler()
+    if compiler is None:
+        return "there is no C++ compiler"
+    try:
+        torch.ops.load_library(str(_compiled(compiler)))
+    except UserError as error:
+        return str(error)
+    except OSError as error:
+        return one_line(error)
+    return None
+
+
+def available() -> bool:
+    """Whether the kernels can be called, as `torch.ops.specbench`."""
+    return reason() is None
+
+
+def _compiler() -> str | None:
+    """The path of a C++ compiler: $CXX, or one of `COMPILERS`."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def _compiled(compiler: str) -> Path:
+    """The library, compiled once for the sources, the compiler, the processor and the version of torch.
+
+    Raises:
+        UserError: it cannot be compiled, or the cache cannot be written.
+    """
+    folder = make_folder(cache_folder() / KERNELS)
+    library = folder / f"{_digest(compiler)}.so"
+    if library.exists():
+        return library
+    with lock_folder(folder, "filled", wait=True):
+        if not library.exists():
+            print("compiling kernels for this processor, once: half a minute", file=sys.stderr, flush=True)
+            _compile(compiler, library)
+    return library
+
+
+def _digest(compiler: str) -> str:
+    """Names everything that the library depends on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    parts = [version, torch.__version__, " ".join(FLAGS), _processor()]
+    parts += [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What the processor can do, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(
+        dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features")))
+    )
+
+
+def _compile(compiler: str, library: Path) -> None:
+    """Compiles all sources into one library, which appears complete or not at all."""
+    root = Path(torch.__file__).parent
+    part = library.with_suffix(f".{os.getpid()}.part")
+    command = [compiler, *FLAGS, f"-I{root / 'include'}", *map(str, sorted(SOURCES.glob("*.cpp")))]
+    command += ["-o", str(part), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        if done.returncode:
+            errors = [
+                line for line in done.stderr.splitlines() if "error" in line
+            ] or done.stderr.splitlines()
+            raise UserError(f"kernels cannot be compiled: {(errors or ['no reason was printed'])[0]}")
+        os.replace(part, library)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"kernels cannot be compiled within {SECONDS} s") from error
+    finally:
+        part.unlink(missing_ok=True)

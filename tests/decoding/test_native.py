@@ -1,0 +1,121 @@
+"""Kernels of our own: a token has the same bits whatever it is computed with, and no machine needs a compiler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from specbench.decoding.cpu import native
+from specbench.decoding.cpu.huge_pages import ALIGNED, CHUNK, in_huge_pages
+from specbench.decoding.cpu.packed_linear import MOST_PANELLED, Panels
+from specbench.system.errors import UserError
+
+needs_kernels = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 7, 24, 129])
+@pytest.mark.parametrize("columns", [8, 50, 576])
+def test_an_output_has_the_same_bits_beside_any_others(dtype, rows, columns):
+    weight, bias = torch.randn(rows, columns, dtype=dtype), torch.randn(rows, dtype=dtype)
+    panels, states = Panels(weight), torch.randn(MOST_PANELLED, columns, dtype=dtype)
+    for summand in (None, bias):
+        alone = torch.cat([panels.times(state, summand) for state in states.split(1)])
+        for tokens in (2, 3, 6, 7, 13, MOST_PANELLED):
+            assert torch.equal(panels.times(states[:tokens], summand), alone[:tokens])
+        assert torch.equal(panels.times(states.view(4, -1, columns), summand).view(-1, rows), alone)
+        right = torch.nn.functional.linear(
+            states.double(), weight.double(), None if summand is None else bias.double()
+        )
+        tolerance = (1e-5 if dtype == torch.float32 else 1e-2) * columns**0.5
+        torch.testing.assert_close(alone.double(), right, atol=tolerance, rtol=1e-2)
+
+
+@needs_kernels
+def test_threads_change_no_bit():
+    panels, states = Panels(torch.randn(4096, 256)), torch.randn(6, 256)
+    before = torch.get_num_threads()
+    outputs = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            outputs += [panels.times(states, None), panels.times(states[:1], None)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(outputs[0][: len(output)], output) for output in outputs)
+
+
+@needs_kernels
+def test_a_transposed_state_is_read_as_it_is():
+    panels, states = Panels(torch.randn(24, 16)), torch.randn(16, 5).t()
+    assert torch.equal(panels.times(states, None), panels.times(states.contiguous(), None))
+
+
+@needs_kernels
+def test_a_product_with_many_tokens_is_torchs():
+    weight, states = torch.randn(24, 16), torch.randn(MOST_PANELLED + 1, 16)
+    assert torch.equal(Panels(weight).times(states, None), torch.nn.functional.linear(states, weight))
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(4, 4, dtype=torch.float16), torch.zeros(4, 4, device="meta")])
+def test_other_weights_are_refused(weight):
+    with pytest.raises(RuntimeError):
+        Panels(weight)
+
+
+def test_copies_in_large_pages_are_apart():
+    first = torch.arange(5, dtype=torch.bfloat16)
+    second = torch.arange(CHUNK // 4 + 1, dtype=torch.float32).view(1, -1)
+    copies = [in_huge_pages(values) for values in (first, second, first)]
+    for values, copied in zip((first, second, first), copies):
+        assert torch.equal(values, copied)
+        assert copied.data_ptr() % ALIGNED == 0
+    copies[0].zero_()
+    assert torch.equal(copies[2], first)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({native.SWITCH: "0"}, "SPECBENCH_KERNELS=0"),
+        ({"CXX": "no-such-compiler"}, "there is no C++ compiler"),
+        ({"CXX": sys.executable}, "kernels cannot be compiled: "),
+    ],
+)
+def test_without_kernels_the_reason_is_said_in_a_line(environment, expected, tmp_path, monkeypatch):
+    for name, value in (environment | {"SPECBENCH_CACHE": str(tmp_path)}).items():
+        monkeypatch.setenv(name, value)
+    code = "from specbench.decoding.cpu import native; print(native.reason())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith(expected)
+    assert len(ran.stdout.splitlines()) == 1
+    assert not list(tmp_path.rglob("*.so")) + list(tmp_path.rglob("*.part"))
+
+
+def test_another_source_compiler_or_torch_is_another_library(tmp_path, monkeypatch):
+    source = tmp_path / "product.cpp"
+    source.write_text("// one")
+    monkeypatch.setattr(native, "SOURCES", tmp_path)
+    digests = {native._digest(sys.executable)}
+    source.write_text("// two")
+    digests.add(native._digest(sys.executable))
+    digests.add(native._digest("/bin/true"))
+    monkeypatch.setattr(torch, "__version__", "0")
+    digests.add(native._digest("/bin/true"))
+    assert len(digests) == 4
+
+
+def test_what_does_not_compile_leaves_nothing_behind(tmp_path, monkeypatch):
+    compiler = native._compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    (tmp_path / "broken.cpp").write_text("int main( {")
+    monkeypatch.setattr(native, "SOURCES", tmp_path)
+    with pytest.raises(UserError, match="kernels cannot be compiled: .*error"):
+        native._compile(compiler, tmp_path / "library.so")
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.cpp"]
