@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from specbench.decoding.cpu import grouped_attention as attention
 from specbench.decoding.cpu.grouped_attention import NAME, SHORT, attend, fold_mask
 from specbench.decoding.kv_cache import ForwardContext
+from specbench.decoding.model import staged_model
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.tree import Tree
 from tests.support.models import random_model
@@ -72,6 +73,7 @@ def test_other_passes_are_left_to_transformers(n, masked, options):
 @torch.inference_mode()
 def test_nothing_is_copied_in_short_passes(monkeypatch):
     """Keys and values reach torch's kernel as they lie in the cache: of a token, a chain and a tree."""
+    monkeypatch.setattr(attention, "has_kernel", lambda device, dtype: False)
     seen = []
 
     def kernel(query, key, value, *args, **kwargs):
@@ -92,7 +94,8 @@ def test_nothing_is_copied_in_short_passes(monkeypatch):
         seen.clear()
 
 
-def test_the_model_itself_keeps_its_attention():
+def test_the_model_itself_keeps_its_attention(monkeypatch):
+    monkeypatch.setattr(staged_model, "has_kernel", lambda device, dtype: False)
     model = random_model("llama", 0)
     target = StagedModel(model)
     assert target.layers[0].self_attn.config._attn_implementation == NAME

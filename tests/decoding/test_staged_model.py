@@ -356,7 +356,7 @@ def test_driven_layers_share_weights_and_hooks_with_the_model():
 def test_driven_layers_give_the_bits_of_the_models_own(arch, kv_heads):
     """Prefill and a token after it, in the layout that the target gives to the weights.
 
-    Where query heads are grouped, attention of the token after sums in another order, and is close.
+    Where attention of the token after is not transformers' own, it sums in another order, and is close.
     """
     if arch == "opt" and kv_heads < 4:
         pytest.skip("OPT groups no heads")
@@ -374,7 +374,8 @@ def test_driven_layers_give_the_bits_of_the_models_own(arch, kv_heads):
     for start, part in ((0, ids[:, :11]), (11, ids[:, 11:])):
         own = model.get_decoder()(part, past_key_values=kept, use_cache=True).last_hidden_state
         ours = target.norm(target.run_layers(target.embed(part), cache, start))
-        same = within and (kv_heads == 4 or start == 0)
+        stock = target.layers[0].self_attn.config is model.config
+        same = within and (stock or start == 0)
         rounding = 0.0 if same else 64 * torch.finfo(torch.float32).eps
         torch.testing.assert_close(ours, own, rtol=0.0, atol=rounding * own.abs().max().item())
 

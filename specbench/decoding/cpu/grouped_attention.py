@@ -2,7 +2,8 @@
 
 Where several query heads share the keys and values of one head, transformers copies these for each of them whenever
 there is a mask. In a short pass that costs more than the attention itself. Here the query heads of a group are further
-tokens of one head instead: the same products, over keys and values as they lie in the cache.
+tokens of one head instead: the same products, over keys and values as they lie in the cache. Where there are kernels of
+our own, short passes go to theirs, see kernels/attention.cpp.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from specbench.decoding.cpu import native
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
     from transformers import PretrainedConfig
 
 NAME = "grouped_sdpa"  # among transformers' attention functions
@@ -36,6 +39,11 @@ def grouped_attention_config(config: PretrainedConfig) -> PretrainedConfig:
     grouped = copy.copy(config)
     grouped._attn_implementation = NAME
     return grouped
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether short passes have a kernel of our own, with which a token has the same bits whatever it is run with."""
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and native.available()
 
 
 @contextmanager
@@ -84,11 +92,14 @@ def attend(
     Returns:
         [b, n, heads, d], and None.
     """
-    (b, heads, n, _), kv_heads = query.shape, key.shape[1]
+    (b, heads, n, d), kv_heads = query.shape, key.shape[1]
     tokens = heads // kv_heads * n
-    short = n == 1 or (attention_mask is not None and attention_mask.shape[-2] == tokens)
+    short = n == 1 or (n <= SHORT and attention_mask is not None and attention_mask.shape[-2] == tokens)
     if not short or any(options.get(name) is not None for name in OF_STOCK):
         return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
+    if dropout == 0 and has_kernel(query.device, query.dtype):
+        scale = d**-0.5 if scaling is None else scaling
+        return torch.ops.specbench.attend.default(query, key, value, attention_mask, scale), None
     folded = query.reshape(b, kv_heads, tokens, -1)
     attended = scaled_dot_product_attention(folded, key, value, attention_mask, dropout, scale=scaling)
     return attended.view(b, heads, n, -1).transpose(1, 2).contiguous(), None

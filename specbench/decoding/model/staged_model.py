@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from specbench.decoding.cpu.grouped_attention import SHORT, grouped_attention_config
+from specbench.decoding.cpu.grouped_attention import SHORT, grouped_attention_config, has_kernel
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.kv_cache import ForwardContext, KVCache
@@ -144,7 +144,8 @@ class StagedModel:
         grouped = heads > kv_heads and (self.device.type == "cpu" or isinstance(self.runner, GraphRunner))
         # 1 where attention gets a mask as transformers does.
         groups = heads // kv_heads if grouped and implied_masks else 1
-        config = grouped_attention_config(self.config) if groups > 1 else None
+        short_passes = groups > 1 or (implied_masks and has_kernel(self.device, self.dtype))
+        config = grouped_attention_config(self.config) if short_passes else None
         types = getattr(self.config, "layer_types", None) or [None] * len(base.layers)
         windows = [window_of(self.config, i) for i in range(len(base.layers))]
         typed = rotary is not None and "layer_type" in signature(rotary.forward).parameters
