@@ -11,7 +11,13 @@ from specbench.decoding.sampling import TARGET, position_draws
 from specbench.decoding.stop import truncate_at_stop
 from specbench.measure.arms import BASELINE, HF
 from specbench.measure.metrics.metrics import VERDICTS
-from specbench.measure.numeric_noise import batch_noise, drawn_margin, next_logits, shape_noise
+from specbench.measure.numeric_noise import (
+    batch_noise,
+    drawn_margin,
+    model_noise,
+    next_logits,
+    shape_noise,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -78,7 +84,7 @@ class Certifier:
 
     def __init__(self, setup: Setup, protocol: Protocol):
         self.setup, self.protocol = setup, protocol
-        self._noise: float | None = None
+        self._noise: dict[bool, float] = {}  # by whether the model's own forward is compared
         self._first: dict[tuple[int, int, str, int], list[int]] = {}
 
     def recall(self, records: list[dict]) -> None:
@@ -123,19 +129,24 @@ class Certifier:
         judged = {arm, setup.reference} | ({BASELINE} if arm == HF else set())
         texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}
         stop_ids = setup.pair.stop_ids
-        certificates = [certify(first, list(text), stop_ids, margin_at, self.noise) for text in texts]
+        certificates = [
+            certify(first, list(text), stop_ids, margin_at, lambda: self.noise(arm)) for text in texts
+        ]
         return max(certificates, key=lambda c: VERDICTS.index(c.verdict))
 
-    def noise(self) -> float:
-        """The rounding noise in logits, on the reference's answers to the warm-up questions.
+    def noise(self, arm: str) -> float:
+        """The rounding noise in logits between an arm and the reference, on its answers to the warm-up questions.
 
         It is measured when it is first needed: the first answer that differs waits for it, not the first question.
         """
-        if self._noise is None:
+        if (arm == HF) not in self._noise:
             setup, requests = self.setup, self.protocol.warm_up_requests(NOISE_TOKENS)
             answers = setup.answers(setup.reference, requests)
             samples = [(request.prompt, answer.tokens) for request, answer in zip(requests, answers)]
-            self._noise = shape_noise(setup.target, samples, trees=setup.drafter.max_nodes > 0)
+            noise = shape_noise(setup.target, samples, trees=setup.drafter.max_nodes > 0)
             if setup.spec.unit == POOL:
-                self._noise = max(self._noise, batch_noise(setup.target, samples, setup.spec.batch_size))
-        return self._noise
+                noise = max(noise, batch_noise(setup.target, samples, setup.spec.batch_size))
+            if arm == HF:
+                noise = max(noise, model_noise(setup.target, samples))
+            self._noise[arm == HF] = noise
+        return self._noise[arm == HF]

@@ -109,17 +109,50 @@ def shape_noise(
         ours = max(ours, *(change(logits, *first) for logits, first in zip(passes, firsts)))
     if ours == 0.0 and not trees:
         return 0.0
+    model, step = model_change(target, samples, firsts)
+    largest = ours if ours <= NOT_ROUNDING * model else model
+    # At one width few nodes of trees round otherwise, and short samples may hold none of them.
+    return 2 * (max(largest, step) if trees else largest)
+
+
+def model_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]]) -> float:
+    """As `shape_noise`, between autoregressive decoding of ours and of the model's own forward.
+
+    Where kernels of ours take the place of the model's, no shape of ours changes a bit, but the two round differently.
+    """
+    firsts = [first_two(target, prompt, answer) for prompt, answer in samples]
+    ours = max(
+        change(forced_rows(target, prompt, answer, 1, 1)[0], top, gap)
+        for (prompt, answer), (top, gap) in zip(samples, firsts)
+    )
+    model, _ = model_change(target, samples, firsts)
+    return 2 * (ours if ours <= NOT_ROUNDING * model else model)
+
+
+def model_change(
+    target: StagedModel,
+    samples: list[tuple[list[int], list[int]]],
+    firsts: list[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[float, float]:
+    """The largest change, between block shapes of the model's own forward, of the distance of the first two choices.
+
+    A logit is itself rounded: what the model's forward can show is at least one step of its dtype.
+
+    Args:
+        target: whose model it is.
+        samples: as in `shape_noise`.
+        firsts: what `first_two` gives for each.
+
+    Returns:
+        That change, in logits; a step of the dtype at the largest logit.
+    """
     model = step = 0.0
     for (prompt, answer), (top, _) in zip(samples, firsts):
         single = forced_rows(target, prompt, answer, 1, 1)[0]
         step = max(step, torch.finfo(target.dtype).eps * single.abs().max().item())
         gap = single.gather(-1, top).diff()
         model = max(model, *(change(forced_rows(target, prompt, answer, n, 1)[0], top, gap) for n in BLOCKS))
-    # A logit is itself rounded: what the model's forward can show is at least one step of its dtype.
-    model = max(model, step)
-    largest = ours if ours <= NOT_ROUNDING * model else model
-    # At one width few nodes of trees round otherwise, and short samples may hold none of them.
-    return 2 * (max(largest, step) if trees else largest)
+    return max(model, step), step
 
 
 def batch_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]], rows: int) -> float:

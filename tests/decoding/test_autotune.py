@@ -43,7 +43,7 @@ def nothing_known(monkeypatch):
     monkeypatch.setattr(linear, "PACKED", WeakSet())
     monkeypatch.setattr(layouts, "PACKED", linear.PACKED)
     monkeypatch.setattr(layouts, "_FASTEST", {})
-    monkeypatch.setattr(layouts, "LEAST_BYTES", 0)
+    monkeypatch.setattr(layouts, "LEAST", 0)
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def test_defaults_stay_where_matrices_are_small_or_memory_is_short(measured, mon
     layer = packed_linear(torch.randn(40, 24), None)
     usual = {"drafter 40x24 float32": {"1": "columns"}}
     with monkeypatch.context() as patched:
-        patched.setattr(layouts, "LEAST_BYTES", layer.weight.nbytes + 1)
+        patched.setattr(layouts, "LEAST", layer.weight.numel() + 1)
         assert names_of(choose_layouts()) == usual
     monkeypatch.setattr(layouts, "free_memory", lambda: 15 * 1024)
     assert names_of(choose_layouts()) == usual and measured == []

@@ -62,9 +62,15 @@ def test_a_transposed_state_is_read_as_it_is():
 
 
 @needs_kernels
-def test_a_product_with_many_tokens_is_torchs():
-    weight, states = torch.randn(24, 16), torch.randn(MOST_PANELLED + 1, 16)
-    assert torch.equal(Panels(weight).times(states, None), torch.nn.functional.linear(states, weight))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_a_product_with_many_tokens_is_torchs(dtype, has_instructions, monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
+    weight, bias = torch.randn(24, 16, dtype=dtype), torch.randn(24, dtype=dtype)
+    states = torch.randn(MOST_PANELLED + 1, 16, dtype=dtype)
+    for summand in (None, bias):
+        product = Panels(weight).times(states, summand)
+        torch.testing.assert_close(product, torch.nn.functional.linear(states, weight, summand))
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(4, 4, dtype=torch.float16), torch.zeros(4, 4, device="meta")])

@@ -171,8 +171,8 @@ def test_layers_of_different_kinds_are_not_joined():
 
 def test_small_layers_are_not_joined(monkeypatch):
     for least, kind in [
-        (16 * 32 * 4, JoinedLinear),
-        (16 * 32 * 4 + 1, PackedLinear),
+        (16 * 32, JoinedLinear),
+        (16 * 32 + 1, PackedLinear),
     ]:  # the smallest is of 16 x 32
         monkeypatch.setattr(linear, "LEAST_JOINED", least)
         module = Attention(bias=False)

@@ -11,6 +11,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from specbench.decoding.cpu import grouped_attention, native
+from specbench.decoding.cpu.autotune import _laid
+from specbench.decoding.cpu.packed_linear import PANELS
 from specbench.decoding.device import place_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
@@ -20,7 +23,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure import numeric_noise as rounding
-from specbench.measure.numeric_noise import forced_logits, shape_noise, tree_logits
+from specbench.measure.numeric_noise import forced_logits, model_noise, shape_noise, tree_logits
 from specbench.measure.runner import prepare
 from specbench.system.errors import UserError
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
@@ -31,6 +34,15 @@ from tests.support.methods import sorted_pair
 from tests.support.models import random_model
 
 WIDTH = 8
+needs_kernels = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
+
+
+@pytest.fixture(autouse=True)
+def _torchs_attention(request, monkeypatch):
+    """With kernels of our own no width is needed: it is tested without, but where all products have them, too."""
+    if "panels" not in request.fixturenames:
+        for module in (targets, grouped_attention):
+            monkeypatch.setattr(module, "has_kernel", lambda device, dtype: False)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +53,16 @@ def half() -> SimpleNamespace:
     for model in models.values():
         place_weights(model, torch.device("cpu"), torch.bfloat16)
     return SimpleNamespace(**(vars(pair) | models | {"dtype": torch.bfloat16}))
+
+
+@pytest.fixture(scope="module")
+def panels(half) -> SimpleNamespace:
+    """The same, with all products by the kernel of our own."""
+    models = {name: copy.deepcopy(getattr(half, name)) for name in ("target", "draft")}
+    for model in models.values():
+        for weight in _laid([*StagedModel(model).layers, model.lm_head]):
+            weight.choose({1: PANELS, 6: PANELS})
+    return SimpleNamespace(**(vars(half) | models))
 
 
 def half_requests(pair) -> list[Request]:
@@ -81,6 +103,27 @@ def test_half_precision_is_not_exact_without(half):
     """Else the test above would prove nothing."""
     plain = said(half, Drafter(), None)
     assert any(said(half, DRAFTERS[method](half, None), None) != plain for method in ("sps", "recycling"))
+
+
+@needs_kernels
+def test_with_kernels_of_our_own_half_precision_is_exact_without_a_width(panels):
+    plain = said(panels, Drafter(), None)
+    for method in ("sps", "recycling"):
+        assert said(panels, DRAFTERS[method](panels, None), None) == plain
+    samples = [(request.prompt, list(range(3, 20))) for request in half_requests(panels)[:2]]
+    target = StagedModel(panels.target)
+    assert shape_noise(target, samples) == 0
+    assert torch.equal(tree_logits(target, *samples[0]), forced_logits(target, *samples[0], 1))
+
+
+@needs_kernels
+def test_noise_between_ours_and_the_models_forward_is_bounded_by_the_models_own(panels, monkeypatch):
+    samples = [(request.prompt, list(range(3, 20))) for request in half_requests(panels)[:2]]
+    target = StagedModel(panels.target)
+    noise = model_noise(target, samples)
+    assert 0 < noise < 1
+    plant_mask_off_by_one(monkeypatch)
+    assert model_noise(target, samples) < 2 * rounding.NOT_ROUNDING * noise
 
 
 @pytest.mark.slow

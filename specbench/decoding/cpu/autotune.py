@@ -54,7 +54,7 @@ DRAFTER_SECONDS = 0.25  # for those of one shape of a drafter's weights
 WORTH = 0.95  # share of the default layout's time that another one must stay below
 HOPELESS = 1.25  # times the default layout's least time: not tried any more
 CLEAR = 0.75  # share of all comparisons of two times that it must win; half of them are won by chance
-LEAST_BYTES = 2**18  # of a matrix that is measured: a product with a smaller one is mostly the call of it
+LEAST = 2**16  # numbers of a matrix that is measured: a product with a smaller one is mostly the call of it
 SAMPLE_BYTES = 2**24  # at most so much of a drafter's matrix is measured
 SWEEP_BYTES = 2**24  # of other memory, read in between: about what a drafter of the embedded family reads
 PART_BYTES = 2**27  # more than caches hold: of a larger target its last layers are measured, which read that
@@ -448,7 +448,7 @@ def _laid(modules: Iterable[torch.nn.Module]) -> list[PackedWeight]:
 
 
 def _is_large(group: Sequence[PackedWeight]) -> bool:
-    return group[0].weight.nbytes >= LEAST_BYTES
+    return group[0].weight.numel() >= LEAST
 
 
 def _all_made(group: Sequence[PackedWeight]) -> dict[str, list[Made]]:

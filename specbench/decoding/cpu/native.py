@@ -15,6 +15,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,16 +57,12 @@ def reason() -> str | None:
     return None
 
 
-def _shape_of_product(
-    states: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, rows: int
-) -> torch.Tensor:
-    """[..., rows] of states [..., in]."""
-    return states.new_empty(*states.shape[:-1], rows)
+def _shape_of_product(states: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """[..., rows] of states [..., in]; the number of rows comes last."""
+    return states.new_empty(*states.shape[:-1], rest[-1])
 
 
-def _shape_of_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
+def _shape_of_attention(query: torch.Tensor, *_: object) -> torch.Tensor:
     """[b, n, heads, d] of queries [b, heads, n, d]."""
     b, heads, n, d = query.shape
     return query.new_empty(b, n, heads, d)
