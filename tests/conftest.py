@@ -23,13 +23,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client
 os.environ["WANDB_MODE"] = "offline"
 # Also of the processes that tests start: for models this small threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault(
+    "SPECBENCH_COMPILE", "0"
+)  # where a test is not about it: seconds for each kind of layer
 
 import specbench  # noqa: F401, I001 - before torch, for how its threads wait
 import hypothesis
 import pytest
 import torch
 
-from specbench.decoding.cpu import native
+from specbench.decoding.cpu import compiled_layers, native
 from specbench.measure.machine import provenance
 from specbench.measure.machine import speed
 from specbench.system.files import make_folder
@@ -75,7 +78,8 @@ def _known_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         cache_of_tests = tmp_path_factory.mktemp("cache")
-        (cache_of_tests / native.KERNELS).symlink_to(make_folder(USERS_CACHE / native.KERNELS))
+        for folder in (native.KERNELS, compiled_layers.COMPILED):
+            (cache_of_tests / folder).symlink_to(make_folder(USERS_CACHE / folder))
         patch.setenv("SPECBENCH_CACHE", str(cache_of_tests))
         patch.setattr(speed, "probe", lambda device: dict(QUIET))
         of_gpu = partial(provenance.buffer_bytes, "cuda")

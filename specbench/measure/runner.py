@@ -24,6 +24,7 @@ from tqdm import tqdm
 from specbench.config.spec import POOL, RunSpec
 from specbench.data.questions import Question, find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
+from specbench.decoding.cpu import native
 from specbench.decoding.drafter import Drafter, make_drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.agreement import check_staged
@@ -279,6 +280,8 @@ def facts(bench: Bench) -> dict:
         "weights": pair.init,
         "anatomy": pair.anatomy,
         "weights_source": pair.source,
+        "kernels": native.reason() if pair.device.type == "cpu" else None,
+        "compiled": setup.target.stack.is_compiled,
         "unit": setup.spec.unit,
         "slice_seconds": conductor.slice_seconds,
         "training": bench.training,

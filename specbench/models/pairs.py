@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 
 from specbench.decoding.device import place_weights, prepare_device
-from specbench.decoding.model.graphs import Options, set_options
+from specbench.decoding.model.graphs import Options, compiles, set_options
 from specbench.models.expansion import Expansion, embedded, expand_model, expansion_of
 from specbench.models.gguf import converted, gguf_file, is_gguf, source_of
 from specbench.models.names import local_folder
@@ -179,7 +179,7 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool =
     draft_model = draft.model(dtype, device, seed + 1, layers=cfg.draft_layers) if draft else None
     models = [model for model in (target_model, draft_model) if model is not None]
     for model in models:
-        set_options(model, Options(pair_cfg.graphs is not False, bool(pair_cfg.compile)))
+        set_options(model, Options(pair_cfg.graphs is not False, compiles(pair_cfg.compile, device)))
     configs = [model.config.get_text_config() for model in models]
     return Pair(
         name=cfg.name,

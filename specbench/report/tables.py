@@ -270,7 +270,11 @@ def layouts_line(summary: dict) -> str:
         parts += [
             f"{whose} {how}" if alone else f"{whose} {', '.join(of)} {how}" for how, of in shapes.items()
         ]
-    return f"weights: {'; '.join(parts)}" if parts else ""
+    if not parts:
+        return ""
+    layers = "; layers compiled" if summary.get("compiled") else ""
+    kernels = f"; torch's kernels: {summary['kernels']}" if summary.get("kernels") else ""
+    return f"weights: {'; '.join(parts)}{layers}{kernels}"
 
 
 def _lying(choices: dict[str, dict]) -> str:

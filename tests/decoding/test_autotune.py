@@ -279,7 +279,11 @@ def test_defaults_stay_where_matrices_are_small_or_memory_is_short(measured, mon
     usual = {"drafter 40x24 float32": {"1": "columns"}}
     with monkeypatch.context() as patched:
         patched.setattr(layouts, "LEAST", layer.weight.numel() + 1)
+        patched.setattr(layouts, "has_kernel", lambda device, dtype: False)
         assert names_of(choose_layouts()) == usual
+        patched.setattr(layouts, "has_kernel", lambda device, dtype: True)
+        assert names_of(choose_layouts()) == {"drafter 40x24 float32": {"1": PANELS, "6": PANELS}}
+        layouts._FASTEST.clear()
     monkeypatch.setattr(layouts, "free_memory", lambda: 15 * 1024)
     assert names_of(choose_layouts()) == usual and measured == []
     monkeypatch.setattr(layouts, "free_memory", lambda: 16 * 1024)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from specbench.decoding.cpu.native import has_kernel
 from specbench.decoding.cpu.packed_linear import (
     DRAFT,
     LAYOUTS,
@@ -52,6 +53,7 @@ SECONDS = 2.0  # for the rounds of one number of tokens, once there are `FEWEST_
 CHECK_SECONDS = 0.6  # for those that compare whole passes
 DRAFTER_SECONDS = 0.25  # for those of one shape of a drafter's weights
 WORTH = 0.95  # share of the default layout's time that another one must stay below
+WORTH_BITS = 0.85  # the same where the default layout has the same bits for any number of tokens, and the other has not
 HOPELESS = 1.25  # times the default layout's least time: not tried any more
 CLEAR = 0.75  # share of all comparisons of two times that it must win; half of them are won by chance
 LEAST = 2**16  # numbers of a matrix that is measured: a product with a smaller one is mostly the call of it
@@ -128,11 +130,18 @@ def choose_layouts(
             weights = [laid.weight for laid in group]
             chosen[name] = _remembered((name, *tokens), lambda weights=weights: _alone(weights, tokens))  # type: ignore[misc]
     for name, group in groups.items():
-        choices = chosen.setdefault(name, {1: Choice(default(group[0].weight))})
+        choices = chosen.setdefault(name, unmeasured(group[0].weight))
         for laid in group:
             laid.choose({n: choice.layout for n, choice in choices.items()})
     written = {name: {str(n): asdict(chosen[name][n]) for n in sorted(chosen[name])} for name in groups}
     return {"groups": written, "pass_ms": {str(n): ms for n, ms in pass_ms.items()}}
+
+
+def unmeasured(weight: torch.Tensor) -> Choices:
+    """The layouts of a weight that is too small to be measured, or for whose copies there is no room."""
+    if weight.numel() < LEAST and has_kernel(weight.device, weight.dtype):
+        return {1: Choice(PANELS), DRAFT: Choice(PANELS)}
+    return {1: Choice(default(weight))}
 
 
 def _remembered(key: tuple, measured: Callable[[], Any]) -> Any:
@@ -148,14 +157,14 @@ def fastest(times: Times, usual: str) -> Choice:
 
     Clearly: its median is below `WORTH` of that of `usual`, and it is faster beyond the noise, see `wins`. Panels are
     taken where no other layout is clearly faster: with them a token has the same bits whatever it is computed with, so
-    that verification gives what decoding gives.
+    that verification gives what decoding gives: another one must stay below `WORTH_BITS` of their time.
     """
-    usual = PANELS if PANELS in times else usual
+    usual, worth = (PANELS, WORTH_BITS) if PANELS in times else (usual, WORTH)
     medians = {name: median(of) for name, of in times.items()}
     clear = [
         name
         for name, of in times.items()
-        if medians[name] < WORTH * medians[usual] and wins(of, times[usual])
+        if medians[name] < worth * medians[usual] and wins(of, times[usual])
     ]
     best = min(clear, key=lambda name: medians[name], default=usual)
     return Choice(best, {name: 1e3 * seconds for name, seconds in medians.items()})

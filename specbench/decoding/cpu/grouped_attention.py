@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from specbench.decoding.cpu import native
+from specbench.decoding.cpu.native import has_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,11 +39,6 @@ def grouped_attention_config(config: PretrainedConfig) -> PretrainedConfig:
     grouped = copy.copy(config)
     grouped._attn_implementation = NAME
     return grouped
-
-
-def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether short passes have a kernel of our own, with which a token has the same bits whatever it is run with."""
-    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and native.available()
 
 
 @contextmanager

@@ -30,6 +30,7 @@ FLAGS = (
     *("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi"),
     "-ffp-contract=off",  # what is rounded once is written out, see simd.h
 )
+TYPES = (torch.float32, torch.bfloat16)
 SECONDS = 600  # that the compiler may take
 SWITCH = "SPECBENCH_KERNELS"  # an environment variable; 0: none are compiled or loaded
 
@@ -68,9 +69,9 @@ def _shape_of_attention(query: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty(b, n, heads, d)
 
 
-def available() -> bool:
-    """Whether the kernels can be called, as `torch.ops.specbench`."""
-    return reason() is None
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for tensors of a device and a type: with them a token has the same bits in any pass."""
+    return device.type == "cpu" and dtype in TYPES and reason() is None
 
 
 def _compiler() -> str | None:

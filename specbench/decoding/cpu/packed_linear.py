@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     Layouts = Mapping[int, str]
 
 DRAFT = 6  # tokens that the kernel of `packed` is asked for: the pending one and five drafted ones
-# Numbers of a weight that is joined. The outputs of a joint product are slices of one tensor, which later operations read more
-# slowly where there are several tokens: with small matrices that costs more than fewer calls gain.
+# Numbers of a weight that is joined. The outputs of a joint product are slices of one tensor, which later operations
+# read more slowly where there are several tokens: with small matrices that costs more than fewer calls gain.
 LEAST_JOINED = 2**16
 MOST_PANELLED = (
-    64  # tokens of a product with panels: one with more is bound by arithmetic, of which torch does more
+    64  # tokens of a product with panels: with more it is bound by arithmetic, of which torch does more
 )
 BAGS = (256, 512)  # outputs that one sum of columns makes: few enough to stay in registers
 PANELS = "panels"
@@ -111,10 +111,8 @@ class Panels:
     """
 
     def __init__(self, weight: torch.Tensor):
-        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-            raise RuntimeError(f"no kernel for {weight.dtype} on {weight.device}")
-        if reason := native.reason():
-            raise RuntimeError(reason)
+        if not native.has_kernel(weight.device, weight.dtype):
+            raise RuntimeError(native.reason() or f"there is no kernel for {weight.dtype} on {weight.device}")
         self.weight = plain(weight)
         self.outputs, columns = weight.shape
         rows, lanes = torch.ops.specbench.panel(), torch.ops.specbench.lanes()

@@ -8,6 +8,7 @@ be an input.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,13 +33,24 @@ WITHIN = threading.local()  # whether this thread calls a function that is being
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How the passes of a model run on CUDA: as graphs, and whether what these hold is compiled first."""
+    """How the passes of a model run.
+
+    Attributes:
+        graphs: on CUDA, as graphs.
+        compile: what graphs hold is compiled first; on a CPU, layers are.
+    """
 
     graphs: bool = True
     compile: bool = False
 
 
 DEFAULT = Options()
+SWITCH = "SPECBENCH_COMPILE"  # an environment variable; 0: layers on a CPU are compiled where that is asked for alone
+
+
+def compiles(setting: bool | None, device: torch.device) -> bool:
+    """Whether a pair's models are compiled, by its setting `compile`: if that is null, on a CPU alone."""
+    return device.type == "cpu" and os.environ.get(SWITCH) != "0" if setting is None else setting
 
 
 def set_options(model: torch.nn.Module, options: Options) -> None:

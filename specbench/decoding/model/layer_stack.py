@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbench.decoding.cpu.compiled_layers import CompiledLayer
 from specbench.decoding.cpu.grouped_attention import fold_mask
 from specbench.decoding.model.sublayers import thinned
 
@@ -53,14 +54,25 @@ class LayerStack:
         self.rotary, self.learned, self.last_position = rotary, learned, last_position
         self.cache_name, self.groups, self.implied_masks = cache_name, groups, implied_masks
         self.like = like
+        self.compiled: list[CompiledLayer] | None = None  # each as one function, see `compile`
         self.angles: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
         self.positions = ALL if rotary is None else 0  # how many positions there are angles for
+
+    def compile(self) -> None:
+        """Has short passes go through compiled layers, on a CPU."""
+        self.compiled = [CompiledLayer(layer, self.cache_name) for layer in self.layers]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether short passes have gone through compiled layers."""
+        return any(layer.is_compiled for layer in self.compiled or ())
 
     def without(
         self, attention: Collection[int], mlp: Collection[int], mlp_gives_pair: Sequence[bool]
     ) -> LayerStack:
         """The same layers with some parts left out, see `thinned`."""
         twin = copy.copy(self)
+        twin.compiled = None
         twin.layers = [
             thinned(layer, i in attention, i in mlp, pair)
             for i, (layer, pair) in enumerate(zip(self.layers, mlp_gives_pair))
@@ -102,7 +114,8 @@ class LayerStack:
         cache.begin_pass(lo, hi, ctx, b, n)
         arguments = self._arguments(ctx, n, cache, masks)
         current = hidden.device
-        stages = zip(self.layers[lo:hi], self.kinds[lo:hi], self.devices[lo:hi])
+        layers: Sequence[Any] = self.layers if self.compiled is None else self.compiled
+        stages = zip(layers[lo:hi], self.kinds[lo:hi], self.devices[lo:hi])
         for i, (layer, kind, device) in enumerate(stages, lo):
             if i in taps and on_hidden is not None:
                 on_hidden(i, hidden)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from specbench.decoding.cpu.grouped_attention import SHORT, grouped_attention_config, has_kernel
+from specbench.decoding.cpu.grouped_attention import SHORT, grouped_attention_config
 from specbench.decoding.cpu.lean_modules import lean_copy
+from specbench.decoding.cpu.native import has_kernel
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.model import fixed_shape
@@ -113,6 +114,8 @@ class StagedModel:
             self.device = model.device
             self.dtype = model.dtype
             self.stack = self._stacked(base, positions)
+            if options_of(model).compile and has_kernel(self.device, self.dtype):
+                self.stack.compile()
             self.width = None if width is None else without_lone_query(width, self.stack.groups)
             self.padding = (self.width or 1) - 1
             self._head = lean_copy(self.lm_head)

@@ -1,0 +1,368 @@
+"""Decoder layers whose short passes are one compiled function: norms, rotations, activations and sums fused.
+
+On a CPU a pass of one token starts some thousand small operations, which take a third of its time. A family's own layer
+is traced once, products and attention being calls that stay what they are, and torch's compiler fuses the rest. All
+layers of a kind share the function, and it serves every number of tokens. What is compiled lies in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from specbench.decoding.cpu.grouped_attention import NAME as GROUPED
+from specbench.decoding.cpu.grouped_attention import OF_STOCK, SHORT, attending
+from specbench.decoding.cpu.native import has_kernel
+from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear, PackedWeight
+from specbench.system.errors import one_line, warn
+from specbench.system.files import make_folder
+from specbench.system.paths import cache_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    Tensors = Sequence[torch.Tensor]
+
+COMPILED = "compiled"  # the folder in the user's cache
+NAMESPACE = "specbench_layer"
+NAME = "specbench_compiled"  # of the attention function that tracing meets
+SIZES = (3, 5)  # of a batch and of a pass, that stand for all sizes in a trace
+TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.1,
+}  # of the greatest state, between a compiled layer and the layer
+# Nothing here is large enough for several threads; the compiler itself needs no processes of its own.
+OPTIONS = {"cpp.threads": 1, "size_asserts": False, "alignment_asserts": False}
+
+TRACING = threading.Lock()  # of a process, only one trace may be under way: it changes classes
+CALL = threading.local()  # what the layer works on that is being called
+# By everything that a trace depends on; what was raised where there is none.
+_FUNCTIONS: dict[tuple, Traced | Exception] = {}
+
+
+class Traced(NamedTuple):
+    """A compiled layer.
+
+    Attributes:
+        function: of the states, the angles, and the tensors of a layer.
+        attention: name of the module within the layer that attends.
+        options: what its attention function is called with.
+    """
+
+    function: Callable[..., Any]
+    attention: str
+    options: dict[str, Any]
+
+
+class Attention(NamedTuple):
+    """How a layer attends.
+
+    Attributes:
+        module: within the layer.
+        layer: its number in the cache.
+        function: of transformers' interface.
+        options: what it is called with.
+        scale: of the scores, where the kernel of our own does the same in passes that have a mask, or one token.
+    """
+
+    module: Any
+    layer: int
+    function: Callable[..., Any]
+    options: dict[str, Any]
+    scale: float | None
+
+
+class TraceError(Exception):
+    """A layer cannot be compiled; the text says why."""
+
+
+class CompiledLayer:
+    """A layer that is called as the layer is; short passes go to compiled functions.
+
+    The first pass of each shape is run both ways. A layer that cannot be compiled, or that gives something else when it
+    is, runs as it is, and a line says why.
+
+    Args:
+        layer: as `lean_copy` makes it.
+        cache_name: what it calls the cache.
+    """
+
+    def __init__(self, layer: torch.nn.Module, cache_name: str):
+        self.layer, self._cache_name = layer, cache_name
+        self._names, self._tensors = _tensors(layer)
+        self.products = _products(layer)
+        # By whether there are angles for each of several sequences; None: not compiled.
+        self._compiled: dict[bool, tuple[Callable[..., Any], Attention] | None] = {}
+
+    def __call__(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """States [b, n, d] -> [b, n, d]; arguments as of the layer."""
+        b, n, _ = hidden.shape
+        if b * n > SHORT or torch.is_grad_enabled():
+            return self.layer(hidden, **arguments)
+        angles = arguments.get("position_embeddings", ())
+        key = bool(angles) and angles[0].shape[0] > 1
+        if key not in self._compiled:
+            return self._first(key, hidden, arguments)
+        compiled = self._compiled[key]
+        return (
+            self.layer(hidden, **arguments) if compiled is None else self._call(*compiled, hidden, arguments)
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether passes of some shape have been compiled."""
+        return any(self._compiled.values())
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        attention: Attention,
+        hidden: torch.Tensor,
+        arguments: dict[str, Any],
+    ) -> torch.Tensor:
+        CALL.products, CALL.attention = self.products, attention
+        CALL.cache, CALL.mask = arguments[self._cache_name], arguments["attention_mask"]
+        return function(hidden, *arguments.get("position_embeddings", ()), *self._tensors)
+
+    def _first(self, key: bool, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        """A pass run both ways, if the layer can be compiled."""
+        expected = self.layer(hidden, **arguments)
+        self._compiled[key] = None
+        try:
+            traced = self._shared(key, hidden, arguments)
+            compiled = traced.function, self._attention(traced, hidden)
+            states = self._call(*compiled, hidden, arguments)
+        except Exception as error:  # noqa: BLE001 - whatever a family's layer or the compiler meets
+            _warn_once(f"a {type(self.layer).__name__} is not compiled: {one_line(error)}")
+            return expected
+        apart = (states - expected).abs().max() / expected.abs().max()
+        if states.shape != expected.shape or not apart <= TOLERANCE[hidden.dtype]:
+            _warn_once(f"a {type(self.layer).__name__} is not compiled: its states would be {apart:.1g} off")
+            return expected
+        self._compiled[key] = compiled
+        return states
+
+    def _attention(self, traced: Traced, hidden: torch.Tensor) -> Attention:
+        """How this layer attends where a layer like it was traced."""
+        module: Any = self.layer.get_submodule(traced.attention)
+        name, options = module.config._attn_implementation, traced.options
+        plain = all(options.get(option) is None for option in OF_STOCK) and not options.get("dropout")
+        has_own = name == GROUPED and plain and has_kernel(hidden.device, hidden.dtype)
+        scale = options.get("scaling") if has_own else None
+        return Attention(module, module.layer_idx, _attention_functions()[name], options, scale)
+
+    def _shared(self, key: bool, hidden: torch.Tensor, arguments: dict[str, Any]) -> Traced:
+        """The function of this layer, shared with all that a trace cannot tell from it."""
+        angles = arguments.get("position_embeddings", ())
+        shapes = hidden.shape[-1], hidden.dtype, *(part.shape[-1] for part in angles)
+        signature = key, shapes, _signature(self.layer)
+        with TRACING:
+            if signature not in _FUNCTIONS:
+                try:
+                    _FUNCTIONS[signature] = self._trace(hidden, angles, arguments)
+                except Exception as error:
+                    _FUNCTIONS[signature] = error
+                    raise
+            traced = _FUNCTIONS[signature]
+        if isinstance(traced, Exception):
+            raise traced
+        return traced
+
+    def _trace(self, hidden: torch.Tensor, angles: Tensors, arguments: dict[str, Any]) -> Traced:
+        """Traces and compiles the layer."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+        met: list[tuple[Any, dict[str, Any]]] = []
+
+        def attention(module: Any, query: Any, key: Any, value: Any, _: Any, **options: Any) -> Any:
+            met.append((module, options))
+            return torch.ops.specbench_layer.attend(query, key, value), None
+
+        rest = arguments | {self._cache_name: _NoCache(), "attention_mask": None}
+
+        def function(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            given = {"position_embeddings": others[: len(angles)]} if angles else {}
+            with self._with_tensors(others[len(angles) :]):
+                return self.layer(hidden, **(rest | given))
+
+        # One function for every size, one included: a token then has the same bits, alone or among others.
+        shapes = ShapeEnv(specialize_zero_one=False)
+        mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+        b, n = SIZES
+
+        def fake(tensor: torch.Tensor, *sizes: int) -> torch.Tensor:
+            example = torch.empty(*sizes, *tensor.shape[len(sizes) :], dtype=tensor.dtype)
+            kinds = [DimDynamic.DYNAMIC if size > 1 else DimDynamic.STATIC for size in sizes]
+            kinds += [DimDynamic.STATIC] * (tensor.dim() - len(sizes))
+            return mode.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+
+        with torch.inference_mode(False), torch.no_grad():
+            fakes = [fake(hidden, b, n), *(fake(part, b if part.shape[0] > 1 else 1, n) for part in angles)]
+            fakes += [fake(tensor) for tensor in self._tensors]
+            with self._traceable(attention), mode:
+                graph = make_fx(function, tracing_mode="real")(*fakes)
+            if len(met) != 1 or any(isinstance(value, torch.Tensor) for value in met[0][1].values()):
+                raise TraceError("its attention is no call of an attention function")
+            module, options = met[0]
+            name = next(name for name, part in self.layer.named_modules() if part is module)
+            compiled = _compile(graph, fakes, f"a {type(self.layer).__name__}")
+        return Traced(compiled, name, options)
+
+    @contextmanager
+    def _with_tensors(self, tensors: Tensors) -> Iterator[None]:
+        """The layer has these tensors inside, in place of its own."""
+        owners = [self.layer.get_submodule(name.rpartition(".")[0]) for name in self._names]
+        leaves = [name.rpartition(".")[2] for name in self._names]
+        before = [owner.__dict__.get(leaf) for owner, leaf in zip(owners, leaves)]
+        for owner, leaf, tensor in zip(owners, leaves, tensors):
+            owner.__dict__[leaf] = tensor
+        try:
+            yield
+        finally:
+            for owner, leaf, original in zip(owners, leaves, before):
+                if original is None:
+                    del owner.__dict__[leaf]
+                else:
+                    owner.__dict__[leaf] = original
+
+    @contextmanager
+    def _traceable(self, attention: Callable[..., Any]) -> Iterator[None]:
+        """Products and attention are calls inside, whatever they do."""
+        from transformers import AttentionInterface
+
+        of_parts = [part.config for part in self.layer.modules() if hasattr(part, "config")]
+        configs: dict[int, Any] = {id(config): config for config in of_parts}
+        if len(configs) != 1:
+            raise TraceError("its parts have no config, or several")
+        AttentionInterface.register(NAME, attention)
+        (config,) = configs.values()
+        classes: tuple[Any, Any] = PackedWeight, PackedLinear
+        weight_class, linear_class = classes
+        times, forward = weight_class.times, linear_class.forward
+
+        def product(laid: PackedWeight, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            index = next(i for i, other in enumerate(self.products) if other is laid)
+            return torch.ops.specbench_layer.product(states, bias, index, laid.weight.shape[0])
+
+        weight_class.times = product
+        linear_class.forward = lambda layer, states: layer._laid.times(states, layer.bias)
+        try:
+            with attending(config, NAME):
+                yield
+        finally:
+            weight_class.times, linear_class.forward = times, forward
+
+
+class _NoCache:
+    """In place of a cache in a trace: the attention function is called with the new keys and values alone."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object) -> Any:
+        return keys, values
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What the layer's attention gives in the call that is under way, [b, n, heads, d]."""
+    attention, mask = CALL.attention, CALL.mask
+    keys, values = CALL.cache.update(key, value, attention.layer)
+    if attention.scale is not None and (mask is not None or query.shape[2] == 1):
+        return torch.ops.specbench.attend.default(query, keys, values, mask, attention.scale)
+    return attention.function(attention.module, query, keys, values, mask, **attention.options)[0]
+
+
+def _product(states: torch.Tensor, bias: torch.Tensor | None, index: int, _: int) -> torch.Tensor:
+    """The product of an index; how many outputs it has, only a trace needs to know."""
+    return CALL.products[index].times(states, bias)
+
+
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_LIBRARY.define("attend(Tensor query, Tensor key, Tensor value) -> Tensor")
+_LIBRARY.define("product(Tensor states, Tensor? bias, int index, int outputs) -> Tensor")
+_LIBRARY.impl("attend", _attend, "CPU")
+_LIBRARY.impl("product", _product, "CPU")
+
+
+@torch.library.register_fake(f"{NAMESPACE}::attend", lib=_LIBRARY)
+def _shape_of_attention(query: torch.Tensor, *_: object) -> torch.Tensor:
+    b, heads, n, d = query.shape
+    return query.new_empty(b, n, heads, d)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::product", lib=_LIBRARY)
+def _shape_of_product(states: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return states.new_empty(*states.shape[:-1], rest[-1])
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warn(text)
+
+
+def _products(layer: torch.nn.Module) -> list[PackedWeight]:
+    """The weights of a layer that are products' own: these look for themselves which kernel is the best."""
+    parts = [*layer.modules()]
+    joined = [part._joined.laid for part in parts if isinstance(part, JoinedLinear) and part._index == 0]
+    return [*joined, *(part._laid for part in parts if isinstance(part, PackedLinear))]
+
+
+def _tensors(layer: torch.nn.Module) -> tuple[list[str], list[torch.Tensor]]:
+    """All other tensors of a layer, with their names: the function's inputs, so that layers can share it."""
+    matrices = {id(part.weight) for part in layer.modules() if isinstance(part, JoinedLinear | PackedLinear)}
+    tensors = dict([*layer.named_parameters(), *layer.named_buffers()])
+    tensors = {name: tensor.detach() for name, tensor in tensors.items() if id(tensor) not in matrices}
+    return [*tensors], [*tensors.values()]
+
+
+def _signature(layer: torch.nn.Module) -> tuple:
+    """What the operations of a layer can depend on, beside the shapes of the states: its numbers, words and shapes."""
+    plain = (int, float, bool, str, type(None))
+    parts = []
+    for name, part in layer.named_modules():
+        attributes = {key: value for key, value in vars(part).items() if isinstance(value, plain)}
+        attributes.pop("layer_idx", None)
+        shapes = [
+            (key, tuple(weight.shape), weight.dtype) for key, weight in part.named_parameters(recurse=False)
+        ]
+        config = str(part.config.to_dict()) if hasattr(part, "config") else None
+        parts.append((name, type(part), config, *sorted(attributes.items(), key=str), *shapes))
+    return tuple(parts)
+
+
+@cache
+def _attention_functions() -> Any:
+    from transformers import AttentionInterface
+
+    return AttentionInterface()
+
+
+def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label: str) -> Callable[..., Any]:
+    """A graph compiled by torch's compiler, which keeps what it made in the user's cache.
+
+    Args:
+        graph: of inputs whose sizes may be symbols.
+        inputs: of the graph, without data.
+        label: what it is of, for a line that is printed where it was not compiled before.
+    """
+    folder = make_folder(cache_folder() / COMPILED)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    from torch._inductor import config, standalone_compile
+
+    config.compile_threads = 1
+    shapes = [(str(part.dtype), *map(str, part.shape)) for part in inputs]
+    digest = hashlib.sha256(str((torch.__version__, graph.code, shapes)).encode()).hexdigest()[:16]
+    done = folder / f"{digest}.done"
+    if not done.exists():
+        print(f"compiling {label} for this processor, once: some 15 s", file=sys.stderr, flush=True)
+    function = standalone_compile(
+        graph, [*inputs], dynamic_shapes="from_graph", options={"config_patches": OPTIONS}
+    )
+    done.touch()
+    return function

@@ -1,0 +1,149 @@
+"""Layers as compiled functions: what they give is what the layers give, and who cannot be compiled runs as before."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from specbench.decoding.cpu import compiled_layers, native, packed_linear
+from specbench.decoding.kv_cache import ForwardContext, KVCache
+from specbench.decoding.model.graphs import SWITCH, Options, compiles, set_options
+from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import Draft
+from specbench.decoding.tree import Tree
+from tests.support.models import ARCHITECTURES, random_model
+
+pytestmark = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
+PROMPT, TOKENS = 20, 6
+
+
+def compiled(arch: str, dtype: torch.dtype = torch.float32, **config) -> StagedModel:
+    model = copy.deepcopy(random_model(arch, 0, **config)).to(dtype)
+    set_options(model, Options(compile=True))
+    target = StagedModel(model)
+    for weight in packed_linear.PACKED:
+        weight.choose({1: packed_linear.PANELS, 6: packed_linear.PANELS})
+    return target
+
+
+def plain(target: StagedModel) -> StagedModel:
+    """The same model without."""
+    twin = copy.copy(target)
+    twin.stack = copy.copy(target.stack)
+    twin.stack.compiled = None
+    return twin
+
+
+def prefilled(target: StagedModel, ids: torch.Tensor, slots: int = 1) -> KVCache:
+    cache = target.new_cache(64, slots)
+    for slot in range(slots):
+        target.prefill(ids[:, :PROMPT], cache.slot(slot))
+    return cache
+
+
+def passes(target: StagedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Logits [6, vocab] of the tokens after the prompt: alone, in a chain, in a tree, and of two sequences."""
+    first, rest = ids[:, PROMPT : PROMPT + 1], ids[:, PROMPT + 1 :]
+    cache = prefilled(target, ids)
+    alone = [
+        target.verify(ids[:, i : i + 1], Draft(ids[:, :0]), cache, i)[0]
+        for i in range(PROMPT, PROMPT + TOKENS)
+    ]
+    tree = Tree.of(torch.tensor([-1, -1, 0, 2, 0, 3, 5]))
+    nodes = rest[:, [0, 0, 1, 2, 0, 3, 4]]
+    ctx = ForwardContext.nodes(PROMPT, tree.offsets()[0], tree.visible[0])
+    in_tree = target.verify(first, Draft(nodes, tree), prefilled(target, ids), ctx)
+    two = target.verify(first.expand(2, -1), Draft(rest.expand(2, -1)), prefilled(target, ids, 2), PROMPT)
+    return {
+        "alone": torch.cat(alone),
+        "chain": target.verify(first, Draft(rest), prefilled(target, ids), PROMPT)[0],
+        "tree": in_tree[0, [0, 1, 3, 4, 6, 7]],
+        "two": two[1],
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "arch", [*(pytest.param(a, marks=[] if a == "llama" else pytest.mark.nightly) for a in ARCHITECTURES)]
+)
+def test_a_compiled_layer_gives_what_the_layer_gives(arch, dtype, capfd):
+    target, ids = compiled(arch, dtype), torch.randint(3, 60, (1, PROMPT + TOKENS))
+    with torch.inference_mode():
+        logits, expected = passes(target, ids), passes(plain(target), ids)
+    for name, of in logits.items():
+        if dtype == torch.float32:
+            torch.testing.assert_close(of, expected[name], atol=1e-5, rtol=1e-5)
+        else:  # what is fused is not rounded in between
+            exact = passes(plain(compiled(arch)), ids)["alone"]
+            assert (of - exact).abs().mean() < 1.2 * (expected[name] - exact).abs().mean()
+        if not getattr(target.config, "attn_logit_softcapping", None):
+            assert torch.equal(of, logits["alone"]), f"{name}: other bits than alone"
+    assert target.stack.is_compiled, capfd.readouterr().err
+
+
+@torch.inference_mode()
+def test_layers_share_a_function_and_a_changed_weight_is_seen():
+    with torch.inference_mode(False):
+        target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
+    first = passes(target, ids)["chain"]
+    functions = {layer._compiled[False][0] for layer in target.stack.compiled}
+    assert len(functions) == 1
+    with torch.inference_mode(False):
+        for layer in target.model.model.layers:
+            layer.mlp.down_proj.weight.mul_(1.5)
+            layer.input_layernorm.weight.mul_(0.5)
+    second = passes(target, ids)["chain"]
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(second, passes(plain(target), ids)["chain"], atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_fault_in_a_compiled_layer_is_found_by_its_first_pass(monkeypatch, capfd):
+    compiled_layers._warn_once.cache_clear()
+    with torch.inference_mode(False):
+        target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
+    call = compiled_layers.CompiledLayer._call
+    monkeypatch.setattr(
+        compiled_layers.CompiledLayer, "_call", lambda layer, *arguments: 1.01 * call(layer, *arguments)
+    )
+    torch.testing.assert_close(passes(target, ids)["chain"], passes(plain(target), ids)["chain"])
+    assert "is not compiled: its states would be 0.01 off" in capfd.readouterr().err
+    assert not target.stack.is_compiled
+
+
+@torch.inference_mode()
+def test_what_cannot_be_traced_runs_as_it_is_and_says_so_once(monkeypatch, capfd):
+    compiled_layers._warn_once.cache_clear()
+
+    def refuse(*arguments):
+        raise RuntimeError("no such operation")
+
+    monkeypatch.setattr(compiled_layers, "_FUNCTIONS", {})
+    monkeypatch.setattr(compiled_layers, "_compile", refuse)
+    with torch.inference_mode(False):
+        target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
+    assert torch.equal(passes(target, ids)["chain"], passes(plain(target), ids)["chain"])
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["warning: a LlamaDecoderLayer is not compiled: RuntimeError: no such operation"]
+
+
+@torch.inference_mode()
+def test_layers_with_parts_left_out_are_not_compiled():
+    with torch.inference_mode(False):
+        target = compiled("llama")
+    assert target.stack.compiled
+    assert target.without([0], [1]).stack.compiled is None
+
+
+def test_the_setting(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [compiles(None, device) for device in (cpu, cuda)] == [True, False]
+    assert [compiles(value, device) for value in (True, False) for device in (cpu, cuda)] == [True] * 2 + [
+        False
+    ] * 2
+    monkeypatch.setenv(SWITCH, "0")
+    assert not compiles(None, cpu)
+    assert compiles(True, cpu)
