@@ -190,9 +190,9 @@ class CompiledLayer:
         rest = arguments | {self._cache_name: _NoCache(), "attention_mask": None}
 
         def function(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-            given = {"position_embeddings": others[: len(angles)]} if angles else {}
+            rotary = {"position_embeddings": others[: len(angles)]} if angles else {}
             with self._with_tensors(others[len(angles) :]):
-                return self.layer(hidden, **(rest | given))
+                return self.layer(hidden, **(rest | rotary))
 
         # One function for every size, one included: a token then has the same bits, alone or among others.
         shapes = ShapeEnv(specialize_zero_one=False)
