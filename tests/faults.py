@@ -368,6 +368,56 @@ FAULTS = (
         "return rows",
         ("tests/methods/test_heads.py", "tests/methods/test_vocab_trim.py"),
     ),
+    # kernels of a CPU
+    Fault(
+        "attention sees what the mask hides",
+        "kernels",
+        f"{D}/cpu/kernels/attention.cpp",
+        "inline bool hides(float bias) { return bias != 0; }",
+        "inline bool hides(float) { return false; }",
+        ("tests/decoding/test_attention_kernel.py",),
+    ),
+    Fault(
+        "the last rows of a matrix are left out",
+        "kernels",
+        f"{D}/cpu/kernels/product.cpp",
+        "for (panel = begin + STREAMS * apart; panel < end; panel++)",
+        "for (panel = begin + STREAMS * apart; panel + 1 < end; panel++)",
+        ("tests/decoding/test_native.py",),
+    ),
+    Fault(
+        "two tokens are summed in another order than one",
+        "kernels",
+        f"{D}/cpu/kernels/product.cpp",
+        "for (int t = 0; t < T; t++) total[p][r][t] = fma(weight, state[t], total[p][r][t]);",
+        "for (int t = 0; t < T; t++) total[p][r][t] = T == 2 ? weight * state[t] + total[p][r][t]"
+        " : fma(weight, state[t], total[p][r][t]);",
+        ("tests/decoding/test_native.py",),
+    ),
+    Fault(
+        "a compiled layer keeps the norm that it was compiled with",
+        "kernels",
+        f"{D}/cpu/compiled_layers.py",
+        "tensors = {name: tensor.detach() for name",
+        "tensors = {name: tensor.detach().clone() for name",
+        ("tests/decoding/test_compiled_layers.py",),
+    ),
+    Fault(
+        "whether a compiled layer gives the layer's states is not looked at",
+        "kernels",
+        f"{D}/cpu/compiled_layers.py",
+        "if states.shape != expected.shape or not apart <= TOLERANCE[hidden.dtype]:",
+        "if states.shape != expected.shape:",
+        ("tests/decoding/test_compiled_layers.py",),
+    ),
+    Fault(
+        "generate is judged by the noise of our own passes",
+        "kernels",
+        f"{M}/certify.py",
+        "noise = max(noise, model_noise(setup.target, samples))",
+        "pass",
+        ("tests/methods/test_verify_width.py",),
+    ),
     # statistics
     Fault(
         "an interval uses the normal distribution",

@@ -20,10 +20,11 @@ import torch
 from methods.common.dynamic_trees import Growth, most_nodes
 from methods.common.heads import draft_head
 from methods.common.rank_trees import fill_tree, grown, likeliest_of, rank_tree
-from specbench.decoding.cpu.lean_modules import lean_copy
+from specbench.decoding.cpu.compiled_layers import compiled_copy
 from specbench.decoding.device import on_device, span
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
+from specbench.decoding.model.graphs import options_of, set_options
 from specbench.decoding.model.layer_cache import LayerCache
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
@@ -80,7 +81,8 @@ class EagleDrafter(Drafter):
     expanded = 0
 
     def __init__(self, model: DraftingModel, head: Head):
-        self.model, self.head = lean_copy(model), head
+        self.model = compiled_copy(model, model.compiled_layer if options_of(model).compile else None)
+        self.head = head
         self.taps = model.taps
         self._bytes = weight_bytes(model) + head.bytes
 
@@ -295,7 +297,9 @@ def _loaded(pair: Pair, weights: str) -> tuple[DraftingModel, dict[str, Any]]:
     """The drafting model of a pair, and the content of its config.json."""
     from methods.eagle.checkpoint import load_eagle  # late: transformers' models take seconds to import
 
-    return load_eagle(packaged(weights), pair.target, pair.device, pair.dtype, pair.expansion)
+    model, written = load_eagle(packaged(weights), pair.target, pair.device, pair.dtype, pair.expansion)
+    set_options(model, options_of(pair.target))
+    return model, written
 
 
 def _tokens_after(batch: Batch, n: int) -> torch.Tensor:

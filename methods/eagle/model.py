@@ -31,6 +31,7 @@ class EagleModel(DraftingModel):
     """
 
     taps = (NORMED,)
+    compiled_layer = "layers.0"
 
     def __init__(self, config: LlamaConfig):
         super().__init__(config)
@@ -56,7 +57,13 @@ class EagleModel(DraftingModel):
     ) -> torch.Tensor:
         """Pairs: features [b, n, h], embedded tokens [b, n, h] -> [b, n, h], the features of the next pairs."""
         joined = self.fc(torch.cat([embeds, features], dim=-1))
-        return self.layer(joined, joined, position_embeddings, attention_mask, past_key_values)
+        return self.layer(
+            joined,
+            joined,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+        )
 
 
 def eagle_config(target_config: PretrainedConfig) -> LlamaConfig:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from methods.common.heads import StopTracker, draft_head
-from specbench.decoding.cpu.lean_modules import lean_copy
+from specbench.decoding.cpu.compiled_layers import compiled_copy
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
+from specbench.decoding.model.graphs import options_of
 from specbench.decoding.model.layer_cache import LayerCache
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, Resume, SequenceState, Verified
@@ -64,7 +65,7 @@ class Kangaroo(Drafter):
         from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
 
         loaded = load_adapter(packaged(weights), pair.target.config, pair.device, pair.dtype, pair.expansion)
-        self.adapter = lean_copy(loaded)
+        self.adapter = compiled_copy(loaded, "layers.0" if options_of(pair.target).compile else None)
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)

@@ -6,6 +6,7 @@ import copy
 import random
 from contextlib import closing
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure import numeric_noise as rounding
+from specbench.measure.arms import HF, METHOD
+from specbench.measure.certify import Certifier
 from specbench.measure.numeric_noise import forced_logits, model_noise, shape_noise, tree_logits
 from specbench.measure.runner import prepare
 from specbench.system.errors import UserError
@@ -124,6 +127,22 @@ def test_noise_between_ours_and_the_models_forward_is_bounded_by_the_models_own(
     assert 0 < noise < 1
     plant_mask_off_by_one(monkeypatch)
     assert model_noise(target, samples) < 2 * rounding.NOT_ROUNDING * noise
+
+
+@needs_kernels
+def test_generate_is_judged_by_the_noise_between_its_forward_and_ours(panels):
+    target, asked = StagedModel(panels.target), half_requests(panels)[:2]
+    engine = Engine(target, Drafter(), frozenset())
+    setup: Any = SimpleNamespace(
+        target=target,
+        reference="baseline",
+        drafter=Drafter(),
+        spec=SimpleNamespace(unit="question"),
+        answers=lambda arm, requests: engine.generate(requests),
+    )
+    certifier = Certifier(setup, SimpleNamespace(warm_up_requests=lambda tokens: asked))
+    assert certifier.noise(METHOD) == 0
+    assert certifier.noise(HF) > 0
 
 
 @pytest.mark.slow

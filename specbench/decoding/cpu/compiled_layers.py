@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specbench.decoding.cpu.grouped_attention import NAME as GROUPED
-from specbench.decoding.cpu.grouped_attention import OF_STOCK, SHORT, attending
+from specbench.decoding.cpu.grouped_attention import OF_STOCK, SHORT, attending, grouped_attention_config
+from specbench.decoding.cpu.lean_modules import M, lean_copy
 from specbench.decoding.cpu.native import has_kernel
 from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear, PackedWeight
 from specbench.system.errors import one_line, warn
@@ -83,7 +84,7 @@ class TraceError(Exception):
     """A layer cannot be compiled; the text says why."""
 
 
-class CompiledLayer:
+class CompiledLayer(torch.nn.Module):
     """A layer that is called as the layer is; short passes go to compiled functions.
 
     The first pass of each shape is run both ways. A layer that cannot be compiled, or that gives something else when it
@@ -95,25 +96,26 @@ class CompiledLayer:
     """
 
     def __init__(self, layer: torch.nn.Module, cache_name: str):
+        super().__init__()
         self.layer, self._cache_name = layer, cache_name
         self._names, self._tensors = _tensors(layer)
         self.products = _products(layer)
         # By whether there are angles for each of several sequences; None: not compiled.
         self._compiled: dict[bool, tuple[Callable[..., Any], Attention] | None] = {}
 
-    def __call__(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """States [b, n, d] -> [b, n, d]; arguments as of the layer."""
-        b, n, _ = hidden.shape
+    def __call__(self, *states: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """States, one or several of [b, n, width] -> [b, n, d]; arguments as of the layer."""
+        b, n, _ = states[0].shape
         if b * n > SHORT or torch.is_grad_enabled():
-            return self.layer(hidden, **arguments)
+            return self.layer(*states, **arguments)
         angles = arguments.get("position_embeddings", ())
         key = bool(angles) and angles[0].shape[0] > 1
         if key not in self._compiled:
-            return self._first(key, hidden, arguments)
+            return self._first(key, states, arguments)
         compiled = self._compiled[key]
-        return (
-            self.layer(hidden, **arguments) if compiled is None else self._call(*compiled, hidden, arguments)
-        )
+        if compiled is None:
+            return self.layer(*states, **arguments)
+        return self._call(*compiled, states, arguments)
 
     @property
     def is_compiled(self) -> bool:
@@ -124,49 +126,49 @@ class CompiledLayer:
         self,
         function: Callable[..., Any],
         attention: Attention,
-        hidden: torch.Tensor,
+        states: Tensors,
         arguments: dict[str, Any],
     ) -> torch.Tensor:
         CALL.products, CALL.attention = self.products, attention
         CALL.cache, CALL.mask = arguments[self._cache_name], arguments["attention_mask"]
-        return function(hidden, *arguments.get("position_embeddings", ()), *self._tensors)
+        return function(*states, *arguments.get("position_embeddings", ()), *self._tensors)
 
-    def _first(self, key: bool, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    def _first(self, key: bool, states: Tensors, arguments: dict[str, Any]) -> torch.Tensor:
         """A pass run both ways, if the layer can be compiled."""
-        expected = self.layer(hidden, **arguments)
+        expected = self.layer(*states, **arguments)
         self._compiled[key] = None
         try:
-            traced = self._shared(key, hidden, arguments)
-            compiled = traced.function, self._attention(traced, hidden)
-            states = self._call(*compiled, hidden, arguments)
+            traced = self._shared(key, states, arguments)
+            compiled = traced.function, self._attention(traced, expected)
+            output = self._call(*compiled, states, arguments)
         except Exception as error:  # noqa: BLE001 - whatever a family's layer or the compiler meets
             _warn_once(f"a {type(self.layer).__name__} is not compiled: {one_line(error)}")
             return expected
-        apart = (states - expected).abs().max() / expected.abs().max()
-        if states.shape != expected.shape or not apart <= TOLERANCE[hidden.dtype]:
+        apart = (output - expected).abs().max() / expected.abs().max()
+        if output.shape != expected.shape or not apart <= TOLERANCE[output.dtype]:
             _warn_once(f"a {type(self.layer).__name__} is not compiled: its states would be {apart:.1g} off")
             return expected
         self._compiled[key] = compiled
-        return states
+        return output
 
-    def _attention(self, traced: Traced, hidden: torch.Tensor) -> Attention:
+    def _attention(self, traced: Traced, like: torch.Tensor) -> Attention:
         """How this layer attends where a layer like it was traced."""
         module: Any = self.layer.get_submodule(traced.attention)
         name, options = module.config._attn_implementation, traced.options
         plain = all(options.get(option) is None for option in OF_STOCK) and not options.get("dropout")
-        has_own = name == GROUPED and plain and has_kernel(hidden.device, hidden.dtype)
+        has_own = name == GROUPED and plain and has_kernel(like.device, like.dtype)
         scale = options.get("scaling") if has_own else None
         return Attention(module, module.layer_idx, _attention_functions()[name], options, scale)
 
-    def _shared(self, key: bool, hidden: torch.Tensor, arguments: dict[str, Any]) -> Traced:
+    def _shared(self, key: bool, states: Tensors, arguments: dict[str, Any]) -> Traced:
         """The function of this layer, shared with all that a trace cannot tell from it."""
         angles = arguments.get("position_embeddings", ())
-        shapes = hidden.shape[-1], hidden.dtype, *(part.shape[-1] for part in angles)
-        signature = key, shapes, _signature(self.layer)
+        shapes = tuple((part.shape[-1], part.dtype) for part in (*states, *angles))
+        signature = key, len(states), shapes, _signature(self.layer)
         with TRACING:
             if signature not in _FUNCTIONS:
                 try:
-                    _FUNCTIONS[signature] = self._trace(hidden, angles, arguments)
+                    _FUNCTIONS[signature] = self._trace(states, angles, arguments)
                 except Exception as error:
                     _FUNCTIONS[signature] = error
                     raise
@@ -175,7 +177,7 @@ class CompiledLayer:
             raise traced
         return traced
 
-    def _trace(self, hidden: torch.Tensor, angles: Tensors, arguments: dict[str, Any]) -> Traced:
+    def _trace(self, states: Tensors, angles: Tensors, arguments: dict[str, Any]) -> Traced:
         """Traces and compiles the layer."""
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -189,10 +191,11 @@ class CompiledLayer:
 
         rest = arguments | {self._cache_name: _NoCache(), "attention_mask": None}
 
-        def function(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-            rotary = {"position_embeddings": others[: len(angles)]} if angles else {}
-            with self._with_tensors(others[len(angles) :]):
-                return self.layer(hidden, **(rest | rotary))
+        def function(*inputs: torch.Tensor) -> torch.Tensor:
+            first, last = len(states), len(states) + len(angles)
+            rotary = {"position_embeddings": inputs[first:last]} if angles else {}
+            with self._with_tensors(inputs[last:]):
+                return self.layer(*inputs[:first], **(rest | rotary))
 
         # One function for every size, one included: a token then has the same bits, alone or among others.
         shapes = ShapeEnv(specialize_zero_one=False)
@@ -206,7 +209,10 @@ class CompiledLayer:
             return mode.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
         with torch.inference_mode(False), torch.no_grad():
-            fakes = [fake(hidden, b, n), *(fake(part, b if part.shape[0] > 1 else 1, n) for part in angles)]
+            fakes = [
+                *(fake(part, b, n) for part in states),
+                *(fake(part, b if part.shape[0] > 1 else 1, n) for part in angles),
+            ]
             fakes += [fake(tensor) for tensor in self._tensors]
             with self._traceable(attention), mode:
                 graph = make_fx(function, tracing_mode="real")(*fakes)
@@ -260,6 +266,28 @@ class CompiledLayer:
                 yield
         finally:
             weight_class.times, linear_class.forward = times, forward
+
+
+def compiled_copy(module: M, layer_name: str | None, cache_name: str = "past_key_values") -> M:
+    """As `lean_copy`, of what drafts with one layer: its short passes go to our kernels, and to a compiled layer.
+
+    Args:
+        module: on one device, with a config.
+        layer_name: of the layer within the module, where it is to be compiled.
+        cache_name: as in `CompiledLayer`.
+    """
+    weight = next(module.parameters())
+    own: Any = has_kernel(weight.device, weight.dtype)
+    config: Any = module.config
+    twin = lean_copy(module, grouped_attention_config(config) if own else None)
+    if own and layer_name is not None:
+        parent, _, leaf = layer_name.rpartition(".")
+        owner = twin.get_submodule(parent)
+        layer = CompiledLayer(owner.get_submodule(leaf), cache_name)
+        owner._modules[leaf] = layer
+        if leaf in owner.__dict__:
+            owner.__dict__[leaf] = layer
+    return twin
 
 
 class _NoCache:

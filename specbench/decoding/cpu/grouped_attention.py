@@ -79,7 +79,7 @@ def attend(
         query: [b, heads, n, d].
         key: [b, kv_heads, kv_len, d].
         value: likewise.
-        attention_mask: as `fold_mask` gives it; None: a prefill, or a single token that attends to everything.
+        attention_mask: as `fold_mask` gives it, or as it was; None: a prefill, or a single token that sees everything.
         scaling: of the scores.
         dropout: share of the weights of attention that is left out, in training.
         **options: for `stock`. A window is in the mask.
@@ -89,12 +89,14 @@ def attend(
     """
     (b, heads, n, d), kv_heads = query.shape, key.shape[1]
     tokens = heads // kv_heads * n
-    short = n == 1 or (n <= SHORT and attention_mask is not None and attention_mask.shape[-2] == tokens)
-    if not short or any(options.get(name) is not None for name in OF_STOCK):
-        return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
-    if dropout == 0 and has_kernel(query.device, query.dtype):
+    short = n == 1 or (n <= SHORT and attention_mask is not None)
+    plain = all(options.get(name) is None for name in OF_STOCK)
+    if short and plain and dropout == 0 and has_kernel(query.device, query.dtype):
         scale = d**-0.5 if scaling is None else scaling
         return torch.ops.specbench.attend.default(query, key, value, attention_mask, scale), None
-    folded = query.reshape(b, kv_heads, tokens, -1)
-    attended = scaled_dot_product_attention(folded, key, value, attention_mask, dropout, scale=scaling)
+    folded = n == 1 or (attention_mask is not None and attention_mask.shape[-2] == tokens)
+    if not (short and folded and plain):
+        return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
+    grouped = query.reshape(b, kv_heads, tokens, -1)
+    attended = scaled_dot_product_attention(grouped, key, value, attention_mask, dropout, scale=scaling)
     return attended.view(b, heads, n, -1).transpose(1, 2).contiguous(), None

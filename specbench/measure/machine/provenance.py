@@ -383,10 +383,10 @@ def _without_secret_value(argument: str) -> str:
 def bandwidth(device: torch.device) -> float:
     """Bytes per second at which the memory of `device` is read: the ceiling of work that is bound by it.
 
-    The median over passes that each read a large buffer of float32 numbers, once or several times, after a warm-up, with
-    the threads torch has now. A sum reads every byte once, writes nothing, and of torch's operations is closest to what
-    the memory gives. On a CPU a product by the kernel of our own reads several streams side by side: the faster of the
-    two counts. The type of the weights plays no part. Weights that fit into a cache can be read faster.
+    The median over passes that each read a large buffer of float32 numbers, once or several times, after a warm-up,
+    with the threads torch has now. A sum reads every byte once, writes nothing, and of torch's operations is closest to
+    what the memory gives. On a CPU a product by the kernel of our own reads several streams side by side: the faster of
+    the two counts. The type of the weights plays no part. Weights that fit into a cache can be read faster.
     """
     import torch
 
