@@ -398,8 +398,8 @@ FAULTS = (
         "a compiled layer keeps the norm that it was compiled with",
         "kernels",
         f"{D}/cpu/compiled_layers.py",
-        "tensors = {name: tensor.detach() for name",
-        "tensors = {name: tensor.detach().clone() for name",
+        "tensors = {name: tensor for name, tensor in tensors.items()",
+        "tensors = {name: tensor.clone() for name, tensor in tensors.items()",
         ("tests/decoding/test_compiled_layers.py",),
     ),
     Fault(

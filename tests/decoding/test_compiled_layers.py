@@ -88,7 +88,7 @@ def test_layers_share_a_function_and_a_changed_weight_is_seen():
     with torch.inference_mode(False):
         target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
     first = passes(target, ids)["chain"]
-    functions = {layer._compiled[False][0] for layer in target.stack.compiled}
+    functions = {layer._compiled[torch.float32, False][0] for layer in target.stack.compiled}
     assert len(functions) == 1
     with torch.inference_mode(False):
         for layer in target.model.model.layers:
@@ -127,6 +127,38 @@ def test_what_cannot_be_traced_runs_as_it_is_and_says_so_once(monkeypatch, capfd
     assert torch.equal(passes(target, ids)["chain"], passes(plain(target), ids)["chain"])
     lines = capfd.readouterr().err.splitlines()
     assert lines == ["warning: a LlamaDecoderLayer is not compiled: RuntimeError: no such operation"]
+
+
+@torch.inference_mode()
+def test_a_model_that_changes_its_type_is_compiled_anew():
+    with torch.inference_mode(False):
+        target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
+    passes(target, ids)
+    with torch.inference_mode(False):
+        target.model.to(torch.bfloat16)
+        moved = StagedModel(target.model)
+    states = torch.randn(1, 3, target.hidden_size, dtype=torch.bfloat16)
+    for layer, other in zip(target.stack.compiled, moved.stack.compiled):
+        cache = moved.new_cache(64)
+        cos, sin = (torch.randn(1, 3, 16, dtype=torch.bfloat16) for _ in range(2))
+        arguments = {"position_embeddings": (cos, sin), "attention_mask": None, "use_cache": True}
+        outputs = []
+        for each in (layer, other):
+            cache.begin_pass(0, len(moved.layers), ForwardContext.consecutive(0, 3), 1, 3)
+            outputs.append(each(states, past_key_values=cache, **arguments))
+        torch.testing.assert_close(*outputs, atol=0.1, rtol=0.1)
+
+
+@torch.inference_mode()
+def test_layers_with_hooks_are_not_compiled(capfd):
+    compiled_layers._warn_once.cache_clear()
+    with torch.inference_mode(False):
+        target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
+    met = []
+    for layer in target.layers:
+        layer.mlp.register_forward_hook(lambda *_: met.append(1))
+    passes(target, ids)
+    assert met and not target.stack.is_compiled
 
 
 @torch.inference_mode()

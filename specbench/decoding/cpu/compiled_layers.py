@@ -30,15 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     Tensors = Sequence[torch.Tensor]
+    Key = tuple[torch.dtype, bool]
 
 COMPILED = "compiled"  # the folder in the user's cache
 NAMESPACE = "specbench_layer"
 NAME = "specbench_compiled"  # of the attention function that tracing meets
 SIZES = (3, 5)  # of a batch and of a pass, that stand for all sizes in a trace
-TOLERANCE = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 0.1,
-}  # of the greatest state, between a compiled layer and the layer
+# Between the states of a compiled layer and of the layer, as a share of the greatest state.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 # Nothing here is large enough for several threads; the compiler itself needs no processes of its own.
 OPTIONS = {"cpp.threads": 1, "size_asserts": False, "alignment_asserts": False}
 
@@ -100,8 +99,8 @@ class CompiledLayer(torch.nn.Module):
         self.layer, self._cache_name = layer, cache_name
         self._names, self._tensors = _tensors(layer)
         self.products = _products(layer)
-        # By whether there are angles for each of several sequences; None: not compiled.
-        self._compiled: dict[bool, tuple[Callable[..., Any], Attention] | None] = {}
+        # By dtype, and by whether there are angles for each of several sequences; None: not compiled.
+        self._compiled: dict[Key, tuple[Callable[..., Any], Attention] | None] = {}
 
     def __call__(self, *states: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """States, one or several of [b, n, width] -> [b, n, d]; arguments as of the layer."""
@@ -109,7 +108,7 @@ class CompiledLayer(torch.nn.Module):
         if b * n > SHORT or torch.is_grad_enabled():
             return self.layer(*states, **arguments)
         angles = arguments.get("position_embeddings", ())
-        key = bool(angles) and angles[0].shape[0] > 1
+        key = states[0].dtype, bool(angles) and angles[0].shape[0] > 1
         if key not in self._compiled:
             return self._first(key, states, arguments)
         compiled = self._compiled[key]
@@ -133,7 +132,7 @@ class CompiledLayer(torch.nn.Module):
         CALL.cache, CALL.mask = arguments[self._cache_name], arguments["attention_mask"]
         return function(*states, *arguments.get("position_embeddings", ()), *self._tensors)
 
-    def _first(self, key: bool, states: Tensors, arguments: dict[str, Any]) -> torch.Tensor:
+    def _first(self, key: Key, states: Tensors, arguments: dict[str, Any]) -> torch.Tensor:
         """A pass run both ways, if the layer can be compiled."""
         expected = self.layer(*states, **arguments)
         self._compiled[key] = None
@@ -160,8 +159,10 @@ class CompiledLayer(torch.nn.Module):
         scale = options.get("scaling") if has_own else None
         return Attention(module, module.layer_idx, _attention_functions()[name], options, scale)
 
-    def _shared(self, key: bool, states: Tensors, arguments: dict[str, Any]) -> Traced:
+    def _shared(self, key: Key, states: Tensors, arguments: dict[str, Any]) -> Traced:
         """The function of this layer, shared with all that a trace cannot tell from it."""
+        if any(part._forward_hooks or part._forward_pre_hooks for part in self.layer.modules()):
+            raise TraceError("it has hooks")
         angles = arguments.get("position_embeddings", ())
         shapes = tuple((part.shape[-1], part.dtype) for part in (*states, *angles))
         signature = key, len(states), shapes, _signature(self.layer)
@@ -345,7 +346,7 @@ def _tensors(layer: torch.nn.Module) -> tuple[list[str], list[torch.Tensor]]:
     """All other tensors of a layer, with their names: the function's inputs, so that layers can share it."""
     matrices = {id(part.weight) for part in layer.modules() if isinstance(part, JoinedLinear | PackedLinear)}
     tensors = dict([*layer.named_parameters(), *layer.named_buffers()])
-    tensors = {name: tensor.detach() for name, tensor in tensors.items() if id(tensor) not in matrices}
+    tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) not in matrices}
     return [*tensors], [*tensors.values()]
 
 
