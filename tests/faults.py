@@ -406,8 +406,8 @@ FAULTS = (
         "whether a compiled layer gives the layer's states is not looked at",
         "kernels",
         f"{D}/cpu/compiled_layers.py",
-        "if states.shape != expected.shape or not apart <= TOLERANCE[hidden.dtype]:",
-        "if states.shape != expected.shape:",
+        "if output.shape != expected.shape or not apart <= TOLERANCE[output.dtype]:",
+        "if output.shape != expected.shape:",
         ("tests/decoding/test_compiled_layers.py",),
     ),
     Fault(
