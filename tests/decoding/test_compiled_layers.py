@@ -7,7 +7,9 @@ import copy
 import pytest
 import torch
 
-from specbench.decoding.cpu import compiled_layers, native, packed_linear
+from specbench.decoding.cpu import compiled_layers, native
+from specbench.decoding.cpu.autotune import _laid
+from specbench.decoding.cpu.packed_linear import PANELS
 from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.model.graphs import SWITCH, Options, compiles, set_options
 from specbench.decoding.model.staged_model import StagedModel
@@ -23,8 +25,8 @@ def compiled(arch: str, dtype: torch.dtype = torch.float32, **config) -> StagedM
     model = copy.deepcopy(random_model(arch, 0, **config)).to(dtype)
     set_options(model, Options(compile=True))
     target = StagedModel(model)
-    for weight in packed_linear.PACKED:
-        weight.choose({1: packed_linear.PANELS, 6: packed_linear.PANELS})
+    for weight in _laid([*target.layers, target.lm_head]):
+        weight.choose({1: PANELS, 6: PANELS})
     return target
 
 

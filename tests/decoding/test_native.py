@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 
-from specbench.decoding.cpu import native, packed_linear
+from specbench.decoding.cpu import native
+from specbench.decoding.cpu.autotune import _laid
 from specbench.decoding.cpu.huge_pages import ALIGNED, CHUNK, in_huge_pages
-from specbench.decoding.cpu.packed_linear import MOST_PANELLED, Panels
+from specbench.decoding.cpu.packed_linear import MOST_PANELLED, PANELS, Panels
 from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
@@ -100,8 +101,8 @@ def test_a_verified_token_has_the_bits_of_a_decoded_one(arch, dtype):
     if getattr(model.config, "attn_logit_softcapping", None):
         pytest.skip("scores that are capped go to transformers' attention")
     target = StagedModel(model)
-    for weight in packed_linear.PACKED:
-        weight.choose({1: packed_linear.PANELS, 6: packed_linear.PANELS})
+    for weight in _laid([*target.layers, target.lm_head]):
+        weight.choose({1: PANELS, 6: PANELS})
     with torch.inference_mode():
         same_bits(target)
 

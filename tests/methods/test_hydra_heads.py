@@ -411,7 +411,7 @@ def test_expanded_heads_draft_the_same(kind, shape, tmp_path):
     expected, found = (drafts(d, p, 0.0) for d, p in zip(drafters, (pair, other)))
     assert len(expected) == len(found) > 5
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(expected, found))
-    torch.testing.assert_close(torch.stack(states[1]), torch.stack(states[0]), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(torch.stack(states[1]), torch.stack(states[0]), rtol=5e-5, atol=5e-5)
 
 
 def test_heads_with_matrices_of_their_own_are_not_expanded(tmp_path):

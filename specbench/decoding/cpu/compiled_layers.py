@@ -278,10 +278,10 @@ def compiled_copy(module: M, layer_name: str | None, cache_name: str = "past_key
         cache_name: as in `CompiledLayer`.
     """
     weight = next(module.parameters())
-    own: Any = has_kernel(weight.device, weight.dtype)
+    on_kernels = has_kernel(weight.device, weight.dtype)
     config: Any = module.config
-    twin = lean_copy(module, grouped_attention_config(config) if own else None)
-    if own and layer_name is not None:
+    twin = lean_copy(module, grouped_attention_config(config) if on_kernels else None)
+    if on_kernels and layer_name is not None:
         parent, _, leaf = layer_name.rpartition(".")
         owner = twin.get_submodule(parent)
         layer = CompiledLayer(owner.get_submodule(leaf), cache_name)

@@ -19,14 +19,19 @@ def in_huge_pages(values: torch.Tensor) -> torch.Tensor:
 
     A chunk is given back to the system when no copy in it is left.
     """
-    global _REST
     with torch.inference_mode(False), torch.no_grad():
-        with _LOCK:
-            if _REST.numel() < values.nbytes:
-                _REST = _chunk(max(CHUNK, values.nbytes))
-            taken = _REST[: values.nbytes]
-            _REST = _REST[-(-values.nbytes // ALIGNED) * ALIGNED :]
-        return taken.view(values.dtype).view(values.shape).copy_(values)
+        memory = _taken(values.nbytes) if values.nbytes < CHUNK else _chunk(values.nbytes)
+        return memory.view(values.dtype).view(values.shape).copy_(values)
+
+
+def _taken(size: int) -> torch.Tensor:
+    """Bytes of a chunk that others share."""
+    global _REST
+    with _LOCK:
+        if _REST.numel() < size:
+            _REST = _chunk(CHUNK)
+        taken, _REST = _REST[:size], _REST[-(-size // ALIGNED) * ALIGNED :]
+    return taken
 
 
 def _chunk(size: int) -> torch.Tensor:

@@ -408,7 +408,7 @@ def bandwidth(device: torch.device) -> float:
         return clock.seconds(start, end)
 
     reads: list[Callable[[], object]] = [buffer.sum]
-    if has_kernel(device, buffer.dtype):
+    if has_kernel(device, torch.float32):
         panels, state = Panels(buffer.view(-1, COLUMNS)), torch.ones(1, COLUMNS)
         reads.append(lambda: panels.times(state, None))
     for read in reads:
