@@ -39,7 +39,10 @@ SCHEMA = 4
 COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed
 # What a summary holds of the facts of its run; older folders lack some.
 OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_bytes")
-OF_NEWER_FACTS = ("threads", "layouts", "extra_cores", "slice_seconds", "anatomy", "weights_source")
+OF_NEWER_FACTS = (
+    *("threads", "layouts", "kernels", "compiled"),
+    *("extra_cores", "slice_seconds", "anatomy", "weights_source"),
+)
 QUESTION_COLUMNS = {
     "question_id": "int64",
     "task": "str",
