@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,6 @@ class Certifier:
 
     def __init__(self, setup: Setup, protocol: Protocol):
         self.setup, self.protocol = setup, protocol
-        self._noise: dict[bool, float] = {}  # by whether the model's own forward is compared
         self._first: dict[tuple[int, int, str, int], list[int]] = {}
 
     def recall(self, records: list[dict]) -> None:
@@ -139,14 +139,25 @@ class Certifier:
 
         It is measured when it is first needed: the first answer that differs waits for it, not the first question.
         """
-        if (arm == HF) not in self._noise:
-            setup, requests = self.setup, self.protocol.warm_up_requests(NOISE_TOKENS)
-            answers = setup.answers(setup.reference, requests)
-            samples = [(request.prompt, answer.tokens) for request, answer in zip(requests, answers)]
-            noise = shape_noise(setup.target, samples, trees=setup.drafter.max_nodes > 0)
-            if setup.spec.unit == POOL:
-                noise = max(noise, batch_noise(setup.target, samples, setup.spec.batch_size))
-            if arm == HF:
-                noise = max(noise, model_noise(setup.target, samples))
-            self._noise[arm == HF] = noise
-        return self._noise[arm == HF]
+        return max(self._noise_of_shapes, self._noise_of_forwards) if arm == HF else self._noise_of_shapes
+
+    @cached_property
+    def _samples(self) -> list[tuple[list[int], list[int]]]:
+        """Prompts of the warm-up questions and the reference's answers."""
+        requests = self.protocol.warm_up_requests(NOISE_TOKENS)
+        answers = self.setup.answers(self.setup.reference, requests)
+        return [(request.prompt, answer.tokens) for request, answer in zip(requests, answers)]
+
+    @cached_property
+    def _noise_of_shapes(self) -> float:
+        """Between passes of ours of different shapes."""
+        setup = self.setup
+        noise = shape_noise(setup.target, self._samples, trees=setup.drafter.max_nodes > 0)
+        if setup.spec.unit == POOL:
+            noise = max(noise, batch_noise(setup.target, self._samples, setup.spec.batch_size))
+        return noise
+
+    @cached_property
+    def _noise_of_forwards(self) -> float:
+        """Between our passes and the model's own forward."""
+        return model_noise(self.setup.target, self._samples)
