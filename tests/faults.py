@@ -389,9 +389,9 @@ FAULTS = (
         "two tokens are summed in another order than one",
         "kernels",
         f"{D}/cpu/kernels/product.cpp",
-        "for (int t = 0; t < T; t++) total[p][r][t] = fma(weight, state[t], total[p][r][t]);",
-        "for (int t = 0; t < T; t++) total[p][r][t] = T == 2 ? weight * state[t] + total[p][r][t]"
-        " : fma(weight, state[t], total[p][r][t]);",
+        "total[p][r][t] = fma(weight[v], state[t][v], total[p][r][t]);",
+        "total[p][r][t] = T == 2 ? weight[v] * state[t][v] + total[p][r][t]"
+        " : fma(weight[v], state[t][v], total[p][r][t]);",
         ("tests/decoding/test_native.py",),
     ),
     Fault(

@@ -49,20 +49,6 @@ inline void hold(Floats& vector) {
 
 inline Floats broadcast(float number) { return number - Floats{}; }
 
-// Blocks of numbers are VECTORS vectors each: of bfloat16, one of those with even indices and one of the others.
-template <class T>
-constexpr int VECTORS = std::is_same_v<T, float> ? 1 : 2;
-template <class T>
-constexpr int64_t BLOCK = VECTORS<T> * LANES;
-
-inline void load_block(const float* from, Floats* to) { to[0] = load<Floats>(from); }
-
-inline void load_block(const uint16_t* from, Floats* to) {
-  Words pairs = load<Words>(from);
-  to[0] = (Floats)(pairs << 16);
-  to[1] = (Floats)(pairs & 0xffff0000u);
-}
-
 inline void store_block(float* to, const Floats* from) { store(to, from[0]); }
 
 // To the nearest bfloat16, in the upper half of each word.

@@ -22,43 +22,20 @@ constexpr int64_t THREAD = 1 << 16;  // numbers of a matrix that are worth a thr
 
 // The outputs [T, P, PANEL] of T tokens, whose states lie `stride` floats apart, and of P panels of `size` numbers each,
 // which lie `apart` numbers from one another.
-template <int T, int P>
-void sums(const float* weights, int64_t size, int64_t apart, const float* states, int64_t stride,
-          float* outputs) {
+template <int T, int P, class W>
+void sums(const W* weights, int64_t size, int64_t apart, const float* states, int64_t stride, float* outputs) {
+  constexpr int V = VECTORS<W>;
   Floats total[P][PANEL][T] = {};
-  for (int64_t done = 0; done < size; done += PANEL * LANES, states += LANES) {
-    Floats state[T];
-    for (int t = 0; t < T; t++) state[t] = load<Floats>(states + t * stride);
+  for (int64_t done = 0; done < size; done += PANEL * BLOCK<W>, states += BLOCK<W>) {
+    Floats state[T][V];
+    for (int t = 0; t < T; t++)
+      for (int v = 0; v < V; v++) state[t][v] = load<Floats>(states + t * stride + v * LANES);
     for (int p = 0; p < P; p++)
       for (int r = 0; r < PANEL; r++) {
-        Floats weight = load<Floats>(weights + p * apart + done + r * LANES);
-        for (int t = 0; t < T; t++) total[p][r][t] = fma(weight, state[t], total[p][r][t]);
-      }
-  }
-  for (int t = 0; t < T; t++)
-    for (int p = 0; p < P; p++)
-      for (int r = 0; r < PANEL; r++) *outputs++ = sum(total[p][r][t]);
-}
-
-// Of bfloat16 a vector holds the columns of two vectors of floats: the first one in the lower halves of its words.
-template <int T, int P>
-void sums(const uint16_t* weights, int64_t size, int64_t apart, const float* states, int64_t stride,
-          float* outputs) {
-  Floats total[P][PANEL][T] = {};
-  for (int64_t done = 0; done < size; done += 2 * PANEL * LANES, states += 2 * LANES) {
-    Floats low[T], high[T];
-    for (int t = 0; t < T; t++) {
-      low[t] = load<Floats>(states + t * stride);
-      high[t] = load<Floats>(states + t * stride + LANES);
-    }
-    for (int p = 0; p < P; p++)
-      for (int r = 0; r < PANEL; r++) {
-        Words pair = load<Words>(weights + p * apart + done + r * 2 * LANES);
-        Floats first = (Floats)(pair << 16), second = (Floats)(pair & 0xffff0000u);
-        for (int t = 0; t < T; t++) {
-          total[p][r][t] = fma(first, low[t], total[p][r][t]);
-          total[p][r][t] = fma(second, high[t], total[p][r][t]);
-        }
+        Floats weight[V];
+        load_block(weights + p * apart + done + r * BLOCK<W>, weight);
+        for (int t = 0; t < T; t++)
+          for (int v = 0; v < V; v++) total[p][r][t] = fma(weight[v], state[t][v], total[p][r][t]);
       }
   }
   for (int t = 0; t < T; t++)

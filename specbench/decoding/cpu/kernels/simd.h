@@ -67,9 +67,17 @@ inline float sum(Floats vector) {
 #endif
 }
 
-inline float widened(uint16_t bfloat) {
-  uint32_t bits = uint32_t(bfloat) << 16;
-  float number;
-  std::memcpy(&number, &bits, sizeof number);
-  return number;
+// Numbers are read in blocks of VECTORS vectors. Of bfloat16 a block lies in the words of one vector: their lower halves
+// are the first vector, their upper halves the second.
+template <class T>
+constexpr int VECTORS = sizeof(float) / sizeof(T);
+template <class T>
+constexpr int64_t BLOCK = VECTORS<T> * LANES;
+
+inline void load_block(const float* from, Floats* to) { to[0] = load<Floats>(from); }
+
+inline void load_block(const uint16_t* from, Floats* to) {
+  Words pairs = load<Words>(from);
+  to[0] = (Floats)(pairs << 16);
+  to[1] = (Floats)(pairs & 0xffff0000u);
 }
