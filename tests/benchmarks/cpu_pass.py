@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from specbench.decoding.cpu import autotune, grouped_attention, packed_linear
 from specbench.decoding.cpu.autotune import PassShape, choose_layouts
-from specbench.decoding.cpu.packed_linear import LAYOUTS, PANELS
+from specbench.decoding.cpu.packed_linear import LAYOUTS, PANELS, packed_weights
 from specbench.decoding.model import staged_model
 from specbench.decoding.model.graphs import Options, set_options
 from specbench.decoding.model.staged_model import StagedModel
@@ -45,7 +45,7 @@ class Way:
     def __init__(self, name: str, target: StagedModel, tokens: list[int]):
         self.name, self.target = name, target
         layouts = {k: v for k, v in LAYOUTS.items() if k != PANELS} if name == TORCH else LAYOUTS
-        weights = autotune._laid([*target.layers, target.lm_head])
+        weights = packed_weights([*target.layers, target.lm_head])
         autotune._FASTEST.clear()
         with (
             patch.dict(LAYOUTS, layouts, clear=True),
@@ -170,7 +170,7 @@ def print_parts(ways: list[Way], token: torch.Tensor, speed: float, repeats: int
             for label, of in seconds.items():
                 parts[way.name][label].append(of)
     reading: dict[str, float] = defaultdict(float)
-    for laid in autotune._laid([*ways[0].target.layers, ways[0].target.lm_head]):
+    for laid in packed_weights([*ways[0].target.layers, ways[0].target.lm_head]):
         reading["x".join(map(str, laid.weight.shape))] += laid.weight.nbytes / speed
     print(f"\n{'ms of a pass of one token':>58}{'reading':>9}" + "".join(f"{way.name:>20}" for way in ways))
     for label in parts[KERNELS]:

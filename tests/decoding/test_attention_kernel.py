@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.decoding.cpu import native
 from specbench.decoding.cpu.grouped_attention import fold_mask
 from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.model.layer_stack import attention_mask
 from specbench.decoding.tree import Tree
+from tests.support.kernel_passes import needs_kernels
 
-pytestmark = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
+pytestmark = needs_kernels
 
 SCALE = 0.3
 HIDDEN = float("-inf")

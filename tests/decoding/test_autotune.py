@@ -21,6 +21,7 @@ from specbench.decoding.cpu.packed_linear import (
     EmbeddingBagGemv,
     Panels,
     packed_linear,
+    packed_weights,
     product,
 )
 from specbench.decoding.model.staged_model import StagedModel
@@ -493,7 +494,7 @@ def test_measuring_leaves_the_logits_and_no_copy_behind(monkeypatch):
     target = StagedModel(model)
     chosen = choose_layouts(target, [ONE, SIX])
     assert {of for choices in names_of(chosen).values() for of in choices.values()} == {"columns"}
-    own = layouts._laid([*target.layers, target.lm_head])
+    own = packed_weights([*target.layers, target.lm_head])
     assert own and not any(isinstance(one.one_token, layouts.Timed) for one in own)
     assert all(one.fixed or one.one_token is None for one in own)
     with torch.inference_mode():
@@ -506,7 +507,7 @@ def test_a_measurement_that_fails_leaves_the_weights_themselves(monkeypatch):
     monkeypatch.setattr(layouts.TimedPasses, "run", lambda passes, shape: next(runs))
     with pytest.raises(StopIteration):
         choose_layouts(target, [ONE, SIX])
-    own = layouts._laid([*target.layers, target.lm_head])
+    own = packed_weights([*target.layers, target.lm_head])
     assert own and all(one.one_token is None for one in own)
 
 
@@ -517,5 +518,5 @@ def test_a_hopeless_layout_is_not_tried_to_the_end(monkeypatch):
     monkeypatch.setattr(layouts, "SECONDS", 1e9)
     choose_layouts(target, [SIX])
     counts = {of: sum(one == of for one, _ in world.products) for of in ("rows", "packed")}
-    of_a_turn = 2 * len(layouts._laid([*target.layers, target.lm_head]))
+    of_a_turn = 2 * len(packed_weights([*target.layers, target.lm_head]))
     assert counts["rows"] - counts["packed"] == of_a_turn * (layouts.ROUNDS - layouts.FEWEST_ROUNDS)

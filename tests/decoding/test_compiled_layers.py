@@ -7,27 +7,20 @@ import copy
 import pytest
 import torch
 
-from specbench.decoding.cpu import compiled_layers, native
-from specbench.decoding.cpu.autotune import _laid
-from specbench.decoding.cpu.packed_linear import PANELS
-from specbench.decoding.kv_cache import ForwardContext, KVCache
+from specbench.decoding.cpu import compiled_layers
+from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.graphs import SWITCH, Options, compiles, set_options
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.state import Draft
-from specbench.decoding.tree import Tree
+from tests.support.kernel_passes import PROMPT, TOKENS, needs_kernels, passes, take_panels
 from tests.support.models import ARCHITECTURES, random_model
 
-pytestmark = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
-PROMPT, TOKENS = 20, 6
+pytestmark = needs_kernels
 
 
 def compiled(arch: str, dtype: torch.dtype = torch.float32, **config) -> StagedModel:
     model = copy.deepcopy(random_model(arch, 0, **config)).to(dtype)
     set_options(model, Options(compile=True))
-    target = StagedModel(model)
-    for weight in _laid([*target.layers, target.lm_head]):
-        weight.choose({1: PANELS, 6: PANELS})
-    return target
+    return take_panels(StagedModel(model))
 
 
 def plain(target: StagedModel) -> StagedModel:
@@ -38,32 +31,9 @@ def plain(target: StagedModel) -> StagedModel:
     return twin
 
 
-def prefilled(target: StagedModel, ids: torch.Tensor, slots: int = 1) -> KVCache:
-    cache = target.new_cache(64, slots)
-    for slot in range(slots):
-        target.prefill(ids[:, :PROMPT], cache.slot(slot))
-    return cache
-
-
-def passes(target: StagedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Logits [6, vocab] of the tokens after the prompt: alone, in a chain, in a tree, and of two sequences."""
-    first, rest = ids[:, PROMPT : PROMPT + 1], ids[:, PROMPT + 1 :]
-    cache = prefilled(target, ids)
-    alone = [
-        target.verify(ids[:, i : i + 1], Draft(ids[:, :0]), cache, i)[0]
-        for i in range(PROMPT, PROMPT + TOKENS)
-    ]
-    tree = Tree.of(torch.tensor([-1, -1, 0, 2, 0, 3, 5]))
-    nodes = rest[:, [0, 0, 1, 2, 0, 3, 4]]
-    ctx = ForwardContext.nodes(PROMPT, tree.offsets()[0], tree.visible[0])
-    in_tree = target.verify(first, Draft(nodes, tree), prefilled(target, ids), ctx)
-    two = target.verify(first.expand(2, -1), Draft(rest.expand(2, -1)), prefilled(target, ids, 2), PROMPT)
-    return {
-        "alone": torch.cat(alone),
-        "chain": target.verify(first, Draft(rest), prefilled(target, ids), PROMPT)[0],
-        "tree": in_tree[0, [0, 1, 3, 4, 6, 7]],
-        "two": two[1],
-    }
+def logits_of(target: StagedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of the tokens after the prompt, in each way."""
+    return passes(target, ids)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,12 +43,12 @@ def passes(target: StagedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_a_compiled_layer_gives_what_the_layer_gives(arch, dtype, capfd):
     target, ids = compiled(arch, dtype), torch.randint(3, 60, (1, PROMPT + TOKENS))
     with torch.inference_mode():
-        logits, expected = passes(target, ids), passes(plain(target), ids)
+        logits, expected = logits_of(target, ids), logits_of(plain(target), ids)
     for name, of in logits.items():
         if dtype == torch.float32:
             torch.testing.assert_close(of, expected[name], atol=1e-5, rtol=1e-5)
         else:  # what is fused is not rounded in between
-            exact = passes(plain(compiled(arch)), ids)["alone"]
+            exact = logits_of(plain(compiled(arch)), ids)["alone"]
             assert (of - exact).abs().mean() < 1.2 * (expected[name] - exact).abs().mean()
         if not getattr(target.config, "attn_logit_softcapping", None):
             assert torch.equal(of, logits["alone"]), f"{name}: other bits than alone"
@@ -89,16 +59,16 @@ def test_a_compiled_layer_gives_what_the_layer_gives(arch, dtype, capfd):
 def test_layers_share_a_function_and_a_changed_weight_is_seen():
     with torch.inference_mode(False):
         target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
-    first = passes(target, ids)["chain"]
+    first = logits_of(target, ids)["chain"]
     functions = {layer._compiled[torch.float32, False][0] for layer in target.stack.compiled}
     assert len(functions) == 1
     with torch.inference_mode(False):
         for layer in target.model.model.layers:
             layer.mlp.down_proj.weight.mul_(1.5)
             layer.input_layernorm.weight.mul_(0.5)
-    second = passes(target, ids)["chain"]
+    second = logits_of(target, ids)["chain"]
     assert not torch.equal(first, second)
-    torch.testing.assert_close(second, passes(plain(target), ids)["chain"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(second, logits_of(plain(target), ids)["chain"], atol=1e-5, rtol=1e-5)
 
 
 @torch.inference_mode()
@@ -110,7 +80,7 @@ def test_a_fault_in_a_compiled_layer_is_found_by_its_first_pass(monkeypatch, cap
     monkeypatch.setattr(
         compiled_layers.CompiledLayer, "_call", lambda layer, *arguments: 1.01 * call(layer, *arguments)
     )
-    torch.testing.assert_close(passes(target, ids)["chain"], passes(plain(target), ids)["chain"])
+    torch.testing.assert_close(logits_of(target, ids)["chain"], logits_of(plain(target), ids)["chain"])
     assert "is not compiled: its states would be 0.01 off" in capfd.readouterr().err
     assert not target.stack.is_compiled
 
@@ -126,7 +96,7 @@ def test_what_cannot_be_traced_runs_as_it_is_and_says_so_once(monkeypatch, capfd
     monkeypatch.setattr(compiled_layers, "_compile", refuse)
     with torch.inference_mode(False):
         target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
-    assert torch.equal(passes(target, ids)["chain"], passes(plain(target), ids)["chain"])
+    assert torch.equal(logits_of(target, ids)["chain"], logits_of(plain(target), ids)["chain"])
     lines = capfd.readouterr().err.splitlines()
     assert lines == ["warning: a LlamaDecoderLayer is not compiled: RuntimeError: no such operation"]
 
@@ -135,7 +105,7 @@ def test_what_cannot_be_traced_runs_as_it_is_and_says_so_once(monkeypatch, capfd
 def test_a_model_that_changes_its_type_is_compiled_anew():
     with torch.inference_mode(False):
         target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
-    passes(target, ids)
+    logits_of(target, ids)
     with torch.inference_mode(False):
         target.model.to(torch.bfloat16)
         moved = StagedModel(target.model)
@@ -159,7 +129,7 @@ def test_layers_with_hooks_are_not_compiled(capfd):
     met = []
     for layer in target.layers:
         layer.mlp.register_forward_hook(lambda *_: met.append(1))
-    passes(target, ids)
+    logits_of(target, ids)
     assert met and not target.stack.is_compiled
 
 

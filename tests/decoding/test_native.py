@@ -10,17 +10,12 @@ import pytest
 import torch
 
 from specbench.decoding.cpu import native
-from specbench.decoding.cpu.autotune import _laid
 from specbench.decoding.cpu.huge_pages import ALIGNED, CHUNK, in_huge_pages
-from specbench.decoding.cpu.packed_linear import MOST_PANELLED, PANELS, Panels
-from specbench.decoding.kv_cache import ForwardContext, KVCache
+from specbench.decoding.cpu.packed_linear import MOST_PANELLED, Panels
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.state import Draft
-from specbench.decoding.tree import Tree
 from specbench.system.errors import UserError
+from tests.support.kernel_passes import PROMPT, TOKENS, needs_kernels, passes, take_panels
 from tests.support.models import ARCHITECTURES, random_model
-
-needs_kernels = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
 
 
 @needs_kernels
@@ -100,41 +95,13 @@ def test_a_verified_token_has_the_bits_of_a_decoded_one(arch, dtype):
     model = copy.deepcopy(random_model(arch, 0)).to(dtype)
     if getattr(model.config, "attn_logit_softcapping", None):
         pytest.skip("scores that are capped go to transformers' attention")
-    target = StagedModel(model)
-    for weight in _laid([*target.layers, target.lm_head]):
-        weight.choose({1: PANELS, 6: PANELS})
+    target, ids = take_panels(StagedModel(model)), torch.randint(3, 60, (1, PROMPT + TOKENS))
     with torch.inference_mode():
-        same_bits(target)
-
-
-def same_bits(target: StagedModel) -> None:
-    ids = torch.randint(3, 60, (1, 20 + 6))
-    cache = prefilled(target, ids)
-    decoded = [target.verify(ids[:, i : i + 1], Draft(ids[:, :0]), cache, i)[0, 0] for i in range(20, 26)]
-
-    chain = prefilled(target, ids)
-    assert torch.equal(target.verify(ids[:, 20:21], Draft(ids[:, 21:]), chain, 20)[0], torch.stack(decoded))
-    assert all(torch.equal(a, b) for a, b in zip(chain.segments, cache.segments))
-
-    # The tokens after the first are nodes 0, 2, 3, 5 and 6 of a tree.
-    tree = Tree.of(torch.tensor([-1, -1, 0, 2, 0, 3, 5]))
-    tokens = torch.stack([ids[0, 21], ids[0, 3], ids[0, 22], ids[0, 23], ids[0, 4], ids[0, 24], ids[0, 25]])
-    ctx = ForwardContext.nodes(20, tree.offsets()[0], tree.visible[0])
-    logits = target.verify(ids[:, 20:21], Draft(tokens[None], tree), prefilled(target, ids), ctx)[0]
-    assert torch.equal(logits[[0, 1, 3, 4, 6, 7]], torch.stack(decoded))
-
-    two = target.new_cache(64, slots=2)
-    for slot in (0, 1):
-        target.prefill(ids[:, :20], two.slot(slot))
-    twice = torch.cat([ids, ids.flip(1)])
-    batch = target.verify(twice[:, 20:21], Draft(twice[:, 21:]), two, 20)
-    assert torch.equal(batch[0], torch.stack(decoded))
-
-
-def prefilled(target: StagedModel, ids: torch.Tensor) -> KVCache:
-    cache = target.new_cache(64)
-    target.prefill(ids[:, :20], cache)
-    return cache
+        logits, caches = passes(target, ids)
+    for name, of in logits.items():
+        assert torch.equal(of, logits["alone"]), f"{name}: other bits than alone"
+    alone, chain = (caches[name].segments for name in ("alone", "chain"))
+    assert all(torch.equal(a, b) for a, b in zip(alone, chain, strict=True))
 
 
 @pytest.mark.process

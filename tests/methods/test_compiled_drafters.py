@@ -8,17 +8,17 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from specbench.decoding.cpu import native
 from specbench.decoding.cpu.compiled_layers import CompiledLayer
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure.runner import prepare
 from tests.support.conf import composed
+from tests.support.kernel_passes import needs_kernels
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(native.reason() is not None, reason=str(native.reason())),
+    needs_kernels,
 ]
 
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from specbench.decoding.cpu import grouped_attention, native
-from specbench.decoding.cpu.autotune import _laid
-from specbench.decoding.cpu.packed_linear import PANELS
+from specbench.decoding.cpu import grouped_attention
 from specbench.decoding.device import place_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
@@ -32,12 +30,12 @@ from specbench.system.errors import UserError
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
 from tests.support.conf import composed
 from tests.support.decoding import random_prompt
+from tests.support.kernel_passes import needs_kernels, take_panels
 from tests.support.lossless import plant_mask_off_by_one
 from tests.support.methods import sorted_pair
 from tests.support.models import random_model
 
 WIDTH = 8
-needs_kernels = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +61,7 @@ def panels(half) -> SimpleNamespace:
     """The same, with all products by the kernel of our own."""
     models = {name: copy.deepcopy(getattr(half, name)) for name in ("target", "draft")}
     for model in models.values():
-        for weight in _laid([*StagedModel(model).layers, model.lm_head]):
-            weight.choose({1: PANELS, 6: PANELS})
+        take_panels(StagedModel(model))
     return SimpleNamespace(**(vars(half) | models))
 
 
@@ -131,7 +128,7 @@ def test_noise_between_ours_and_the_models_forward_is_bounded_by_the_models_own(
 
 @needs_kernels
 def test_generate_is_judged_by_the_noise_between_its_forward_and_ours(panels):
-    target, asked = StagedModel(panels.target), half_requests(panels)[:2]
+    target, warm_up = StagedModel(panels.target), half_requests(panels)[:2]
     engine = Engine(target, Drafter(), frozenset())
     setup: Any = SimpleNamespace(
         target=target,
@@ -140,7 +137,7 @@ def test_generate_is_judged_by_the_noise_between_its_forward_and_ours(panels):
         spec=SimpleNamespace(unit="question"),
         answers=lambda arm, requests: engine.generate(requests),
     )
-    certifier = Certifier(setup, SimpleNamespace(warm_up_requests=lambda tokens: asked))
+    certifier = Certifier(setup, SimpleNamespace(warm_up_requests=lambda tokens: warm_up))
     assert certifier.noise(METHOD) == 0
     assert certifier.noise(HF) > 0
 

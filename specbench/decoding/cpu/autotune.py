@@ -31,9 +31,8 @@ from specbench.decoding.cpu.packed_linear import (
     ONE_TOKEN,
     PACKED,
     PANELS,
-    JoinedLinear,
-    PackedLinear,
     default,
+    packed_weights,
     product,
 )
 from specbench.decoding.state import Draft, Resume
@@ -251,7 +250,7 @@ def _in_place(
     products and costs as much elsewhere is not taken.
     """
     passes = TimedPasses(target, shapes)
-    run = {id(laid) for laid in _laid([*target.layers[passes.first :], target.lm_head])}
+    run = {id(laid) for laid in packed_weights([*target.layers[passes.first :], target.lm_head])}
     tried = {name: [laid for laid in group if id(laid) in run] for name, group in groups.items()}
     tried = {name: group for name, group in tried.items() if group and _is_large(group)}
     choices: dict[str, Choices] = {name: {} for name in tried}
@@ -437,8 +436,8 @@ def _groups(target: StagedModel | None) -> dict[str, list[PackedWeight]]:
     head: set[int] = set()
     layers: set[int] = set()
     if target is not None:
-        head = {id(laid) for laid in _laid([target.lm_head])}
-        layers = {id(laid) for laid in _laid(target.layers)}
+        head = {id(laid) for laid in packed_weights([target.lm_head])}
+        layers = {id(laid) for laid in packed_weights(target.layers)}
     groups: dict[str, list[PackedWeight]] = defaultdict(list)
     for laid in PACKED:
         if laid.weight.device.type == "cpu" and not laid.weight.requires_grad:
@@ -447,13 +446,6 @@ def _groups(target: StagedModel | None) -> dict[str, list[PackedWeight]]:
     return {
         name: groups[name] for name in sorted(groups, key=lambda name: (OWNERS.index(name.split()[0]), name))
     }
-
-
-def _laid(modules: Iterable[torch.nn.Module]) -> list[PackedWeight]:
-    """The laid-out weights of modules."""
-    parts = [part for module in modules for part in module.modules()]
-    joined = [part._joined.laid for part in parts if isinstance(part, JoinedLinear) and part._index == 0]
-    return [*joined, *(part._laid for part in parts if isinstance(part, PackedLinear))]
 
 
 def _is_large(group: Sequence[PackedWeight]) -> bool:

@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specbench.decoding.cpu.grouped_attention import NAME as GROUPED
-from specbench.decoding.cpu.grouped_attention import OF_STOCK, SHORT, attending, grouped_attention_config
+from specbench.decoding.cpu.grouped_attention import SHORT, attending, grouped_attention_config, is_plain
 from specbench.decoding.cpu.lean_modules import M, lean_copy
-from specbench.decoding.cpu.native import has_kernel
-from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear, PackedWeight
+from specbench.decoding.cpu.native import has_kernel, shape_of_attention, shape_of_product
+from specbench.decoding.cpu.packed_linear import (
+    JoinedLinear,
+    PackedLinear,
+    PackedWeight,
+    packed_weights,
+)
 from specbench.system.errors import one_line, warn
 from specbench.system.files import make_folder
 from specbench.system.paths import cache_folder
@@ -98,7 +103,7 @@ class CompiledLayer(torch.nn.Module):
         super().__init__()
         self.layer, self._cache_name = layer, cache_name
         self._names, self._tensors = _tensors(layer)
-        self.products = _products(layer)
+        self.products = packed_weights([layer])
         # By dtype, and by whether there are angles for each of several sequences; None: not compiled.
         self._compiled: dict[Key, tuple[Callable[..., Any], Attention] | None] = {}
 
@@ -154,7 +159,7 @@ class CompiledLayer(torch.nn.Module):
         """How this layer attends where a layer like it was traced."""
         module: Any = self.layer.get_submodule(traced.attention)
         name, options = module.config._attn_implementation, traced.options
-        plain = all(options.get(option) is None for option in OF_STOCK) and not options.get("dropout")
+        plain = is_plain(options) and not options.get("dropout")
         has_own = name == GROUPED and plain and has_kernel(like.device, like.dtype)
         scale = options.get("scaling") if has_own else None
         return Attention(module, module.layer_idx, _attention_functions()[name], options, scale)
@@ -269,13 +274,12 @@ class CompiledLayer(torch.nn.Module):
             weight_class.times, linear_class.forward = times, forward
 
 
-def compiled_copy(module: M, layer_name: str | None, cache_name: str = "past_key_values") -> M:
+def compiled_copy(module: M, layer_name: str | None) -> M:
     """As `lean_copy`, of what drafts with one layer: its short passes go to our kernels, and to a compiled layer.
 
     Args:
         module: on one device, with a config.
-        layer_name: of the layer within the module, where it is to be compiled.
-        cache_name: as in `CompiledLayer`.
+        layer_name: of the layer within the module, where it is to be compiled; it calls its cache `past_key_values`.
     """
     weight = next(module.parameters())
     on_kernels = has_kernel(weight.device, weight.dtype)
@@ -284,10 +288,8 @@ def compiled_copy(module: M, layer_name: str | None, cache_name: str = "past_key
     if on_kernels and layer_name is not None:
         parent, _, leaf = layer_name.rpartition(".")
         owner = twin.get_submodule(parent)
-        layer = CompiledLayer(owner.get_submodule(leaf), cache_name)
-        owner._modules[leaf] = layer
-        if leaf in owner.__dict__:
-            owner.__dict__[leaf] = layer
+        layer = CompiledLayer(owner.get_submodule(leaf), "past_key_values")
+        owner._modules[leaf] = owner.__dict__[leaf] = layer
     return twin
 
 
@@ -319,27 +321,13 @@ _LIBRARY.impl("attend", _attend, "CPU")
 _LIBRARY.impl("product", _product, "CPU")
 
 
-@torch.library.register_fake(f"{NAMESPACE}::attend", lib=_LIBRARY)
-def _shape_of_attention(query: torch.Tensor, *_: object) -> torch.Tensor:
-    b, heads, n, d = query.shape
-    return query.new_empty(b, n, heads, d)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::product", lib=_LIBRARY)
-def _shape_of_product(states: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return states.new_empty(*states.shape[:-1], rest[-1])
+torch.library.register_fake(f"{NAMESPACE}::attend", shape_of_attention, lib=_LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::product", shape_of_product, lib=_LIBRARY)
 
 
 @cache
 def _warn_once(text: str) -> None:
     warn(text)
-
-
-def _products(layer: torch.nn.Module) -> list[PackedWeight]:
-    """The weights of a layer that are products' own: these look for themselves which kernel is the best."""
-    parts = [*layer.modules()]
-    joined = [part._joined.laid for part in parts if isinstance(part, JoinedLinear) and part._index == 0]
-    return [*joined, *(part._laid for part in parts if isinstance(part, PackedLinear))]
 
 
 def _tensors(layer: torch.nn.Module) -> tuple[list[str], list[torch.Tensor]]:

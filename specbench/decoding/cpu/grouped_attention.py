@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from specbench.decoding.cpu.native import has_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from transformers import PretrainedConfig
 
@@ -39,6 +39,11 @@ def grouped_attention_config(config: PretrainedConfig) -> PretrainedConfig:
     grouped = copy.copy(config)
     grouped._attn_implementation = NAME
     return grouped
+
+
+def is_plain(options: Mapping[str, Any]) -> bool:
+    """Whether none of the options of an attention function changes scores."""
+    return all(options.get(name) is None for name in OF_STOCK)
 
 
 @contextmanager
@@ -90,7 +95,7 @@ def attend(
     (b, heads, n, d), kv_heads = query.shape, key.shape[1]
     tokens = heads // kv_heads * n
     short = n == 1 or (n <= SHORT and attention_mask is not None)
-    plain = all(options.get(name) is None for name in OF_STOCK)
+    plain = is_plain(options)
     if short and plain and dropout == 0 and has_kernel(query.device, query.dtype):
         scale = d**-0.5 if scaling is None else scaling
         return torch.ops.specbench.attend.default(query, key, value, attention_mask, scale), None

@@ -20,7 +20,7 @@ from specbench.decoding.cpu import native
 from specbench.decoding.cpu.huge_pages import in_huge_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     # Of a matrix: the layout by number of tokens of a product. Another number takes that of the nearest one, but one
     # token never that of several, nor several that of one.
@@ -30,9 +30,8 @@ DRAFT = 6  # tokens that the kernel of `packed` is asked for: the pending one an
 # Numbers of a weight that is joined. The outputs of a joint product are slices of one tensor, which later operations
 # read more slowly where there are several tokens: with small matrices that costs more than fewer calls gain.
 LEAST_JOINED = 2**16
-MOST_PANELLED = (
-    64  # tokens of a product with panels: with more it is bound by arithmetic, of which torch does more
-)
+# Tokens of a product with panels: with more it is bound by arithmetic, of which torch does more.
+MOST_PANELLED = 64
 BAGS = (256, 512)  # outputs that one sum of columns makes: few enough to stay in registers
 PANELS = "panels"
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same states
@@ -385,6 +384,13 @@ def _can_join(layers: Sequence[Any]) -> bool:
     kinds = {(part.weight.dtype, part.weight.device, part.in_features, part.bias is None) for part in layers}
     large = min(part.weight.numel() for part in layers) >= LEAST_JOINED
     return large and len(kinds) == 1 and not layers[0].weight.is_meta
+
+
+def packed_weights(modules: Iterable[torch.nn.Module]) -> list[PackedWeight]:
+    """The weights of modules' products: first the joint ones, then those of single layers."""
+    parts = [part for module in modules for part in module.modules()]
+    joined = [part._joined.laid for part in parts if isinstance(part, JoinedLinear) and part._index == 0]
+    return [*joined, *(part._laid for part in parts if isinstance(part, PackedLinear))]
 
 
 def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
