@@ -395,6 +395,23 @@ FAULTS = (
         ("tests/decoding/test_native.py",),
     ),
     Fault(
+        "a compiled layer reads the panels of a weight that was changed",
+        "kernels",
+        f"{D}/cpu/packed_linear.py",
+        """        self._look()
+        if self.one_token is None or tokens > MOST_PANELLED:""",
+        """        if self.one_token is None or tokens > MOST_PANELLED:""",
+        ("tests/decoding/test_compiled_layers.py",),
+    ),
+    Fault(
+        "a compiled layer writes the new keys of a batch over one another",
+        "kernels",
+        f"{D}/cpu/kernels/layer.cpp",
+        "to.index_copy_(0, *layer.index,",
+        "to.index_copy_(0, layer.index->fill_(0),",
+        ("tests/decoding/test_compiled_layers.py",),
+    ),
+    Fault(
         "a compiled layer keeps the norm that it was compiled with",
         "kernels",
         f"{D}/cpu/compiled_layers.py",

@@ -131,15 +131,25 @@ class KVCache:
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes keys and values [b, kv_heads, n, head_dim]; returns views of all, [b, kv_heads, kv_len, head_dim]."""
-        i = 2 * (layer_idx - self._first)
-        if isinstance(self._write, int):
-            self._new[i].copy_(keys)
-            self._new[i + 1].copy_(values)
-        else:
-            index = self._write.to(keys.device)
-            self._new[i].index_copy_(0, index, keys.transpose(1, 2).flatten(0, 1))
-            self._new[i + 1].index_copy_(0, index, values.transpose(1, 2).flatten(0, 1))
-        return self._views[i], self._views[i + 1]
+        entries, index = self.entries(layer_idx)
+        for new, states in zip(entries[2:], (keys, values)):
+            if index is None:
+                new.copy_(states)
+            else:
+                new.index_copy_(0, index.to(new.device), states.transpose(1, 2).flatten(0, 1))
+        return entries[0], entries[1]
+
+    def entries(self, layer: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """What a layer reads and writes in the pass that was begun.
+
+        Returns:
+            Views [b, kv_heads, kv_len, head_dim] of its keys and of its values, and of where the new ones go:
+            [b, kv_heads, n, head_dim], or with an index [slots * capacity, kv_heads, head_dim]. That index [b * n], if
+            the new entries do not follow one another.
+        """
+        i = 2 * (layer - self._first)
+        index = None if isinstance(self._write, int) else self._write
+        return (*self._views[i : i + 2], *self._new[i : i + 2]), index
 
     def copy_slots(self, sources: torch.Tensor, destinations: torch.Tensor, kv_len: int) -> None:
         """Copies the first `kv_len` entries of the slots `sources` to the slots `destinations`, all at once."""

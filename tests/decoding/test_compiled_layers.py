@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specbench.decoding.cpu import compiled_layers
+from specbench.decoding.cpu.packed_linear import packed_weights
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.graphs import SWITCH, Options, compiles, set_options
 from specbench.decoding.model.staged_model import StagedModel
@@ -53,6 +54,22 @@ def test_a_compiled_layer_gives_what_the_layer_gives(arch, dtype, capfd):
         if not getattr(target.config, "attn_logit_softcapping", None):
             assert torch.equal(of, logits["alone"]), f"{name}: other bits than alone"
     assert target.stack.is_compiled, capfd.readouterr().err
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "layouts", [{1: "columns", 6: "rows"}, {1: "columns", 6: "packed"}, {1: "panels", 6: "rows"}]
+)
+def test_products_of_other_layouts_and_other_attention_are_called_from_python(layouts, monkeypatch):
+    monkeypatch.setattr(compiled_layers, "is_plain", lambda options: layouts[1] == "panels")
+    with torch.inference_mode(False):
+        target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
+        for weight in packed_weights(target.layers):
+            weight.choose(layouts)
+    logits, expected = logits_of(target, ids), logits_of(plain(target), ids)
+    for name, of in logits.items():
+        torch.testing.assert_close(of, expected[name], atol=1e-4, rtol=1e-4)
+    assert target.stack.is_compiled
 
 
 @torch.inference_mode()

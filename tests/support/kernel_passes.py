@@ -32,7 +32,9 @@ def prefilled(target: StagedModel, ids: torch.Tensor, slots: int = 1) -> KVCache
 
 
 def passes(target: StagedModel, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, KVCache]]:
-    """The tokens after the prompt, of ids [1, PROMPT + TOKENS]: alone, in a chain, in a tree, and of two sequences.
+    """The tokens after the prompt, of ids [1, PROMPT + TOKENS]: alone, in a chain, in a tree, and beside another one.
+
+    The other sequence is as long, or ends three tokens earlier.
 
     Returns:
         Logits [TOKENS, vocab] of each way; the caches after the first two.
@@ -55,10 +57,22 @@ def passes(target: StagedModel, ids: torch.Tensor) -> tuple[dict[str, torch.Tens
         prefilled(target, ids, 2),
         PROMPT,
     )
+    ragged_cache, starts = prefilled(target, ids, 2), torch.tensor([[PROMPT - 3], [PROMPT]])
+    positions = starts + torch.arange(TOKENS)
+    ragged = ForwardContext(
+        PROMPT + TOKENS,
+        (positions + torch.tensor([[0], [ragged_cache.capacity]])).flatten(),
+        None,
+        positions,
+        torch.arange(PROMPT + TOKENS).unsqueeze(0),
+    )
     logits = {
         "alone": torch.cat(alone),
         "chain": target.verify(first, Draft(rest), caches["chain"], PROMPT)[0],
         "tree": in_tree[0, [0, 1, 3, 4, 6, 7]],
         "two": two[1],
+        "ragged": target.verify(
+            torch.cat([others[:, :1], first]), Draft(torch.cat([others[:, 1:], rest])), ragged_cache, ragged
+        )[1],
     }
     return logits, caches

@@ -20,7 +20,7 @@ import torch
 from specbench.decoding.cpu.grouped_attention import NAME as GROUPED
 from specbench.decoding.cpu.grouped_attention import SHORT, attending, grouped_attention_config, is_plain
 from specbench.decoding.cpu.lean_modules import M, lean_copy
-from specbench.decoding.cpu.native import has_kernel, shape_of_attention, shape_of_product
+from specbench.decoding.cpu.native import has_kernel
 from specbench.decoding.cpu.packed_linear import (
     JoinedLinear,
     PackedLinear,
@@ -43,8 +43,8 @@ NAME = "specbench_compiled"  # of the attention function that tracing meets
 SIZES = (3, 5)  # of a batch and of a pass, that stand for all sizes in a trace
 # Between the states of a compiled layer and of the layer, as a share of the greatest state.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-# Nothing here is large enough for several threads; the compiler itself needs no processes of its own.
-OPTIONS = {"cpp.threads": 1, "size_asserts": False, "alignment_asserts": False}
+# Nothing here is large enough for several threads, and what calls the kernels is compiled, too.
+OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False}
 
 TRACING = threading.Lock()  # of a process, only one trace may be under way: it changes classes
 CALL = threading.local()  # what the layer works on that is being called
@@ -56,7 +56,7 @@ class Traced(NamedTuple):
     """A compiled layer.
 
     Attributes:
-        function: of the states, the angles, and the tensors of a layer.
+        function: of one list: the states, the angles, and the tensors of a layer. It returns the states in another one.
         attention: name of the module within the layer that attends.
         options: what its attention function is called with.
     """
@@ -135,7 +135,23 @@ class CompiledLayer(torch.nn.Module):
     ) -> torch.Tensor:
         CALL.products, CALL.attention = self.products, attention
         CALL.cache, CALL.mask = arguments[self._cache_name], arguments["attention_mask"]
-        return function(*states, *arguments.get("position_embeddings", ()), *self._tensors)
+        b, n, _ = states[0].shape
+        panels, entries, index = self._of_kernels(attention, b, n)
+        torch.ops.specbench.set_layer.default(panels, entries, index, CALL.mask, attention.scale or 1.0)
+        return function([*states, *arguments.get("position_embeddings", ()), *self._tensors])[0]
+
+    def _of_kernels(
+        self, attention: Attention, b: int, n: int
+    ) -> tuple[list[torch.Tensor | None], Tensors, torch.Tensor | None]:
+        """What kernels of our own do of the call that is under way, over states of b sequences with n tokens.
+
+        Returns:
+            The panels of each product; what `KVCache.entries` gives. Python does what is None or empty.
+        """
+        panels = [weight.panels(b * n) for weight in self.products]
+        if attention.scale is None or (CALL.mask is None and n > 1):
+            return panels, (), None
+        return panels, *CALL.cache.entries(attention.layer)
 
     def _first(self, key: Key, states: Tensors, arguments: dict[str, Any]) -> torch.Tensor:
         """A pass run both ways, if the layer can be compiled."""
@@ -193,7 +209,7 @@ class CompiledLayer(torch.nn.Module):
 
         def attention(module: Any, query: Any, key: Any, value: Any, _: Any, **options: Any) -> Any:
             met.append((module, options))
-            return torch.ops.specbench_layer.attend(query, key, value), None
+            return torch.ops.specbench.layer_attend(query, key, value), None
 
         rest = arguments | {self._cache_name: _NoCache(), "attention_mask": None}
 
@@ -262,8 +278,8 @@ class CompiledLayer(torch.nn.Module):
         times, forward = weight_class.times, linear_class.forward
 
         def product(laid: PackedWeight, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            index = next(i for i, other in enumerate(self.products) if other is laid)
-            return torch.ops.specbench_layer.product(states, bias, index, laid.weight.shape[0])
+            number = next(i for i, other in enumerate(self.products) if other is laid)
+            return torch.ops.specbench.layer_product(states, bias, number, laid.weight.shape[0])
 
         weight_class.times = product
         linear_class.forward = lambda layer, states: layer._laid.times(states, layer.bias)
@@ -301,28 +317,23 @@ class _NoCache:
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What the layer's attention gives in the call that is under way, [b, n, heads, d]."""
-    attention, mask = CALL.attention, CALL.mask
+    """What the layer's own attention gives in the call that is under way, [b, n, heads, d]."""
+    attention = CALL.attention
     keys, values = CALL.cache.update(key, value, attention.layer)
-    if attention.scale is not None and (mask is not None or query.shape[2] == 1):
-        return torch.ops.specbench.attend.default(query, keys, values, mask, attention.scale)
-    return attention.function(attention.module, query, keys, values, mask, **attention.options)[0]
+    return attention.function(attention.module, query, keys, values, CALL.mask, **attention.options)[0]
 
 
-def _product(states: torch.Tensor, bias: torch.Tensor | None, index: int, _: int) -> torch.Tensor:
-    """The product of an index; how many outputs it has, only a trace needs to know."""
-    return CALL.products[index].times(states, bias)
+def _product(states: torch.Tensor, bias: torch.Tensor | None, number: int, _: int) -> torch.Tensor:
+    """A product of the layer; how many outputs it has, only a trace needs to know."""
+    return CALL.products[number].times(states, bias)
 
 
+# What kernels/layer.cpp calls where no kernel of ours does what is asked for.
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define("attend(Tensor query, Tensor key, Tensor value) -> Tensor")
-_LIBRARY.define("product(Tensor states, Tensor? bias, int index, int outputs) -> Tensor")
+_LIBRARY.define("product(Tensor states, Tensor? bias, int number, int rows) -> Tensor")
 _LIBRARY.impl("attend", _attend, "CPU")
 _LIBRARY.impl("product", _product, "CPU")
-
-
-torch.library.register_fake(f"{NAMESPACE}::attend", shape_of_attention, lib=_LIBRARY)
-torch.library.register_fake(f"{NAMESPACE}::product", shape_of_product, lib=_LIBRARY)
 
 
 @cache
@@ -367,10 +378,21 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label:
         graph: of inputs whose sizes may be symbols.
         inputs: of the graph, without data.
         label: what it is of, for a line that is printed where it was not compiled before.
+
+    Returns:
+        A function of the list of inputs, which it empties, that returns the list of outputs.
     """
     folder = make_folder(cache_folder() / COMPILED)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    from torch._functorch import config as of_autograd
     from torch._inductor import config, standalone_compile
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    programs: list[Any] = []
+
+    def compiled(*arguments: Any, **options: Any) -> Any:
+        programs.append(compile_fx_inner(*arguments, **options))
+        return programs[-1]
 
     config.compile_threads = 1
     shapes = [(str(part.dtype), *map(str, part.shape)) for part in inputs]
@@ -378,8 +400,10 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label:
     done = folder / f"{digest}.done"
     if not done.exists():
         print(f"compiling {label} for this processor, once: some 15 s", file=sys.stderr, flush=True)
-    function = standalone_compile(
-        graph, [*inputs], dynamic_shapes="from_graph", options={"config_patches": OPTIONS}
-    )
+    options = {"config_patches": OPTIONS, "inner_compile": compiled}
+    with of_autograd.patch(enable_autograd_cache=False):  # with it nothing would be compiled a second time
+        standalone_compile(graph, [*inputs], dynamic_shapes="from_graph", options=options)
     done.touch()
-    return function
+    # What is wrapped around it serves gradients and changed inputs: a tenth of a pass through a small model.
+    (program,) = programs
+    return program.current_callable

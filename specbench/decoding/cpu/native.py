@@ -53,17 +53,19 @@ def reason() -> str | None:
         return str(error)
     except OSError as error:
         return one_line(error)
-    torch.library.register_fake("specbench::product", shape_of_product)
-    torch.library.register_fake("specbench::attend", shape_of_attention)
+    for name in ("product", "layer_product"):
+        torch.library.register_fake(f"specbench::{name}", _shape_of_product)
+    for name in ("attend", "layer_attend"):
+        torch.library.register_fake(f"specbench::{name}", _shape_of_attention)
     return None
 
 
-def shape_of_product(states: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _shape_of_product(states: torch.Tensor, *rest: Any) -> torch.Tensor:
     """[..., rows] of states [..., in]; the number of rows comes last."""
     return states.new_empty(*states.shape[:-1], rest[-1])
 
 
-def shape_of_attention(query: torch.Tensor, *_: object) -> torch.Tensor:
+def _shape_of_attention(query: torch.Tensor, *_: object) -> torch.Tensor:
     """[b, n, heads, d] of queries [b, heads, n, d]."""
     b, heads, n, d = query.shape
     return query.new_empty(b, n, heads, d)

@@ -253,14 +253,26 @@ class PackedWeight:
         self.layouts, self.one_token = None, matrix
         self.several = ((DRAFT, self.weight if matrix is None else matrix),)
 
+    def panels(self, tokens: int) -> torch.Tensor | None:
+        """The panels that a product with so many tokens reads, where those are its layout."""
+        self._look()
+        if self.one_token is None or tokens > MOST_PANELLED:
+            return None
+        matrix = self.one_token if tokens == 1 else self._nearest(tokens)
+        return matrix.panels if isinstance(matrix, Panels) else None
+
     def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """States [..., in] times the matrix [out, in], without gradients -> [..., out]."""
-        if self._pointers != self._where() or self._versions != self._changes():
-            self.lay()  # a weight was moved or changed: what was made of it must not stay what it was
+        self._look()
         if self.one_token is None:
             return linear(states, self.weight, bias)
         tokens = states.numel() // self.weight.shape[1]
         return product(states, self.one_token if tokens == 1 else self._nearest(tokens), bias)
+
+    def _look(self) -> None:
+        """Lays the matrix out anew where a weight was moved or changed: no copy may stay what the weight was."""
+        if self._pointers != self._where() or self._versions != self._changes():
+            self.lay()
 
     def _nearest(self, tokens: int) -> torch.Tensor | Product:
         """What a product with several tokens reads."""

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels.h"
 #include "simd.h"
 
 namespace {
@@ -388,8 +389,10 @@ at::Tensor attend_as(const at::Tensor& query, const at::Tensor& keys, const at::
   return result;
 }
 
-at::Tensor attend(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-                  const std::optional<at::Tensor>& mask, double scale) {
+}  // namespace
+
+at::Tensor specbench::attend(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                             const std::optional<at::Tensor>& mask, double scale) {
   TORCH_CHECK(query.dim() == 4 && keys.dim() == 4 && keys.sizes() == values.sizes(), "attend: shapes");
   TORCH_CHECK(keys.size(1) > 0 && query.size(1) % keys.size(1) == 0, "attend: query heads per head of keys");
   TORCH_CHECK(query.size(0) == keys.size(0) && query.size(3) == keys.size(3), "attend: query and keys differ");
@@ -409,9 +412,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& keys, const at::Ten
   return attend_as<uint16_t, at::BFloat16>(query, keys, values, with, scale);
 }
 
-}  // namespace
-
 TORCH_LIBRARY_FRAGMENT(specbench, m) {
   m.def("attend(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
 }
-TORCH_LIBRARY_IMPL(specbench, CPU, m) { m.impl("attend", attend); }
+TORCH_LIBRARY_IMPL(specbench, CPU, m) { m.impl("attend", specbench::attend); }

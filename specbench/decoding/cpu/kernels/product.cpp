@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "kernels.h"
 #include "simd.h"
 
 namespace {
@@ -100,9 +101,10 @@ at::Tensor as_floats(const at::Tensor& states, int64_t tokens, int64_t columns, 
   return filled;
 }
 
-// States [..., in] times panels [count, PANEL * in', in which in' is `in` filled up] -> [..., rows].
-at::Tensor product(const at::Tensor& states, const at::Tensor& panels, const std::optional<at::Tensor>& bias,
-                   int64_t rows) {
+}  // namespace
+
+at::Tensor specbench::product(const at::Tensor& states, const at::Tensor& panels,
+                              const std::optional<at::Tensor>& bias, int64_t rows) {
   int64_t columns = states.size(-1), tokens = states.numel() / columns;
   int64_t size = panels.size(1), stride = size / PANEL;
   auto shape = states.sizes().vec();
@@ -121,11 +123,9 @@ at::Tensor product(const at::Tensor& states, const at::Tensor& panels, const std
   return outputs;
 }
 
-}  // namespace
-
 TORCH_LIBRARY_FRAGMENT(specbench, library) {
   library.def("product(Tensor states, Tensor panels, Tensor? bias, int rows) -> Tensor");
   library.def("panel() -> int", [] { return PANEL; });
   library.def("lanes() -> int", [] { return int64_t(LANES); });
 }
-TORCH_LIBRARY_IMPL(specbench, CPU, library) { library.impl("product", product); }
+TORCH_LIBRARY_IMPL(specbench, CPU, library) { library.impl("product", specbench::product); }
