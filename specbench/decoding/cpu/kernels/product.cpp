@@ -19,6 +19,7 @@ namespace {
 constexpr int64_t PANEL = REGISTERS == 32 ? 4 : 2;
 constexpr int64_t TOKENS = 6;        // at a time: their sums and states fill the registers
 constexpr int64_t STREAMS = 3;       // that are read side by side for one or two tokens: memory gives more than for one
+constexpr int64_t AHEAD = 2048;      // bytes between what is read and what is fetched, where one stream is read
 constexpr int64_t THREAD = 1 << 16;  // numbers of a matrix that are worth a thread
 
 // The outputs [T, P, PANEL] of T tokens, whose states lie `stride` floats apart, and of P panels of `size` numbers each,
@@ -28,6 +29,7 @@ void sums(const W* weights, int64_t size, int64_t apart, const float* states, in
   constexpr int V = VECTORS<W>;
   Floats total[P][PANEL][T] = {};
   for (int64_t done = 0; done < size; done += PANEL * BLOCK<W>, states += BLOCK<W>) {
+    if constexpr (P == 1) __builtin_prefetch(reinterpret_cast<const char*>(weights + done) + AHEAD);
     Floats state[T][V];
     for (int t = 0; t < T; t++)
       for (int v = 0; v < V; v++) state[t][v] = load<Floats>(states + t * stride + v * LANES);
