@@ -234,8 +234,8 @@ FAULTS = (
         "values are written where keys go",
         "caches",
         f"{D}/kv_cache.py",
-        "self._new[i + 1].copy_(values)",
-        "self._new[i + 1].copy_(keys)",
+        "zip(entries[2:], (keys, values))",
+        "zip(entries[2:], (keys, keys))",
         ("tests/decoding/test_kv_cache.py", "tests/decoding/test_staged_model.py"),
     ),
     Fault(
