@@ -494,9 +494,9 @@ def test_measuring_leaves_the_logits_and_no_copy_behind(monkeypatch):
     target = StagedModel(model)
     chosen = choose_layouts(target, [ONE, SIX])
     assert {of for choices in names_of(chosen).values() for of in choices.values()} == {"columns"}
-    own = packed_weights([*target.layers, target.lm_head])
-    assert own and not any(isinstance(one.one_token, layouts.Timed) for one in own)
-    assert all(one.fixed or one.one_token is None for one in own)
+    laid = packed_weights([*target.layers, target.lm_head])
+    assert laid and not any(isinstance(one.one_token, layouts.Timed) for one in laid)
+    assert all(one.fixed or one.one_token is None for one in laid)
     with torch.inference_mode():
         torch.testing.assert_close(model(ids, use_cache=False).logits[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -507,8 +507,8 @@ def test_a_measurement_that_fails_leaves_the_weights_themselves(monkeypatch):
     monkeypatch.setattr(layouts.TimedPasses, "run", lambda passes, shape: next(runs))
     with pytest.raises(StopIteration):
         choose_layouts(target, [ONE, SIX])
-    own = packed_weights([*target.layers, target.lm_head])
-    assert own and all(one.one_token is None for one in own)
+    laid = packed_weights([*target.layers, target.lm_head])
+    assert laid and all(one.one_token is None for one in laid)
 
 
 @needs_packed

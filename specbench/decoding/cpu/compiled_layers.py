@@ -401,9 +401,9 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label:
     if not done.exists():
         print(f"compiling {label} for this processor, once: some 15 s", file=sys.stderr, flush=True)
     options = {"config_patches": OPTIONS, "inner_compile": compiled}
-    with of_autograd.patch(enable_autograd_cache=False):  # with it nothing would be compiled a second time
+    with of_autograd.patch(enable_autograd_cache=False):  # what it has is wrapped already
         standalone_compile(graph, [*inputs], dynamic_shapes="from_graph", options=options)
     done.touch()
-    # What is wrapped around it serves gradients and changed inputs: a tenth of a pass through a small model.
+    # What is wrapped around it serves gradients and changed inputs, and takes 4 to 7 % of a pass of SmolLM2-135M.
     (program,) = programs
     return program.current_callable

@@ -255,27 +255,20 @@ class PackedWeight:
 
     def panels(self, tokens: int) -> torch.Tensor | None:
         """The panels that a product with so many tokens reads, where those are its layout."""
-        self._look()
-        if self.one_token is None or tokens > MOST_PANELLED:
-            return None
-        matrix = self.one_token if tokens == 1 else self._nearest(tokens)
-        return matrix.panels if isinstance(matrix, Panels) else None
+        matrix = self._matrix(tokens)
+        return matrix.panels if isinstance(matrix, Panels) and tokens <= MOST_PANELLED else None
 
     def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """States [..., in] times the matrix [out, in], without gradients -> [..., out]."""
-        self._look()
-        if self.one_token is None:
-            return linear(states, self.weight, bias)
-        tokens = states.numel() // self.weight.shape[1]
-        return product(states, self.one_token if tokens == 1 else self._nearest(tokens), bias)
+        matrix = self._matrix(states.numel() // self.weight.shape[1])
+        return linear(states, self.weight, bias) if matrix is None else product(states, matrix, bias)
 
-    def _look(self) -> None:
-        """Lays the matrix out anew where a weight was moved or changed: no copy may stay what the weight was."""
+    def _matrix(self, tokens: int) -> torch.Tensor | Product | None:
+        """What a product with so many tokens reads; None: the weight itself, which has no copies."""
         if self._pointers != self._where() or self._versions != self._changes():
-            self.lay()
-
-    def _nearest(self, tokens: int) -> torch.Tensor | Product:
-        """What a product with several tokens reads."""
+            self.lay()  # a weight was moved or changed: what was made of it must not stay what it was
+        if self.one_token is None or tokens == 1:
+            return self.one_token
         if len(self.several) == 1:
             return self.several[0][1]
         return min(self.several, key=lambda pair: abs(pair[0] - tokens))[1]
