@@ -384,6 +384,9 @@ def main() -> int:
     parser.add_argument(
         "--into", type=Path, default=ROOT / "runs" / "readme", help="holds the run folders, by pair"
     )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="what all rows are measured with, too"
+    )
     given = parser.parse_args()
     folders = given.runs
     if not folders:
@@ -391,6 +394,7 @@ def main() -> int:
         probes = Probes(torch.device("cpu"))
         more = [f"processes={given.processes}", f"threads={given.threads}"]
         more += [f"data.limit={given.limit}"] if given.limit else []
+        more += given.set
         rows = {label: row for label, row in ROWS_OF[given.pair].items() if given.rows in label}
         ready = partial(wait_for_speed, probes, given.wait, given.any_phase)
         folders = measure(rows, given.into.resolve() / given.pair, more, ready)

@@ -26,6 +26,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import one_line_errors
+from specbench.system.files import whole_lines
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
@@ -90,18 +91,6 @@ def answer(cfg: DictConfig) -> Path:
             bar.update(len(originals))
     print(out)
     return out
-
-
-def whole_lines(path: Path) -> int:
-    """The number of lines of a file, which loses what was left of one that was cut short."""
-    if not path.exists():
-        return 0
-    content = path.read_bytes()
-    complete_bytes = content.rfind(b"\n") + 1
-    if complete_bytes < len(content):
-        with path.open("r+b") as file:
-            file.truncate(complete_bytes)
-    return content.count(b"\n")
 
 
 @one_line_errors()

@@ -58,6 +58,7 @@ COMPOSED = {
     "tune": "tune",
     "answer": "answer",
     "calibrate": "calibrate_vocab",
+    "converse": "converse",
 }
 MODULES = {  # python -m MODULE: the configuration that it composes
     "specbench.commands.run": "bench",

@@ -137,6 +137,12 @@ COMMANDS = {
         "Let the target answer the prompts of a file, as text to train on.",
         (("answer pair=vicuna-7b conversations=sharegpt.jsonl out=answers.jsonl", "in batches; resumable"),),
     ),
+    "converse": Command(
+        "specbench.commands.converse",
+        KEYS,
+        "Let the target write conversations, questions and answers, as text to train on.",
+        (("converse pair=smollm2-135m out=conversations.jsonl", "2 million tokens of answers; resumable"),),
+    ),
     "calibrate": Command(
         "methods.vocab_trim.calibrate",
         KEYS,

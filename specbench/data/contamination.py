@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from specbench.data.conversations import Messages
     from specbench.data.questions import Question
 
 # A text of fewer words says little: it is found as a whole message alone, and as an answer not at all.
 WORDS = 8
+
+T = TypeVar("T")
 
 
 class MeasuredTexts:
@@ -45,3 +48,34 @@ class MeasuredTexts:
     def in_messages(self, messages: Messages) -> bool:
         """Whether a conversation has such a message."""
         return any(self.in_text(message["content"]) for message in messages)
+
+
+class BenchmarkNgrams:
+    """Runs of `WORDS` words of a benchmark's turns, for text that was written anew and must share none with them.
+
+    This is stricter than `MeasuredTexts`: one such run is enough. Case and punctuation do not count. Turns of fewer
+    words are found as a whole message alone.
+
+    Args:
+        questions: whose turns they are.
+    """
+
+    def __init__(self, questions: Iterable[Question]):
+        turns = [words_of(turn) for question in questions for turn in question.turns]
+        self._ngrams = {ngram for words in turns for ngram in ngrams(words, WORDS)}
+        self._short = {words for words in turns if len(words) < WORDS}
+
+    def in_text(self, text: str) -> bool:
+        """Whether a message is a short turn, or shares a run of words with a longer one."""
+        words = words_of(text)
+        return words in self._short or any(ngram in self._ngrams for ngram in ngrams(words, WORDS))
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words of a text in lower case, without punctuation."""
+    return tuple(re.findall(r"\w+", text.lower()))
+
+
+def ngrams(items: Sequence[T], n: int) -> Iterator[tuple[T, ...]]:
+    """Every run of `n` items in a row."""
+    return (tuple(items[i : i + n]) for i in range(len(items) - n + 1))

@@ -28,7 +28,7 @@ HELD_OUT_EVERY = 50  # one conversation in so many is never trained on
 SHUFFLED = 1024  # conversations that a draw is made from
 WAITING = 48  # rows to choose from when one is filled: about 3 % of a row stays empty
 
-Messages = list[dict]  # [{"role": ..., "content": ...}]
+Messages = list[dict]  # [{"role": ..., "content": ...}], with "complete": False for an answer that was cut
 Tokens = tuple[list[int], list[float]]  # ids, and the weight of each in the loss
 
 
@@ -100,19 +100,20 @@ def parse(row: dict) -> Messages:
     """The messages of one row in either form. KeyError or TypeError for another form.
 
     Templates want user and assistant in turn: answers to nothing at the beginning are dropped, and what follows a
-    message out of turn, or without text, is cut off. An introduction by the system stays.
+    message out of turn, or without text, is cut off. An introduction by the system stays. `complete: false` marks an
+    answer that was cut at its cap.
     """
     if "messages" in row:
-        messages = [(m["role"], m["content"]) for m in row["messages"]]
+        messages = [(m["role"], m["content"], m.get("complete", True)) for m in row["messages"]]
     else:
-        messages = [(ROLES.get(m["from"], m["from"]), m["value"]) for m in row["conversations"]]
-    parsed = [{"role": role, "content": text} for role, text in messages[:1] if role == "system"]
+        messages = [(ROLES.get(m["from"], m["from"]), m["value"], True) for m in row["conversations"]]
+    parsed: Messages = [{"role": role, "content": text} for role, text, _ in messages[:1] if role == "system"]
     turns = iter(messages[len(parsed) :])
-    for role, text in dropwhile(lambda message: message[0] != "user", turns):
+    for role, text, complete in dropwhile(lambda message: message[0] != "user", turns):
         before = parsed[-1]["role"] if parsed else "system"
         if role != ("assistant" if before == "user" else "user") or not isinstance(text, str):
             break
-        parsed.append({"role": role, "content": text})
+        parsed.append({"role": role, "content": text} | ({} if complete else {"complete": False}))
     return parsed
 
 
@@ -131,8 +132,8 @@ def shuffled(rows: Iterable, rng: random.Random) -> Iterator:
 def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages], list[Tokens]]:
     """Makes a function that turns messages into rows of ids, as the pair prompts them, each with its weight.
 
-    The weight is 1 for what the assistant says (its stop token included), `prompt_weight` for the rest, 0 for the first
-    id, which nothing predicts.
+    The weight is 1 for what the assistant says, with its stop token unless the answer was cut; `prompt_weight` for the
+    rest; 0 for the first id, which nothing predicts.
 
     One row holds the whole conversation, unless the template writes earlier turns anew (Qwen3 drops what was thought):
     then a row begins with each turn that does not continue the last one, and counts the answers from there on.
@@ -148,7 +149,8 @@ def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages],
             if message["role"] != "assistant":
                 continue
             prompt = pair.prompt_ids(messages[:i])
-            answer = pair.tokenizer.encode(message["content"], add_special_tokens=False) + stop
+            answer = pair.tokenizer.encode(message["content"], add_special_tokens=False)
+            answer += stop if message.get("complete", True) else []
             if prompt[: len(ids)] != ids:
                 rows.append((ids, weights))
                 ids, weights = [], []

@@ -59,6 +59,7 @@ SAMPLE = (
     "had arrived. In the evening the mayor thanked the captain and promised that a small shop would open before the "
     "end of the year, with bread, milk, newspapers and a table where people can sit and talk."
 )
+USER_WORDS = "WORDS OF THE USER"  # which no template writes by itself
 GENERATION = "generation_config.json"
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -114,6 +115,10 @@ class Pair:
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
         """Token ids of a conversation, `[{"role": ..., "content": ...}]`, up to where the answer begins."""
+        return self.encode(self.rendered(messages))
+
+    def rendered(self, messages: list[dict]) -> str:
+        """The text that the template makes of a conversation, up to where the answer begins."""
         text: Any = self.tokenizer.apply_chat_template(
             messages,
             chat_template=self.chat_template,
@@ -121,7 +126,28 @@ class Pair:
             tokenize=False,
             **self.template_kwargs,
         )
-        # The template writes the special tokens, BOS included; the tokenizer must not add a second one.
+        return text
+
+    def user_turn(self, messages: list[dict]) -> tuple[str, str]:
+        """What the template writes around the user's next turn, from the beginning up to where the answer begins.
+
+        Args:
+            messages: the conversation before that turn.
+
+        Returns:
+            The text before the user's words, and the text after them.
+
+        Raises:
+            UserError: the template does not write what the user says.
+        """
+        text = self.rendered([*messages, {"role": "user", "content": USER_WORDS}])
+        before, written, after = text.rpartition(USER_WORDS)
+        if not written:
+            raise UserError(f"the chat template of pair '{self.name}' does not write what the user says")
+        return before, after
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text that holds its special tokens, BOS included: no second one is added."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def sample_ids(self) -> list[int]:

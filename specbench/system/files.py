@@ -36,6 +36,18 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def whole_lines(path: Path) -> int:
+    """The number of lines of a file, which loses what was left of one that was cut short; 0 where there is none."""
+    if not path.exists():
+        return 0
+    content = path.read_bytes()
+    complete_bytes = content.rfind(b"\n") + 1
+    if complete_bytes < len(content):
+        with path.open("r+b") as file:
+            file.truncate(complete_bytes)
+    return content.count(b"\n")
+
+
 def file_sha256(path: Path) -> str:
     """Hex digest of a file's bytes."""
     with open(path, "rb") as file:

@@ -128,3 +128,13 @@ def test_packing_keeps_every_row_that_fits_whole(lengths):
     assert sorted(found) == sorted(i for ids, _ in rows if len(ids) <= 10 for i in ids)
     batches = list(batched(iter(packed), 3))
     assert sum(len(b["input_ids"]) for b in batches) == len(packed)
+
+
+def test_an_answer_that_was_cut_has_no_stop_token_to_learn(tmp_path):
+    pair = load_pair(save_pair(tmp_path), 0, with_draft=False)
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    row["messages"][1]["complete"] = False
+    [(cut, cut_weights)] = tokenizer_of(pair)(parse(row))
+    del row["messages"][1]["complete"]
+    [(ids, weights)] = tokenizer_of(pair)(parse(row))
+    assert ids[:-1] == cut and ids[-1] in pair.stop_ids and weights[:-1] == cut_weights

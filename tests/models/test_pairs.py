@@ -138,6 +138,26 @@ def test_template_of_the_config_and_its_variables(cfg):
     assert pair.tokenizer.decode(pair.prompt_ids(CHAT)) == "<s>calm: Ja"
 
 
+@pytest.mark.parametrize(
+    "template",
+    [TEMPLATE, "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}A:"],
+)
+def test_what_stands_around_a_users_turn(cfg, template):
+    cfg.chat_template = template
+    pair = load_pair(cfg, 0, with_draft=False)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for messages in ([], talk):
+        before, after = pair.user_turn(messages)
+        asked = [*messages, {"role": "user", "content": "Who?"}]
+        assert pair.encode(f"{before}Who?{after}") == pair.prompt_ids(asked)
+
+
+def test_a_template_without_the_users_words(cfg):
+    cfg.chat_template = "{{ bos_token }}hello"
+    with pytest.raises(UserError, match="does not write what the user says"):
+        load_pair(cfg, 0, with_draft=False).user_turn([])
+
+
 def test_neither_template(cfg):
     byte_tokenizer(chat_template=None).save_pretrained(cfg.target)
     _file(cfg.target, "chat_template.jinja").unlink(missing_ok=True)

@@ -1,0 +1,346 @@
+"""Lets a target write the conversations that its drafters learn from: `specbench converse pair=... [tokens=2000000]`.
+
+No data set is needed. The target is given the opening of a user's turn, goes on with a question, and answers it
+greedily; other questions come from templates, see `specbench.data.synthesis`. The result is a JSON Lines file that
+every trainer takes as `conversations=`. Beside it lies a log with a line for each pool of conversations: what was kept,
+and why the rest was not. A run that was stopped goes on after its last whole pool; with a larger `tokens` a finished
+one goes on, too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.table import Table
+from tqdm import tqdm
+
+from specbench.config.compose import with_hydra
+from specbench.data.contamination import BenchmarkNgrams
+from specbench.data.questions import find_questions_file, read_questions
+from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_start
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
+from specbench.models.pairs import Pair, load_pair
+from specbench.report.tables import console
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.files import make_folder, whole_lines
+from specbench.system.settings import Count, Natural, Probability, Range, Seed, check_all, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omegaconf import DictConfig
+
+    from specbench.data.conversations import Messages
+
+# What decides which conversations are written: a file is continued with the same values alone.
+SAME = {
+    "max_new_tokens": Count,
+    "question_tokens": Count,
+    "temperature": Annotated[float, Range(1e-6)],  # a greedy question would be the same each time
+    "pool": Count,
+    "seed": Seed,
+    "avoid_benchmark": bool,
+    "distinct": Probability,
+    "ascii": Probability,
+    "question_words": Natural,
+    "answer_tokens": Natural,
+}
+SETTINGS = SAME | {"tokens": Count, "batch_size": Count}
+FRUITLESS = 8  # pools in a row without a conversation that is kept
+FIRST, SECOND = "first turn", "second turn"
+
+
+@dataclass
+class Talk:
+    """A conversation that is being written.
+
+    Attributes:
+        kind: its kind.
+        opening: first words of the user's turn that the target is to write.
+        messages: those that are kept, and the question that is being answered.
+        tokens: of its answers.
+        dropped: why what was written last was not kept.
+    """
+
+    kind: Kind
+    opening: str = ""
+    messages: Messages = field(default_factory=list)
+    tokens: int = 0
+    dropped: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all was kept so far, and the last answer has an end: it can go on."""
+        return self.dropped is None and self.messages[-1].get("complete", True)
+
+
+class Writer:
+    """Writes pools of conversations.
+
+    Args:
+        cfg: conf/converse.yaml.
+        pair: with the target.
+        kinds: that are asked for.
+        filters: say which messages are kept.
+        bar: shows what is being written.
+    """
+
+    def __init__(self, cfg: DictConfig, pair: Pair, kinds: list[Kind], filters: Filters, bar: tqdm):
+        self.cfg, self.pair, self.kinds, self.filters, self.bar = cfg, pair, kinds, filters, bar
+        target, scheduler = StagedModel(pair.target), Scheduler(cfg.batch_size)
+        self.engine = Engine(target, Drafter(), pair.stop_ids, scheduler, pair.context_length)
+        self.material = Material()
+
+    def learn(self, kind: str, messages: Messages) -> None:
+        """Takes a conversation that is kept: its questions as asked, its first answer as material for templates."""
+        for message in messages[::2]:
+            self.filters.remember(message["content"])
+        if messages[1].get("complete", True):
+            self.material.add(kind, messages[0]["content"], messages[1]["content"])
+
+    def pool(self, number: int) -> tuple[list[Talk], Counter[str]]:
+        """Writes the conversations of a pool.
+
+        Returns:
+            Those that are kept, of one turn or two, and how often what was written was dropped, by reason.
+        """
+        rng = random.Random(f"{self.cfg.seed} {number}")
+        shares = [kind.share for kind in self.kinds]
+        talks = [self._begun(kind, rng) for kind in rng.choices(self.kinds, shares, k=self.cfg.pool)]
+        self._turn([talk for talk in talks if talk.dropped is None], f"{number} {FIRST}")
+        dropped = Counter(talk.dropped for talk in talks if talk.dropped is not None)
+        talks = [talk for talk in talks if talk.dropped is None]
+        for talk in talks:
+            self.learn(talk.kind.name, talk.messages)
+        longer = [talk for talk in talks if rng.random() < talk.kind.follow_up and talk.complete]
+        for talk in longer:
+            talk.opening = ""
+        self._turn(longer, f"{number} {SECOND}")
+        dropped.update(f"{SECOND}: {talk.dropped}" for talk in longer if talk.dropped is not None)
+        return talks, dropped
+
+    def _begun(self, kind: Kind, rng: random.Random) -> Talk:
+        """A conversation with an opening, or with a question from a template."""
+        beginning = rng.choice([*kind.openings, *kind.templates])
+        if beginning in kind.openings:
+            return Talk(kind, beginning)
+        talk, question = Talk(kind), self.material.fill(beginning, rng)
+        if question is None:
+            talk.dropped = "template without material yet"
+        else:
+            self._question(talk, question, self.pair.encode(question))
+        return talk
+
+    def _turn(self, talks: list[Talk], label: str) -> None:
+        """The target writes the questions that are lacking, then the answers."""
+        self._ask([talk for talk in talks if len(talk.messages) % 2 == 0], label)
+        self._answer([talk for talk in talks if talk.dropped is None], label)
+
+    def _ask(self, talks: list[Talk], label: str) -> None:
+        """The target goes on with the opening of a user's turn in each conversation."""
+        turns = [self.pair.user_turn(talk.messages) for talk in talks]
+        prompts = [self.pair.encode(before + talk.opening) for talk, (before, _) in zip(talks, turns)]
+        endings = [self.pair.encode(after) for _, after in turns]
+        special = self.pair.tokenizer.added_tokens_decoder
+        stops = [self.pair.stop_ids | {i for i in ending[:1] if i in special} for ending in endings]
+        decoding = SamplingParams(self.cfg.question_tokens, self.cfg.temperature)
+        written = self._written(talks, prompts, decoding, label, stops)
+        for talk, ids, stop_ids, ending in zip(talks, written, stops, endings):
+            if ids is None:
+                continue
+            # Decoded as one text, so that the space between them stays.
+            text = self.pair.decode(self.pair.encode(talk.opening) + ids)
+            if ids[-1] not in stop_ids:  # some templates end a user's turn with text alone
+                words = self.pair.decode(ending).strip()
+                if not words or words not in text:
+                    talk.dropped = "question without an end"
+                    continue
+                text = text.partition(words)[0]
+            self._question(talk, text.strip(), ids)
+
+    def _question(self, talk: Talk, text: str, ids: list[int]) -> None:
+        """Adds a question, or says why it is dropped."""
+        talk.dropped = self.filters.question(text, ids)
+        if talk.dropped is None:
+            talk.messages.append({"role": "user", "content": text})
+
+    def _answer(self, talks: list[Talk], label: str) -> None:
+        """The target answers the last question of each conversation; a question whose answer is dropped goes, too."""
+        prompts = [self.pair.prompt_ids(talk.messages) for talk in talks]
+        decoding = SamplingParams(self.cfg.max_new_tokens)
+        for talk, ids in zip(talks, self._written(talks, prompts, decoding, label)):
+            if ids is not None:
+                ids = ids[: loop_start(ids)]
+                text = self.pair.decode(ids)
+                talk.dropped = self.filters.answer(text, ids)
+            if ids is None or talk.dropped is not None:
+                self.filters.forget(talk.messages.pop()["content"])
+                continue
+            cut = {} if ids[-1] in self.pair.stop_ids else {"complete": False}
+            talk.messages.append({"role": "assistant", "content": text} | cut)
+            talk.tokens += len(ids)
+
+    def _written(
+        self,
+        talks: list[Talk],
+        prompts: list[list[int]],
+        decoding: SamplingParams,
+        label: str,
+        stops: Sequence[frozenset[int]] | None = None,
+    ) -> list[list[int] | None]:
+        """What the target writes after each prompt; None, and the conversation drops it, where the context is full."""
+        requests: dict[int, Request] = {}
+        for i, (talk, prompt) in enumerate(zip(talks, prompts)):
+            if len(prompt) + decoding.max_new_tokens > self.pair.context_length:
+                talk.dropped = "longer than the context"
+                continue
+            seed = random.Random(f"{self.cfg.seed} {label} {i}").getrandbits(62)
+            requests[i] = Request(prompt, decoding, seed, stops[i] if stops else None)
+        answers = dict(zip(requests, self._decoded(list(requests.values()), f"pool {label}")))
+        return [answers.get(i) for i in range(len(talks))]
+
+    def _decoded(self, requests: list[Request], label: str) -> list[list[int]]:
+        """Decodes in batches, and shows how many tokens were written."""
+        rounds, tokens = self.engine.rounds(requests), 0
+        while True:
+            try:
+                tokens += next(rounds)
+            except StopIteration as end:
+                return [answer.tokens for answer in end.value]
+            self.bar.set_postfix_str(f"{label}, {tokens} tokens", refresh=False)
+            self.bar.update(0)
+
+
+class Output:
+    """The file of conversations and the log beside it, which says how far the file is whole.
+
+    Args:
+        path: of the file.
+        settings: what decides which conversations are written.
+
+    Attributes:
+        log: path of the log.
+        lines: one for each pool that is whole.
+
+    Raises:
+        UserError: the file was begun with other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.path, self.log = path, path.with_name(f"{path.stem}.log.jsonl")
+        if not whole_lines(self.log):
+            self.log.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
+        header, *self.lines = map(json.loads, self.log.read_text(encoding="utf-8").splitlines())
+        for key, value in settings.items():
+            if header["settings"].get(key) != value:
+                raise UserError(
+                    f"{path} was begun with {key}={header['settings'].get(key)}, not {value}: "
+                    "give the same settings, or another out=FILE"
+                )
+        path.touch()
+        with path.open("r+b") as file:
+            file.truncate(self.lines[-1]["bytes"] if self.lines else 0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answers so far."""
+        return sum(line["tokens"] for line in self.lines)
+
+    def conversations(self) -> list[dict]:
+        """The conversations so far."""
+        return [json.loads(line) for line in self.path.read_bytes().split(b"\n") if line]
+
+    def add(self, talks: list[Talk], dropped: Counter[str]) -> int:
+        """Writes a pool; returns the tokens of its answers."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for talk in talks:
+                row = {"kind": talk.kind.name, "messages": talk.messages}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        line: dict[str, Any] = {
+            "bytes": self.path.stat().st_size,
+            "tokens": sum(talk.tokens for talk in talks),
+            "conversations": Counter(talk.kind.name for talk in talks),
+            "turns": sum(len(talk.messages) // 2 for talk in talks),
+            "cut": sum(not message.get("complete", True) for talk in talks for message in talk.messages),
+            "dropped": dropped,
+        }
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.lines.append(line)
+        return line["tokens"]
+
+    def table(self) -> Table:
+        """What was kept, by kind, and what was dropped, by reason."""
+        table = Table(box=None, show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        table.add_row("tokens of answers", f"{self.tokens:,}", style="bold")
+        for key, label in (("turns", "turns kept"), ("cut", "of these with an answer that was cut")):
+            table.add_row(label, f"{sum(line[key] for line in self.lines):,}", style="bold")
+        for key in ("conversations", "dropped"):
+            counts = sum((Counter(line[key]) for line in self.lines), Counter())
+            table.add_row(key, f"{counts.total():,}", style="bold")
+            for name, count in counts.most_common():
+                table.add_row(f"  {name}", f"{count:,}")
+        return table
+
+
+def converse(cfg: DictConfig) -> Path:
+    """Writes conversations as configured (conf/converse.yaml) and returns the file.
+
+    Raises:
+        UserError: a setting is wrong, the benchmark's questions cannot be had, the file was begun with other settings,
+            or nothing that the target writes is kept.
+    """
+    check_all(cfg, SETTINGS)
+    kinds = kinds_of(cfg.kinds)
+    benchmark = None
+    if cfg.avoid_benchmark:
+        benchmark = BenchmarkNgrams(read_questions(find_questions_file(cfg.data), cfg.task.tasks))
+    path = Path(cfg.out)
+    make_folder(path.parent)
+    settings = {name: cfg[name] for name in SAME} | {"target": cfg.pair.target, "kinds": plain(cfg.kinds)}
+    output = Output(path, settings)
+    if output.tokens < cfg.tokens:
+        filters = Filters(cfg.distinct, cfg.ascii, cfg.question_words, cfg.answer_tokens, benchmark)
+        write(cfg, kinds, filters, output)
+    console().print(output.table())
+    print(path)
+    return path
+
+
+def write(cfg: DictConfig, kinds: list[Kind], filters: Filters, output: Output) -> None:
+    """Writes pools until the answers have `cfg.tokens` tokens. Raises UserError where nothing is kept any more."""
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
+    with tqdm(total=cfg.tokens, initial=output.tokens, unit="token", unit_scale=True) as bar:
+        writer, fruitless = Writer(cfg, pair, kinds, filters, bar), 0
+        for row in output.conversations():
+            writer.learn(row["kind"], row["messages"])
+        while output.tokens < cfg.tokens:
+            talks, dropped = writer.pool(len(output.lines))
+            bar.update(output.add(talks, dropped))
+            fruitless = 0 if talks else fruitless + 1
+            if fruitless == FRUITLESS:
+                reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.most_common(3))
+                raise UserError(f"nothing that the target writes is kept: {reasons}")
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("converse", one_line_errors()(converse))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

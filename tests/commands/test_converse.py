@@ -1,0 +1,149 @@
+"""A target writes conversations: greedy answers to its own questions, resumable, none with the benchmark's words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specbench.commands.converse import converse
+from specbench.data.conversations import read
+from specbench.data.synthesis import loop_start
+from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError
+from tests.support.conf import composed
+from tests.support.decoding import generate_with_transformers
+from tests.support.models import save_pair
+
+pytestmark = pytest.mark.slow
+
+CAP = 24
+KINDS = {
+    "chat": {"share": 3, "openings": ["", "Who"], "follow_up": 0.5},
+    "more": {"share": 2, "templates": ["So: {chat}", "{number}?"]},
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("converse")
+    save_pair(folder, num_hidden_layers=3)
+    return folder
+
+
+def settings(workplace, out, *more: str):
+    cfg = composed(
+        "converse",
+        f"pair.target={workplace}/target",
+        f"pair.tokenizer={workplace}/target",
+        "pair.device=cpu",
+        "pair.name=saved",
+        f"pair.stop_ids={list(range(48))}",  # so many that some answers end before the cap
+        f"out={out}",
+        f"max_new_tokens={CAP}",
+        "question_tokens=200",
+        "temperature=1.0",
+        "batch_size=3",
+        "pool=12",
+        "tokens=600",
+        "avoid_benchmark=false",
+        "distinct=0",
+        "ascii=0",
+        "question_words=0",
+        "answer_tokens=1",
+        *more,
+    )
+    cfg.kinds = KINDS
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def written(workplace):
+    return converse(settings(workplace, workplace / "talk.jsonl"))
+
+
+def rows(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_answer_is_the_targets_own(workplace, written):
+    pair = load_pair(settings(workplace, written).pair, 0, with_draft=False)
+    talks = rows(written)
+    assert {talk["kind"] for talk in talks} == {"chat", "more"}
+    assert {len(talk["messages"]) for talk in talks} == {2, 4}
+    for talk in talks:
+        messages = talk["messages"]
+        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
+        for i in range(1, len(messages), 2):
+            ids = generate_with_transformers(
+                pair.target, pair.prompt_ids(messages[:i]), CAP, sorted(pair.stop_ids)
+            )
+            kept = ids[: loop_start(ids)]
+            assert messages[i]["content"] == pair.decode(kept)
+            assert messages[i].get("complete", True) == (kept[-1] in pair.stop_ids)
+    trained = list(read(str(written)))
+    assert [len(messages) for messages in trained] == [len(talk["messages"]) for talk in talks]
+
+
+def test_questions_begin_with_an_opening_or_come_from_a_template(written):
+    for talk in rows(written):
+        question = talk["messages"][0]["content"]
+        if talk["kind"] == "more":
+            assert question.startswith("So: ") or question.rstrip("?").isdigit()
+    questions = [m["content"] for talk in rows(written) for m in talk["messages"] if m["role"] == "user"]
+    assert any(question.startswith("Who") for question in questions)
+
+
+def test_the_log_counts_what_was_kept_and_dropped(written):
+    header, *pools = rows(written.with_name("talk.log.jsonl"))
+    talks = rows(written)
+    assert header["settings"]["seed"] == 0 and pools[-1]["bytes"] == written.stat().st_size
+    assert sum(sum(pool["conversations"].values()) for pool in pools) == len(talks)
+    assert sum(pool["turns"] for pool in pools) == sum(len(talk["messages"]) for talk in talks) // 2
+    assert sum(pool["tokens"] for pool in pools) >= 600 > sum(pool["tokens"] for pool in pools[:-1])
+    for pool in pools:
+        lost = sum(count for reason, count in pool["dropped"].items() if not reason.startswith("second turn"))
+        assert sum(pool["conversations"].values()) + lost == 12
+
+
+def test_a_stopped_run_goes_on_after_its_last_pool(workplace, written, tmp_path):
+    out, log = tmp_path / "talk.jsonl", tmp_path / "talk.log.jsonl"
+    converse(settings(workplace, out, "tokens=100"))
+    lines = log.read_text().splitlines(keepends=True)
+    assert len(lines) < len(written.with_name("talk.log.jsonl").read_text().splitlines())
+    out.write_text(
+        out.read_text() + '{"kind": "chat", "messages": []}\n{"kin'
+    )  # of a pool that was not finished
+    log.write_text("".join(lines) + '{"byt')
+    converse(settings(workplace, out, "batch_size=5"))
+    assert out.read_text() == written.read_text()
+    assert log.read_text() == written.with_name("talk.log.jsonl").read_text()
+
+
+def test_other_settings_need_another_file(workplace, written):
+    before = written.read_text()
+    with pytest.raises(UserError, match="begun with temperature=1.0, not 0.5: .*out=FILE"):
+        converse(settings(workplace, written, "temperature=0.5"))
+    assert written.read_text() == before
+
+
+def test_words_of_the_benchmark_are_dropped(workplace, written, tmp_path):
+    questions = [m["content"] for talk in rows(written) for m in talk["messages"] if m["role"] == "user"]
+    benchmark = tmp_path / "question.jsonl"
+    asked = [
+        {"question_id": i, "category": "qa", "turns": [text]}
+        for i, text in enumerate(questions[:5])
+        if text.strip()
+    ]
+    benchmark.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    more = ("avoid_benchmark=true", f"data.path={benchmark}", "data.sha256=null")
+    out = converse(settings(workplace, tmp_path / "talk.jsonl", *more))
+    left = [m["content"] for talk in rows(out) for m in talk["messages"]]
+    assert asked and not {row["turns"][0] for row in asked} & set(left)
+    dropped = [pool["dropped"] for pool in rows(tmp_path / "talk.log.jsonl")[1:]]
+    assert any("words of the benchmark" in reason for counts in dropped for reason in counts)
+
+
+def test_a_target_that_writes_nothing_to_keep_is_one_line(workplace, tmp_path):
+    with pytest.raises(UserError, match=r"nothing that the target writes is kept: short answer \(\d+\)"):
+        converse(settings(workplace, tmp_path / "talk.jsonl", "answer_tokens=1000"))
