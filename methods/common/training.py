@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,8 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.model.anatomy import finished, logit_steps
 from specbench.decoding.sampling import SamplingParams
 from specbench.models.pairs import Pair, draft_of, load_pair
+from specbench.models.surgery import SHARED, cut, embedding_names, saved_weights, shares_embeddings
+from specbench.system.errors import UserError
 from specbench.system.settings import Count, NotNegative, Positive, Range, Seed
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ SETTINGS = {
     "precision": Literal["no", "bf16"],
     "save_dtype": Literal["float32", "bfloat16", "float16"],
 }
+# And those of a draft model.
+DRAFT_SETTINGS = SETTINGS | {"layers": Count | list[int] | None, "share_embeddings": bool}
 
 
 def batches(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
@@ -75,32 +80,87 @@ def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = F
 
 
 def pair_to_train(cfg: DictConfig) -> Pair:
-    """The pair of a trainer whose draft model learns: `cfg.draft` or the pair's own, in float32, with gradients."""
+    """The pair of a trainer whose draft model learns, in float32, with gradients.
+
+    It begins as layers `cfg.layers` of the target, as `cfg.draft`, or as the pair's own draft model.
+    """
+    if cfg.layers is not None:
+        pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+        pair.draft = cut_from(pair, cfg)
+        return pair
     pair_cfg = cfg.pair if cfg.draft is None else _changed(cfg.pair, draft=cfg.draft)
     pair = load_pair(training_pair(pair_cfg), cfg.seed, with_draft=True)
-    torch.manual_seed(cfg.seed)
     draft = draft_of(pair)
-    draft.float().requires_grad_(True)
-    if cfg.gradient_checkpointing:
-        draft.gradient_checkpointing_enable()
+    if cfg.share_embeddings and not shares_embeddings(draft):
+        raise UserError(
+            "share_embeddings=true is for a draft model that begins as layers of its target: layers=[0,1]"
+        )
+    _prepare(draft, cfg)
     return pair
 
 
-def begins_as(cfg: DictConfig) -> tuple[str, str]:
+def cut_from(pair: Pair, cfg: DictConfig) -> PreTrainedModel:
+    """A draft model that begins as layers `cfg.layers` of a pair's target: so many of the first ones, or a list.
+
+    With `cfg.share_embeddings` its embeddings and its head stay those of the target.
+
+    Raises:
+        UserError: the target does not have these layers.
+    """
+    depth = pair.target.config.num_hidden_layers
+    layers = layers_of(cfg)
+    if not layers or not all(0 <= i < depth for i in layers):
+        raise UserError(
+            f"layers must be some of the target's, 0 to {depth - 1}, or how many of its first; not {layers}"
+        )
+    model = cut(pair.target, layers)
+    setattr(model.config, SHARED, cfg.share_embeddings)
+    _prepare(model, cfg)
+    return model
+
+
+def layers_of(cfg: DictConfig) -> list[int]:
+    """The layers of the target that a draft model begins as."""
+    return list(range(cfg.layers)) if isinstance(cfg.layers, int) else list(cfg.layers)
+
+
+def _prepare(draft: PreTrainedModel, cfg: DictConfig) -> None:
+    """Makes a draft model ready to learn; embeddings and head that it shares with its target stay as they are."""
+    torch.manual_seed(cfg.seed)
+    if shares_embeddings(draft):  # copies: those of the target keep its dtype
+        both: Any = draft.get_input_embeddings(), draft.get_output_embeddings()
+        embeddings, head = copy.deepcopy(both)
+        draft.set_input_embeddings(embeddings)
+        draft.set_output_embeddings(head)
+    draft.float()
+    shared = embedding_names(draft) if shares_embeddings(draft) else ()
+    for name, weight in draft.named_parameters():
+        weight.requires_grad_(name not in shared)
+    if cfg.gradient_checkpointing:
+        draft.gradient_checkpointing_enable()
+
+
+def begins_as(cfg: DictConfig) -> tuple[str, str | None]:
     """What the draft model of `pair_to_train` is before the first step: its name, for the record, and its folder."""
+    if cfg.layers is not None:
+        shared = ", kept as they are" if cfg.share_embeddings else ""
+        return (
+            f"layers {', '.join(map(str, layers_of(cfg)))} of the target, its norm, its embeddings and head{shared}",
+            None,
+        )
     draft = cfg.draft or cfg.pair.draft
     return Path(draft).name, draft
 
 
 def save_model(model: PreTrainedModel, pair: Pair, cfg: DictConfig, out: Path) -> None:
-    """Writes a finished draft model as configured.
+    """Writes a finished draft model as configured, without embeddings and head where it shares the target's.
 
     The tokenizer is written too, so that it can be checked against a target's, unless the pair names one of its own
-    folder.
+    folder, or the draft model shares the target's embeddings.
     """
     module: Any = model
-    module.to(getattr(torch, cfg.save_dtype)).save_pretrained(out)
-    if cfg.pair.tokenizer is None:
+    module.to(getattr(torch, cfg.save_dtype)).save_pretrained(out, state_dict=saved_weights(model))
+    if cfg.pair.tokenizer is None and not shares_embeddings(model):
         pair.tokenizer.save_pretrained(out)
 
 

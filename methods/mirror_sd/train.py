@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from methods.common.training import (
-    SETTINGS,
+    DRAFT_SETTINGS,
     Goals,
     agreement,
     batches,
@@ -134,7 +134,7 @@ class Streaming(torch.nn.Module):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_mirror_sd.yaml) and returns the folder of the finished draft model."""
-    check_all(cfg, SETTINGS | {"streams": Count, "stream_weight": NotNegative})
+    check_all(cfg, DRAFT_SETTINGS | {"streams": Count, "stream_weight": NotNegative})
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
     target = StagedModel(pair.target)

@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from methods.common.training import (
-    SETTINGS,
+    DRAFT_SETTINGS,
     Goals,
     agreement,
     batches,
+    begins_as,
+    cut_from,
     head_of,
     held_out_batches,
+    layers_of,
     predicting,
     save_model,
     text_cross_entropy,
@@ -30,7 +33,7 @@ from methods.common.training import (
 from specbench.config.compose import with_hydra
 from specbench.data import training
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.models.pairs import cut, load_pair
+from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.settings import Count, check_all
 
@@ -73,23 +76,14 @@ class Sorted(torch.nn.Module):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_s2d.yaml) and returns the folder of the finished draft model."""
-    check_all(cfg, SETTINGS | {"layers": Count | list[int], "exits": list[Count]})
+    check_all(cfg, DRAFT_SETTINGS | {"layers": Count | list[int], "exits": list[Count]})
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
-    depth = pair.target.config.num_hidden_layers
-    layers = list(range(cfg.layers)) if isinstance(cfg.layers, int) else list(cfg.layers)
-    exits = sorted(cfg.exits)
-    if not layers or not all(0 <= i < depth for i in layers):
-        raise UserError(
-            f"layers must be some of the target's, 0 to {depth - 1}, or how many of its first; not {layers}"
-        )
+    layers, exits = layers_of(cfg), sorted(cfg.exits)
     if not exits or exits[0] < 1 or exits[-1] != len(layers):
         raise UserError(
             f"exits must rise from 1 on and end with all {len(layers)} layers of the draft; not {exits}"
         )
-    torch.manual_seed(cfg.seed)
-    model = cut(pair.target, layers)
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+    model = cut_from(pair, cfg)
     module, held_out = Sorted(model, exits, cfg.loss_tokens), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
@@ -100,8 +94,7 @@ def train(cfg: DictConfig) -> Path:
         model.config.exits = exits
         save_model(model, pair, cfg, out)
 
-    begins = f"layers {', '.join(map(str, layers))} of the target, its embeddings, norm and head"
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg, begins)
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
 
 
 @one_line_errors()

@@ -1,7 +1,7 @@
-"""Trains a plain draft model by distillation: `python -m methods.sps.train pair=... [draft=MODEL]`.
+"""Trains a plain draft model by distillation: `python -m methods.sps.train pair=... [draft=MODEL layers=[0,1]]`.
 
-The draft model learns the target's own next-token distribution (soft cross-entropy) on conversations. It starts from
-the pair's draft model or another one of the same vocabulary.
+The draft model learns the target's own next-token distribution (soft cross-entropy) on conversations. It begins as the
+pair's draft model, as another one of the same vocabulary (`draft=`), or as some of the target's layers (`layers=`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from methods.common.training import (
-    SETTINGS,
+    DRAFT_SETTINGS,
     Goals,
     agreement,
     batches,
@@ -74,7 +74,7 @@ class Distillation(torch.nn.Module):
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_sps.yaml) and returns the folder of the finished draft model."""
-    check_all(cfg, SETTINGS)
+    check_all(cfg, DRAFT_SETTINGS)
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
     module = Distillation(draft, StagedModel(pair.target), cfg.loss_tokens)

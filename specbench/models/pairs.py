@@ -5,7 +5,6 @@ transformers takes seconds to import, so it is imported where a model is loaded:
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from specbench.models.expansion import Expansion, embedded, expand_model, expans
 from specbench.models.gguf import converted, gguf_file, is_gguf, source_of
 from specbench.models.names import local_folder
 from specbench.models.packages import fetched, is_package
+from specbench.models.surgery import cut, embedding_names, share_embeddings, shares_embeddings
 from specbench.system.errors import UserError
 from specbench.system.paths import packaged
 from specbench.system.settings import plain
@@ -203,6 +203,8 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool =
     loaded = target.model(dtype, device, seed, cfg.device_map) if weights else None
     target_model = target.without_weights() if loaded is None else loaded
     draft_model = draft.model(dtype, device, seed + 1, layers=cfg.draft_layers) if draft else None
+    if draft_model is not None and loaded is not None and shares_embeddings(draft_model):
+        share_embeddings(draft_model, loaded, (cfg.draft, cfg.target))
     models = [model for model in (target_model, draft_model) if model is not None]
     for model in models:
         set_options(model, Options(pair_cfg.graphs is not False, compiles(pair_cfg.compile, device)))
@@ -391,6 +393,8 @@ class _Source:
         if self.cfg.init != "expanded" or (self.shape is None and self.width is None):
             return self._load(dtype, device, seed, device_map, layers)
         source = self._load(torch.float32, torch.device("cpu"), seed, None, layers)
+        if shares_embeddings(source):
+            raise UserError(f"'{self.name}' has the embeddings of its target: it cannot be expanded")
         self.expansion = expansion_of(source.config.to_dict(), self.shape, self.width, self.cfg.name)
         assert self.expansion is not None  # there is a shape or a width
         with _one_line(self):
@@ -436,8 +440,11 @@ class _Source:
                 )
                 model, info = loaded
                 # transformers fills what a checkpoint lacks with random numbers; a benchmark must not.
-                if info["missing_keys"]:
-                    missing = sorted(info["missing_keys"])
+                lacking = set(info["missing_keys"])
+                if shares_embeddings(model):
+                    lacking -= embedding_names(model)
+                if lacking:
+                    missing = sorted(lacking)
                     raise UserError(
                         f"the weights of '{self.name}' lack {len(missing)} tensors, such as {missing[0]}"
                     )
@@ -454,28 +461,6 @@ class _Source:
             model = cut(model, list(range(layers)))
             place_weights(model, device, dtype)
         return model.eval().requires_grad_(False)
-
-
-def cut(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """A model of its own, in float32, of some of a model's layers, its embeddings, final norm and head."""
-    config = copy.deepcopy(model.config)
-    depth, config.num_hidden_layers = config.num_hidden_layers, len(layers)
-    # Families say in lists of their own what each layer is like: layer_types, no_rope_layers, mlp_layer_types.
-    for name, value in list(vars(config).items()):
-        per_layer = isinstance(value, list | tuple) and len(value) == depth
-        if per_layer and not name.endswith("_token_id"):  # a model can have as many stop tokens as layers
-            setattr(config, name, type(value)(value[i] for i in layers))
-    shorter, weights = type(model)(config).float(), {}
-    for name, weight in model.state_dict().items():
-        prefix, _, rest = name.partition("layers.")
-        number, _, rest = rest.partition(".")
-        if not number:
-            weights[name] = weight
-        elif int(number) in layers:
-            weights[f"{prefix}layers.{layers.index(int(number))}.{rest}"] = weight
-    shorter.load_state_dict(weights)
-    shorter.generation_config = copy.deepcopy(model.generation_config)
-    return shorter.to(model.device).eval()
 
 
 def fetch_small_files(

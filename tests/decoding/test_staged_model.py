@@ -23,7 +23,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Draft, Resume
 from specbench.decoding.tree import Tree
-from specbench.models.pairs import cut
+from specbench.models.surgery import cut
 from specbench.system.errors import UserError
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain

@@ -12,7 +12,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
-from specbench.models.pairs import cut
+from specbench.models.surgery import cut
 from specbench.system.errors import UserError
 from tests.support.methods import drafts, sorted_pair
 

@@ -23,7 +23,8 @@ from methods.sps import train as sps_train
 from specbench import ROOT
 from specbench.data.training import LOG, RECORD, stages_of, train
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.models.pairs import cut, load_pair
+from specbench.models.pairs import load_pair
+from specbench.models.surgery import cut
 from specbench.system import threads
 from specbench.system.errors import UserError
 from tests.support.decoding import random_pair

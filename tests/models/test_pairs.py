@@ -13,7 +13,8 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.graphs import Options, options_of
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.models.pairs import choose_device, cut, load_pair
+from specbench.models.pairs import choose_device, load_pair
+from specbench.models.surgery import cut
 from specbench.system.errors import UserError
 from tests.support.models import TEMPLATE, byte_tokenizer, random_model, save_pair
 

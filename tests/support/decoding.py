@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.models.pairs import cut
+from specbench.models.surgery import cut
 from tests.support.models import random_model
 
 STOP = 2
