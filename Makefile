@@ -1,7 +1,7 @@
 # Everything from nothing: the first target that needs Python makes .venv and installs into it, once.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench tune test test-fast test-nightly benchmarks gpu gpu-bundle tiny report claims wandb-compare docs readme-figures lint clean
+.PHONY: help install bench tune test test-fast test-nightly benchmarks gpu gpu-bundle tiny smollm2 report claims wandb-compare docs readme-figures lint clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -56,6 +56,9 @@ gpu-bundle: $(STAMP) ## Fetch into build/gpu-bundle the wheels that a machine wi
 
 tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny; goes on where it was stopped
 	@$(PY) -m methods.family --out $(TINY) $(ARGS)
+
+smollm2: $(STAMP) ## Let SmolLM2-135M write conversations and train every method's parts on them, into build/smollm2-135m; goes on where it was stopped [ARGS="tokens=100000 steps=100"]
+	@$(PY) -m methods.parts pair=smollm2-135m $(ARGS)
 
 report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="FOLDER ..."]
 	@$(PY) -m specbench.report $(RUNS) $(ARGS)

@@ -11,19 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import random
-import runpy
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from tqdm import tqdm
-
+from methods.common.build import Step, run_all
 from methods.sps_tree.drafter import FILE as TREE
 from methods.states import RECORD as STATES
 from specbench.data.training import RECORD
@@ -36,9 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SEED = 20
-# Steps are processes forked from one that has imported what takes seconds.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["methods.common.training", "transformers.models.llama.modeling_llama"])
 
 
 @dataclass(frozen=True)
@@ -89,23 +81,6 @@ TOY = Size(
     60, 8, 4, 3, 2, 50, 2, "[1,2]", 1, (1, 1), ("[1,2,4,5,-1]", "[1,2,3,-1]"), 60, 400, 60, (1, 1)
 )  # fmt: skip
 TEXT = ("prompt_weight=0.2", "length=512", "precision=bf16")  # of every drafter
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of the build.
-
-    Attributes:
-        name: for the progress bar.
-        minutes: that it takes, times the cores that it takes.
-        result: the file whose presence means that it is done.
-        command: module and arguments; empty: `shuffle` does it.
-    """
-
-    name: str
-    minutes: float
-    result: Path
-    command: tuple[str, ...]
 
 
 def steps(build: Build, size: Size) -> list[list[Step]]:
@@ -171,7 +146,7 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
         *([step] for step in chain),
         [deep, shallow, draft],
         [answer("deep", 6), answer("shallow", 3)],
-        [Step("answers of both", 0.1, both, ())],
+        [Step("answers of both", 0.1, both, partial(shuffle, answers))],
         [keep(name, taps) for name, taps in zip(pairs, size.taps)],
         [
             part("eagle3", 35, "eagle3", "deep", f"like_layer={size.like[0]}"),
@@ -206,64 +181,6 @@ def shuffle(answers: Path) -> None:
     partial.replace(answers / "both.jsonl")
 
 
-def _as_a_program(command: Sequence[str], log: Path, threads: int) -> None:
-    """Runs a module with arguments as `python -m` does, in this process, with all output in a log."""
-    with log.open("a", encoding="utf-8") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    torch.set_num_threads(threads)
-    module, *arguments = command
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def run(step: Step, logs: Path, threads: int) -> None:
-    """Does one step, with its output in a log. Raises SystemExit with the log's last line where it fails."""
-    if not step.command:
-        shuffle(step.result.parent)
-        return
-    logs.mkdir(parents=True, exist_ok=True)
-    path = logs / f"{step.name.replace(', ', '_').replace(' ', '_')}.log"
-    process = CONTEXT.Process(target=_as_a_program, args=(step.command, path, threads))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit(
-            f"{step.name} failed ({path}): {path.read_text(encoding='utf-8').strip().splitlines()[-1]}"
-        )
-    if step.result.suffix == ".done":
-        step.result.touch()
-
-
-def run_all(groups: list[list[Step]], logs: Path, cores: int) -> None:
-    """Does every step that is left: one that is alone on all cores, several on a core each.
-
-    Raises:
-        SystemExit: a step failed; those that run are ended first, none is begun.
-    """
-    remaining = [[step for step in group if not step.result.exists()] for group in groups]
-    minutes = sum(step.minutes for group in remaining for step in group)
-    with (
-        tqdm(
-            total=minutes, desc="family", bar_format="{desc} {bar} {n:.0f} of {total:.0f} core minutes"
-        ) as bar,
-        ThreadPoolExecutor(cores) as pool,
-    ):
-        for all_steps, group in zip(groups, remaining, strict=True):
-            threads = (
-                cores if len(all_steps) == 1 else 1
-            )  # also where only one of several is left: it goes on as it began
-            running = {pool.submit(run, step, logs, threads): step for step in group}
-            try:
-                for future in as_completed(running):
-                    future.result()
-                    bar.write(f"{running[future].name}: done")
-                    bar.update(running[future].minutes)
-            except SystemExit:
-                pool.shutdown(cancel_futures=True)
-                raise
-
-
 def same_text(weights: Path) -> bool:
     """Whether all that was trained on answers was trained on the same ones, for as many tokens over all stages."""
     records = [json.loads(path.read_text()) for path in weights.glob(f"*/{RECORD}")]
@@ -289,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stage in ("tokenizer", "questions"):
         build.make(stage)
     groups = steps(build, TOY if options.smoke else WHOLE)
-    run_all(groups, options.out / "logs", options.cores)
+    run_all(groups, options.out / "logs", options.cores, "family")
     if not same_text(build.weights):
         print(
             "the drafters were not trained alike (training.json): remove those that differ to train them again",

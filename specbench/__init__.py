@@ -1,6 +1,7 @@
 """A benchmark harness for speculative decoding: is this speedup real, on my models and my machine?"""
 
 import os
+import sys
 from pathlib import Path
 
 __version__ = "0.3.0"
@@ -8,6 +9,11 @@ __version__ = "0.3.0"
 ROOT = Path(__file__).resolve().parents[1]  # of a checkout; where an installed package lies, site-packages
 # A wheel has the configuration inside the package, a checkout beside it.
 CONF = ROOT / "specbench" / "conf" if (ROOT / "specbench" / "conf").is_dir() else ROOT / "conf"
+# A wheel has the methods inside the package, too: in site-packages `methods` would be a name taken from everybody.
+BUNDLED = ROOT / "specbench" / "bundled"
+METHODS = (BUNDLED if BUNDLED.is_dir() else ROOT) / "methods"
+if BUNDLED.is_dir() and str(BUNDLED) not in sys.path:
+    sys.path.append(str(BUNDLED))
 
 # What decides how threads compute and wait; every process of a run must have the same.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -583,6 +583,47 @@ FAULTS = (
         "for text in (*question.turns[:1], *(question.reference or ())):",
         ("tests/methods/test_rest.py", "tests/data/test_warm_start.py"),
     ),
+    Fault(
+        "eight words of the benchmark are let through",
+        "contamination",
+        "specbench/data/contamination.py",
+        "for words in turns for ngram in ngrams(words, WORDS)}",
+        "for words in turns for ngram in ngrams(words, WORDS + 1)}",
+        ("tests/data/test_synthesis.py",),
+    ),
+    # training text and shared weights
+    Fault(
+        "a loop is learnt",
+        "training",
+        "specbench/commands/converse.py",
+        "ids = ids[: loop_start(ids)]",
+        "ids = list(ids)",
+        ("tests/commands/test_converse.py",),
+    ),
+    Fault(
+        "a stop token is learnt where an answer was cut",
+        "training",
+        "specbench/data/conversations.py",
+        'answer += stop if message.get("complete", True) else []',
+        "answer += stop",
+        ("tests/data/test_conversations.py",),
+    ),
+    Fault(
+        "the embeddings of the target are trained",
+        "training",
+        "methods/common/training.py",
+        "weight.requires_grad_(name not in shared)",
+        "weight.requires_grad_(True)",
+        ("tests/methods/test_shared_embeddings.py",),
+    ),
+    Fault(
+        "a draft model keeps a head of its own",
+        "training",
+        "specbench/models/surgery.py",
+        "    draft.set_output_embeddings(head)\n",
+        "",
+        ("tests/methods/test_shared_embeddings.py",),
+    ),
 )
 
 

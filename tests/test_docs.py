@@ -64,6 +64,7 @@ MODULES = {  # python -m MODULE: the configuration that it composes
     "specbench.commands.run": "bench",
     "specbench.commands.tune": "tune",
     "methods.answer": "answer",
+    "methods.parts": "parts",
     "methods.vocab_trim.calibrate": "calibrate_vocab",
     **{f"methods.{name}.train": f"train_{name}" for name in cli.trainers()},
 }

@@ -63,6 +63,11 @@ def specbench(installed: Path, cwd: Path, *arguments: str) -> subprocess.Complet
 SHORT = ("data.limit=1", "task=qa", "decoding.max_new_tokens=8", "generate=false", "remeasure=0")
 
 
+def test_no_common_name_is_taken(installed):
+    names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
+    assert names == {"bin", "specbench", "hydra_plugins"}
+
+
 def test_a_run_writes_to_the_working_directory(installed, tmp_path):
     done = specbench(installed, tmp_path, "run", "method=kangaroo", *SHORT)
     assert done.returncode == 0, done.stderr

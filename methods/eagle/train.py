@@ -88,8 +88,8 @@ class Distillation(Guesses):
         size = goals.float().pow(2).mean().sqrt()
         noisy = features
         if self.training:
-            kv_bucket = NOISE * min(1.0, NOISE_LENGTH / features.shape[1]) * size
-            noisy = features + (2 * torch.rand_like(features) - 1) * kv_bucket
+            spread = NOISE * min(1.0, NOISE_LENGTH / features.shape[1]) * size
+            noisy = features + (2 * torch.rand_like(features) - 1) * spread
         (out,) = chained(self.model, noisy, embeds, 1)
         predicted = shifted(batch, 1)
         distances = smooth_l1_loss(

@@ -430,14 +430,15 @@ class _Source:
                 with device:
                     model = AutoModelForCausalLM.from_config(self.config(), **options)
             else:
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    self.path,
-                    revision=self.revision or "main",
-                    device_map=device_map or {"": device},
-                    weights_only=True,
-                    output_loading_info=True,
-                    **options,
-                )
+                with _missing_is_said_here():
+                    loaded: Any = AutoModelForCausalLM.from_pretrained(
+                        self.path,
+                        revision=self.revision or "main",
+                        device_map=device_map or {"": device},
+                        weights_only=True,
+                        output_loading_info=True,
+                        **options,
+                    )
                 model, info = loaded
                 # transformers fills what a checkpoint lacks with random numbers; a benchmark must not.
                 lacking = set(info["missing_keys"])
@@ -491,6 +492,19 @@ def fetch_small_files(
             f"no model '{name}': not a local folder, not in the hub's cache, and the hub cannot be reached; "
             f"fetch it where there is a network with `hf download {name}`{hint}"
         ) from error
+
+
+@contextmanager
+def _missing_is_said_here() -> Iterator[None]:
+    """Without what transformers reports of the weights that a checkpoint lacks: they are judged by the caller."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 @contextmanager

@@ -153,6 +153,7 @@ def test_the_code_is_known_by_its_content():
 
 def test_only_what_code_does_tells_it_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "ROOT", tmp_path)
+    monkeypatch.setattr(source, "METHODS", tmp_path / "methods")
     file = tmp_path / "methods" / "mine.py"
     file.parent.mkdir()
 
@@ -169,6 +170,7 @@ def test_only_what_code_does_tells_it_apart(tmp_path, monkeypatch):
 
 def test_what_trains_or_tunes_may_change_while_a_run_is_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "ROOT", tmp_path)
+    monkeypatch.setattr(source, "METHODS", tmp_path / "methods")
 
     def digest(file: str, text: str) -> str:
         path = tmp_path / file

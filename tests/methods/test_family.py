@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from methods import family
+from methods.common import build
 from specbench.data.training import RECORD
 
 DRAFTERS = (
@@ -46,15 +47,15 @@ def test_a_step_that_fails_ends_the_build_with_its_last_line(tmp_path, monkeypat
         log.write_text("tried\nno room\n")
         return SimpleNamespace(start=lambda: None, join=lambda: None, exitcode=3 if name in failing else 0)
 
-    monkeypatch.setattr(family, "CONTEXT", SimpleNamespace(Process=process))
+    monkeypatch.setattr(build, "CONTEXT", SimpleNamespace(Process=process))
     right, wrong, later = (
-        family.Step(name, 1.0, tmp_path / f"{name}.done", (name,)) for name in ("right", "wrong", "later")
+        build.Step(name, 1.0, tmp_path / f"{name}.done", (name,)) for name in ("right", "wrong", "later")
     )
     with pytest.raises(SystemExit, match=r"wrong failed \(.*wrong.log\): no room"):
-        family.run_all([[right, wrong], [later]], tmp_path / "logs", cores=1)
+        build.run_all([[right, wrong], [later]], tmp_path / "logs", cores=1, label="x")
     assert done == ["right", "wrong"] and right.result.exists() and not wrong.result.exists()
     failing.clear()
-    family.run_all([[right, wrong], [later]], tmp_path / "logs", cores=2)
+    build.run_all([[right, wrong], [later]], tmp_path / "logs", cores=2, label="x")
     assert len(done) == 4, "what is done is not done again"
 
 
@@ -96,7 +97,7 @@ def test_the_family_is_made_from_nothing_and_once(tmp_path, monkeypatch, capsys)
     def never(*_, **__):
         raise AssertionError("what is there is not made again")
 
-    monkeypatch.setattr(family, "CONTEXT", SimpleNamespace(Process=never))
+    monkeypatch.setattr(build, "CONTEXT", SimpleNamespace(Process=never))
     monkeypatch.setattr("specbench.data.training.train", never)
     assert family.main(arguments) == 0
     torch.use_deterministic_algorithms(deterministic)

@@ -7,7 +7,7 @@ import hashlib
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from specbench import ROOT
+from specbench import METHODS, ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,8 @@ NOT_MEASURING = ("specbench/report", "specbench/tiny")
 MAKING = (
     *("methods/*/train.py", "methods/*/calibrate.py", "methods/common/training.py"),
     *("methods/common/head_training.py", "methods/family.py", "methods/answer.py", "methods/states.py"),
-    "specbench/commands/tune.py",
+    *("methods/common/build.py", "methods/parts.py"),
+    *("specbench/commands/tune.py", "specbench/commands/converse.py", "specbench/data/synthesis.py"),
 )
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -29,14 +30,19 @@ def source_sha256() -> str:
     """
     digest = hashlib.sha256()
     for path in measuring_files():
-        digest.update(f"{path.relative_to(ROOT)}\0{_code_sha256(path.read_bytes())}\0".encode())
+        digest.update(f"{_name(path)}\0{_code_sha256(path.read_bytes())}\0".encode())
     return digest.hexdigest()
 
 
 def measuring_files() -> list[Path]:
     """The Python files that a run may import: neither reports nor what trains, calibrates or tunes."""
-    files = [path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")]
-    return sorted(path for path in files if _measures(path.relative_to(ROOT)))
+    files = {path for folder in (ROOT / "specbench", METHODS) for path in folder.rglob("*.py")}
+    return sorted((path for path in files if _measures(_name(path))), key=_name)
+
+
+def _name(path: Path) -> Path:
+    """Where a file lies in a checkout, also that of a wheel."""
+    return path.relative_to(METHODS.parent if path.is_relative_to(METHODS) else ROOT)
 
 
 def _measures(file: Path) -> bool:

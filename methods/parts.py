@@ -1,0 +1,111 @@
+"""Makes what every method needs for one target: `python -m methods.parts pair=smollm2-135m`.
+
+The target writes conversations, its states of them are kept, and every part learns from these, for the same number of
+tokens: what a table compares is methods, not training sets. A step is left out where its result is there already, and
+goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from methods.common.build import Step, run_all
+from methods.states import RECORD as STATES
+from specbench.config.compose import with_hydra
+from specbench.data.training import RECORD
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.settings import Count, NotNegative, Seed, check, check_all, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from omegaconf import DictConfig
+
+SETTINGS = {
+    "conversations": str | None,
+    "tokens": Count,
+    "states_tokens": Count | None,
+    "taps": list[int],
+    "steps": Count,
+    "batch_size": Count,
+    "length": Count,
+    "loss_tokens": Count | None,
+    "prompt_weight": NotNegative,
+    "seed": Seed,
+    "save_every": Count,
+    "cores": Count,
+    "out": str,
+}
+PART = {"module": str, "alike": bool, "result": str | None, "settings": dict}
+TEXT = ("length", "prompt_weight", "seed", "precision")  # of states and of those that read them
+ALIKE = ("steps", "batch_size", "loss_tokens", "save_every")
+
+
+def arguments(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as a command line has them."""
+    return [f"{key}={_written(value)}" for key, value in settings.items()]
+
+
+def _written(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def steps(cfg: DictConfig, pair: Sequence[str]) -> list[list[Step]]:
+    """All steps; those of one group do not need each other.
+
+    Args:
+        cfg: conf/parts.yaml.
+        pair: the arguments that name the pair.
+
+    Raises:
+        UserError: a part has a setting that none has.
+    """
+    out = Path(cfg.out)
+    conversations = out / "conversations.jsonl" if cfg.conversations is None else Path(cfg.conversations)
+    text = [f"conversations={conversations}", *arguments({key: cfg[key] for key in TEXT})]
+    states = out / "states"
+    converse = ("specbench.commands.converse", *pair, f"tokens={cfg.tokens}", f"out={conversations}")
+    keep = {"taps": list(cfg.taps), "tokens": cfg.states_tokens, "out": states}
+    groups = [[Step("states", 30, states / STATES, ("methods.states", *pair, *text, *arguments(keep)))]]
+    if cfg.conversations is None:
+        groups.insert(0, [Step("conversations", 300, conversations.with_suffix(".done"), converse)])
+    alike = [*text, *arguments({key: cfg[key] for key in ALIKE}), f"states={states}", "threads=1"]
+    parts = []
+    for name, part in plain(cfg.parts).items():
+        if part is None:
+            continue
+        for key, kind in PART.items():
+            check(f"parts.{name}.{key}", part.get(key), kind)
+        if unknown := part.keys() - PART.keys():
+            raise UserError(f"unknown key 'parts.{name}.{min(unknown)}': a part has {', '.join(PART)}")
+        folder = out / "weights" / name
+        shared = alike if part["alike"] else [f"conversations={conversations}", f"seed={cfg.seed}"]
+        command = (part["module"], *pair, *shared, *arguments(part["settings"]), f"out={folder}")
+        parts.append(Step(name, cfg.steps / 30, folder / (part.get("result") or RECORD), command))
+    return [*groups, parts]
+
+
+def make(cfg: DictConfig) -> None:
+    """Makes all parts as configured (conf/parts.yaml), or goes on with them."""
+    check_all(cfg, SETTINGS)
+    named = [word for word in HydraConfig.get().overrides.task if word.lstrip("+").startswith("pair")]
+    pair = named if any(word.startswith("pair=") for word in named) else [f"pair={cfg.pair.name}", *named]
+    out = Path(cfg.out)
+    run_all(steps(cfg, pair), out / "logs", cfg.cores, cfg.pair.name)
+    print(out / "weights")
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("parts", one_line_errors()(make))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The parts of all methods for one target, at toy scale: the same text, as many tokens, nothing done twice."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from methods import parts
+from methods.common.build import run_all
+from specbench import CONF
+from specbench.data.training import RECORD
+from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError
+from specbench.system.files import read_json
+from tests.support.conf import composed
+from tests.support.training import saved_pair, training_workplace
+
+TOY = ("steps=2", "length=20", "save_every=2", "loss_tokens=8", "taps=[1,-1]")
+
+
+def test_every_part_is_made_by_a_trainer_with_settings_that_it_has(tmp_path):
+    cfg = composed("parts", f"out={tmp_path}")
+    groups = parts.steps(cfg, ["pair=smollm2-135m"])
+    assert [[step.name for step in group] for group in groups[:2]] == [["conversations"], ["states"]]
+    commands = [step.command for group in groups for step in group]
+    for module, *words in commands:
+        name = {
+            "methods.states": "states",
+            "specbench.commands.converse": "converse",
+            "methods.vocab_trim.calibrate": "calibrate_vocab",
+        }.get(module, f"train_{module.split('.')[1]}")
+        assert callable(importlib.import_module(module).main)
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            compose(name, words)
+
+
+def test_those_that_are_compared_learn_alike(tmp_path):
+    cfg = composed("parts", f"out={tmp_path}")
+    trained = [step for step in parts.steps(cfg, [])[-1] if step.result.name == RECORD]
+    keys = (*parts.TEXT, *parts.ALIKE, "conversations", "states", "threads")
+    shared = [{word for word in step.command if word.partition("=")[0] in keys} for step in trained]
+    assert len(trained) == 8 and all(one == shared[0] for one in shared) and len(shared[0]) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+parts.medusa.modul=x", r"unknown key 'parts\.medusa\.modul'"),
+        ("parts.medusa.module=3", r"parts\.medusa\.module must be text"),
+    ],
+)
+def test_a_wrong_part_is_one_line(tmp_path, override, message):
+    with pytest.raises(UserError, match=message):
+        parts.steps(composed("parts", f"out={tmp_path}", override), [])
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_part_that_is_there_is_not_made_again(tmp_path):
+    pair = saved_pair(training_workplace(tmp_path))
+    cfg = composed("parts", *pair, *TOY, f"out={tmp_path}/build")
+    cfg.parts = {
+        "kangaroo": {"module": "methods.kangaroo.train", "alike": True, "settings": {"exit_layer": 1}},
+        "draft": {
+            "module": "methods.sps.train",
+            "alike": True,
+            "settings": {"layers": [0, 3], "share_embeddings": True},
+        },
+    }
+    groups = parts.steps(cfg, [word for word in pair if word.startswith("pair")])
+    run_all(groups, tmp_path / "logs", 2, "toy")
+    records = [read_json(tmp_path / "build" / "weights" / name / RECORD) for name in cfg.parts]
+    assert len({(record["data"], record["tokens"]) for record in records}) == 1
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "build").rglob("*") if path.is_file()}
+    run_all(groups, tmp_path / "logs", 2, "toy")
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+    folder = tmp_path / "build" / "weights" / "draft"
+    loaded = load_pair(OmegaConf.merge(cfg.pair, {"draft": str(folder)}), 0, with_draft=True)
+    assert loaded.draft.get_input_embeddings() is loaded.target.get_input_embeddings()
