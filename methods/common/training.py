@@ -107,16 +107,20 @@ def cut_from(pair: Pair, cfg: DictConfig) -> PreTrainedModel:
     Raises:
         UserError: the target does not have these layers.
     """
-    depth = pair.target.config.num_hidden_layers
-    layers = layers_of(cfg)
+    check_layers(cfg, pair)
+    model = cut(pair.target, layers_of(cfg))
+    setattr(model.config, SHARED, cfg.share_embeddings)
+    _prepare(model, cfg)
+    return model
+
+
+def check_layers(cfg: DictConfig, pair: Pair) -> None:
+    """Raises UserError where the target does not have the layers `cfg.layers`."""
+    layers, depth = layers_of(cfg), pair.target.config.num_hidden_layers
     if not layers or not all(0 <= i < depth for i in layers):
         raise UserError(
             f"layers must be some of the target's, 0 to {depth - 1}, or how many of its first; not {layers}"
         )
-    model = cut(pair.target, layers)
-    setattr(model.config, SHARED, cfg.share_embeddings)
-    _prepare(model, cfg)
-    return model
 
 
 def layers_of(cfg: DictConfig) -> list[int]:

@@ -21,6 +21,7 @@ from methods.common.training import (
     agreement,
     batches,
     begins_as,
+    check_layers,
     cut_from,
     head_of,
     held_out_batches,
@@ -78,6 +79,7 @@ def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_s2d.yaml) and returns the folder of the finished draft model."""
     check_all(cfg, DRAFT_SETTINGS | {"layers": Count | list[int], "exits": list[Count]})
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    check_layers(cfg, pair)
     layers, exits = layers_of(cfg), sorted(cfg.exits)
     if not exits or exits[0] < 1 or exits[-1] != len(layers):
         raise UserError(

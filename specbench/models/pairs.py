@@ -430,7 +430,7 @@ class _Source:
                 with device:
                     model = AutoModelForCausalLM.from_config(self.config(), **options)
             else:
-                with _missing_is_said_here():
+                with _without_load_report():
                     loaded: Any = AutoModelForCausalLM.from_pretrained(
                         self.path,
                         revision=self.revision or "main",
@@ -495,7 +495,7 @@ def fetch_small_files(
 
 
 @contextmanager
-def _missing_is_said_here() -> Iterator[None]:
+def _without_load_report() -> Iterator[None]:
     """Without what transformers reports of the weights that a checkpoint lacks: they are judged by the caller."""
     from transformers.utils import logging
 
