@@ -24,6 +24,7 @@ from specbench.config.compose import with_hydra
 from specbench.data.contamination import BenchmarkNgrams
 from specbench.data.questions import find_questions_file, read_questions
 from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_start
+from specbench.decoding.cpu.autotune import PassShape, choose_layouts
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
@@ -99,6 +100,7 @@ class Writer:
     def __init__(self, cfg: DictConfig, pair: Pair, kinds: list[Kind], filters: Filters, bar: tqdm):
         self.cfg, self.pair, self.kinds, self.filters, self.bar = cfg, pair, kinds, filters, bar
         target, scheduler = StagedModel(pair.target), Scheduler(cfg.batch_size)
+        choose_layouts(target, (PassShape(cfg.batch_size, 1),))
         self.engine = Engine(target, Drafter(), pair.stop_ids, scheduler, pair.context_length)
         self.material = Material()
 
