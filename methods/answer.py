@@ -20,7 +20,6 @@ from specbench.config.compose import with_hydra
 from specbench.data.conversations import Messages, conversations
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
@@ -71,7 +70,7 @@ def answer(cfg: DictConfig) -> Path:
     check_all(cfg, SETTINGS)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     scheduler = Scheduler(cfg.batch_size)
-    engine = Engine(StagedModel(pair.target), Drafter(), pair.stop_ids, scheduler, pair.context_length)
+    engine = Engine(pair.staged, Drafter(), pair.stop_ids, scheduler, pair.context_length)
     decoding = SamplingParams(cfg.max_new_tokens, cfg.temperature)
     out = Path(cfg.out)
     out.parent.mkdir(parents=True, exist_ok=True)

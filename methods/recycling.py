@@ -15,7 +15,6 @@ import torch
 from methods.common.rank_trees import grown, likeliest_ids, rank_tree
 from specbench.data.warm_start import warm_rows
 from specbench.decoding.drafter import Drafter
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.slots import Slots
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
@@ -23,6 +22,7 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.state import Prefill
 
 RANKS = 8  # followers that are kept of each token
@@ -191,7 +191,7 @@ class TokenRecycling(Drafter):
     @torch.inference_mode()
     def _warmed(self, file: str, pair: Pair) -> torch.Tensor:
         """The table [vocab, RANKS] that a file of conversations leaves behind."""
-        target = StagedModel(pair.target)
+        target = pair.staged
         self.open(Slots(1, 0, self.device), target)
         for tokens, _ in warm_rows(file, pair):
             ids = torch.tensor(tokens[: pair.context_length], device=self.device)

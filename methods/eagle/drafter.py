@@ -26,7 +26,6 @@ from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.graphs import options_of, set_options
 from specbench.decoding.model.layer_cache import LayerCache
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from methods.eagle.layer import DraftingModel
     from specbench.decoding.kv_cache import ForwardContext
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
 
 # The tree of the authors' EAGLE-1, 25 nodes: children by path of ranks.
@@ -192,7 +192,7 @@ class Eagle(EagleDrafter):
         vocab_size: Count | None = None,
     ):
         model, settings = _loaded(pair, weights)
-        super().__init__(model, draft_head(pair, StagedModel(pair.target), vocab_map, vocab_size))
+        super().__init__(model, draft_head(pair, pair.staged, vocab_map, vocab_size))
         deepest = max_draft_tokens or float("inf")
         paths = [tuple(path) for path in settings.get("tree") or EAGLE_TREE]
         paths = [path for path in paths if len(path) <= deepest and max(path) < self.head.rows]
@@ -289,7 +289,7 @@ class Eagle2(DynamicEagle):
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
-        head = draft_head(pair, StagedModel(pair.target), vocab_map, vocab_size)
+        head = draft_head(pair, pair.staged, vocab_map, vocab_size)
         super().__init__(_loaded(pair, weights)[0], head, nodes, width, max_draft_tokens)
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 from methods.eagle.drafter import DynamicEagle
 from specbench.decoding.drafter import Needs
 from specbench.decoding.model.cost import weight_bytes
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import Pair
 from specbench.system.paths import packaged
 from specbench.system.settings import Count, Natural, Positive
@@ -78,7 +77,7 @@ class Eagle3(DynamicEagle):
         from methods.eagle3.checkpoint import load_eagle3  # late: transformers' models take seconds to import
 
         taps = None if layers is None else tuple(layers)
-        model = load_eagle3(packaged(weights), StagedModel(pair.target), pair.expansion, taps, rope_theta)
+        model = load_eagle3(packaged(weights), pair.staged, pair.expansion, taps, rope_theta)
         super().__init__(model, DraftVocabulary(model), nodes, width, max_draft_tokens)
         self.head = DraftVocabulary(cast("Eagle3Model", self.model))  # the copy with cheaper calls
         # A round reads once what makes features of states; of an embedding a pass reads single rows.

@@ -19,13 +19,13 @@ from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.layer_cache import LayerCache
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
 
@@ -63,7 +63,7 @@ class HydraHeads(Drafter):
         # Late: transformers' models take seconds to import.
         from methods.hydra_heads.checkpoint import load_heads
 
-        target = StagedModel(pair.target)
+        target = pair.staged
         loaded, settings = load_heads(packaged(weights), target, pair)
         self.heads = lean_copy(loaded)
         self.head = draft_head(pair, target, vocab_map, vocab_size)

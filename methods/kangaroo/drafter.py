@@ -18,7 +18,6 @@ from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.graphs import options_of
 from specbench.decoding.model.layer_cache import LayerCache
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, Resume, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
@@ -28,6 +27,7 @@ from specbench.system.settings import Count, Probability
 if TYPE_CHECKING:
     from methods.kangaroo.adapter import Adapter
     from specbench.decoding.kv_cache import ForwardContext
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.tree import Tree
 
@@ -71,7 +71,7 @@ class Kangaroo(Drafter):
         self.taps = (exit_layer,)
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold
-        target = StagedModel(pair.target)
+        target = pair.staged
         self.head = draft_head(pair, target, vocab_map, vocab_size)
         # The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
         self._draft_bytes = weight_bytes(self.adapter) + self.head.bytes

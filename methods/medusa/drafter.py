@@ -15,7 +15,6 @@ from methods.common.rank_trees import chosen_paths, likeliest_ids, rank_tree
 from methods.medusa.checkpoint import load_heads
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
@@ -23,6 +22,7 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
 
@@ -57,7 +57,7 @@ class Medusa(Drafter):
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
-        target = StagedModel(pair.target)
+        target = pair.staged
         self.heads, settings, ids = load_heads(packaged(weights), target, pair)
         if ids is not None and vocab_map is not None:
             raise UserError(

@@ -90,7 +90,7 @@ class MirrorSD(Drafter):
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
-        target = StagedModel(pair.target)
+        target = pair.staged
         layers = len(target.layers)
         exit_layer = max(1, layers // 2) if exit_layer is None else exit_layer
         if not 0 <= exit_layer <= layers:

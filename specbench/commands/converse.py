@@ -27,7 +27,6 @@ from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_sta
 from specbench.decoding.cpu.autotune import PassShape, choose_layouts
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
@@ -99,7 +98,7 @@ class Writer:
 
     def __init__(self, cfg: DictConfig, pair: Pair, kinds: list[Kind], filters: Filters, bar: tqdm):
         self.cfg, self.pair, self.kinds, self.filters, self.bar = cfg, pair, kinds, filters, bar
-        target, scheduler = StagedModel(pair.target), Scheduler(cfg.batch_size)
+        target, scheduler = pair.staged, Scheduler(cfg.batch_size)
         choose_layouts(target, (PassShape(cfg.batch_size, 1),))
         self.engine = Engine(target, Drafter(), pair.stop_ids, scheduler, pair.context_length)
         self.material = Material()

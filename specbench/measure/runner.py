@@ -29,7 +29,6 @@ from specbench.decoding.drafter import Drafter, make_drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.anatomy import name_of
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted
@@ -57,8 +56,8 @@ def prepare(cfg: DictConfig) -> Bench:
     pair_cfg = cfg.pair
     if needs.part:  # it may bring the draft model with it
         pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
-    pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
-    target = StagedModel(pair.target, width=cfg.decoding.verify_width)
+    pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model, width=cfg.decoding.verify_width)
+    target = pair.staged
     check_staged(target, pair.sample_ids())
     drafter = make_drafter(spec.drafter, pair=pair)
 

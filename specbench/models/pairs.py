@@ -9,6 +9,7 @@ import os
 import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from specbench.decoding.model.staged_model import StagedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Any of these makes a tokenizer; tokenizer_config.json alone does not.
@@ -89,6 +92,7 @@ class Pair:
         draft_expansion: the same of the draft model.
         source: what the target's weights were made from, where that is not the checkpoint's own form:
             "dequantised from Q4_1".
+        width: what the target's passes are padded to, as in `StagedModel`.
     """
 
     name: str
@@ -107,6 +111,14 @@ class Pair:
     expansion: Expansion | None = None
     draft_expansion: Expansion | None = None
     source: str | None = None
+    width: int | None = None
+
+    @cached_property
+    def staged(self) -> StagedModel:
+        """The target, layer by layer: the one that the engine verifies with and drafters build on."""
+        from specbench.decoding.model.staged_model import StagedModel  # late: it takes seconds
+
+        return StagedModel(self.target, width=self.width)
 
     @property
     def anatomy(self) -> str | None:
@@ -163,7 +175,9 @@ class Pair:
         return text
 
 
-def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool = True) -> Pair:
+def load_pair(
+    pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool = True, width: int | None = None
+) -> Pair:
     """Loads what `conf/pair/*.yaml` describes; everything is checked before the first weight is read.
 
     Args:
@@ -171,6 +185,7 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool =
         seed: draws the weights where `init` is "random".
         with_draft: whether the draft model is loaded, too.
         weights: whether the target's are read; without them it serves for what its tokenizer and its config tell.
+        width: as in `Pair`.
 
     Raises:
         UserError: a model, tokenizer or template is missing or gated, the vocabularies of draft and target differ, or
@@ -226,6 +241,7 @@ def load_pair(pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool =
         expansion=target.expansion,
         draft_expansion=draft.expansion if draft else None,
         source=source_of(target.folder),
+        width=width,
     )
 
 

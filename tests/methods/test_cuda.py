@@ -63,7 +63,7 @@ def pair_on():
     def moved(arch: str) -> SimpleNamespace:
         pair = sorted_pair(arch)
         models = {name: copy.deepcopy(getattr(pair, name)).to(DEVICE) for name in ("target", "draft")}
-        return SimpleNamespace(**(vars(pair) | models | {"device": models["target"].device}))
+        return type(pair)(**(vars(pair) | models | {"device": models["target"].device}))
 
     return moved
 
@@ -165,7 +165,7 @@ def test_half_precision_is_exact_in_passes_of_one_width(pair_on):
     models = {name: copy.deepcopy(getattr(pair, name)) for name in ("target", "draft")}
     for model in models.values():
         place_weights(model, model.device, torch.bfloat16)
-    half = SimpleNamespace(**(vars(pair) | models | {"dtype": torch.bfloat16}))
+    half = type(pair)(**(vars(pair) | models | {"dtype": torch.bfloat16}))
     target = StagedModel(half.target, width=8)
     found = [
         [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -125,7 +123,7 @@ def test_one_exit_is_a_shallower_draft_model():
     """Fixed at an exit, the sorted draft drafts what a model of so many layers does."""
     pair = sorted_pair("llama")
     for number, exit in enumerate(EXITS, 1):
-        short = SimpleNamespace(**vars(pair) | {"draft": cut(pair.draft, list(range(exit)))})
+        short = type(pair)(**vars(pair) | {"draft": cut(pair.draft, list(range(exit)))})
         drafters = [SortedDraft(pair, only=number, max_draft_tokens=4), SpeculativeSampling(short, 4)]
         tokens, others = (drafts(drafter, pair, 0.0) for drafter in drafters)
         assert [t.tolist() for t, _ in tokens] == [t.tolist() for t, _ in others]
@@ -163,7 +161,7 @@ def test_what_does_not_fit_is_refused(settings, message):
 
 def test_a_draft_model_that_is_not_sorted_is_refused():
     pair = sorted_pair("llama", seed=1)
-    plain = SimpleNamespace(**vars(pair))
+    plain = type(pair)(**vars(pair))
     del plain.draft.config.exits
     with pytest.raises(UserError, match=r"method\.exits"):
         SortedDraft(plain)

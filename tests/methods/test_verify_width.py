@@ -53,7 +53,7 @@ def half() -> SimpleNamespace:
     models = {name: copy.deepcopy(getattr(pair, name)) for name in ("target", "draft")}
     for model in models.values():
         place_weights(model, torch.device("cpu"), torch.bfloat16)
-    return SimpleNamespace(**(vars(pair) | models | {"dtype": torch.bfloat16}))
+    return type(pair)(**(vars(pair) | models | {"dtype": torch.bfloat16}))
 
 
 @pytest.fixture(scope="module")

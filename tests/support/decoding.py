@@ -22,6 +22,14 @@ OUTPUTS = (
 )
 
 
+class RandomPair(SimpleNamespace):
+    """What drafters take of a `Pair`."""
+
+    @property
+    def staged(self) -> StagedModel:
+        return StagedModel(self.target)
+
+
 @cache
 # Outside inference mode, whichever test asks first: the pair is kept for tests that train, too.
 @torch.inference_mode(False)
@@ -39,7 +47,7 @@ def random_pair(arch: str, seed: int = 0, draft_layers: int = 3, **overrides):
         noise = torch.Generator().manual_seed(seed)
         for weight in draft.parameters():
             weight.add_(torch.randn(weight.shape, generator=noise) * weight.std(correction=0) * 0.1)
-    return SimpleNamespace(
+    return RandomPair(
         name=arch,
         target=target,
         draft=draft,
