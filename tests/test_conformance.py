@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -76,11 +77,11 @@ REPLAYS = {
 def _pairs_are_loaded_once() -> Iterator[None]:
     loaded: dict[tuple, Pair] = {}
 
-    def load(cfg: DictConfig, seed: int, with_draft: bool) -> Pair:
+    def load(cfg: DictConfig, seed: int, with_draft: bool, width: int | None) -> Pair:
         key = OmegaConf.to_yaml(cfg), seed, with_draft
         if key not in loaded:
             loaded[key] = load_pair(cfg, seed, with_draft=with_draft)
-        return loaded[key]
+        return replace(loaded[key], width=width)  # and drives its models anew
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "load_pair", load)
