@@ -153,12 +153,17 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
         parts += ["Speedups by task, with intervals; *its def.* is Spec-Bench's own.", body(by_task)]
         parts += [f"{line}." for line in dict.fromkeys(map(tables.repetition_line, summaries)) if line]
     notes = [*tables.notes(runs), *differing_training(summaries)]
-    slow = phases.slow_machines(runs)
-    if slow and not page.by_task:  # the pair's own page has each of them
-        notes = [note for note in notes if note not in slow]
-        notes.append(
+    if not page.by_task:  # the pair's own page has each of them
+        slow, disturbed = phases.slow_machines(runs), tables.disturbances(runs)
+        different = phases.different_phases(runs)
+        notes = [note for note in notes if note not in {*slow, *disturbed, *different}]
+        of_machine = [
             f"{len(slow)} of {len(runs)} rows were measured while the machine was slower than it can be"
-        )
+            * bool(slow),
+            f"{len(disturbed)} while others used it" * bool(disturbed),
+            "rows in different phases of it" * bool(different),
+        ]
+        notes += ["; ".join(filter(None, of_machine))] * any(of_machine)
     parts += [f"**{note}**" for note in notes]
     trained = training_table(summaries)
     if trained is not None and not differing_training(summaries):
