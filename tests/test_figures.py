@@ -184,3 +184,28 @@ def test_runs_of_a_pair_without_a_page_are_printed(figures, tmp_path, capsys):
     figures.write([other], tmp_path)
     assert "1.37" in capsys.readouterr().out
     assert not (tmp_path / "docs").exists()
+
+
+def test_the_page_of_conversations_shows_every_kind_and_counts_all():
+    spec = importlib.util.spec_from_file_location("conversations", ROOT / "docs" / "conversations.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = [
+        {
+            "kind": "rare" if i == 0 else "chat",
+            "messages": [
+                {"role": "user", "content": f"Question {i}?"},
+                {"role": "assistant", "content": f"```code``` {i}"} | ({"complete": False} if i % 2 else {}),
+            ],
+        }
+        for i in range(60)
+    ]
+    pool = {"tokens": 30, "turns": 30, "cut": 15, "dropped": {"answer: loop": 2, "short answer": 1}}
+    log = [{"settings": {"target": "t"}}, pool | {"conversations": {"chat": 29, "rare": 1}}]
+    text = module.page(rows, [*log, pool | {"conversations": {"chat": 30}}])
+    assert "60 conversations of 60 turns, 60 tokens of answers. 50% of the answers were cut" in text
+    assert "| chat | 59 | 98.3% |" in text and "| answer: loop | 4 | 66.7% |" in text
+    assert (
+        text.count("\nQuestion:\n") == 24 and text.count("\nAnswer:\n") + text.count("\nAnswer, cut:\n") == 24
+    )
+    assert "```code``` 0" in text and text.count(module.FENCE) == 2 * 48

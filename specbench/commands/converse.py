@@ -306,9 +306,7 @@ def converse(cfg: DictConfig) -> Path:
     """
     check_all(cfg, SETTINGS)
     kinds = kinds_of(cfg.kinds)
-    benchmark = None
-    if cfg.avoid_benchmark:
-        benchmark = BenchmarkNgrams(read_questions(find_questions_file(cfg.data), cfg.task.tasks))
+    benchmark = benchmark_of(cfg) if cfg.avoid_benchmark else None
     path = Path(cfg.out)
     make_folder(path.parent)
     settings = {name: cfg[name] for name in SAME} | {"target": cfg.pair.target, "kinds": plain(cfg.kinds)}
@@ -319,6 +317,15 @@ def converse(cfg: DictConfig) -> Path:
     console().print(output.table())
     print(path)
     return path
+
+
+def benchmark_of(cfg: DictConfig) -> BenchmarkNgrams:
+    """What no message may share words with. Raises UserError where the benchmark's questions cannot be had."""
+    try:
+        questions = read_questions(find_questions_file(cfg.data), cfg.task.tasks)
+    except UserError as error:
+        raise UserError(f"{error}; avoid_benchmark=false looks for no question in what is written") from error
+    return BenchmarkNgrams(questions)
 
 
 def write(cfg: DictConfig, kinds: list[Kind], filters: Filters, output: Output) -> None:
