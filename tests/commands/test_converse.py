@@ -147,3 +147,9 @@ def test_words_of_the_benchmark_are_dropped(workplace, written, tmp_path):
 def test_a_target_that_writes_nothing_to_keep_is_one_line(workplace, tmp_path):
     with pytest.raises(UserError, match=r"nothing that the target writes is kept: short answer \(\d+\)"):
         converse(settings(workplace, tmp_path / "talk.jsonl", "answer_tokens=1000"))
+
+
+def test_without_the_benchmark_the_way_out_is_named(workplace, tmp_path):
+    more = ("avoid_benchmark=true", "data.path=/nowhere/question.jsonl")
+    with pytest.raises(UserError, match=r"no file /nowhere/question\.jsonl; avoid_benchmark=false"):
+        converse(settings(workplace, tmp_path / "talk.jsonl", *more))
