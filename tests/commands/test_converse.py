@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from specbench.commands.converse import converse
+from specbench.commands.converse import Writer, converse
 from specbench.data.conversations import read
 from specbench.data.synthesis import loop_start
 from specbench.models.pairs import load_pair
@@ -83,6 +83,20 @@ def test_every_answer_is_the_targets_own(workplace, written):
             assert messages[i].get("complete", True) == (kept[-1] in pair.stop_ids)
     trained = list(read(str(written)))
     assert [len(messages) for messages in trained] == [len(talk["messages"]) for talk in talks]
+
+
+def test_an_answer_is_cut_where_it_repeats_itself(workplace, tmp_path, monkeypatch):
+    written, looping = Writer._decoded, [*range(60, 80), *range(100, 120), *range(100, 120), *range(100, 120)]
+
+    def decoded(self, requests, label):
+        answers = written(self, requests, label)
+        return [looping for _ in answers] if requests and requests[0].decoding.greedy else answers
+
+    monkeypatch.setattr(Writer, "_decoded", decoded)
+    cfg = settings(workplace, tmp_path / "talk.jsonl")
+    answers = [m for talk in rows(converse(cfg)) for m in talk["messages"] if m["role"] == "assistant"]
+    text = load_pair(cfg.pair, 0, with_draft=False).decode(looping[: loop_start(looping)])
+    assert answers == [{"role": "assistant", "content": text, "complete": False}] * len(answers)
 
 
 def test_questions_begin_with_an_opening_or_come_from_a_template(written):
