@@ -57,7 +57,7 @@ gpu-bundle: $(STAMP) ## Fetch into build/gpu-bundle the wheels that a machine wi
 tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny; goes on where it was stopped
 	@$(PY) -m methods.family --out $(TINY) $(ARGS)
 
-smollm2: $(STAMP) ## Let SmolLM2-135M write conversations and train every method's parts on them, into build/smollm2-135m; goes on where it was stopped [ARGS="tokens=100000 steps=100"]
+smollm2: $(STAMP) ## Let SmolLM2-135M write conversations and train every method's parts on them, into build/smollm2-135m; continues where it was stopped [ARGS="tokens=100000 steps=100"]
 	@$(PY) -m methods.parts pair=smollm2-135m $(ARGS)
 
 report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="FOLDER ..."]

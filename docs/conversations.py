@@ -9,6 +9,8 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from specbench.commands.converse import counted, log_of
+
 PAGE = Path(__file__).resolve().parent / "results" / "smollm2-conversations.md"
 SHOWN = 24  # conversations, as many of each kind as its share allows, but one at least
 MOST_CHARACTERS = 1200  # of a message
@@ -45,9 +47,7 @@ def message(role: str, text: str) -> list[str]:
 def page(rows: list[dict], log: list[dict]) -> str:
     """The page in Markdown."""
     header, *pools = log
-    kept, dropped = (
-        sum((Counter(pool[key]) for pool in pools), Counter()) for key in ("conversations", "dropped")
-    )
+    kept, dropped = counted(pools, "conversations"), counted(pools, "dropped")
     tokens, turns, cut = (sum(pool[key] for pool in pools) for key in ("tokens", "turns", "cut"))
     lines = [
         "# Conversations that SmolLM2-135M wrote",
@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="what `specbench converse` wrote")
     path = parser.parse_args().file
     rows = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
-    log = path.with_name(f"{path.stem}.log.jsonl").read_text(encoding="utf-8").splitlines()
+    log = log_of(path).read_text(encoding="utf-8").splitlines()
     PAGE.write_text(page(rows, list(map(json.loads, log))), encoding="utf-8")
     print(PAGE)
     return 0

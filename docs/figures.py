@@ -157,13 +157,17 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
         slow, disturbed = phases.slow_machines(runs), tables.disturbances(runs)
         different = phases.different_phases(runs)
         notes = [note for note in notes if note not in {*slow, *disturbed, *different}]
-        of_machine = [
-            f"{len(slow)} of {len(runs)} rows were measured while the machine was slower than it can be"
-            * bool(slow),
-            f"{len(disturbed)} while others used it" * bool(disturbed),
-            "rows in different phases of it" * bool(different),
-        ]
-        notes += ["; ".join(filter(None, of_machine))] * any(of_machine)
+        of_machine = []
+        if slow:
+            of_machine.append(
+                f"{len(slow)} of {len(runs)} rows were measured while the machine was slower than it can be"
+            )
+        if disturbed:
+            of_machine.append(f"{len(disturbed)} while others used it")
+        if different:
+            of_machine.append("rows in different phases of it")
+        if of_machine:
+            notes.append("; ".join(of_machine))
     parts += [f"**{note}**" for note in notes]
     trained = training_table(summaries)
     if trained is not None and not differing_training(summaries):

@@ -2,7 +2,7 @@
 
 The target writes conversations, its states of them are kept, and every part learns from these, for the same number of
 tokens: what a table compares is methods, not training sets. A step is left out where its result is there already, and
-goes on where it was stopped.
+continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def steps(cfg: DictConfig, pair: Sequence[str]) -> list[list[Step]]:
 
 
 def make(cfg: DictConfig) -> None:
-    """Makes all parts as configured (conf/parts.yaml), or goes on with them."""
+    """Makes all parts as configured (conf/parts.yaml), or continues with them."""
     check_all(cfg, SETTINGS)
     named = [word for word in HydraConfig.get().overrides.task if word.lstrip("+").startswith("pair")]
     pair = named if any(word.startswith("pair=") for word in named) else [f"pair={cfg.pair.name}", *named]

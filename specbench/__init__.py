@@ -11,8 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]  # of a checkout; where an installed 
 CONF = ROOT / "specbench" / "conf" if (ROOT / "specbench" / "conf").is_dir() else ROOT / "conf"
 # A wheel has the methods inside the package, too: in site-packages `methods` would be a name taken from everybody.
 BUNDLED = ROOT / "specbench" / "bundled"
-METHODS = (BUNDLED if BUNDLED.is_dir() else ROOT) / "methods"
-if BUNDLED.is_dir() and str(BUNDLED) not in sys.path:
+METHODS = ROOT / "methods"
+if BUNDLED.is_dir():
+    METHODS = BUNDLED / "methods"
     sys.path.append(str(BUNDLED))
 
 # What decides how threads compute and wait; every process of a run must have the same.

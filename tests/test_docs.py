@@ -35,6 +35,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.system.errors import UserError
 from tests.support.conf import batches, composed, drafters, drafts
+from tests.support.pages import load_script
 from tests.support.samples import SUMMARY, faster, run_of, wrong
 
 if TYPE_CHECKING:
@@ -71,10 +72,9 @@ MODULES = {  # python -m MODULE: the configuration that it composes
 
 
 def test_the_list_of_modules_is_that_of_the_packages():
-    spec = importlib.util.spec_from_file_location("modules", DOCS / "modules.py")
-    modules = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(modules)
-    assert modules.content() in (DOCS / "design.md").read_text(encoding="utf-8"), "run python docs/modules.py"
+    assert load_script("modules").content() in (DOCS / "design.md").read_text(encoding="utf-8"), (
+        "run python docs/modules.py"
+    )
 
 
 def ids(path: Path) -> str:
@@ -632,11 +632,7 @@ def test_pair_and_task_examples_compose(page, tmp_path):
 
 @pytest.fixture(scope="module")
 def figures():
-    spec = importlib.util.spec_from_file_location("docs_figures", DOCS / "figures.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("figures")
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from specbench import ROOT
 from specbench.data.questions import load_questions
 from specbench.measure.machine import speed
 from specbench.measure.machine.speed import Probes
@@ -21,22 +18,14 @@ from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
 from specbench.system.files import write_json
 from tests.support.messages import says
+from tests.support.pages import load_script
 from tests.support.samples import faster, run_of
 from tests.support.synthetic import CONFIG, FACTS, QUIET, passes, probed, record, slowed
 
 
-@cache
-def load_figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_figures", ROOT / "docs" / "figures.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def figures() -> ModuleType:
-    return load_figures()
+    return load_script("figures")
 
 
 def phase(*probes: dict) -> dict:
@@ -117,7 +106,8 @@ def questions(tmp_path, monkeypatch) -> None:
 @pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
-    ("pair", "label"), [(pair, label) for pair, rows in load_figures().ROWS_OF.items() for label in rows]
+    ("pair", "label"),
+    [(pair, label) for pair, rows in load_script("figures").ROWS_OF.items() for label in rows],
 )
 def test_rows_of_the_tables_can_be_measured(figures, pair, label, tmp_path, questions):
     row = figures.ROWS_OF[pair][label]
@@ -187,9 +177,7 @@ def test_runs_of_a_pair_without_a_page_are_printed(figures, tmp_path, capsys):
 
 
 def test_the_page_of_conversations_shows_every_kind_and_counts_all():
-    spec = importlib.util.spec_from_file_location("conversations", ROOT / "docs" / "conversations.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("conversations")
     rows = [
         {
             "kind": "rare" if i == 0 else "chat",

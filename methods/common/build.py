@@ -87,7 +87,7 @@ def run_all(groups: list[list[Step]], logs: Path, cores: int, label: str) -> Non
         ThreadPoolExecutor(cores) as pool,
     ):
         for all_steps, group in zip(groups, remaining, strict=True):
-            # One of several that is left alone has one, too: it goes on as it began.
+            # One of several that is left alone has one, too: it continues as it began.
             threads = cores if len(all_steps) == 1 else 1
             running = {pool.submit(run, step, logs, threads): step for step in group}
             try:

@@ -91,7 +91,12 @@ def pair_to_train(cfg: DictConfig) -> Pair:
     pair_cfg = cfg.pair if cfg.draft is None else _changed(cfg.pair, draft=cfg.draft)
     pair = load_pair(training_pair(pair_cfg), cfg.seed, with_draft=True)
     draft = draft_of(pair)
-    if cfg.share_embeddings and not shares_embeddings(draft):
+    if shares_embeddings(draft):  # copies: those of the target keep its dtype
+        both: Any = draft.get_input_embeddings(), draft.get_output_embeddings()
+        embeddings, head = copy.deepcopy(both)
+        draft.set_input_embeddings(embeddings)
+        draft.set_output_embeddings(head)
+    elif cfg.share_embeddings:
         raise UserError(
             "share_embeddings=true is for a draft model that begins as layers of its target: layers=[0,1]"
         )
@@ -100,7 +105,7 @@ def pair_to_train(cfg: DictConfig) -> Pair:
 
 
 def cut_from(pair: Pair, cfg: DictConfig) -> PreTrainedModel:
-    """A draft model that begins as layers `cfg.layers` of a pair's target: so many of the first ones, or a list.
+    """A draft model that begins as layers `cfg.layers` of a pair's target: the number of first ones, or a list.
 
     With `cfg.share_embeddings` its embeddings and its head stay those of the target.
 
@@ -131,11 +136,6 @@ def layers_of(cfg: DictConfig) -> list[int]:
 def _prepare(draft: PreTrainedModel, cfg: DictConfig) -> None:
     """Makes a draft model ready to learn; embeddings and head that it shares with its target stay as they are."""
     torch.manual_seed(cfg.seed)
-    if shares_embeddings(draft):  # copies: those of the target keep its dtype
-        both: Any = draft.get_input_embeddings(), draft.get_output_embeddings()
-        embeddings, head = copy.deepcopy(both)
-        draft.set_input_embeddings(embeddings)
-        draft.set_output_embeddings(head)
     draft.float()
     shared = embedding_names(draft) if shares_embeddings(draft) else ()
     for name, weight in draft.named_parameters():

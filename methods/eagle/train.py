@@ -28,7 +28,6 @@ from methods.common.training import (
     training_pair,
 )
 from specbench.config.compose import with_hydra
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import one_line_errors
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
     from methods.eagle.model import EagleModel
     from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
 
 CLASSIFICATION = 0.1  # weight of the cross-entropy
 NOISE, NOISE_LENGTH = 0.1, 512  # of a text of that length; longer ones get less
@@ -149,7 +149,7 @@ def train(cfg: DictConfig) -> Path:
     from methods.eagle.checkpoint import save_eagle
 
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
-    target = StagedModel(pair.target)
+    target = pair.staged
     torch.manual_seed(cfg.seed)
     model = fresh_model(target)
     return train_heads(

@@ -30,7 +30,6 @@ from methods.common.training import (
 from methods.eagle.chain import chained
 from specbench.config.compose import with_hydra
 from specbench.data import training
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED
 from specbench.models.expansion import Sizes
 from specbench.models.pairs import load_pair
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
 
     from methods.eagle3.model import Eagle3Model
     from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
 
 DECAY = 0.8
 COUNTED_BATCHES = 500  # of training text, for the draft vocabulary
@@ -192,7 +192,7 @@ def train(cfg: DictConfig) -> Path:
     if cfg.length < cfg.draft_steps + 2:
         raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
-    target = StagedModel(pair.target)
+    target = pair.staged
     torch.manual_seed(cfg.seed)
     vocab = min(cfg.draft_vocab, pair.vocab_size)
     token_ids = frequent_ids(islice(batches(cfg, pair), COUNTED_BATCHES), vocab, pair.vocab_size)

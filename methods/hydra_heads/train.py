@@ -19,7 +19,6 @@ import torch
 from methods.common.head_training import HeadDistillation, train_heads
 from methods.common.training import SETTINGS, training_pair
 from specbench.config.compose import with_hydra
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
 from specbench.system.errors import one_line_errors
 from specbench.system.settings import Count, check_all
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from methods.hydra_heads.heads import Heads, PrefixLayer
     from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
 
 
 @torch.no_grad()
@@ -117,7 +117,7 @@ def train(cfg: DictConfig) -> Path:
     from methods.hydra_heads.checkpoint import save_heads
 
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
-    target = StagedModel(pair.target)
+    target = pair.staged
     torch.manual_seed(cfg.seed)
     heads = fresh_heads(target, cfg.heads, cfg.layers, cfg.prefix, cfg.own_output)
     module = Distillation(heads, target, cfg.loss_tokens)

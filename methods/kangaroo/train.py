@@ -26,7 +26,6 @@ from methods.common.training import (
 )
 from specbench.config.compose import with_hydra
 from specbench.data import training
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import one_line_errors
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
     from methods.kangaroo.adapter import Adapter, AdapterLayer
     from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def train(cfg: DictConfig) -> Path:
     from methods.kangaroo.adapter import check_exit_layer, save_adapter
 
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
-    target = StagedModel(pair.target)
+    target = pair.staged
     exit_layer = check_exit_layer(cfg.exit_layer, len(target.layers))
     torch.manual_seed(cfg.seed)
     like_layer = exit_layer if cfg.like_layer is None else cfg.like_layer

@@ -19,7 +19,6 @@ from methods.common.training import SETTINGS, training_pair
 from methods.medusa.checkpoint import save_for_vllm, save_heads
 from methods.medusa.heads import MedusaHeads
 from specbench.config.compose import with_hydra
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
 from specbench.system.errors import one_line_errors
 from specbench.system.settings import Count, check_all
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
 
 DECAY = 0.8
 BEGINS = "blocks of zeros: every head says what the target's says"
@@ -61,7 +61,7 @@ def train(cfg: DictConfig) -> Path:
         SETTINGS | {"heads": Count, "nodes": Count, "own_output": bool, "form": Literal["authors", "vllm"]},
     )
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
-    target = StagedModel(pair.target)
+    target = pair.staged
     torch.manual_seed(cfg.seed)
     vocab = target.lm_head.weight.shape[0] if cfg.own_output else None
     heads = MedusaHeads(cfg.heads, target.hidden_size, vocab).to(target.device)

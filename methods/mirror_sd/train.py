@@ -33,7 +33,6 @@ from methods.common.training import (
 from methods.mirror_sd.streams import save_streams
 from specbench.config.compose import with_hydra
 from specbench.data import training
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
 from specbench.system.errors import one_line_errors
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
 
 
 class Streaming(torch.nn.Module):
@@ -137,7 +137,7 @@ def train(cfg: DictConfig) -> Path:
     check_all(cfg, DRAFT_SETTINGS | {"streams": Count, "stream_weight": NotNegative})
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
-    target = StagedModel(pair.target)
+    target = pair.staged
     module = Streaming(draft, target, cfg.streams, cfg.stream_weight, cfg.loss_tokens)
     held_out = held_out_batches(cfg, pair)
 

@@ -27,7 +27,6 @@ from methods.common.training import (
 )
 from specbench.config.compose import with_hydra
 from specbench.data import training
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
 from specbench.system.errors import one_line_errors
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
 
 
 class Distillation(torch.nn.Module):
@@ -77,7 +77,7 @@ def train(cfg: DictConfig) -> Path:
     check_all(cfg, DRAFT_SETTINGS)
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
-    module = Distillation(draft, StagedModel(pair.target), cfg.loss_tokens)
+    module = Distillation(draft, pair.staged, cfg.loss_tokens)
     held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:

@@ -1,10 +1,10 @@
 """Lets a target write the conversations that its drafters learn from: `specbench converse pair=... [tokens=2000000]`.
 
-No data set is needed. The target is given the opening of a user's turn, goes on with a question, and answers it
+No data set is needed. The target is given the opening of a user's turn, continues with a question, and answers it
 greedily; other questions come from templates, see `specbench.data.synthesis`. The result is a JSON Lines file that
 every trainer takes as `conversations=`. Beside it lies a log with a line for each pool of conversations: what was kept,
-and why the rest was not. A run that was stopped goes on after its last whole pool; with a larger `tokens` a finished
-one goes on, too.
+and why the rest was not. A run that was stopped continues after its last whole pool; with a larger `tokens` a finished
+one continues, too.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Writer:
         self._answer([talk for talk in talks if talk.dropped is None], label)
 
     def _ask(self, talks: list[Talk], label: str) -> None:
-        """The target goes on with the opening of a user's turn in each conversation."""
+        """The target continues the opening of a user's turn in each conversation."""
         turns = [self.pair.user_turn(talk.messages) for talk in talks]
         prompts = [self.pair.encode(before + talk.opening) for talk, (before, _) in zip(talks, turns)]
         endings = [self.pair.encode(after) for _, after in turns]
@@ -239,7 +239,7 @@ class Output:
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
-        self.path, self.log = path, path.with_name(f"{path.stem}.log.jsonl")
+        self.path, self.log = path, log_of(path)
         if not whole_lines(self.log):
             self.log.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
         header, *self.lines = map(json.loads, self.log.read_text(encoding="utf-8").splitlines())
@@ -290,11 +290,21 @@ class Output:
         for key, label in (("turns", "turns kept"), ("cut", "of these with an answer that was cut")):
             table.add_row(label, f"{sum(line[key] for line in self.lines):,}", style="bold")
         for key in ("conversations", "dropped"):
-            counts = sum((Counter(line[key]) for line in self.lines), Counter())
+            counts = counted(self.lines, key)
             table.add_row(key, f"{counts.total():,}", style="bold")
             for name, count in counts.most_common():
                 table.add_row(f"  {name}", f"{count:,}")
         return table
+
+
+def log_of(path: Path) -> Path:
+    """The log beside a file of conversations."""
+    return path.with_name(f"{path.stem}.log.jsonl")
+
+
+def counted(lines: list[dict], key: str) -> Counter[str]:
+    """What the lines of a log counted together: "conversations" by kind, or "dropped" by reason."""
+    return sum((Counter(line[key]) for line in lines), Counter())
 
 
 def converse(cfg: DictConfig) -> Path:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
+
+from specbench.data.ngrams import ngrams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable
 
     from specbench.data.conversations import Messages
     from specbench.data.questions import Question
 
 # A text of fewer words says little: it is found as a whole message alone, and as an answer not at all.
 WORDS = 8
-
-T = TypeVar("T")
 
 
 class MeasuredTexts:
@@ -74,8 +74,3 @@ class BenchmarkNgrams:
 def words_of(text: str) -> tuple[str, ...]:
     """The words of a text in lower case, without punctuation."""
     return tuple(re.findall(r"\w+", text.lower()))
-
-
-def ngrams(items: Sequence[T], n: int) -> Iterator[tuple[T, ...]]:
-    """Every run of `n` items in a row."""
-    return (tuple(items[i : i + n]) for i in range(len(items) - n + 1))

@@ -12,7 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from specbench.data.contamination import ngrams, words_of
+from specbench.data.contamination import words_of
+from specbench.data.ngrams import distinct_share, ngrams
 from specbench.system.errors import UserError, suggest
 from specbench.system.settings import NotNegative, Range, check
 
@@ -45,7 +46,7 @@ class Kind:
     Attributes:
         name: of the kind.
         share: how frequent it is beside the others.
-        openings: first words of a user's turn, which the target goes on with; "" lets it begin by itself.
+        openings: first words of a user's turn, which the target continues; "" lets it begin by itself.
         templates: whole turns of a user, with fields for what the target wrote before, see `Material`.
         follow_up: share of its conversations in which the target asks a second question.
     """
@@ -203,9 +204,3 @@ def loop_start(ids: Sequence[int], n: int = 4) -> int | None:
             return end - LOOP
         seen.add(ngram)
     return None
-
-
-def distinct_share(ids: Sequence[int], n: int = 4) -> float:
-    """The share of the n-grams of some tokens that do not occur earlier; 1 where there are none."""
-    counted = list(ngrams(ids, n))
-    return len(set(counted)) / len(counted) if counted else 1.0

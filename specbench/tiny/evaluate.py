@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
+from specbench.data.ngrams import ngrams
 from specbench.tiny import models, world
 from specbench.tiny.tokenizer import load_tokenizer
 from specbench.tiny.train import MODELS, SHIPPED, held_out_loss
@@ -71,7 +72,7 @@ def agreement(model: LlamaForCausalLM, prompt: list[int], answer: list[int]) -> 
 
 def loops(answer: list[int], width: int = 4, times: int = 3) -> bool:
     """Whether the same `width` tokens in a row come `times` times or more."""
-    seen = Counter(tuple(answer[i : i + width]) for i in range(len(answer) - width + 1))
+    seen = Counter(ngrams(answer, width))
     return max(seen.values(), default=0) >= times
 
 

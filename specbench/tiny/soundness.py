@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from specbench.data.ngrams import distinct_share
 from specbench.report.tables import NUMBER, PlainTable, console
 from specbench.tiny import models, world
 from specbench.tiny.evaluate import target_answers
@@ -50,8 +51,7 @@ _PASSAGE = re.compile(r"^\[\d+\] (.*)$", re.MULTILINE)
 
 def distinct(tokens: Sequence[int], width: int = 4) -> float | None:
     """Share of the `width`-grams of `tokens` that are different; None where there are none."""
-    grams = [tuple(tokens[i : i + width]) for i in range(len(tokens) - width + 1)]
-    return len(set(grams)) / len(grams) if grams else None
+    return distinct_share(tokens, width) if len(tokens) >= width else None
 
 
 def sums(text: str) -> list[tuple[str, bool]]:

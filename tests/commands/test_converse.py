@@ -78,9 +78,9 @@ def test_every_answer_is_the_targets_own(workplace, written):
             ids = generate_with_transformers(
                 pair.target, pair.prompt_ids(messages[:i]), CAP, sorted(pair.stop_ids)
             )
-            kept = ids[: loop_start(ids)]
-            assert messages[i]["content"] == pair.decode(kept)
-            assert messages[i].get("complete", True) == (kept[-1] in pair.stop_ids)
+            answer = ids[: loop_start(ids)]
+            assert messages[i]["content"] == pair.decode(answer)
+            assert messages[i].get("complete", True) == (answer[-1] in pair.stop_ids)
     trained = list(read(str(written)))
     assert [len(messages) for messages in trained] == [len(talk["messages"]) for talk in talks]
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from specbench import CONF
 from specbench.data.contamination import WORDS, BenchmarkNgrams, words_of
+from specbench.data.ngrams import distinct_share
 from specbench.data.questions import Question
 from specbench.data.synthesis import (
     FIELD,
@@ -19,7 +20,6 @@ from specbench.data.synthesis import (
     Filters,
     Kind,
     Material,
-    distinct_share,
     first_sentence,
     kinds_of,
     loop_start,

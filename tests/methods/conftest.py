@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
+from accelerate.state import AcceleratorState
 
 from tests.support.decoding import random_pair
 from tests.support.methods import saved_adapter
@@ -15,3 +16,11 @@ from tests.support.methods import saved_adapter
 def adapter(tmp_path_factory) -> Callable[[str], str]:
     """The folder of an adapter for the random pair of an architecture, made when it is first asked for."""
     return cache(lambda arch: saved_adapter(random_pair(arch), tmp_path_factory.mktemp(arch)))
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """Accelerate keeps its settings for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
@@ -31,11 +30,7 @@ from tests.support.training import training_settings, training_workplace
 SHARED = ("layers=[0,2,3]", "share_embeddings=true", "learning_rate=1e-2")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

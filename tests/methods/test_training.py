@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -41,12 +40,7 @@ from tests.support.training import (
 SORTED = ("layers=[0,2,3]", "exits=[1,3]", "learning_rate=1e-2")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    """Accelerate keeps its settings for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 
 @pytest.fixture(scope="module")

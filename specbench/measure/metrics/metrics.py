@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbench.config.spec import POOL, QUESTION, RunSpec
+from specbench.data.ngrams import ngrams
 from specbench.measure.metrics.acceptance import (
     acceptance_at_positions,
     acceptance_length,
@@ -169,10 +170,8 @@ def distinct_ngrams(records: list[dict], n: int = 4) -> float | None:
         for turn in record["turns"]
         if turn["arms"].get(arm)
     }
-    ngrams = [[tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)] for tokens in answers.values()]
-    return ratio(
-        sum(len(set(of_answer)) for of_answer in ngrams), sum(len(of_answer) for of_answer in ngrams)
-    )
+    by_answer = [list(ngrams(tokens, n)) for tokens in answers.values()]
+    return ratio(sum(len(set(one)) for one in by_answer), sum(map(len, by_answer)))
 
 
 def equivalence(records: list[dict], key: str = "equivalence") -> dict:
