@@ -34,6 +34,7 @@ SETTINGS = {
     "batch_size": Count,
     "length": Count,
     "loss_tokens": Count | None,
+    "vocab_sample": Count | None,
     "prompt_weight": NotNegative,
     "seed": Seed,
     "save_every": Count,
@@ -42,7 +43,7 @@ SETTINGS = {
 }
 PART = {"module": str, "alike": bool, "result": str | None, "settings": dict}
 TEXT = ("length", "prompt_weight", "seed", "precision")  # of states and of those that read them
-ALIKE = ("steps", "batch_size", "loss_tokens", "save_every")
+ALIKE = ("steps", "batch_size", "loss_tokens", "vocab_sample", "save_every")
 
 
 def arguments(settings: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,10 @@ Trainers that are given the folder as `states=FOLDER` read rows, weights and sta
 is trained, not a pass of the target. The folder holds flat files, to which rows are appended: a command that was
 stopped goes on with the row that follows.
 
-    ids.bin [rows, length] int32, weights.bin [rows, length] float32, hidden_<tap>.bin [rows, length, d] bfloat16
+    ids.bin [rows, length] int32, weights.bin [rows, length] float32, hidden_<tap>.bin [rows, length, d] bfloat16,
+    likeliest.bin [rows, length, top] int32, probs.bin [rows, length, top] bfloat16: of the token that follows
+
+`held_out/` has the same of rows that are never trained on.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import json
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -22,10 +25,11 @@ from tqdm import tqdm
 from specbench.config.compose import with_hydra
 from specbench.data.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.data.training import data_of
+from specbench.decoding.model.anatomy import finished, logit_steps
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, one_line_errors
-from specbench.system.settings import Count, Seed, check_all
+from specbench.system.settings import Count, Range, Seed, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -35,11 +39,23 @@ if TYPE_CHECKING:
     from specbench.data.training import Batch
 
 RECORD, IDS, WEIGHTS = "states.json", "ids.bin", "weights.bin"
+LIKELIEST, PROBS = (
+    "likeliest",
+    "probs",
+)  # the names of the target's distributions in a batch, and of their files
+HELD_OUT, HELD_OUT_ROWS = "held_out", 64
+CHUNK = 512  # positions whose logits exist at a time
 TOO_MANY = 10_000  # conversations in a row without anything to learn from
 # What rows depend on: a trainer must ask for the same.
 SAME = ("length", "prompt_weight", "seed")
-SETTINGS = {"length": Count, "batch_size": Count, "tokens": Count | None, "seed": Seed, "taps": list[int]} | {
-    "precision": Literal["no", "bf16"]
+SETTINGS = {
+    "length": Count,
+    "batch_size": Count,
+    "tokens": Count | None,
+    "seed": Seed,
+    "taps": list[int],
+    "top": Annotated[int, Range(0)],
+    "precision": Literal["no", "bf16"],
 }
 
 
@@ -97,69 +113,107 @@ def write(cfg: DictConfig) -> Path:
     if (out / RECORD).exists():
         print(f"already there: {out}")
         return out
-    out.mkdir(parents=True, exist_ok=True)
-    taps, width = sorted(set(cfg.taps)), pair.target.config.get_text_config().hidden_size
-    bytes_of = {IDS: 4, WEIGHTS: 4} | {f"{key_of(tap)}.bin": 2 * width for tap in taps}
-    sizes = {out / name: cfg.length * size for name, size in bytes_of.items()}
-    done = min((path.stat().st_size // size if path.exists() else 0) for path, size in sizes.items())
-    done -= done % cfg.batch_size
     most = None if cfg.tokens is None else -(-cfg.tokens // cfg.length)
-    rows = islice(rows_of(cfg, pair, epochs=1), done, most)
-    decoder: Any = pair.target.get_decoder()
-    files = {path.stem: path.open("ab") for path in sizes}
-    for path, size in sizes.items():
-        files[path.stem].truncate(done * size)
-    for batch in tqdm(
-        batched(rows, cfg.batch_size), desc=out.name, unit="batch", initial=done // cfg.batch_size
-    ):
-        ids = batch["input_ids"].to(pair.target.device)
-        with torch.autocast(ids.device.type, torch.bfloat16, cfg.precision == "bf16"):
-            states_by_tap = states_of(decoder, ids, taps)
-        files["ids"].write(batch["input_ids"].to(torch.int32).numpy().tobytes())
-        files["weights"].write(batch["loss_weight"].numpy().tobytes())
-        for tap, states in states_by_tap.items():
-            files[key_of(tap)].write(states.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-    for file in files.values():
-        file.close()
-    (out / RECORD).write_text(json.dumps(facts(cfg, pair) | {"taps": taps}, indent=2) + "\n")
+    store(islice(rows_of(cfg, pair, held_out=True), HELD_OUT_ROWS), cfg, pair, out / HELD_OUT)
+    store(islice(rows_of(cfg, pair, epochs=1), most), cfg, pair, out)
     print(out)
     return out
 
 
-def batches_of_states(cfg: DictConfig, pair: Pair) -> Iterator[Batch]:
+def store(rows: Iterator[Tokens], cfg: DictConfig, pair: Pair, out: Path) -> None:
+    """Writes rows and the target's states of them, after the rows that the folder holds already."""
+    if (out / RECORD).exists():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    taps, width = sorted(set(cfg.taps)), pair.target.config.get_text_config().hidden_size
+    bytes_of = {IDS: 4, WEIGHTS: 4} | {f"{key_of(tap)}.bin": 2 * width for tap in taps}
+    top = min(cfg.top, len(pair.tokenizer), pair.target.get_output_embeddings().weight.shape[0])
+    if top:
+        bytes_of |= {f"{LIKELIEST}.bin": 4 * top, f"{PROBS}.bin": 2 * top}
+    sizes = {out / name: cfg.length * size for name, size in bytes_of.items()}
+    done = min((path.stat().st_size // size if path.exists() else 0) for path, size in sizes.items())
+    done -= done % cfg.batch_size
+    decoder: Any = pair.target.get_decoder()
+    files = {path.stem: path.open("ab") for path in sizes}
+    for path, size in sizes.items():
+        files[path.stem].truncate(done * size)
+    todo = batched(islice(rows, done, None), cfg.batch_size)
+    for batch in tqdm(todo, desc=out.name, unit="batch", initial=done // cfg.batch_size):
+        ids = batch["input_ids"].to(pair.target.device)
+        with torch.autocast(ids.device.type, torch.bfloat16, cfg.precision == "bf16"):
+            states_by_tap = states_of(decoder, ids, {*taps, NORMED})
+        tensors = {"ids": batch["input_ids"].to(torch.int32), "weights": batch["loss_weight"]}
+        tensors |= {key_of(tap): states_by_tap[tap].to(torch.bfloat16) for tap in taps}
+        if top:
+            tensors |= distributions(states_by_tap[NORMED], batch, pair, top)
+        for name, tensor in tensors.items():
+            tensor = tensor.cpu()
+            raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+            files[name].write(raw.numpy().tobytes())
+    for file in files.values():
+        file.close()
+    record = facts(cfg, pair) | {"taps": taps, "top": top}
+    (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def distributions(finals: torch.Tensor, batch: Batch, pair: Pair, top: int) -> dict[str, torch.Tensor]:
+    """The target's `top` likeliest tokens after each place, and their probabilities, which sum to 1.
+
+    Args:
+        finals: [B, T, d] its states after its final norm.
+        batch: whose weights say which tokens count: places in front of others get zeros.
+        pair: the target.
+        top: how many tokens.
+    """
+    head: Any = pair.target.get_output_embeddings()
+    steps = logit_steps(pair.target.config.get_text_config())
+    ids = torch.zeros(*finals.shape[:2], top, dtype=torch.int32, device=finals.device)
+    probs = torch.zeros(ids.shape, dtype=torch.bfloat16, device=finals.device)
+    counts = (batch["loss_weight"][:, 1:] > 0).to(finals.device)
+    for places in counts.nonzero().split(CHUNK):
+        at = places.unbind(1)
+        logits = finished(head(finals[at].to(head.weight.dtype)), steps)[:, : len(pair.tokenizer)].float()
+        likeliest = logits.topk(top)
+        ids[at] = likeliest.indices.to(torch.int32)
+        probs[at] = likeliest.values.softmax(-1).to(torch.bfloat16)
+    return {LIKELIEST: ids, PROBS: probs}
+
+
+def batches_of_states(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
     """Endless batches of the rows in `cfg.states`, each epoch in an order of its own, with the states of all taps.
 
     Raises:
         UserError: the folder is not finished, or holds the states of other rows or of another target's width.
     """
-    folder, length = Path(cfg.states), cfg.length
+    folder, length = Path(cfg.states) / (HELD_OUT if held_out else ""), cfg.length
     if not (folder / RECORD).is_file():
         raise UserError(f"there are no states in '{folder}': `python -m methods.states` makes them")
     record = json.loads((folder / RECORD).read_text())
     for name, value in facts(cfg, pair).items():
         if record[name] != value:
             raise UserError(f"the states in '{folder}' have {name}={record[name]}, and the training {value}")
-    ids = np.memmap(folder / IDS, np.int32, "r").reshape(-1, length)
-    weights = np.memmap(folder / WEIGHTS, np.float32, "r").reshape(-1, length)
-    width = record["hidden_size"]
-    hidden = {
-        key: np.memmap(folder / f"{key}.bin", np.int16, "r").reshape(-1, length, width)
-        for key in map(key_of, record["taps"])
+    widths = {key_of(tap): record["hidden_size"] for tap in record["taps"]}
+    kinds = {"ids": np.int32, "weights": np.float32} | dict.fromkeys(widths, np.int16)
+    if top := record["top"]:
+        widths |= {LIKELIEST: top, PROBS: top}
+        kinds |= {LIKELIEST: np.int32, PROBS: np.int16}
+    rows = {
+        name: np.memmap(folder / f"{name}.bin", kind, "r").reshape(-1, length, widths.get(name, 1))
+        for name, kind in kinds.items()
     }
-    if len(ids) < cfg.batch_size:
-        raise UserError(f"'{folder}' holds {len(ids)} rows, fewer than batch_size={cfg.batch_size}")
+    count = len(rows["ids"])
+    if count < cfg.batch_size:
+        raise UserError(f"'{folder}' holds {count} rows, fewer than batch_size={cfg.batch_size}")
     generator = torch.Generator().manual_seed(cfg.seed)
     while True:
-        order = torch.randperm(len(ids), generator=generator).numpy()
-        for start in range(0, len(order) - cfg.batch_size + 1, cfg.batch_size):
+        order = torch.randperm(count, generator=generator).numpy()
+        for start in range(0, count - cfg.batch_size + 1, cfg.batch_size):
             chosen = np.sort(order[start : start + cfg.batch_size])
-            batch = {
-                "input_ids": torch.from_numpy(ids[chosen].astype(np.int64)),
-                "loss_weight": torch.from_numpy(weights[chosen]),
-            }
-            for key, states in hidden.items():
-                batch[key] = torch.from_numpy(states[chosen]).view(torch.bfloat16)
-            yield batch
+            batch = {name: torch.from_numpy(array[chosen]) for name, array in rows.items()}
+            ids, weights = batch.pop("ids").squeeze(-1).long(), batch.pop("weights").squeeze(-1)
+            shorts = {name: part for name, part in batch.items() if part.dtype == torch.int16}
+            batch |= {name: part.view(torch.bfloat16) for name, part in shorts.items()}
+            yield {"input_ids": ids, "loss_weight": weights} | batch
 
 
 @one_line_errors()

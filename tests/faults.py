@@ -609,6 +609,22 @@ FAULTS = (
         ("tests/data/test_conversations.py",),
     ),
     Fault(
+        "a drawn token stands for itself alone",
+        "training",
+        "methods/common/losses.py",
+        "shifts[len(likely) :] = log(len(rest) / len(drawn))",
+        "shifts[len(likely) :] = 0.0",
+        ("tests/methods/test_states.py",),
+    ),
+    Fault(
+        "stored distributions are of the place after",
+        "training",
+        "methods/common/losses.py",
+        "goals.before(batch[LIKELIEST]).long())\n",
+        "goals.before(batch[LIKELIEST], 0).long())\n",
+        ("tests/methods/test_states.py",),
+    ),
+    Fault(
         "the embeddings of the target are trained",
         "training",
         "methods/common/training.py",

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
 from methods.common.rank_trees import best_tree, counted_paths
 from methods.common.training import (
-    CHUNK,
-    Goals,
     agreement,
     batches,
     held_out_batches,
-    soft_cross_entropy,
     target_states,
 )
+from methods.states import CHUNK
 from specbench.data import training
 from specbench.decoding.state import NORMED
 
@@ -41,11 +40,9 @@ RANKS, COUNTED_BATCHES = 10, 40  # of a tree: the lowest ranks, and batches that
 class Guesses(torch.nn.Module):
     """Base of the losses of what guesses several tokens ahead of a target, which stays as it is."""
 
-    target: StagedModel
-
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's head; what guesses is trained in float32, whatever the target's dtype."""
-        return self.target.unembed(states.to(self.target.dtype))
+    def __init__(self, target: StagedModel):
+        super().__init__()
+        self.target, self.head = target, Head.of(target.model)
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [k, n] of k guesses and of the target, after the places that enough said tokens follow."""
@@ -63,12 +60,12 @@ class HeadDistillation(Guesses):
         count: K.
         target: stays as it is.
         decay: head i weighs decay^i in the loss.
-        loss_tokens: of a batch whose guesses are judged; None: all.
+        loss: what of a batch is judged.
     """
 
-    def __init__(self, count: int, target: StagedModel, decay: float = 1.0, loss_tokens: int | None = None):
-        super().__init__()
-        self.count, self.target, self.decay, self.loss_tokens = count, target, decay, loss_tokens
+    def __init__(self, count: int, target: StagedModel, decay: float = 1.0, loss: Loss = ALL):
+        super().__init__(target)
+        self.count, self.decay, self.loss = count, decay, loss
 
     def states(self, batch: Batch, finals: torch.Tensor) -> list[torch.Tensor]:
         """Each head's states for its output matrix, at the places that it can guess from.
@@ -82,19 +79,23 @@ class HeadDistillation(Guesses):
         """
         raise NotImplementedError
 
+    def output(self, _i: int) -> Head:
+        """What the states of head i go through: the target's own head, unless it has another."""
+        return self.head
+
     def logits(self, states: torch.Tensor, i: int) -> torch.Tensor:
         """States [n, d] of head i -> logits [n, vocab]."""
-        raise NotImplementedError
+        return self.output(i)(states)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         finals = self.finals(batch)
         guesses = [
-            (self.decay**i, lambda goals, states=states, i=i: self.logits(goals.before(states, 2 + i), i))
+            Guess(self.decay**i, states, self.output(i), 2 + i)
             for i, states in enumerate(self.states(batch, finals))
         ]
-        goals = Goals.of(batch, self.loss_tokens, ahead=1 + self.count)
-        return soft_cross_entropy(goals, guesses, lambda chunk: self.head(chunk.before(finals)))
+        truth = teacher_of(batch, self.head, finals)
+        return self.loss(batch, self.loss.goals(batch, ahead=1 + self.count), guesses, truth)
 
     def finals(self, batch: Batch) -> torch.Tensor:
         """The target's states [B, T, d] after its final norm."""

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch.nn.functional import cross_entropy
 
 from methods.states import batches_of_states, key_of, rows_of, states_of
 from specbench.data.conversations import batched, conversations
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.anatomy import finished, logit_steps
 from specbench.decoding.sampling import SamplingParams
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.models.surgery import SHARED, cut, embedding_names, saved_weights, shares_embeddings
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
 
 Answered = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
-CHUNK = 512  # positions whose logits exist at a time
 HELD_OUT_BATCHES = 8
 
 # What the settings of every trainer take.
@@ -48,6 +44,7 @@ SETTINGS = {
     "learning_rate": Positive,
     "prompt_weight": NotNegative,
     "loss_tokens": Count | None,
+    "vocab_sample": Count | None,
     "states": str | None,
     "precision": Literal["no", "bf16"],
     "save_dtype": Literal["float32", "bfloat16", "float16"],
@@ -59,10 +56,10 @@ DRAFT_SETTINGS = SETTINGS | {"layers": Count | list[int] | None, "share_embeddin
 def batches(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
     """Endless batches of packed conversations; see `specbench.data.conversations`.
 
-    With `cfg.states`, those to train on come from that folder, with the target's states; see `methods.states`.
+    With `cfg.states` they come from that folder, with the target's states; see `methods.states`.
     """
-    if cfg.states is not None and not held_out:
-        return batches_of_states(cfg, pair)
+    if cfg.states is not None:
+        return batches_of_states(cfg, pair, held_out)
     return batched(rows_of(cfg, pair, held_out), cfg.batch_size)
 
 
@@ -190,13 +187,6 @@ def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) 
     return states[:, :-1][weights > 0 if weight is None else weights == weight]
 
 
-def head_of(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A model's own head: states [n, d] after its final norm -> logits [n, vocab], scaled or capped as the model's."""
-    head: Any = model.get_output_embeddings()
-    steps = logit_steps(model.config.get_text_config())
-    return lambda states: finished(head(states), steps)
-
-
 def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dict[int, torch.Tensor]:
     """The target's states [B, T, d] of each tap, as in `Drafter`: those of the batch, if it has them, or computed."""
     taps = list(taps)
@@ -204,103 +194,6 @@ def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dic
         return {tap: batch[key_of(tap)] for tap in taps}
     with torch.no_grad():
         return states_of(target.model.get_decoder(), batch["input_ids"], taps)
-
-
-@dataclass(frozen=True)
-class Goals:
-    """Tokens of a batch whose prediction is judged.
-
-    Attributes:
-        batch_index: [n] of the row that each is in.
-        positions: [n] in that row.
-        weights: [n] of each in the loss.
-    """
-
-    batch_index: torch.Tensor
-    positions: torch.Tensor
-    weights: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: Batch, count: int | None, ahead: int = 1) -> Goals:
-        """The tokens of any weight that are at least `ahead` tokens after the beginning of their row.
-
-        Args:
-            batch: tokens and their weights in the loss.
-            count: so many of them, drawn in proportion to their weights and with the same sum of weights, so that the
-                expected loss is the same; None, and where there are no more: all.
-            ahead: the most tokens that a guess looks ahead.
-        """
-        weights = batch["loss_weight"][:, ahead:]
-        batch_index, positions = weights.nonzero().unbind(1)
-        weights = weights[batch_index, positions]
-        if count is not None and count < len(weights):
-            drawn = torch.multinomial(weights, count, replacement=True)
-            batch_index, positions = batch_index[drawn], positions[drawn]
-            weights = (weights.sum() / count).expand(count)
-        return cls(batch_index, positions + ahead, weights)
-
-    def before(self, states: torch.Tensor, ahead: int = 1) -> torch.Tensor:
-        """States [B, at least T - ahead, d] -> [n, d], `ahead` tokens in front of each."""
-        return states[self.batch_index, self.positions - ahead]
-
-    def split(self) -> Iterator[Goals]:
-        """Parts of at most `CHUNK` tokens."""
-        tensors = (self.batch_index, self.positions, self.weights)
-        yield from (Goals(*chunk) for chunk in zip(*(tensor.split(CHUNK) for tensor in tensors)))
-
-
-def soft_cross_entropy(
-    goals: Goals,
-    guesses: Iterable[tuple[float, Callable[[Goals], torch.Tensor]]],
-    teacher: Callable[[Goals], torch.Tensor],
-) -> torch.Tensor:
-    """Weighted sum of the cross-entropies of guesses against the teacher's own distribution of each goal.
-
-    Args:
-        goals: tokens whose prediction is judged.
-        guesses: the weight of each, and its logits [n, vocab] of some goals.
-        teacher: its logits [n, vocab] of some goals; either side may be padded further than the other.
-
-    Returns:
-        A scalar [].
-    """
-    total = torch.zeros((), device=goals.weights.device)
-    guesses = list(guesses)
-    for chunk in goals.split():
-        with torch.no_grad():
-            teacher_logits = teacher(chunk).float()
-            probs = torch.softmax(teacher_logits, dim=-1)
-        for share, guess in guesses:
-            logits = guess(chunk).float()
-            if logits.shape[-1] < probs.shape[-1]:
-                probs = torch.softmax(teacher_logits[:, : logits.shape[-1]], dim=-1)
-            losses = cross_entropy(logits[:, : probs.shape[-1]], probs, reduction="none")
-            total = total + share * (chunk.weights @ losses)
-    return total
-
-
-def text_cross_entropy(
-    goals: Goals,
-    ids: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    states: torch.Tensor,
-    ahead: int = 1,
-) -> torch.Tensor:
-    """Weighted sum [] of the cross-entropies against the goals themselves.
-
-    Args:
-        goals: tokens whose prediction is judged.
-        ids: [B, T] token ids.
-        head: states [n, d] -> logits [n, vocab].
-        states: [B, at least T - ahead, d], each of which guesses the token `ahead` tokens on.
-        ahead: see `states`.
-    """
-    total = torch.zeros((), device=ids.device)
-    for chunk in goals.split():
-        logits = head(chunk.before(states, ahead)).float()
-        true_ids = ids[chunk.batch_index, chunk.positions]
-        total = total + chunk.weights @ cross_entropy(logits, true_ids, reduction="none")
-    return total
 
 
 @torch.no_grad()

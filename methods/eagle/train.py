@@ -18,15 +18,14 @@ import torch
 from torch.nn.functional import smooth_l1_loss
 
 from methods.common.head_training import Guesses, count_ranks, train_heads
+from methods.common.losses import ALL, Guess, Loss, teacher_of
 from methods.common.training import (
-    CHUNK,
     SETTINGS,
-    Goals,
     predicting,
-    soft_cross_entropy,
     target_states,
     training_pair,
 )
+from methods.states import CHUNK
 from specbench.config.compose import with_hydra
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
@@ -76,9 +75,9 @@ def fresh_model(target: StagedModel) -> EagleModel:
 class Distillation(Guesses):
     """batch -> loss of a drafting model against the target, which stays as it is."""
 
-    def __init__(self, model: EagleModel, target: StagedModel, loss_tokens: int | None = None):
-        super().__init__()
-        self.model, self.target, self.loss_tokens = model, target, loss_tokens
+    def __init__(self, model: EagleModel, target: StagedModel, loss: Loss = ALL):
+        super().__init__(target)
+        self.model, self.loss = model, loss
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the losses of a batch."""
@@ -99,10 +98,12 @@ class Distillation(Guesses):
         ).mean(-1)
         weights = predicted["loss_weight"][:, 1:]
         regression = weights[weights > 0] @ distances
-        return regression + CLASSIFICATION * soft_cross_entropy(
-            Goals.of(batch, self.loss_tokens, ahead=2),
-            [(1.0, lambda chunk: self.head(chunk.before(out, 2)))],
-            lambda chunk: self.head(chunk.before(goals, 2)),  # whose first state is the second token's
+        return regression + CLASSIFICATION * self.loss(
+            batch,
+            self.loss.goals(batch, ahead=2),
+            [Guess(1.0, out, self.head, 2)],
+            # Whose first state is the second token's.
+            teacher_of(batch, self.head, goals, 2),
         )
 
     def pairs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,7 +154,7 @@ def train(cfg: DictConfig) -> Path:
     torch.manual_seed(cfg.seed)
     model = fresh_model(target)
     return train_heads(
-        Distillation(model, target, cfg.loss_tokens), cfg, pair, partial(save_eagle, model), BEGINS, "depth"
+        Distillation(model, target, Loss.of(cfg)), cfg, pair, partial(save_eagle, model), BEGINS, "depth"
     )
 
 

@@ -15,19 +15,18 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from methods.common.losses import ALL, Distribution, Head, Loss, cross_entropies, teacher_of
 from methods.common.training import (
-    CHUNK,
     SETTINGS,
-    Goals,
     batches,
     held_out_batches,
     target_states,
     training_pair,
 )
 from methods.eagle.chain import chained
+from methods.states import CHUNK
 from specbench.config.compose import with_hydra
 from specbench.data import training
 from specbench.decoding.state import NORMED
@@ -49,32 +48,36 @@ if TYPE_CHECKING:
 DECAY = 0.8
 COUNTED_BATCHES = 500  # of training text, for the draft vocabulary
 UNSURE = 0.3  # of the target's logits, to begin with
+TINY = 1e-30  # instead of no probability at all
 
 
 class TrainingTimeTest(torch.nn.Module):
     """batch -> cross-entropy of the steps of drafts against the target, which stays as it is."""
 
-    inside: torch.Tensor
+    draft_ids: torch.Tensor
 
-    def __init__(self, model: Eagle3Model, target: StagedModel, steps: int, loss_tokens: int | None = None):
+    def __init__(self, model: Eagle3Model, target: StagedModel, steps: int, loss: Loss = ALL):
         super().__init__()
-        self.model, self.target, self.steps, self.loss_tokens = model, target, steps, loss_tokens
-        inside = torch.zeros(target.vocab_size, dtype=torch.bool)
-        inside[model.token_ids.cpu()] = True
-        self.register_buffer("inside", inside.to(target.device), persistent=False)
+        self.model, self.target, self.steps, self.loss = model, target, steps, loss
+        self.head = Head.of(target.model)
+        # [vocab] the draft's own id of each of the target's tokens; -1: it has none.
+        draft_ids = torch.full((target.vocab_size,), -1, device=target.device)
+        draft_ids[model.token_ids] = torch.arange(len(model.token_ids), device=target.device)
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         outputs, finals = self.outputs(batch)
-        goals = Goals.of(batch, self.loss_tokens, ahead=1 + self.steps)
-        teacher_choices = [self.teacher(chunk.before(finals)) for chunk in goals.split()]
+        goals = self.loss.goals(batch, ahead=1 + self.steps)
+        teacher = teacher_of(batch, self.head, finals)
+        truths = [self.inside(teacher(chunk)) for chunk in goals.split()]
         total = torch.zeros((), device=finals.device)
         for j, output in enumerate(outputs):
-            for chunk, (probs, choices) in zip(goals.split(), teacher_choices):
-                weights = chunk.weights * self.inside[choices]
+            for chunk, (truth, is_inside) in zip(goals.split(), truths):
+                weights = chunk.weights * is_inside
                 # Logits are made again for the gradient: those of all steps would fill the memory.
                 loss: Any = checkpoint(
-                    self.cross_entropy, probs, chunk.before(output, 2 + j), weights, use_reentrant=False
+                    self.cross_entropy, truth, chunk.before(output, 2 + j), weights, use_reentrant=False
                 )
                 total = total + DECAY**j * loss
         return total
@@ -89,15 +92,21 @@ class TrainingTimeTest(torch.nn.Module):
         outputs = chained(self.model, self.model.features(states), embeds, self.steps)
         return outputs, states_by_tap[NORMED]
 
-    @torch.no_grad()
-    def teacher(self, finals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's probabilities [n, draft vocabulary], made to sum to 1, and its first choices [n]."""
-        logits = self.target.unembed(finals.to(self.target.dtype)).float()
-        return torch.softmax(logits[:, self.model.token_ids], dim=-1), logits.argmax(-1)
+    def inside(self, truth: Distribution) -> tuple[Distribution, torch.Tensor]:
+        """The target's distributions, cut to the draft vocabulary, and whether its first choice [n] is in that."""
+        probs, ids = truth
+        if ids is None:
+            is_inside = self.draft_ids[probs.argmax(-1)] >= 0
+            probs = probs[:, self.model.token_ids]
+        else:
+            ids = self.draft_ids[ids]
+            is_inside = ids.gather(1, probs.argmax(-1, keepdim=True)).squeeze(1) >= 0
+            probs, ids = probs * (ids >= 0), ids.clamp(min=0)
+        return Distribution(probs / probs.sum(-1, keepdim=True).clamp(min=TINY), ids), is_inside
 
-    def cross_entropy(self, probs: torch.Tensor, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum [] for outputs [n, d] against probabilities [n, draft vocabulary]."""
-        return weights @ cross_entropy(self.model.logits(states).float(), probs, reduction="none")
+    def cross_entropy(self, truth: Distribution, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum [] for outputs [n, d] against distributions on the draft vocabulary."""
+        return weights @ cross_entropies(self.model.logits(states).float(), truth)
 
     @torch.no_grad()
     def hits(self, batch: Batch) -> torch.Tensor:
@@ -107,7 +116,7 @@ class TrainingTimeTest(torch.nn.Module):
         """
         outputs, finals = self.outputs(batch)
         chunks = finals.flatten(0, 1).split(CHUNK)
-        choices = torch.cat([self.teacher(states)[1] for states in chunks]).view(finals.shape[:2])
+        choices = torch.cat([self.head(states).argmax(-1) for states in chunks]).view(finals.shape[:2])
         is_assistant = batch["loss_weight"] == 1.0
         n = is_assistant.shape[1] - 1 - self.steps
         among = torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(self.steps)]).all(0)
@@ -203,7 +212,7 @@ def train(cfg: DictConfig) -> Path:
         "random weights" if cfg.like_layer is None else f"attention of the target's layer {cfg.like_layer}"
     )
     begins = f"{attention}, the target's norm and head"
-    module = TrainingTimeTest(model, target, cfg.draft_steps, cfg.loss_tokens)
+    module = TrainingTimeTest(model, target, cfg.draft_steps, Loss.of(cfg))
     held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from methods.common.head_training import HeadDistillation, train_heads
+from methods.common.losses import ALL, Head, Loss
 from methods.common.training import SETTINGS, training_pair
 from specbench.config.compose import with_hydra
 from specbench.models.pairs import load_pair
@@ -86,8 +87,8 @@ def _begin(prefix: PrefixLayer, target: StagedModel) -> None:
 class Distillation(HeadDistillation):
     """batch -> cross-entropy of the heads against the target, which stays as it is."""
 
-    def __init__(self, heads: Heads, target: StagedModel, loss_tokens: int | None = None):
-        super().__init__(heads.heads, target, loss_tokens=loss_tokens)
+    def __init__(self, heads: Heads, target: StagedModel, loss: Loss = ALL):
+        super().__init__(heads.heads, target, loss=loss)
         self.heads = heads
 
     def states(self, batch: Batch, finals: torch.Tensor) -> list[torch.Tensor]:
@@ -105,9 +106,12 @@ class Distillation(HeadDistillation):
             outputs.append(self.heads(i, torch.cat([states[:, :n], *tokens], dim=-1)))
         return outputs
 
-    def logits(self, states: torch.Tensor, i: int) -> torch.Tensor:
-        """States [n, d] of head i -> logits [n, vocab]."""
-        return self.head(states) if self.heads.output is None else self.heads.output[i](states)
+    def output(self, i: int) -> Head:
+        """As in `HeadDistillation`."""
+        if self.heads.output is None:
+            return self.head
+        layer = cast("torch.nn.Linear", self.heads.output[i])
+        return Head(layer.weight, layer.bias)
 
 
 def train(cfg: DictConfig) -> Path:
@@ -120,7 +124,7 @@ def train(cfg: DictConfig) -> Path:
     target = pair.staged
     torch.manual_seed(cfg.seed)
     heads = fresh_heads(target, cfg.heads, cfg.layers, cfg.prefix, cfg.own_output)
-    module = Distillation(heads, target, cfg.loss_tokens)
+    module = Distillation(heads, target, Loss.of(cfg))
     begins = (
         "heads that say what the target's says" + cfg.prefix * ", a silent copy of the target's last layer"
     )

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 
+from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
 from methods.common.training import (
     SETTINGS,
-    Goals,
     agreement,
     batches,
     held_out_batches,
     predicting,
-    soft_cross_entropy,
     target_states,
     training_pair,
 )
@@ -66,25 +65,20 @@ def fresh_adapter(target: StagedModel, like_layer: int) -> Adapter:
 class Distillation(torch.nn.Module):
     """batch -> cross-entropy of an adapter against the target, which stays as it is."""
 
-    def __init__(
-        self, adapter: Adapter, target: StagedModel, exit_layer: int, loss_tokens: int | None = None
-    ):
+    def __init__(self, adapter: Adapter, target: StagedModel, exit_layer: int, loss: Loss = ALL):
         super().__init__()
         self.adapter, self.target, self.exit_layer = adapter, target, exit_layer
-        self.loss_tokens = loss_tokens
+        self.loss, self.head = loss, Head.of(target.model)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         adapted, finals = self.states(batch)
-        return soft_cross_entropy(
-            Goals.of(batch, self.loss_tokens),
-            [(1.0, lambda goals: self.head(goals.before(adapted)))],
-            lambda goals: self.head(goals.before(finals)),
+        return self.loss(
+            batch,
+            self.loss.goals(batch),
+            [Guess(1.0, adapted, self.head)],
+            teacher_of(batch, self.head, finals),
         )
-
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's head; the adapter is trained in float32, whatever the target's dtype."""
-        return self.target.unembed(states.to(self.target.dtype))
 
     def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """States [B, T, d] for the head: the adapter's, and the target's own after its final norm."""
@@ -112,7 +106,7 @@ def train(cfg: DictConfig) -> Path:
     torch.manual_seed(cfg.seed)
     like_layer = exit_layer if cfg.like_layer is None else cfg.like_layer
     adapter = fresh_adapter(target, like_layer)
-    module = Distillation(adapter, target, exit_layer, cfg.loss_tokens)
+    module = Distillation(adapter, target, exit_layer, Loss.of(cfg))
     held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:

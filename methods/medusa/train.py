@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from methods.common.head_training import HeadDistillation, train_heads
+from methods.common.losses import ALL, Head, Loss
 from methods.common.training import SETTINGS, training_pair
 from methods.medusa.checkpoint import save_for_vllm, save_heads
 from methods.medusa.heads import MedusaHeads
@@ -38,8 +39,8 @@ BEGINS = "blocks of zeros: every head says what the target's says"
 class Distillation(HeadDistillation):
     """batch -> cross-entropy of the heads against the target, which stays as it is."""
 
-    def __init__(self, heads: MedusaHeads, target: StagedModel, loss_tokens: int | None = None):
-        super().__init__(heads.heads, target, DECAY, loss_tokens)
+    def __init__(self, heads: MedusaHeads, target: StagedModel, loss: Loss = ALL):
+        super().__init__(heads.heads, target, DECAY, loss)
         self.heads = heads
 
     def states(self, batch: Batch, finals: torch.Tensor) -> list[torch.Tensor]:
@@ -47,11 +48,9 @@ class Distillation(HeadDistillation):
         states = self.heads(finals.to(self.heads.weight.dtype))
         return [states[:, : finals.shape[1] - 1 - i, i] for i in range(self.count)]
 
-    def logits(self, states: torch.Tensor, i: int) -> torch.Tensor:
-        """States [n, d] of head i -> logits [n, vocab]."""
-        if self.heads.output is None:
-            return self.head(states)
-        return states @ self.heads.output[i].T
+    def output(self, i: int) -> Head:
+        """As in `HeadDistillation`."""
+        return self.head if self.heads.output is None else Head(self.heads.output[i])
 
 
 def train(cfg: DictConfig) -> Path:
@@ -71,7 +70,7 @@ def train(cfg: DictConfig) -> Path:
     save = partial(save_heads, heads)
     if cfg.form == "vllm":
         save = partial(save_for_vllm, heads, target.lm_head.weight)
-    return train_heads(Distillation(heads, target, cfg.loss_tokens), cfg, pair, save, BEGINS)
+    return train_heads(Distillation(heads, target, Loss.of(cfg)), cfg, pair, save, BEGINS)
 
 
 @one_line_errors()

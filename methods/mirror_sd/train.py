@@ -15,20 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from methods.common.losses import ALL, Goals, Guess, Head, Loss, teacher_of, text_of
 from methods.common.training import (
     DRAFT_SETTINGS,
-    Goals,
     agreement,
     batches,
     begins_as,
-    head_of,
     held_out_batches,
     pair_to_train,
     predicting,
     save_model,
-    soft_cross_entropy,
     target_states,
-    text_cross_entropy,
 )
 from methods.mirror_sd.streams import save_streams
 from specbench.config.compose import with_hydra
@@ -57,12 +54,12 @@ class Streaming(torch.nn.Module):
         target: StagedModel,
         streams: int,
         stream_weight: float,
-        loss_tokens: int | None = None,
+        loss: Loss = ALL,
     ):
         super().__init__()
         self.model, self.target = model, target
-        self.stream_weight, self.loss_tokens = stream_weight, loss_tokens
-        self._head, self._target_head = head_of(model), head_of(target.model)
+        self.stream_weight, self.loss = stream_weight, loss
+        self._head, self._target_head = Head.of(model), Head.of(target.model)
         embeddings: Any = model.get_input_embeddings()
         width = embeddings.weight.shape[1]
         self.streams = torch.nn.Parameter(0.02 * torch.randn(streams, width, device=model.device))
@@ -70,16 +67,13 @@ class Streaming(torch.nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         states, teacher = self.states(batch["input_ids"]), self.teacher(batch)
-        goals = Goals.of(batch, self.loss_tokens, ahead=states.shape[2])
-        total = soft_cross_entropy(
-            goals,
-            [(1.0, lambda chunk: self._head(chunk.before(states[:, :, 0])))],
-            lambda chunk: self._target_head(chunk.before(teacher)),
+        goals = self.loss.goals(batch, ahead=states.shape[2])
+        next_token, *others = (
+            Guess(self.stream_weight if j else 1.0, states[:, :, j], self._head, 1 + j)
+            for j in range(states.shape[2])
         )
-        for j in range(1, states.shape[2]):
-            loss = text_cross_entropy(goals, batch["input_ids"], self._head, states[:, :, j], 1 + j)
-            total = total + self.stream_weight * loss
-        return total
+        truth = teacher_of(batch, self._target_head, teacher)
+        return self.loss(batch, goals, [next_token], truth) + self.loss(batch, goals, others, text_of(batch))
 
     def teacher(self, batch: Batch) -> torch.Tensor:
         """The target's states [B, T, D] after its final norm."""
@@ -138,7 +132,7 @@ def train(cfg: DictConfig) -> Path:
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
     target = pair.staged
-    module = Streaming(draft, target, cfg.streams, cfg.stream_weight, cfg.loss_tokens)
+    module = Streaming(draft, target, cfg.streams, cfg.stream_weight, Loss.of(cfg))
     held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:

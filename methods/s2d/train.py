@@ -15,20 +15,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from methods.common.losses import ALL, Guess, Head, Loss, text_of
 from methods.common.training import (
     DRAFT_SETTINGS,
-    Goals,
     agreement,
     batches,
     begins_as,
     check_layers,
     cut_from,
-    head_of,
     held_out_batches,
     layers_of,
     predicting,
     save_model,
-    text_cross_entropy,
     training_pair,
 )
 from specbench.config.compose import with_hydra
@@ -50,17 +48,16 @@ if TYPE_CHECKING:
 class Sorted(torch.nn.Module):
     """batch -> mean over the exits of the weighted sum of the text's cross-entropies, in one forward pass."""
 
-    def __init__(self, model: PreTrainedModel, exits: list[int], loss_tokens: int | None = None):
+    def __init__(self, model: PreTrainedModel, exits: list[int], loss: Loss = ALL):
         super().__init__()
-        self.model, self.exits, self.loss_tokens = model, exits, loss_tokens
+        self.model, self.exits, self.loss = model, exits, loss
         self._norm = (StagedModel(model).norm,)  # in a tuple: it is registered as a part of the model already
-        self._head = head_of(model)
+        self._head = Head.of(model)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The mean [] over the exits of the weighted sums of the cross-entropies of a batch."""
-        goals, ids = Goals.of(batch, self.loss_tokens), batch["input_ids"]
-        losses = [text_cross_entropy(goals, ids, self._head, states) for states in self.states(batch)]
-        return torch.stack(losses).mean()
+        guesses = [Guess(1 / len(self.exits), states, self._head) for states in self.states(batch)]
+        return self.loss(batch, self.loss.goals(batch), guesses, text_of(batch))
 
     def states(self, batch: Batch) -> list[torch.Tensor]:
         """The normed states [B, T, d] of every exit. Only the exits are normed; the deepest already is."""
@@ -72,7 +69,7 @@ class Sorted(torch.nn.Module):
         """First choices [exits, n] and [n] of the exits and of a target before each token that the assistant says."""
         final = target.model(batch["input_ids"], use_cache=False).last_hidden_state
         exits = [self._head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch)]
-        return torch.stack(exits), head_of(target)(predicting(final, batch, 1.0)).argmax(-1)
+        return torch.stack(exits), Head.of(target)(predicting(final, batch, 1.0)).argmax(-1)
 
 
 def train(cfg: DictConfig) -> Path:
@@ -86,7 +83,7 @@ def train(cfg: DictConfig) -> Path:
             f"exits must rise from 1 on and end with all {len(layers)} layers of the draft; not {exits}"
         )
     model = cut_from(pair, cfg)
-    module, held_out = Sorted(model, exits, cfg.loss_tokens), held_out_batches(cfg, pair)
+    module, held_out = Sorted(model, exits, Loss.of(cfg)), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
         shares = agreement(partial(module.choices, target=pair.target), held_out)

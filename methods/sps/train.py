@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
 from methods.common.training import (
     DRAFT_SETTINGS,
-    Goals,
     agreement,
     batches,
     begins_as,
-    head_of,
     held_out_batches,
     pair_to_train,
     predicting,
     save_model,
-    soft_cross_entropy,
     target_states,
 )
 from specbench.config.compose import with_hydra
@@ -45,19 +43,20 @@ if TYPE_CHECKING:
 class Distillation(torch.nn.Module):
     """batch -> cross-entropy of a draft model against the target, which stays as it is."""
 
-    def __init__(self, draft: PreTrainedModel, target: StagedModel, loss_tokens: int | None = None):
+    def __init__(self, draft: PreTrainedModel, target: StagedModel, loss: Loss = ALL):
         super().__init__()
-        self.draft, self.target, self.loss_tokens = draft, target, loss_tokens
-        self._heads = (head_of(draft), head_of(target.model))
+        self.draft, self.target, self.loss = draft, target, loss
+        self._heads = (Head.of(draft), Head.of(target.model))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         student, teacher = self.states(batch)
         draft_head, target_head = self._heads
-        return soft_cross_entropy(
-            Goals.of(batch, self.loss_tokens),
-            [(1.0, lambda goals: draft_head(goals.before(student)))],
-            lambda goals: target_head(goals.before(teacher)),
+        return self.loss(
+            batch,
+            self.loss.goals(batch),
+            [Guess(1.0, student, draft_head)],
+            teacher_of(batch, target_head, teacher),
         )
 
     def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +76,7 @@ def train(cfg: DictConfig) -> Path:
     check_all(cfg, DRAFT_SETTINGS)
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
-    module = Distillation(draft, pair.staged, cfg.loss_tokens)
+    module = Distillation(draft, pair.staged, Loss.of(cfg))
     held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:

@@ -179,6 +179,7 @@ def _record(
         "tokens": tokens,
         "tokens_in_all": tokens + sum(stage["tokens"] for stage in earlier),
         "loss_tokens": cfg.get("loss_tokens"),
+        "vocab_sample": cfg.get("vocab_sample"),
         "prompt_weight": cfg.prompt_weight,
         "seed": cfg.seed,
         **figures,

@@ -18,7 +18,7 @@ from specbench.system.files import read_json
 from tests.support.conf import composed
 from tests.support.training import saved_pair, training_workplace
 
-TOY = ("steps=2", "length=20", "save_every=2", "loss_tokens=8", "taps=[1,-1]")
+TOY = ("steps=2", "length=20", "save_every=2", "loss_tokens=8", "vocab_sample=8", "taps=[1,-1]")
 
 
 def test_every_part_is_made_by_a_trainer_with_settings_that_it_has(tmp_path):

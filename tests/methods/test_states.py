@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from methods import states
-from methods.common.training import Goals, batches, soft_cross_entropy, target_states
+from methods.common.losses import Distribution, Goals, Guess, Head, Loss, cross_entropies, sampled, teacher_of
+from methods.common.training import batches, held_out_batches, target_states
 from methods.kangaroo import train as kangaroo_train
 from specbench.data.conversations import batched
 from specbench.data.training import RECORD
@@ -21,6 +22,7 @@ from tests.support.conf import composed
 from tests.support.training import training_settings, training_workplace
 
 TAPS = (1, 2, NORMED)
+SAME = Head(torch.eye(11))  # logits are states
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,9 @@ def settings(workplace, out, *more: str):
     own = [f"pair.target={trainer.pair.target}", f"pair.tokenizer={trainer.pair.tokenizer}"]
     same = [f"{name}={trainer[name]}" for name in ("conversations", "length", "seed", "prompt_weight")]
     taps = f"taps={list(TAPS)}".replace(" ", "")
-    return composed("states", "pair.device=cpu", *own, *same, taps, "batch_size=2", f"out={out}", *more)
+    return composed(
+        "states", "pair.device=cpu", *own, *same, taps, "batch_size=2", "top=5", f"out={out}", *more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,29 @@ def test_states_are_those_that_the_target_computes(workplace, folder, tmp_path):
     ]
     stored = torch.from_file(str(folder / states.IDS), size=len(rows) * cfg.length, dtype=torch.int32)
     assert stored.view(-1, cfg.length).tolist() == every
+
+
+def test_stored_distributions_are_the_likeliest_tokens_of_the_target(workplace, folder, tmp_path):
+    """The loss against them is the loss against the whole distribution, cut to those tokens."""
+    top = json.loads((folder / states.RECORD).read_text())["top"]
+    cfg = training_settings("train_kangaroo", workplace, tmp_path, f"states={folder}", "exit_layer=2")
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    assert 1 < top < len(pair.tokenizer)
+    for batch in [*islice(batches(cfg, pair), 3), *held_out_batches(cfg, pair)[:2]]:
+        goals = Goals.of(batch, None)
+        told = teacher_of(batch, None, None)(goals)
+        with torch.no_grad():
+            probs = pair.target(batch["input_ids"]).logits.softmax(-1)
+        best = goals.before(probs).topk(top)
+        torch.testing.assert_close(told.probs.sum(-1), torch.ones(len(told.probs)))
+        expected = best.values / best.values.sum(-1, keepdim=True)
+        torch.testing.assert_close(told.probs.sort(descending=True).values, expected, rtol=0.02, atol=1e-4)
+        assert (told.ids[:, 0] == best.indices[:, 0]).float().mean() > 0.99  # but for ties
+        logits = torch.randn(len(told.probs), len(pair.tokenizer))
+        dense = torch.zeros_like(logits).scatter(1, told.ids, told.probs)
+        by_hand = -(dense * logits.log_softmax(-1)).sum(-1)
+        torch.testing.assert_close(cross_entropies(logits, told), by_hand)
+        torch.testing.assert_close(cross_entropies(logits, Distribution(dense)), by_hand)
 
 
 def test_every_epoch_has_every_row_in_an_order_of_its_own(workplace, folder, tmp_path):
@@ -97,8 +124,8 @@ def test_a_command_that_was_stopped_goes_on(workplace, folder, tmp_path, monkeyp
     with pytest.raises(UserError, match="there are no states"):
         next(batches(trainer, load_pair(trainer.pair, 0, with_draft=False)))
     states.write(cfg)
-    for file in folder.iterdir():
-        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
+    for file in folder.rglob("*.*"):
+        assert (tmp_path / "again" / file.relative_to(folder)).read_bytes() == file.read_bytes(), file.name
 
 
 @pytest.mark.parametrize("changed", ["seed=1", "length=24", "prompt_weight=0.5"])
@@ -117,9 +144,18 @@ def test_a_text_without_an_end_needs_a_number_of_tokens(workplace, tmp_path):
 
 @pytest.mark.slow
 def test_a_training_on_stored_states_learns_the_same(workplace, folder, tmp_path):
-    """The stored states are rounded to bfloat16 and their rows come in another order: it learns as much."""
-    agreements = []
-    for name, more in (("stored", (f"states={folder}", "loss_tokens=40")), ("computed", ())):
+    """The stored states are rounded to bfloat16 and their rows come in another order: it learns as much.
+
+    So it does where part of the vocabulary stands for the rest.
+    """
+    folder, agreements = states.write(settings(workplace, tmp_path / "states", "top=64")), []
+    stored = f"states={folder}"
+    trainings = {
+        "stored": (stored, "loss_tokens=40"),
+        "sampled": (stored, "vocab_sample=100"),
+        "computed": (),
+    }
+    for name, more in trainings.items():
         out = tmp_path / name
         kangaroo_train.train(
             training_settings("train_kangaroo", workplace, out, "exit_layer=2", "learning_rate=1e-2", *more)
@@ -128,7 +164,36 @@ def test_a_training_on_stored_states_learns_the_same(workplace, folder, tmp_path
         agreements.append(record["held_out_agreement"])
         assert record["tokens_in_all"] == record["tokens"] and record["earlier"] == []
         assert record["begins"].startswith("attention of the target's layer 2")
-    assert agreements[0] == pytest.approx(agreements[1], abs=0.1)
+    assert agreements[0] == pytest.approx(agreements[2], abs=0.1)
+    assert agreements[1] == pytest.approx(agreements[2], abs=0.1)
+
+
+def test_a_sample_stands_for_the_rest_of_the_vocabulary(workplace, tmp_path):
+    """The sum of the exponentials is right on average, and the truth stays what it was."""
+    torch.manual_seed(0)
+    n, vocab = 6, 300
+    logits, likeliest = 2 * torch.randn(n, vocab), torch.randint(0, vocab, (n, 3))
+    truth = Distribution(torch.rand(n, 2).softmax(-1), torch.randint(0, vocab, (n, 2)))
+    sums = []
+    for _ in range(2000):
+        ids, shifts, inside = sampled(likeliest, truth, vocab, 40)
+        assert (
+            len(ids.unique())
+            == len(ids)
+            == len({*likeliest.flatten().tolist(), *truth.ids.flatten().tolist()}) + 40
+        )
+        assert torch.equal(ids[inside.ids], truth.ids) and torch.equal(inside.probs, truth.probs)
+        sums.append((logits[:, ids] + shifts).exp().sum(-1))
+    sums = torch.stack(sums)
+    error = sums.std(0) / len(sums) ** 0.5
+    assert ((sums.mean(0) - logits.exp().sum(-1)).abs() < 4 * error).all()
+    ids, shifts, inside = sampled(likeliest, truth, vocab, vocab)
+    exact = cross_entropies(logits, truth)
+    torch.testing.assert_close(cross_entropies(logits[:, ids] + shifts, inside), exact)
+    with pytest.raises(UserError, match="states=FOLDER"):
+        kangaroo_train.train(
+            training_settings("train_kangaroo", workplace, tmp_path, "exit_layer=2", "vocab_sample=10")
+        )
 
 
 @pytest.mark.slow
@@ -143,11 +208,12 @@ def test_drawn_goals_cost_what_all_goals_cost_on_average():
     torch.manual_seed(0)
 
     def loss(count: int | None) -> torch.Tensor:
-        goals = Goals.of(batch, count, ahead=2)
+        loss = Loss(count)
+        goals = loss.goals(batch, ahead=2)
         assert (goals.positions >= 2).all() and (weights[goals.batch_index, goals.positions] > 0).all()
         torch.testing.assert_close(goals.weights.sum(), weights[:, 2:].sum())
-        guesses = [(1.0, lambda some: some.before(logits)), (0.5, lambda some: some.before(logits, 2))]
-        return soft_cross_entropy(goals, guesses, lambda some: some.before(told))
+        guesses = [Guess(1.0, logits, SAME), Guess(0.5, logits, SAME, 2)]
+        return loss(batch, goals, guesses, teacher_of(batch, SAME, told))
 
     drawn = torch.stack([loss(4) for _ in range(4000)])
     error = drawn.std() / len(drawn) ** 0.5
@@ -160,9 +226,9 @@ def test_goals_are_judged_from_the_states_in_front_of_them():
     weights = torch.rand(3, 400)
     logits, told = torch.randn(3, 400, 5), torch.randn(3, 400, 6)  # a teacher that is padded further
     goals = Goals.of({"loss_weight": weights}, None, ahead=3)
-    found = soft_cross_entropy(
-        goals, [(0.7, lambda some: some.before(logits, 3))], lambda some: some.before(told)
-    )
+    batch = {"loss_weight": weights}
+    padded = Head(torch.eye(6))
+    found = Loss()(batch, goals, [Guess(0.7, logits, Head(torch.eye(5)), 3)], teacher_of(batch, padded, told))
     probs = told[:, 2:-1, :5].softmax(-1)
     losses = -(probs * logits[:, :-3].log_softmax(-1)).sum(-1)
     torch.testing.assert_close(found, 0.7 * (weights[:, 3:] * losses).sum())

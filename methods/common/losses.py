@@ -1,0 +1,236 @@
+"""What trainers share about a loss: the tokens that are judged, a teacher's distributions, and what a guess costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from methods.states import CHUNK, LIKELIEST, PROBS
+from specbench.decoding.model.anatomy import finished, logit_steps
+from specbench.system.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from omegaconf import DictConfig
+    from transformers import PreTrainedModel
+
+    from specbench.data.training import Batch
+    from specbench.decoding.model.anatomy import LogitSteps
+
+
+@dataclass(frozen=True)
+class Goals:
+    """Tokens of a batch whose prediction is judged.
+
+    Attributes:
+        batch_index: [n] of the row that each is in.
+        positions: [n] in that row.
+        weights: [n] of each in the loss.
+    """
+
+    batch_index: torch.Tensor
+    positions: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, count: int | None, ahead: int = 1) -> Goals:
+        """The tokens of any weight that are at least `ahead` tokens after the beginning of their row.
+
+        Args:
+            batch: tokens and their weights in the loss.
+            count: so many of them, drawn in proportion to their weights and with the same sum of weights, so that the
+                expected loss is the same; None, and where there are no more: all.
+            ahead: the most tokens that a guess looks ahead.
+        """
+        weights = batch["loss_weight"][:, ahead:]
+        batch_index, positions = weights.nonzero().unbind(1)
+        weights = weights[batch_index, positions]
+        if count is not None and count < len(weights):
+            drawn = torch.multinomial(weights, count, replacement=True)
+            batch_index, positions = batch_index[drawn], positions[drawn]
+            weights = (weights.sum() / count).expand(count)
+        return cls(batch_index, positions + ahead, weights)
+
+    def before(self, states: torch.Tensor, ahead: int = 1) -> torch.Tensor:
+        """States [B, at least T - ahead, d] -> [n, d], `ahead` tokens in front of each."""
+        return states[self.batch_index, self.positions - ahead]
+
+    def split(self) -> Iterator[Goals]:
+        """Parts of at most `CHUNK` tokens."""
+        tensors = (self.batch_index, self.positions, self.weights)
+        yield from (Goals(*chunk) for chunk in zip(*(tensor.split(CHUNK) for tensor in tensors)))
+
+
+class Distribution(NamedTuple):
+    """Probabilities [n, k] of tokens `ids` [n, k], or of all tokens, where ids is None."""
+
+    probs: torch.Tensor
+    ids: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Head:
+    """An output matrix [vocab, d], its bias [vocab], and what the model does with their products."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    steps: LogitSteps = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Head:
+        """A model's own head, for states after its final norm."""
+        layer: Any = model.get_output_embeddings()
+        return cls(layer.weight, layer.bias, logit_steps(model.config.get_text_config()))
+
+    def __call__(self, states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """States [n, d] -> logits [n, vocab], or [n, c] of the tokens `ids` [c]; in the dtype of the head."""
+        weight, bias = self.weight, self.bias
+        if ids is not None:
+            weight, bias = weight[ids], None if bias is None else bias[ids]
+        return finished(linear(states.to(weight.dtype), weight, bias), self.steps)
+
+
+class Guess(NamedTuple):
+    """What guesses tokens: states [B, at least T - ahead, d], each of the token `ahead` on, and their head."""
+
+    share: float
+    states: torch.Tensor
+    head: Head
+    ahead: int = 1
+
+
+def teacher_of(
+    batch: Batch, head: Head, states: torch.Tensor, ahead: int = 1
+) -> Callable[[Goals], Distribution]:
+    """Some goals -> the target's distributions of them.
+
+    Args:
+        batch: the stored ones are taken, if it has them.
+        head: the target's.
+        states: [B, at least T - ahead, d] its states to compute them from, each of the token `ahead` on.
+        ahead: see `states`.
+    """
+
+    @torch.no_grad()
+    def computed(goals: Goals) -> Distribution:
+        return Distribution(torch.softmax(head(goals.before(states, ahead)).float(), dim=-1))
+
+    def stored(goals: Goals) -> Distribution:
+        probs = goals.before(batch[PROBS]).float()
+        return Distribution(probs / probs.sum(-1, keepdim=True), goals.before(batch[LIKELIEST]).long())
+
+    return stored if LIKELIEST in batch else computed
+
+
+def text_of(batch: Batch) -> Callable[[Goals], Distribution]:
+    """Some goals -> the goals themselves, with certainty."""
+
+    def text(goals: Goals) -> Distribution:
+        ids = batch["input_ids"][goals.batch_index, goals.positions].unsqueeze(1)
+        return Distribution(torch.ones(ids.shape, device=ids.device), ids)
+
+    return text
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How much of a batch is judged.
+
+    Attributes:
+        tokens: of it; None: all. See `Goals.of`.
+        vocab_sample: tokens that stand for all that are not among the target's likeliest ones of any goal; None: the
+            logits of the whole vocabulary are computed.
+    """
+
+    tokens: int | None = None
+    vocab_sample: int | None = None
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> Loss:
+        """As configured. Raises UserError where a sample is asked for without stored distributions."""
+        if cfg.vocab_sample is not None and cfg.states is None:
+            raise UserError("vocab_sample needs the target's likeliest tokens: states=FOLDER")
+        return cls(cfg.loss_tokens, cfg.vocab_sample)
+
+    def goals(self, batch: Batch, ahead: int = 1) -> Goals:
+        """As `Goals.of`."""
+        return Goals.of(batch, self.tokens, ahead)
+
+    def __call__(
+        self,
+        batch: Batch,
+        goals: Goals,
+        guesses: Iterable[Guess],
+        truth: Callable[[Goals], Distribution],
+    ) -> torch.Tensor:
+        """Weighted sum [] of the cross-entropies of guesses against the truth of each goal.
+
+        Args:
+            batch: that the goals are of.
+            goals: tokens that are judged.
+            guesses: of them; either side may be padded to a larger vocabulary than the other.
+            truth: the distributions of some goals.
+        """
+        total = torch.zeros((), device=goals.weights.device)
+        guesses = list(guesses)
+        for chunk in goals.split():
+            expected, ids, shifts = truth(chunk), None, torch.zeros((), device=total.device)
+            if self.vocab_sample is not None:
+                likeliest, vocab = chunk.before(batch[LIKELIEST]).long(), len(guesses[0].head.weight)
+                ids, shifts, expected = sampled(likeliest, expected, vocab, self.vocab_sample)
+            for guess in guesses:
+                logits = guess.head(chunk.before(guess.states, guess.ahead), ids).float() + shifts
+                total = total + guess.share * (chunk.weights @ cross_entropies(logits, expected))
+        return total
+
+
+ALL = Loss()
+
+
+def sampled(
+    likeliest: torch.Tensor, truth: Distribution, vocab: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor, Distribution]:
+    """Part of a vocabulary from which its softmax is estimated.
+
+    The likeliest tokens of all places are in it, and `count` drawn ones stand for the rest: their logits are raised by
+    the log of how many each stands for, so that the sum of the exponentials is right on average (importance sampling
+    with uniform proposals; Bengio and Senécal 2008).
+
+    Args:
+        likeliest: [n, k] ids.
+        truth: distributions of n places with ids.
+        vocab: size of the vocabulary.
+        count: of drawn tokens.
+
+    Returns:
+        [c] ids, what is added to the logits of each, and the truth with places among these instead of ids.
+    """
+    assert truth.ids is not None
+    likely = torch.cat([likeliest.flatten(), truth.ids.flatten()]).unique()
+    is_rest = torch.ones(vocab, dtype=torch.bool, device=likely.device)
+    is_rest[likely] = False
+    rest = is_rest.nonzero().squeeze(1)
+    drawn = rest[torch.randperm(len(rest), device=rest.device)[:count]]
+    ids = torch.cat([likely, drawn])
+    shifts = torch.zeros(len(ids), device=ids.device)
+    if len(drawn):
+        shifts[len(likely) :] = log(len(rest) / len(drawn))
+    places = torch.empty(vocab, dtype=torch.long, device=ids.device)
+    places[ids] = torch.arange(len(ids), device=ids.device)
+    return ids, shifts, Distribution(truth.probs, places[truth.ids])
+
+
+def cross_entropies(logits: torch.Tensor, truth: Distribution) -> torch.Tensor:
+    """The cross-entropies [n] of logits [n, vocab] against distributions."""
+    probs, ids = truth
+    if ids is not None:
+        return logits.logsumexp(-1) - (probs * logits.gather(1, ids)).sum(-1)
+    width = min(logits.shape[-1], probs.shape[-1])
+    probs = probs[:, :width] / probs[:, :width].sum(-1, keepdim=True)
+    logits = logits[:, :width]
+    return logits.logsumexp(-1) - (probs * logits).sum(-1)
