@@ -17,6 +17,7 @@ from methods.common.rank_trees import best_tree, counted_paths
 from methods.common.training import (
     agreement,
     batches,
+    batches_on,
     held_out_batches,
     target_states,
 )
@@ -178,8 +179,8 @@ def train_heads(
 
     def finish(out: Path, figures: dict[str, float]) -> None:
         path_counts: Counter[tuple[int, ...]] = Counter()
-        for batch in islice(batches(cfg, pair), COUNTED_BATCHES):
-            path_counts += module.rank_paths({name: tensor.to(pair.device) for name, tensor in batch.items()})
+        for batch in islice(batches_on(cfg, pair), COUNTED_BATCHES):
+            path_counts += module.rank_paths(batch)
         tree = best_tree(path_counts, cfg.nodes)
         notes: dict[str, Any] = {"tree": tree, "tree_counts": [path_counts[path] for path in tree]}
         save(out, getattr(torch, cfg.save_dtype), **notes, **figures)

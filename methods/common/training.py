@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 Answered = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
 HELD_OUT_BATCHES = 8
+FITTED_PLACES = 60_000  # of a text, for a fit by least squares
+RIDGE, TINY = 1e-3, 1e-30  # of least squares, on inputs of unit size; instead of a size of nothing
 
 # What the settings of every trainer take.
 SETTINGS = {
@@ -61,6 +63,12 @@ def batches(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Bat
     if cfg.states is not None:
         return batches_of_states(cfg, pair, held_out)
     return batched(rows_of(cfg, pair, held_out), cfg.batch_size)
+
+
+def batches_on(cfg: DictConfig, pair: Pair) -> Iterator[Batch]:
+    """As `batches`, to train on, on the pair's device."""
+    for batch in batches(cfg, pair):
+        yield {name: tensor.to(pair.device) for name, tensor in batch.items()}
 
 
 def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = False) -> Iterator[Answered]:
@@ -210,3 +218,40 @@ def agreement(choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], hel
     """
     pairs = [choices(batch) for batch in held_out]
     return torch.cat([student == target for student, target in pairs], dim=-1).float().mean(-1).tolist()
+
+
+def some_of(text: Iterable[Batch], places: int = FITTED_PLACES) -> Iterator[Batch]:
+    """The first batches that hold so many places."""
+    for batch in text:
+        yield batch
+        places -= batch["input_ids"].numel()
+        if places <= 0:
+            return
+
+
+def least_squares(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The linear layer that estimates outputs [..., m] from inputs [..., n] best, with a small ridge.
+
+    What is trained may begin as it: on states of a real model that saves most of the steps.
+
+    Args:
+        pairs: inputs and outputs of some places.
+
+    Returns:
+        Its weight [m, n] and bias [m].
+    """
+    moments: Any = None
+    products: Any = None
+    for inputs, outputs in pairs:
+        ones = inputs.new_ones(*inputs.shape[:-1], 1, dtype=torch.float)
+        x = torch.cat([inputs.float(), ones], dim=-1).flatten(0, -2)
+        y = outputs.float().flatten(0, -2)
+        # Sums over many places in float64; the products of one batch do not need it.
+        moments, products = (
+            (one if total is None else total + one)
+            for total, one in ((moments, (x.T @ x).double()), (products, (x.T @ y).double()))
+        )
+    scale = moments.diagonal().sqrt().clamp(min=TINY)
+    normal = moments / scale.outer(scale) + RIDGE * torch.eye(len(scale), device=scale.device)
+    solution = torch.linalg.solve(normal, products / scale.unsqueeze(1)) / scale.unsqueeze(1)
+    return solution[:-1].T.float(), solution[-1].float()

@@ -3,16 +3,16 @@
 The loss is the authors': the distance of the estimated state to the target's (smooth L1), and a tenth of the
 cross-entropy against the target's own distribution (EAGLE-1, section 4.2), with noise on the states that go in. Unlike
 in their script the loss counts the tokens that the assistant says by the token that is predicted; noise and distance
-are taken relative to the size of the target's states, for which the authors' numbers were made; and the model begins
-as the target's last layer. At the end a tree is made of the ranks at which chained drafts had the right tokens: the
-most frequent paths. EAGLE-2 uses the same model.
+are taken relative to the size of the target's states, for which the authors' numbers were made; and the linear layer
+begins as the best estimate of the next state. At the end a tree is made of the ranks at which chained drafts had the
+right tokens: the most frequent paths. EAGLE-2 uses the same model.
 """
 
 from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import smooth_l1_loss
@@ -21,7 +21,10 @@ from methods.common.head_training import Guesses, count_ranks, train_heads
 from methods.common.losses import ALL, Guess, Loss, teacher_of
 from methods.common.training import (
     SETTINGS,
+    batches_on,
+    least_squares,
     predicting,
+    some_of,
     target_states,
     training_pair,
 )
@@ -34,6 +37,7 @@ from specbench.system.settings import Count, check_all
 
 if TYPE_CHECKING:
     from collections import Counter
+    from collections.abc import Iterator
     from pathlib import Path
 
     from omegaconf import DictConfig
@@ -44,17 +48,13 @@ if TYPE_CHECKING:
 
 CLASSIFICATION = 0.1  # weight of the cross-entropy
 NOISE, NOISE_LENGTH = 0.1, 512  # of a text of that length; longer ones get less
-BEGINS = "the target's last layer, and a linear layer that passes the state on"
+BEGINS = "a linear layer that fits the next state by least squares, and a silent layer"
 AGREEMENTS, DEPTH = 4, 6  # depths whose agreement is measured; levels of the tree
 
 
 @torch.no_grad()
 def fresh_model(target: StagedModel) -> EagleModel:
-    """A drafting model to train: it passes the state on, and its layer is the target's last one, if that has the form.
-
-    The authors begin at random; from here far fewer steps are needed. Where the target's layer has another form, this
-    one adds nothing yet.
-    """
+    """A drafting model to train, which passes the state on: its layer adds nothing yet."""
     from methods.eagle.model import EagleModel, eagle_config  # late: it takes seconds to import
 
     model = EagleModel(eagle_config(target.config)).to(target.device)
@@ -62,14 +62,30 @@ def fresh_model(target: StagedModel) -> EagleModel:
     model.fc.weight.mul_(0.1)
     model.fc.weight[:, hidden:] = torch.eye(hidden)
     model.fc.bias.zero_()
-    layer, last = model.layer, cast("Any", target.layers[-1]).state_dict()
-    last = {name: tensor for name, tensor in last.items() if not name.startswith("input_layernorm.")}
-    if {k: t.shape for k, t in layer.state_dict().items()} == {k: t.shape for k, t in last.items()}:
-        layer.load_state_dict(last)
-    else:
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
+    model.layer.self_attn.o_proj.weight.zero_()
+    model.layer.mlp.down_proj.weight.zero_()
     return model
+
+
+@torch.no_grad()
+def fit(model: EagleModel, target: StagedModel, text: Iterator[Batch]) -> None:
+    """Lets a fresh model estimate the next state as well as its linear layer can.
+
+    The authors begin at random. On SmolLM2-135M that had an agreement of 0.24 after 40 steps; this begins at 0.30.
+    """
+    pairs = (pairs_of(target, batch) for batch in some_of(text))
+    weight, bias = least_squares(
+        (torch.cat([embeds, features], dim=-1), goals) for features, embeds, goals in pairs
+    )
+    model.fc.weight.copy_(weight)
+    model.fc.bias.copy_(bias)
+
+
+@torch.no_grad()
+def pairs_of(target: StagedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Features and embedded tokens of the pairs [B, T - 1, h], and the states that they are to lead to, in float32."""
+    states = target_states(target, batch, (NORMED,))[NORMED].float()
+    return states[:, :-1], target.embed(batch["input_ids"][:, 1:]).float(), states[:, 1:]
 
 
 class Distillation(Guesses):
@@ -83,7 +99,7 @@ class Distillation(Guesses):
         """The weighted sum [] of the losses of a batch."""
         from methods.eagle.chain import chained
 
-        features, embeds, goals = self.pairs(batch)
+        features, embeds, goals = pairs_of(self.target, batch)
         size = goals.float().pow(2).mean().sqrt()
         noisy = features
         if self.training:
@@ -106,18 +122,11 @@ class Distillation(Guesses):
             teacher_of(batch, self.head, goals, 2),
         )
 
-    def pairs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Features and embedded tokens of the pairs [B, T - 1, h], and the states that they are to lead to."""
-        states = target_states(self.target, batch, (NORMED,))[NORMED].to(self.model.fc.weight.dtype)
-        with torch.no_grad():
-            embeds = self.target.embed(batch["input_ids"][:, 1:]).to(states.dtype)
-        return self.model.features({NORMED: states[:, :-1]}), embeds, states[:, 1:]
-
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [AGREEMENTS, n] of chained steps and of the target, where as many said tokens follow."""
         from methods.eagle.chain import chained
 
-        features, embeds, goals = self.pairs(batch)
+        features, embeds, goals = pairs_of(self.target, batch)
         is_assistant, n = batch["loss_weight"] == 1.0, features.shape[1] - AGREEMENTS
         among = torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(AGREEMENTS)]).all(0)
         steps = chained(self.model, features, embeds, AGREEMENTS)
@@ -134,7 +143,7 @@ class Distillation(Guesses):
         """As in `Guesses`."""
         from methods.eagle.chain import chained
 
-        features, embeds, _ = self.pairs(batch)
+        features, embeds, _ = pairs_of(self.target, batch)
         states = chained(self.model, features, embeds, DEPTH)
         return count_ranks(states, lambda out, _: self.head(out), batch, DEPTH)
 
@@ -153,6 +162,7 @@ def train(cfg: DictConfig) -> Path:
     target = pair.staged
     torch.manual_seed(cfg.seed)
     model = fresh_model(target)
+    fit(model, target, batches_on(cfg, pair))
     return train_heads(
         Distillation(model, target, Loss.of(cfg)), cfg, pair, partial(save_eagle, model), BEGINS, "depth"
     )

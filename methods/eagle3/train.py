@@ -15,6 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from methods.common.losses import ALL, Distribution, Head, Loss, cross_entropies, teacher_of
@@ -184,10 +185,13 @@ def _begin_like(midlayer: Any, layer: Any) -> None:
     newest token among the states, and takes the token after it, which the pair holds, too. The rest adds nothing yet.
     """
     asks, takes = layer.self_attn.q_proj.weight, layer.self_attn.v_proj.weight
-    nothing_of = {name: torch.zeros_like(weight) for name, weight in (("asks", asks), ("takes", takes))}
-    midlayer.self_attn.q_proj.weight.copy_(torch.cat([asks, nothing_of["asks"]], dim=1))
-    midlayer.self_attn.k_proj.weight.copy_(torch.cat([nothing_of["asks"], asks], dim=1))
-    midlayer.self_attn.v_proj.weight.copy_(torch.cat([takes, nothing_of["takes"]], dim=1))
+    width, rows = asks.shape[1], takes.shape[0]
+    # Where queries share keys, what finds a token is the mean of what asks for it.
+    size = layer.self_attn.head_dim
+    finds = asks.unflatten(0, (rows // size, -1, size)).mean(1).flatten(0, 1)
+    midlayer.self_attn.q_proj.weight.copy_(pad(asks, (0, width)))
+    midlayer.self_attn.k_proj.weight.copy_(pad(finds, (width, 0)))
+    midlayer.self_attn.v_proj.weight.copy_(pad(takes, (0, width)))
     midlayer.self_attn.o_proj.weight.copy_(layer.self_attn.o_proj.weight)
     for norm in (midlayer.input_layernorm, midlayer.hidden_norm):
         norm.weight.copy_(layer.input_layernorm.weight)

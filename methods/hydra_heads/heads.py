@@ -85,6 +85,13 @@ class Heads(nn.Module):
         """How many there are."""
         return len(self.wide)
 
+    def seen(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's states [b, T, d] of a whole text -> what the heads see of them, [b, T, d]."""
+        if self.prefix is None:
+            return states
+        positions = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
+        return self.prefix(states, self.prefix.rope(positions, states))
+
     def forward(self, i: int, states: torch.Tensor) -> torch.Tensor:
         """Head i's input u [..., (2 + i) d] -> states [..., d] for the output matrix."""
         through, inner = self.wide[i](states).split(self.hidden, -1)

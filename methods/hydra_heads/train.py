@@ -2,10 +2,10 @@
 
 Cross-entropy of each head against the target's own distribution of the token that it guesses, given the true tokens in
 between; all heads weigh the same (the authors' recipe for Hydra++). Unlike in the authors' script the loss counts the
-tokens that the assistant says by the token that is guessed, nothing is dropped out, every head begins as the target's
-own, and the prefix layer as the target's last one. Heads share the target's output matrix, unless `own_output` gives
-each one of its own. At the end a tree is made of the ranks at which the heads, given the true tokens in between, had
-the right ones: the most frequent paths.
+tokens that the assistant says by the token that is guessed, nothing is dropped out, every head begins as the best
+linear estimate of the state that its token comes from, and the prefix layer as the target's last one. Heads share the
+target's output matrix, unless `own_output` gives each one of its own. At the end a tree is made of the ranks at which
+the heads, given the true tokens in between, had the right ones: the most frequent paths.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import torch
 
 from methods.common.head_training import HeadDistillation, train_heads
 from methods.common.losses import ALL, Head, Loss
-from methods.common.training import SETTINGS, training_pair
+from methods.common.training import SETTINGS, batches_on, least_squares, some_of, target_states, training_pair
 from specbench.config.compose import with_hydra
+from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import one_line_errors
 from specbench.system.settings import Count, check_all
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from omegaconf import DictConfig
@@ -69,6 +71,29 @@ def fresh_heads(
     return fresh
 
 
+@torch.no_grad()
+def fit(heads: Heads, target: StagedModel, text: Iterator[Batch]) -> None:
+    """Lets each fresh head estimate the state that its token comes from as well as a linear layer can."""
+    fitted = []
+    for batch in some_of(text):
+        finals = target_states(target, batch, (NORMED,))[NORMED].float()
+        fitted.append((batch, finals, heads.seen(finals)))
+    for i, layer in enumerate(cast("list[torch.nn.Linear]", heads.wide)):
+        weight, bias = least_squares(
+            (inputs_of(target, batch, seen, i), finals[:, 1 + i :]) for batch, finals, seen in fitted
+        )
+        layer.weight[: heads.hidden] = weight
+        layer.bias[: heads.hidden] = bias
+
+
+def inputs_of(target: StagedModel, batch: Batch, states: torch.Tensor, i: int) -> torch.Tensor:
+    """What head i reads, [B, T - 1 - i, (2 + i) d], of states [B, T, d] and the tokens of a batch."""
+    n = states.shape[1] - 1 - i
+    with torch.no_grad():
+        embedded = target.embed(batch["input_ids"]).to(states.dtype)
+    return torch.cat([states[:, :n], *(embedded[:, 1 + j : 1 + j + n] for j in range(1 + i))], dim=-1)
+
+
 def _begin(prefix: PrefixLayer, target: StagedModel) -> None:
     """Makes the prefix layer that of the target's last layer, as far as it has that form, but for what it adds.
 
@@ -93,18 +118,8 @@ class Distillation(HeadDistillation):
 
     def states(self, batch: Batch, finals: torch.Tensor) -> list[torch.Tensor]:
         """States [B, T - 1 - i, d] of each head i, given the tokens of the batch."""
-        with torch.no_grad():
-            embedded = self.target.embed(batch["input_ids"]).float()
-            states, length = finals.float(), finals.shape[1]
-        if self.heads.prefix is not None:
-            positions = torch.arange(length, device=states.device).unsqueeze(0)
-            states = self.heads.prefix(states, self.heads.prefix.rope(positions, states))
-        outputs = []
-        for i in range(self.count):
-            n = length - 1 - i
-            tokens = [embedded[:, 1 + j : 1 + j + n] for j in range(1 + i)]
-            outputs.append(self.heads(i, torch.cat([states[:, :n], *tokens], dim=-1)))
-        return outputs
+        states = self.heads.seen(finals.float())
+        return [self.heads(i, inputs_of(self.target, batch, states, i)) for i in range(self.count)]
 
     def output(self, i: int) -> Head:
         """As in `HeadDistillation`."""
@@ -124,9 +139,11 @@ def train(cfg: DictConfig) -> Path:
     target = pair.staged
     torch.manual_seed(cfg.seed)
     heads = fresh_heads(target, cfg.heads, cfg.layers, cfg.prefix, cfg.own_output)
+    fit(heads, target, batches_on(cfg, pair))
     module = Distillation(heads, target, Loss.of(cfg))
     begins = (
-        "heads that say what the target's says" + cfg.prefix * ", a silent copy of the target's last layer"
+        "heads that fit the state of their token by least squares"
+        + cfg.prefix * ", a silent copy of the target's last layer"
     )
     return train_heads(module, cfg, pair, partial(save_heads, heads), begins)
 

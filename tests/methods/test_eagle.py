@@ -15,7 +15,8 @@ from methods.eagle.chain import chained
 from methods.eagle.checkpoint import load_eagle, save_eagle
 from methods.eagle.drafter import EAGLE_TREE
 from methods.eagle.model import EagleModel, eagle_config
-from methods.eagle.train import Distillation, fresh_model
+from methods.eagle.train import Distillation, fit, fresh_model
+from methods.eagle.train import pairs_of as eagle_pairs
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
@@ -406,6 +407,9 @@ def test_the_loss_by_hand():
 def test_noise_only_while_it_learns():
     pair = random_pair("llama")
     model = fresh_model(StagedModel(pair.target))
+    with torch.no_grad():  # a silent layer would not learn but in its last matrices
+        model.layer.self_attn.o_proj.weight.normal_(0, 0.1)
+        model.layer.mlp.down_proj.weight.normal_(0, 0.1)
     module, batch = Distillation(model, StagedModel(pair.target)), batch_of(IDS, [[1] * 10])
     losses = [module.train(mode)(batch) for mode in (False, False, True, True)]
     assert losses[0] == losses[1] and len({loss.item() for loss in losses}) == 3
@@ -416,18 +420,31 @@ def test_noise_only_while_it_learns():
 
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_a_fresh_model_passes_the_state_on(arch):
-    """With the target's last layer after it, or a layer that adds nothing."""
+    """Its layer adds nothing."""
     target = StagedModel(random_pair(arch).target)
     model = fresh_model(target)
     h = model.config.hidden_size
     states, nothing = torch.randn(1, 5, h), torch.zeros(1, 5, h)
     joined = model.fc(torch.cat([nothing, states], dim=-1))
     torch.testing.assert_close(joined, states)
-    if arch == "llama":
-        last = target.layers[-1].state_dict()
-        assert all(torch.equal(tensor, last[name]) for name, tensor in model.layer.state_dict().items())
-    if arch == "opt":
-        torch.testing.assert_close(outputs(model, states, nothing), states)
+    torch.testing.assert_close(outputs(model, states, nothing), states)
+
+
+def test_a_fitted_model_estimates_the_next_state_best():
+    """Its errors have nothing in common with what it reads, as those of a least-squares fit."""
+    pair = random_pair("llama")
+    target, ids = StagedModel(pair.target), torch.randint(0, 60, (8, 64))
+    batch = {"input_ids": ids, "loss_weight": torch.ones(ids.shape)}
+    model = fresh_model(target)
+    before = Distillation(model, target).eval()(batch)
+    fit(model, target, [batch])
+    features, embeds, goals = eagle_pairs(target, batch)
+    inputs = torch.cat([embeds, features, torch.ones(*embeds.shape[:2], 1)], -1).flatten(0, 1)
+    errors = (goals - model.fc(torch.cat([embeds, features], -1))).flatten(0, 1)
+    products = (inputs.T @ errors) / (inputs.norm(dim=0).outer(errors.norm(dim=0)))
+    assert products.abs().max() < 0.05
+    assert errors.square().mean() < (goals - features).square().mean() / 2
+    assert Distillation(model, target).eval()(batch) < before
 
 
 def test_rank_paths_and_choices_by_hand(monkeypatch):

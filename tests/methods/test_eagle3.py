@@ -239,6 +239,22 @@ def test_a_fresh_model_begins_with_the_target():
     torch.testing.assert_close(model.logits(g), 0.3 * target.head(g)[..., kept])
 
 
+def test_attention_begins_like_a_layer_whose_queries_share_keys():
+    """Each key head finds what the mean of its queries asks for; where each query has its own, it is that one."""
+    target = StagedModel(random_pair("qwen2").target)
+    layer = target.layers[1].self_attn
+    model = fresh_model(target, torch.arange(target.vocab_size), like_layer=1)
+    own, h = model.midlayer.self_attn, target.hidden_size
+    assert layer.num_key_value_groups > 1
+    asks = layer.q_proj.weight.view(-1, layer.num_key_value_groups, layer.head_dim, h).mean(1)
+    torch.testing.assert_close(
+        own.k_proj.weight, torch.cat([torch.zeros(asks.flatten(0, 1).shape), asks.flatten(0, 1)], 1)
+    )
+    for name in ("q_proj", "v_proj"):
+        weight = getattr(layer, name).weight
+        assert torch.equal(getattr(own, name).weight, torch.cat([weight, torch.zeros_like(weight)], 1))
+
+
 # -- drafting
 
 

@@ -19,7 +19,7 @@ from methods.hydra_heads import HydraHeads
 from methods.hydra_heads import drafter as drafter_module
 from methods.hydra_heads.checkpoint import load_heads, save_heads
 from methods.hydra_heads.heads import Heads, prefix_config
-from methods.hydra_heads.train import Distillation, fresh_heads
+from methods.hydra_heads.train import Distillation, fit, fresh_heads
 from methods.hydra_heads.train import train as train_hydra_heads
 from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
@@ -105,6 +105,29 @@ def test_fresh_heads_say_what_the_target_says():
     torch.testing.assert_close(
         passed.square().mean().sqrt(), weight.square().mean().sqrt(), rtol=1e-3, atol=0
     )
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_fitted_heads_estimate_their_states(prefix):
+    target, ids = StagedModel(random_pair("llama").target), torch.randint(0, 60, (8, 64))
+    batch = {"input_ids": ids, "loss_weight": torch.ones(ids.shape)}
+    heads = fresh_heads(target, 2, 1, prefix, False)
+    states = finals_of(target, ids)
+
+    def errors() -> list[float]:
+        with torch.no_grad():
+            guesses = Distillation(heads, target).states(batch, states)
+        return [(guess - states[:, 1 + i :]).square().mean().item() for i, guess in enumerate(guesses)]
+
+    before = errors()
+    fit(heads, target, [batch])
+    assert all(after < error / 2 for after, error in zip(errors(), before))
+
+
+def finals_of(target: StagedModel, ids: torch.Tensor) -> torch.Tensor:
+    """The target's states [B, T, d] after its final norm."""
+    with torch.no_grad():
+        return target.model.model(ids, use_cache=False).last_hidden_state
 
 
 def by_hand(state: dict, i: int, read: torch.Tensor, step: int) -> torch.Tensor:
