@@ -41,7 +41,7 @@ SETTINGS = {
     "cores": Count,
     "out": str,
 }
-PART = {"module": str, "alike": bool, "result": str | None, "settings": dict}
+PART = {"module": str, "alike": bool, "result": str | None, "draft": str | None, "settings": dict}
 TEXT = ("length", "prompt_weight", "seed", "precision")  # of states and of those that read them
 ALIKE = ("steps", "batch_size", "loss_tokens", "vocab_sample", "save_every")
 
@@ -77,7 +77,8 @@ def steps(cfg: DictConfig, pair: Sequence[str]) -> list[list[Step]]:
     if cfg.conversations is None:
         groups.insert(0, [Step("conversations", 300, conversations.with_suffix(".done"), converse)])
     alike = [*text, *arguments({key: cfg[key] for key in ALIKE}), f"states={states}", "threads=1"]
-    parts = []
+    parts: list[Step] = []
+    later: list[Step] = []  # they need a draft model of the others
     for name, part in plain(cfg.parts).items():
         if part is None:
             continue
@@ -87,9 +88,12 @@ def steps(cfg: DictConfig, pair: Sequence[str]) -> list[list[Step]]:
             raise UserError(f"unknown key 'parts.{name}.{min(unknown)}': a part has {', '.join(PART)}")
         folder = out / "weights" / name
         shared = alike if part["alike"] else [f"conversations={conversations}", f"seed={cfg.seed}"]
-        command = (part["module"], *pair, *shared, *arguments(part["settings"]), f"out={folder}")
-        parts.append(Step(name, cfg.steps / 30, folder / (part.get("result") or RECORD), command))
-    return [*groups, parts]
+        draft = part.get("draft")
+        drafts = [] if draft is None else [f"pair.draft={out / 'weights' / draft}"]
+        command = (part["module"], *pair, *drafts, *shared, *arguments(part["settings"]), f"out={folder}")
+        step = Step(name, cfg.steps / 30, folder / (part.get("result") or RECORD), command)
+        (parts if draft is None else later).append(step)
+    return [*groups, parts, later]
 
 
 def make(cfg: DictConfig) -> None:
