@@ -105,6 +105,17 @@ COMMANDS = {
             "              claims came to each verdict between <!-- claims-counts:begin --> and its end"
         ),
     ),
+    "audit": Command(
+        "specbench.commands.audit",
+        f"FILE {KEYS}",
+        "Judge the answers of any engine by the target: exact, a rounding tie or a violation.",
+        (
+            ("audit answers.jsonl pair=qwen3-8b", "greedy answers, by token ids"),
+            ("audit fast.jsonl pair=qwen3-8b plain=plain.jsonl again=plain2.jsonl", "beside the engine's plain ones"),
+            ("audit fast.jsonl pair=qwen3-8b temperature=0.8 plain=plain.jsonl", "drawn answers, by their likelihood"),
+        ),
+        notes=COMPOSED + "\nExit code 1 where answers are violations.",
+    ),
     "log": Command(
         "specbench.commands.log",
         "RUN ... [--group NAME] [--mode online|offline] [--project NAME] [--entity NAME]",

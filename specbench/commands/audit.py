@@ -1,0 +1,191 @@
+"""Judges the answers of any engine by the target: `specbench audit FILE pair=NAME [plain=FILE again=FILE ...]`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specbench.config.compose import with_hydra
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.files import write_json
+from specbench.system.settings import Count, NotNegative, Range, check_all
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from specbench.engines.audit import Arm, Likelihoods
+
+SETTINGS = {
+    "answers": str,
+    "plain": str | None,
+    "again": str | None,
+    "temperature": Annotated[float, Range(0.0)],
+    "max_new_tokens": Count | None,
+    "tolerance": NotNegative | None,
+    "out": str | None,
+}
+SHOWN = 10  # departures that are printed
+UNLIKELY = 1e-4  # p value of first tokens
+
+
+def audit(cfg: DictConfig) -> int:
+    """Judges as configured (conf/audit.yaml) and prints what was found; returns 1 where answers are wrong."""
+    check_all(cfg, SETTINGS)
+    from specbench.engines.audit import (
+        VIOLATION,
+        Referee,
+        arms_of,
+        first_tokens,
+        likelihoods,
+        read_answers,
+    )  # torch takes seconds
+    from specbench.models.pairs import load_pair
+
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    referee = Referee(pair, cfg.temperature)
+    named = {"plain": cfg.plain, "plain again": cfg.again, "answers": cfg.answers}
+    files = {name: Path(path) for name, path in named.items() if path is not None}
+    arms = arms_of(
+        referee,
+        {name: read_answers(path, pair) for name, path in files.items()},
+        cfg.max_new_tokens,
+        cfg.tolerance,
+    )
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    drawn = cfg.temperature > 0
+    found: dict[str, Any] = {
+        "pair": pair.name,
+        "dtype": str(pair.staged.dtype).removeprefix("torch."),
+        "temperature": cfg.temperature,
+        "bound": arms[0].bound,
+        "arms": {arm.name: _found(arm, drawn) for arm in arms},
+    }
+    rounding = "" if drawn else f"; rounding up to {arms[0].bound:.2g} logits"
+    console.print(f"{pair.name} in {found['dtype']} is the referee{rounding}", soft_wrap=True)
+    if drawn:
+        pairs = {arm.name: likelihoods(arms[0], arm) for arm in arms[1:]}
+        found["paired"] = {name: None if one is None else asdict(one) for name, one in pairs.items()}
+        tests = [(arm.name, *test) for arm in arms for test in first_tokens(referee, arm)]
+        found["first_tokens"] = [
+            {"arm": name, "id": answer.name, "answers": n, "p": p} for name, answer, n, p in tests
+        ]
+        console.print(_drawn_table(arms, pairs))
+        for name, answer, n, p in tests:
+            console.print(f"{name}: first tokens of {n} answers to the prompt of {answer.name}: p = {p:.2g}")
+        wrong = any(one["wrong"] for one in found["arms"].values()) or any(p < UNLIKELY for *_, p in tests)
+    else:
+        console.print(_greedy_table(arms))
+        for line in _departures(arms):
+            console.print(line, soft_wrap=True)
+        wrong = any(arm.verdicts[VIOLATION] for arm in arms)
+    if cfg.out is not None:
+        write_json(Path(cfg.out), found)
+        console.print(cfg.out, soft_wrap=True)
+    return int(wrong)
+
+
+def _found(arm: Arm, drawn: bool) -> dict[str, Any]:
+    """What was found of an arm, for a program to read."""
+    from specbench.engines.audit import SURPRISE
+
+    facts: dict[str, Any] = {
+        "answers": len(arm.judged),
+        "tokens": arm.tokens,
+        "logprob_error": arm.logprob_error,
+    }
+    if drawn:
+        logprob = sum(one.logprob for one in arm.judged) / max(arm.tokens, 1)
+        return facts | {
+            "logprob": logprob,
+            "surprise": arm.surprise,
+            "wrong": abs(arm.surprise) > SURPRISE,
+        }
+    departures = [(one.answer.name, arm.verdict(one), arm.departure(one)) for one in arm.judged]
+    return facts | {
+        "verdicts": dict(arm.verdicts),
+        "departures": [
+            {"id": name, "verdict": verdict} | asdict(place) for name, verdict, place in departures if place
+        ],
+    }
+
+
+def _greedy_table(arms: list[Arm]) -> Table:
+    """Verdicts of each arm, and how many answers are those of the first one."""
+    from specbench.engines.audit import EXACT, TIE, VIOLATION, same_answers
+
+    table = Table("", "answers", "tokens", EXACT, TIE, VIOLATION, "as plain", "error of logprobs")
+    for arm in arms:
+        same, both = same_answers(arms[0], arm)
+        error = arm.logprob_error
+        table.add_row(
+            arm.name,
+            str(len(arm.judged)),
+            f"{arm.tokens:,}",
+            *(str(arm.verdicts[verdict]) for verdict in (EXACT, TIE, VIOLATION)),
+            f"{same} of {both}" if arm is not arms[0] else "",
+            "" if error is None else f"{error:.2g}",
+        )
+    return table
+
+
+def _drawn_table(arms: list[Arm], pairs: dict[str, Likelihoods | None]) -> Table:
+    """How likely the tokens of each arm are."""
+    from specbench.engines.audit import SURPRISE
+
+    table = Table("", "answers", "tokens", "mean log p", "standard errors off", "beside plain, by prompt")
+    for arm in arms:
+        logprob = sum(one.logprob for one in arm.judged) / max(arm.tokens, 1)
+        off = f"{arm.surprise:+.1f}" + ("  violation" if abs(arm.surprise) > SURPRISE else "")
+        pair = pairs.get(arm.name)
+        beside = ""
+        if pair is not None:
+            interval = "" if pair.low is None else f" [{pair.low:+.3f}, {pair.high:+.3f}]"
+            beside = f"{pair.difference:+.3f}{interval}"
+        table.add_row(arm.name, str(len(arm.judged)), f"{arm.tokens:,}", f"{logprob:.3f}", off, beside)
+    return table
+
+
+def _departures(arms: list[Arm]) -> list[str]:
+    """The first violations, in words."""
+    from specbench.engines.audit import VIOLATION
+
+    lines = []
+    for arm in arms:
+        wrong = [one for one in arm.judged if arm.verdict(one) == VIOLATION]
+        for one in wrong[:SHOWN]:
+            place = arm.departure(one)
+            assert place is not None
+            words = f"{arm.name}, {one.answer.name}: token {place.index}: {place.reason}"
+            if place.margin is not None:
+                words += f" ({place.token}; {place.best} is better by {place.margin:.3g} logits)"
+            lines.append(words)
+        if len(wrong) > SHOWN:
+            lines.append(f"{arm.name}: and {len(wrong) - SHOWN} more")
+    return lines
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    words: list[str] = []
+    for word in sys.argv[1:]:
+        if words and words[-1].startswith("--") and "=" not in words[-1]:
+            words[-1] = f"{words[-1].removeprefix('--')}={word}"
+        else:
+            words.append(word)
+    named = [word for word in words if "=" not in word]
+    if len(named) != 1 or named[0].startswith("-"):
+        raise UserError("usage: specbench audit FILE pair=NAME [plain=FILE key=value ...]")
+    sys.argv[1:] = [f"answers={named[0]}", *(word for word in words if word != named[0])]
+    codes: list[int] = []
+    stopped = with_hydra("audit", one_line_errors()(lambda cfg: codes.append(audit(cfg))))
+    return stopped or max(codes, default=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

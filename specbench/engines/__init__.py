@@ -1,0 +1,1 @@
+"""Other engines: is what they say what the target says?"""

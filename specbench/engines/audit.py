@@ -1,0 +1,374 @@
+"""Judges answers of any engine by a referee: the target itself, which is fed each answer and asked at every place.
+
+A greedy answer is right where each token is the referee's best one, within rounding. A drawn answer is right where its
+tokens are as likely as tokens that are drawn from the referee's distributions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from scipy import stats
+
+from specbench.decoding.stop import truncate_at_stop
+from specbench.measure.numeric_noise import forced_logits, shape_noise
+from specbench.system.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.models.pairs import Pair
+
+BLOCK = 32  # tokens that the referee is fed at a time
+SAMPLES, SAMPLE_TOKENS = 4, 32  # answers, and tokens of each, on which the rounding noise is measured
+ROUNDING = 0.5  # logits: what a plain answer departs by at the most, if rounding is the reason
+SURPRISE = 4.0  # standard errors: by chance beyond them once in 16,000 times
+SEEDS = 30  # answers to one prompt whose first tokens are compared with the referee's distribution
+EXPECTED = 5.0  # of a token among them, at least; rarer ones are counted together
+TINY = 1e-12
+EXACT, TIE, VIOLATION = "exact", "tie", "violation"
+KEYS = {"id", "prompt", "messages", "tokens", "logprobs", "max_new_tokens"}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One line of a file of answers: token ids of the prompt and of the answer, and what else the engine said."""
+
+    name: str
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float] | None
+    max_new_tokens: int | None
+
+
+def read_answers(path: Path, pair: Pair) -> list[Answered]:
+    """The answers in a JSON Lines file; see docs/audit.md for its keys.
+
+    Raises:
+        UserError: there is no such file, or a line of it is none.
+    """
+    if not path.is_file():
+        raise UserError(f"there is no file '{path}'")
+    answers = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            try:
+                answers.append(_read(json.loads(line), number, pair))
+            except (json.JSONDecodeError, UserError) as error:
+                raise UserError(f"{path}, line {number}: {error}") from error
+    if not answers:
+        raise UserError(f"'{path}' holds no answers")
+    return answers
+
+
+def _read(line: Any, number: int, pair: Pair) -> Answered:
+    """One line. Raises UserError, without the place."""
+    if not isinstance(line, dict) or "tokens" not in line or ("prompt" in line) == ("messages" in line):
+        raise UserError("a line has `tokens`, and either `prompt` or `messages`")
+    if unknown := line.keys() - KEYS:
+        raise UserError(f"unknown key '{min(unknown)}': there are {', '.join(sorted(KEYS))}")
+    if "messages" in line:
+        prompt = pair.prompt_ids(line["messages"])
+    else:
+        prompt = pair.encode(line["prompt"]) if isinstance(line["prompt"], str) else line["prompt"]
+    for name, ids in (("prompt", prompt), ("tokens", line["tokens"])):
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < pair.vocab_size for i in ids):
+            raise UserError(f"{name} must be token ids from 0 to {pair.vocab_size - 1}")
+    if not prompt:
+        raise UserError("the prompt is empty")
+    if len(prompt) + len(line["tokens"]) >= pair.context_length:
+        raise UserError(f"prompt and answer do not fit into a context of {pair.context_length}")
+    logprobs = line.get("logprobs")
+    if logprobs is not None and len(logprobs) != len(line["tokens"]):
+        raise UserError(f"{len(logprobs)} logprobs for {len(line['tokens'])} tokens")
+    return Answered(str(line.get("id", number)), prompt, line["tokens"], logprobs, line.get("max_new_tokens"))
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A place at which an answer is not the referee's.
+
+    Attributes:
+        index: of the first token that differs, from the first new one.
+        token: that the answer has; None: it ends there.
+        best: that the referee would say.
+        margin: how much better the referee finds its own, in logits; None where nothing can be weighed.
+        reason: in words.
+    """
+
+    index: int
+    token: int | None
+    best: int | None
+    margin: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the referee finds of one answer.
+
+    Attributes:
+        answer: that it is.
+        margins: [n] how much better its best token is than the answer's, in logits, at each place.
+        best: [n + 1] its best tokens, also after the last.
+        end_margin: how much better its best token is than the best stop token after the last, in logits.
+        surprise: sum over the places of log p of the answer's token and of the entropy: 0 on average, if it is drawn.
+        variance: of that sum.
+        logprob: sum of log p.
+        logprob_error: mean distance of the engine's own log p from the referee's; None: it gave none.
+    """
+
+    answer: Answered
+    margins: np.ndarray
+    best: list[int]
+    end_margin: float
+    surprise: float
+    variance: float
+    logprob: float
+    logprob_error: float | None
+
+
+class Referee:
+    """The target, asked what it would have said.
+
+    Args:
+        pair: with the target.
+        temperature: that the answers were drawn at; 0: greedy.
+    """
+
+    def __init__(self, pair: Pair, temperature: float):
+        self.pair, self.temperature = pair, temperature
+        self.target: StagedModel = pair.staged
+
+    def judge(self, answer: Answered) -> Judged:
+        """Feeds an answer to the target."""
+        tokens, device = answer.tokens, self.target.device
+        # A token more, whose logits say what would have followed.
+        logits = forced_logits(self.target, answer.prompt, [*tokens, 0], BLOCK)
+        said = torch.tensor(tokens, dtype=torch.long, device=device).unsqueeze(1)
+        highest, best = logits.max(-1)
+        margins = highest[:-1] - logits[:-1].gather(1, said).squeeze(1)
+        stops = torch.tensor(sorted(self.pair.stop_ids), device=device)
+        end_margin = (highest[-1] - logits[-1, stops].max()).item() if len(stops) else math.inf
+        logp = (logits[:-1] / (self.temperature or 1.0)).log_softmax(-1).double()
+        p = logp.exp()
+        entropy = -(p * logp).sum(-1)
+        variance = (p * logp.square()).sum(-1) - entropy.square()
+        mine = logp.gather(1, said).squeeze(1)
+        error = None
+        if answer.logprobs is not None and tokens:
+            given = torch.tensor(answer.logprobs, dtype=torch.double, device=device)
+            error = (given - mine).abs().mean().item()
+        return Judged(
+            answer,
+            margins.cpu().numpy(),
+            best.tolist(),
+            end_margin,
+            (mine + entropy).sum().item(),
+            variance.clamp(min=0).sum().item(),
+            mine.sum().item(),
+            error,
+        )
+
+    def noise(self, answers: Sequence[Answered]) -> float:
+        """The referee's own rounding noise on some of the answers, in logits."""
+        samples = [
+            (a.prompt, a.tokens[:SAMPLE_TOKENS]) for a in answers[:SAMPLES] if len(a.tokens) >= SAMPLE_TOKENS
+        ]
+        samples = samples or [(a.prompt, a.tokens) for a in answers[:SAMPLES] if len(a.tokens) > 1]
+        return shape_noise(self.target, samples) if samples else 0.0
+
+    @torch.inference_mode()
+    def first_tokens(self, prompt: list[int]) -> torch.Tensor:
+        """The probabilities [vocab] of the first token after a prompt."""
+        logits = forced_logits(self.target, prompt, [0], BLOCK)[0]
+        return (logits / (self.temperature or 1.0)).softmax(-1).double().cpu()
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What an engine said in one configuration, and what the referee finds of it.
+
+    Attributes:
+        name: of the arm.
+        judged: its answers.
+        bound: logits within which a departure is rounding.
+        stop_ids: that end an answer.
+        cap: tokens of an answer at most, where a line does not say.
+    """
+
+    name: str
+    judged: list[Judged]
+    bound: float
+    stop_ids: frozenset[int]
+    cap: int | None
+
+    def departure(self, judged: Judged) -> Departure | None:
+        """The first place at which an answer is not the referee's, a violation before a tie; None: it is exact."""
+        answer, margins = judged.answer, judged.margins
+        wrong = np.flatnonzero(margins > self.bound)
+        if len(wrong):
+            return self._at(judged, int(wrong[0]), "a token that the referee would not say")
+        end = self._wrong_end(judged)
+        if end is not None:
+            return end
+        other = np.flatnonzero(np.array(judged.best[:-1]) != np.array(answer.tokens, dtype=int))
+        return self._at(judged, int(other[0]), "rounding") if len(other) else None
+
+    def verdict(self, judged: Judged) -> str:
+        """exact, tie or violation."""
+        departure = self.departure(judged)
+        if departure is None:
+            return EXACT
+        return TIE if departure.margin is not None and departure.margin <= self.bound else VIOLATION
+
+    @cached_property
+    def verdicts(self) -> Counter[str]:
+        """How many answers have each verdict."""
+        return Counter(map(self.verdict, self.judged))
+
+    @property
+    def largest_rounding(self) -> float:
+        """The largest margin that rounding may explain, in logits."""
+        margins = np.concatenate([one.margins for one in self.judged])
+        return float(margins[margins <= ROUNDING].max(initial=0.0))
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(len(one.margins) for one in self.judged)
+
+    @property
+    def surprise(self) -> float:
+        """How many standard errors the tokens are less likely than drawn ones (negative), or likelier."""
+        variance = sum(one.variance for one in self.judged)
+        return sum(one.surprise for one in self.judged) / math.sqrt(max(variance, TINY))
+
+    @property
+    def logprob_error(self) -> float | None:
+        """Mean distance of the engine's log p from the referee's, over the answers that have any."""
+        errors = [one.logprob_error for one in self.judged if one.logprob_error is not None]
+        return float(np.mean(errors)) if errors else None
+
+    def _at(self, judged: Judged, index: int, reason: str) -> Departure:
+        margin = float(judged.margins[index])
+        return Departure(index, judged.answer.tokens[index], judged.best[index], margin, reason)
+
+    def _wrong_end(self, judged: Judged) -> Departure | None:
+        """The departure of an answer that goes on after a stop token, or ends where nothing ends it."""
+        answer, n = judged.answer, len(judged.answer.tokens)
+        ended = len(truncate_at_stop(answer.tokens, self.stop_ids))
+        if ended < n:
+            return Departure(ended, answer.tokens[ended], None, None, "goes on after a stop token")
+        cap = self.cap if answer.max_new_tokens is None else answer.max_new_tokens
+        stopped = n > 0 and answer.tokens[-1] in self.stop_ids
+        # Some engines leave the stop token out.
+        if stopped or cap is None or n >= cap or judged.end_margin <= self.bound:
+            return None
+        return Departure(n, None, judged.best[-1], None, "ends early")
+
+
+def arms_of(
+    referee: Referee, answers_by_arm: dict[str, list[Answered]], cap: int | None, tolerance: float | None
+) -> list[Arm]:
+    """Judges the answers of each arm; the first one is the plain one, if there are several.
+
+    Args:
+        referee: judges.
+        answers_by_arm: what an engine said, by the name of its configuration.
+        cap: tokens of an answer at most; None: the longest answer's.
+        tolerance: logits within which a departure is rounding; None: the referee's own rounding noise, or what the
+            plain arm departs by, if that is more and within `ROUNDING`.
+    """
+    everything = [answer for answers in answers_by_arm.values() for answer in answers]
+    if cap is None:
+        cap = max(len(answer.tokens) for answer in everything)
+    judged = {name: [referee.judge(a) for a in answers] for name, answers in answers_by_arm.items()}
+    bound = referee.noise(everything) if tolerance is None else tolerance
+    stop_ids = referee.pair.stop_ids
+    arms = [Arm(name, ones, bound, stop_ids, cap) for name, ones in judged.items()]
+    if tolerance is None and len(arms) > 1 and referee.temperature == 0.0:
+        bound = max(bound, arms[0].largest_rounding)
+        arms = [Arm(arm.name, arm.judged, bound, stop_ids, cap) for arm in arms]
+    return arms
+
+
+@dataclass(frozen=True)
+class Likelihoods:
+    """How likely the tokens of two arms are, prompt by prompt.
+
+    Attributes:
+        prompts: that both answered.
+        difference: of the mean log p of a token, the second arm's less the first's.
+        low: of its 95 % interval; None with one prompt.
+        high: see `low`.
+    """
+
+    prompts: int
+    difference: float
+    low: float | None
+    high: float | None
+
+
+def likelihoods(first: Arm, second: Arm) -> Likelihoods | None:
+    """The second arm's tokens beside the first's, paired by prompt (t interval); None: they share no prompt."""
+
+    def means(arm: Arm) -> dict[tuple[int, ...], float]:
+        sums: dict[tuple[int, ...], list[tuple[float, int]]] = defaultdict(list)
+        for one in arm.judged:
+            if one.answer.tokens:
+                sums[tuple(one.answer.prompt)].append((one.logprob, len(one.answer.tokens)))
+        return {prompt: sum(x for x, _ in s) / sum(n for _, n in s) for prompt, s in sums.items()}
+
+    plain, other = means(first), means(second)
+    differences = np.array([other[prompt] - plain[prompt] for prompt in plain.keys() & other.keys()])
+    if not len(differences):
+        return None
+    if len(differences) == 1 or np.ptp(differences) == 0.0:
+        same = None if len(differences) == 1 else float(differences[0])
+        return Likelihoods(len(differences), float(differences.mean()), same, same)
+    interval = stats.ttest_1samp(differences, 0.0).confidence_interval(0.95)
+    return Likelihoods(len(differences), float(differences.mean()), float(interval.low), float(interval.high))
+
+
+def first_tokens(referee: Referee, arm: Arm) -> Iterator[tuple[Answered, int, float]]:
+    """Of each prompt with many answers: one of them, how many, and the p value of their first tokens (chi-square)."""
+    by_prompt: dict[tuple[int, ...], list[Answered]] = defaultdict(list)
+    for one in arm.judged:
+        if one.answer.tokens:
+            by_prompt[tuple(one.answer.prompt)].append(one.answer)
+    for answers in by_prompt.values():
+        n = len(answers)
+        if n < SEEDS:
+            continue
+        probs = referee.first_tokens(answers[0].prompt).numpy()
+        counts = np.bincount([answer.tokens[0] for answer in answers], minlength=len(probs))
+        often = probs * n >= EXPECTED
+        share, seen = float(probs[often].sum()), int(counts[often].sum())
+        # Two tests: how many are frequent ones, and which of these.
+        p_values = [stats.binomtest(seen, n, min(share, 1.0)).pvalue]
+        if often.sum() > 1 and seen:
+            p_values.append(stats.chisquare(counts[often], probs[often] / share * seen).pvalue)
+        yield answers[0], n, min(1.0, len(p_values) * float(min(p_values)))
+
+
+def same_answers(first: Arm, second: Arm) -> tuple[int, int]:
+    """How many answers of two arms to one prompt are the same up to their end, and how many there are of both."""
+    queues: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
+    for one in first.judged:
+        queues[tuple(one.answer.prompt)].append(truncate_at_stop(one.answer.tokens, first.stop_ids))
+    same = both = 0
+    for one in second.judged:
+        if queue := queues[tuple(one.answer.prompt)]:
+            both += 1
+            same += queue.pop(0) == truncate_at_stop(one.answer.tokens, second.stop_ids)
+    return same, both

@@ -1,0 +1,310 @@
+"""The audit: right answers of other engines are let through, every planted fault is found, at its place."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from specbench.commands import audit as command
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import SamplingParams
+from specbench.engines.audit import (
+    EXACT,
+    ROUNDING,
+    SURPRISE,
+    TIE,
+    VIOLATION,
+    Answered,
+    Arm,
+    Referee,
+    arms_of,
+    first_tokens,
+    likelihoods,
+    read_answers,
+    same_answers,
+)
+from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError
+from specbench.system.files import read_json
+from tests.support.commands import exit_code
+from tests.support.conf import composed
+from tests.support.decoding import generate_with_transformers, random_pair
+
+PROMPT, NEW = [3, 9, 27, 11, 33, 29, 17], 24
+
+
+def answered(tokens, prompt=PROMPT, name="1", logprobs=None, cap=NEW) -> Answered:
+    return Answered(name, list(prompt), list(tokens), logprobs, cap)
+
+
+def greedy(pair, prompt=PROMPT) -> list[int]:
+    return generate_with_transformers(pair.target, prompt, NEW, pair.stop_ids)
+
+
+def audited(pair, answers: list[Answered], tolerance: float | None = 1e-3) -> Arm:
+    [arm] = arms_of(Referee(pair, 0.0), {"answers": answers}, NEW, tolerance)
+    return arm
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "opt", "gpt_neox"])
+def test_answers_of_transformers_are_exact(arch):
+    pair = random_pair(arch)
+    answers = [answered(greedy(pair, PROMPT[i:]), PROMPT[i:], str(i)) for i in range(4)]
+    arm = audited(pair, answers, tolerance=None)
+    assert arm.verdicts == {EXACT: 4} and arm.tokens == sum(len(a.tokens) for a in answers)
+    assert arm.bound < 0.01
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_changed_token_is_found_at_its_place(seed):
+    pair = random_pair("llama")
+    tokens = greedy(pair)
+    generator = torch.Generator().manual_seed(seed)
+    place = int(torch.randint(len(tokens), (1,), generator=generator))
+    ids = torch.tensor([PROMPT + tokens[:place]])
+    logits = pair.target(ids).logits[0, -1]
+    other = int(logits.argsort()[int(torch.randint(len(logits) - 1, (1,), generator=generator))])
+    if other in pair.stop_ids:
+        return
+    arm = audited(pair, [answered([*tokens[:place], other, *tokens[place + 1 :]])])
+    departure = arm.departure(arm.judged[0])
+    assert arm.verdicts == {VIOLATION: 1}
+    assert (departure.index, departure.token, departure.best) == (place, other, tokens[place])
+    assert departure.margin == pytest.approx(float(logits.max() - logits[other]), abs=1e-3)
+
+
+def test_a_departure_within_the_bound_is_a_tie():
+    pair = random_pair("llama")
+    tokens = greedy(pair)
+    second = pair.target(torch.tensor([PROMPT + tokens[:5]])).logits[0, -1].topk(2)
+    gap = float(second.values[0] - second.values[1])
+    rest = generate_with_transformers(
+        pair.target, [*PROMPT, *tokens[:5], int(second.indices[1])], NEW - 6, pair.stop_ids
+    )
+    other = [answered([*tokens[:5], int(second.indices[1]), *rest])]
+    assert audited(pair, other, gap * 1.1).verdicts == {TIE: 1}
+    wrong = audited(pair, other, gap * 0.9)
+    assert wrong.verdicts == {VIOLATION: 1} and wrong.departure(wrong.judged[0]).index == 5
+
+
+def with_a_stop(pair) -> tuple[object, list[int]]:
+    """The pair with a stop token that its answer has in the middle, and the answer up to there."""
+    tokens = greedy(pair)
+    place = next(i for i in range(4, len(tokens)) if tokens[i] not in tokens[:i])
+    stopping = type(pair)(**vars(pair) | {"stop_ids": frozenset({tokens[place]})})
+    return stopping, tokens[: place + 1]
+
+
+def test_an_answer_must_end_where_the_target_ends():
+    pair, tokens = with_a_stop(random_pair("llama"))
+    for right in (tokens, tokens[:-1]):  # with its stop token, or, as some engines have it, without
+        assert audited(pair, [answered(right)]).verdicts == {EXACT: 1}
+    early = audited(pair, [answered(tokens[:3])])
+    assert early.verdicts == {VIOLATION: 1}
+    assert early.departure(early.judged[0]).reason == "ends early"
+    at_the_cap = answered(tokens[:3], cap=3)
+    assert audited(pair, [at_the_cap]).verdicts == {EXACT: 1}
+    following = int(pair.target(torch.tensor([PROMPT + tokens])).logits[0, -1].argmax())
+    late = audited(pair, [answered([*tokens, following])])
+    departure = late.departure(late.judged[0])
+    assert late.verdicts == {VIOLATION: 1}
+    assert (departure.index, departure.reason) == (len(tokens), "goes on after a stop token")
+
+
+def test_without_a_cap_the_longest_answer_is_at_it():
+    pair = random_pair("llama")
+    tokens = greedy(pair)
+    answers = [answered(tokens, cap=None), answered(tokens[:7], name="2", cap=None)]
+    [arm] = arms_of(Referee(pair, 0.0), {"answers": answers}, None, 1e-3)
+    assert [arm.verdict(one) for one in arm.judged] == [EXACT, VIOLATION]
+
+
+def test_the_plain_arm_says_how_much_an_engine_rounds():
+    """Its departures widen the bound, as far as they can be rounding; a wrong plain arm excuses nothing."""
+    pair = random_pair("llama")
+    tokens = greedy(pair)
+    logits = pair.target(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    place = int(logits.topk(2).values.diff().abs().argmin())  # where the two best are closest
+    top = logits[place].topk(logits.shape[1])
+
+    def departed(rank: int) -> tuple[list[int], float]:
+        return [*tokens[:place], int(top.indices[rank])], float(top.values[0] - top.values[rank])
+
+    near, gap = departed(1)
+    far, distance = departed(-1)
+    assert gap < ROUNDING < distance
+    referee = Referee(pair, 0.0)
+    for plain, verdict in ((near, {TIE: 1}), (far, {VIOLATION: 1})):
+        files = {"plain": [answered(plain, cap=None)], "answers": [answered(near, cap=None)]}
+        arms = arms_of(referee, files, None, None)
+        assert arms[1].verdicts == verdict
+    assert arms[0].verdicts == {VIOLATION: 1}
+
+
+def drawn(pair, count: int, temperature: float, prompt=PROMPT, new: int = 10) -> list[Answered]:
+    engine = Engine(pair.staged, Drafter(), pair.stop_ids)
+    decoding = SamplingParams(new, temperature)
+    answers = [engine.answer(prompt, decoding, seed=seed).tokens for seed in range(count)]
+    return [answered(tokens, prompt, str(i), cap=new) for i, tokens in enumerate(answers)]
+
+
+def drawn_arms(pair, *answers: list[Answered]) -> list[Arm]:
+    referee = Referee(pair, 0.8)
+    return arms_of(referee, {f"{i}": some for i, some in enumerate(answers)}, None, 0.0)
+
+
+def test_drawn_answers_are_as_likely_as_drawn_ones():
+    pair = random_pair("llama")
+    right = drawn(pair, 60, 0.8)
+    noise = [
+        answered(
+            torch.randint(3, 60, (10,), generator=torch.Generator().manual_seed(i)).tolist(), name=str(i)
+        )
+        for i in range(60)
+    ]
+    hot, cold = drawn(pair, 60, 1.3), drawn(pair, 60, 0.4)
+    arms = drawn_arms(pair, right, noise, hot, cold, [answered(greedy(pair))] * 3)
+    assert abs(arms[0].surprise) < SURPRISE
+    for arm in arms[1:3]:
+        assert arm.surprise < -SURPRISE
+    for arm in arms[3:]:
+        assert arm.surprise > SURPRISE
+    first = {
+        name: p for arm in arms[:3] for _, _, p in first_tokens(Referee(pair, 0.8), arm) for name in arm.name
+    }
+    assert first["0"] > 1e-4 > first["1"]
+
+
+def test_the_surprise_of_a_token_is_zero_on_average():
+    """Over all tokens, weighted by their probabilities; so is its variance what is said."""
+    pair = random_pair("llama")
+    referee = Referee(pair, 0.8)
+    probs = referee.first_tokens(PROMPT)
+    torch.testing.assert_close(
+        probs,
+        (pair.target(torch.tensor([PROMPT])).logits[0, -1].double() / 0.8).softmax(-1),
+        rtol=1e-3,
+        atol=1e-6,
+    )
+    ones = [referee.judge(answered([token])) for token in range(len(probs))]
+    surprises = torch.tensor([one.surprise for one in ones], dtype=torch.double)
+    assert (probs @ surprises).item() == pytest.approx(0.0, abs=1e-4)
+    assert (probs @ surprises.square()).item() == pytest.approx(ones[0].variance, rel=1e-3)
+
+
+def test_likelihoods_are_paired_by_prompt():
+    pair = random_pair("llama")
+    prompts = [PROMPT[i:] for i in range(5)]
+    right = [one for p in prompts for one in drawn(pair, 4, 0.8, p)]
+    wrong = [answered([5, 40, 41, 7], p, cap=4) for p in prompts[1:]]
+    first, again, second = drawn_arms(pair, right, right, wrong)
+    found = likelihoods(first, second)
+    by_hand = []
+    for prompt in prompts[1:]:
+        mine = [one for one in first.judged if one.answer.prompt == prompt]
+        theirs = [one for one in second.judged if one.answer.prompt == prompt]
+        means = [sum(o.logprob for o in x) / sum(len(o.answer.tokens) for o in x) for x in (mine, theirs)]
+        by_hand.append(means[1] - means[0])
+    assert found.prompts == 4 and found.difference == pytest.approx(np.mean(by_hand))
+    half = 3.182446 * np.std(by_hand, ddof=1) / 2  # t of 3 degrees of freedom
+    assert (found.low, found.high) == pytest.approx(
+        (found.difference - half, found.difference + half), rel=1e-4
+    )
+    same = likelihoods(first, again)
+    assert (same.difference, same.low, same.high) == (0.0, 0.0, 0.0)
+    [alone] = drawn_arms(pair, [answered([5], [4, 4])])
+    assert likelihoods(first, alone) is None
+
+
+def test_logprobs_of_the_engine_are_held_against_the_referee():
+    pair = random_pair("llama")
+    tokens = greedy(pair)
+    logp = pair.target(torch.tensor([PROMPT + tokens])).logits[0].log_softmax(-1)
+    said = [float(logp[len(PROMPT) - 1 + i, token]) for i, token in enumerate(tokens)]
+    for shift in (0.0, 0.25):
+        arm = audited(pair, [answered(tokens, logprobs=[x - shift for x in said]), answered(tokens)])
+        assert arm.logprob_error == pytest.approx(shift, abs=1e-3)
+    assert audited(pair, [answered(tokens)]).logprob_error is None
+
+
+def test_same_answers_up_to_their_end():
+    pair, tokens = with_a_stop(random_pair("llama"))
+    first = audited(pair, [answered(tokens), answered(tokens), answered([5, 6], [8, 8])])
+    second = audited(pair, [answered([*tokens, 9]), answered(tokens[:2]), answered([1], [7, 7])])
+    assert same_answers(first, second) == (1, 2) and same_answers(first, first) == (3, 3)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_pair(composed("bench", "pair=tiny", "pair.device=cpu").pair, 0, with_draft=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: Expecting"),
+        ('{"tokens": [1]}', "line 2: a line has `tokens`, and either `prompt` or `messages`"),
+        ('{"prompt": [1], "messages": [], "tokens": [1]}', "either `prompt` or `messages`"),
+        ('{"prompt": [1], "tokens": [1], "text": "x"}', "unknown key 'text'"),
+        ('{"prompt": [1], "tokens": [1.5]}', "tokens must be token ids from 0 to"),
+        ('{"prompt": [1], "tokens": [true]}', "tokens must be token ids"),
+        ('{"prompt": [99999999], "tokens": [1]}', "prompt must be token ids"),
+        ('{"prompt": [], "tokens": [1]}', "the prompt is empty"),
+        ('{"prompt": [1], "tokens": [1, 2], "logprobs": [-1]}', "1 logprobs for 2 tokens"),
+    ],
+)
+def test_bad_lines_are_one_line(tiny, tmp_path, line, message):
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"prompt": "Hello", "tokens": [5]}\n' + line + "\n")
+    with pytest.raises(UserError, match=message.replace("[", r"\[")):
+        read_answers(path, tiny)
+    with pytest.raises(UserError, match="there is no file"):
+        read_answers(tmp_path / "none", tiny)
+    path.write_text("\n")
+    with pytest.raises(UserError, match="holds no answers"):
+        read_answers(path, tiny)
+    long = {"prompt": [1], "tokens": [1] * tiny.context_length}
+    path.write_text(json.dumps(long))
+    with pytest.raises(UserError, match="do not fit"):
+        read_answers(path, tiny)
+
+
+def run_audit(monkeypatch, capfd, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["audit", *words])
+    for name in ("HYDRA_FULL_ERROR", "SPECBENCH_SCRATCH"):  # set by main
+        monkeypatch.setenv(name, "")
+    return exit_code(command.main), *capfd.readouterr()
+
+
+@pytest.mark.slow
+def test_the_command(tiny, tmp_path, monkeypatch, capfd):
+    messages = [{"role": "user", "content": "Which planet is the largest?"}]
+    prompt = tiny.prompt_ids(messages)
+    tokens = generate_with_transformers(tiny.target, prompt, 12, tiny.stop_ids)
+    right, wrong, out = (tmp_path / name for name in ("right.jsonl", "wrong.jsonl", "out.json"))
+    right.write_text(json.dumps({"messages": messages, "tokens": tokens, "id": "a"}) + "\n")
+    broken = [*tokens[:4], 5, *tokens[5:]]
+    wrong.write_text(json.dumps({"prompt": prompt, "tokens": broken, "id": "b"}) + "\n")
+    code, text, _ = run_audit(monkeypatch, capfd, f"{right}", "--pair", "tiny", f"again={right}")
+    assert code == 0 and "1 of 1" not in text.splitlines()[3]
+    code, text, _ = run_audit(monkeypatch, capfd, f"{wrong}", "pair=tiny", f"plain={right}", f"out={out}")
+    assert code == 1 and "answers, b: token 4: a token that the referee would not say (5; " in text
+    found = read_json(out)
+    assert found["arms"]["plain"]["verdicts"] == {EXACT: 1} and found["dtype"] == "float32"
+    [place] = found["arms"]["answers"]["departures"]
+    assert (place["id"], place["verdict"], place["index"], place["best"]) == ("b", VIOLATION, 4, tokens[4])
+    code, text, _ = run_audit(
+        monkeypatch, capfd, f"{wrong}", "pair=tiny", f"plain={right}", "temperature=0.5", f"out={out}"
+    )
+    found = read_json(out)
+    assert code == 1 and "violation" in text and found["arms"]["answers"]["wrong"]
+    assert not found["arms"]["plain"]["wrong"] and math.isfinite(found["paired"]["answers"]["difference"])
+    code, _, errors = run_audit(monkeypatch, capfd, "pair=tiny")
+    assert code == 2 and "usage: specbench audit FILE" in errors
