@@ -612,8 +612,8 @@ FAULTS = (
         "the audit looks one place too far",
         "audit",
         "specbench/engines/audit.py",
-        "margins = highest[:-1] - logits[:-1].gather(1, said).squeeze(1)",
-        "margins = highest[1:] - logits[1:].gather(1, said).squeeze(1)",
+        "margins = highest[:-1] - logits[:-1].gather(1, ids).squeeze(1)",
+        "margins = highest[1:] - logits[1:].gather(1, ids).squeeze(1)",
         ("tests/engines/test_audit.py",),
     ),
     Fault(

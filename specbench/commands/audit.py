@@ -58,38 +58,38 @@ def audit(cfg: DictConfig) -> int:
     )
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     drawn = cfg.temperature > 0
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "pair": pair.name,
         "dtype": str(pair.staged.dtype).removeprefix("torch."),
         "temperature": cfg.temperature,
         "bound": arms[0].bound,
-        "arms": {arm.name: _found(arm, drawn) for arm in arms},
+        "arms": {arm.name: _facts_of(arm, drawn) for arm in arms},
     }
     rounding = "" if drawn else f"; rounding up to {arms[0].bound:.2g} logits"
-    console.print(f"{pair.name} in {found['dtype']} is the referee{rounding}", soft_wrap=True)
+    console.print(f"{pair.name} in {report['dtype']} is the referee{rounding}", soft_wrap=True)
     if drawn:
         pairs = {arm.name: likelihoods(arms[0], arm) for arm in arms[1:]}
-        found["paired"] = {name: None if one is None else asdict(one) for name, one in pairs.items()}
+        report["paired"] = {name: None if one is None else asdict(one) for name, one in pairs.items()}
         tests = [(arm.name, *test) for arm in arms for test in first_tokens(referee, arm)]
-        found["first_tokens"] = [
+        report["first_tokens"] = [
             {"arm": name, "id": answer.name, "answers": n, "p": p} for name, answer, n, p in tests
         ]
         console.print(_drawn_table(arms, pairs))
         for name, answer, n, p in tests:
             console.print(f"{name}: first tokens of {n} answers to the prompt of {answer.name}: p = {p:.2g}")
-        wrong = any(one["wrong"] for one in found["arms"].values()) or any(p < UNLIKELY for *_, p in tests)
+        wrong = any(one["wrong"] for one in report["arms"].values()) or any(p < UNLIKELY for *_, p in tests)
     else:
         console.print(_greedy_table(arms))
         for line in _departures(arms):
             console.print(line, soft_wrap=True)
         wrong = any(arm.verdicts[VIOLATION] for arm in arms)
     if cfg.out is not None:
-        write_json(Path(cfg.out), found)
+        write_json(Path(cfg.out), report)
         console.print(cfg.out, soft_wrap=True)
     return int(wrong)
 
 
-def _found(arm: Arm, drawn: bool) -> dict[str, Any]:
+def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
     """What was found of an arm, for a program to read."""
     from specbench.engines.audit import SURPRISE
 

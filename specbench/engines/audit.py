@@ -154,20 +154,20 @@ class Referee:
         tokens, device = answer.tokens, self.target.device
         # A token more, whose logits say what would have followed.
         logits = forced_logits(self.target, answer.prompt, [*tokens, 0], BLOCK)
-        said = torch.tensor(tokens, dtype=torch.long, device=device).unsqueeze(1)
+        ids = torch.tensor(tokens, dtype=torch.long, device=device).unsqueeze(1)
         highest, best = logits.max(-1)
-        margins = highest[:-1] - logits[:-1].gather(1, said).squeeze(1)
+        margins = highest[:-1] - logits[:-1].gather(1, ids).squeeze(1)
         stops = torch.tensor(sorted(self.pair.stop_ids), device=device)
         end_margin = (highest[-1] - logits[-1, stops].max()).item() if len(stops) else math.inf
         logp = (logits[:-1] / (self.temperature or 1.0)).log_softmax(-1).double()
         p = logp.exp()
         entropy = -(p * logp).sum(-1)
         variance = (p * logp.square()).sum(-1) - entropy.square()
-        mine = logp.gather(1, said).squeeze(1)
+        mine = logp.gather(1, ids).squeeze(1)
         error = None
         if answer.logprobs is not None and tokens:
-            given = torch.tensor(answer.logprobs, dtype=torch.double, device=device)
-            error = (given - mine).abs().mean().item()
+            logprobs = torch.tensor(answer.logprobs, dtype=torch.double, device=device)
+            error = (logprobs - mine).abs().mean().item()
         return Judged(
             answer,
             margins.cpu().numpy(),

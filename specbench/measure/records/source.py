@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 NOT_MEASURING = ("specbench/report", "specbench/tiny")
 MAKING = (
     *("methods/*/train.py", "methods/*/calibrate.py", "methods/common/training.py"),
-    *("methods/common/head_training.py", "methods/family.py", "methods/answer.py", "methods/states.py"),
-    *("methods/common/build.py", "methods/parts.py"),
+    *("methods/common/head_training.py", "methods/common/losses.py", "methods/common/build.py"),
+    *("methods/family.py", "methods/answer.py", "methods/states.py", "methods/parts.py"),
+    *("specbench/commands/audit.py", "specbench/engines/audit.py"),
     *("specbench/commands/tune.py", "specbench/commands/converse.py", "specbench/data/synthesis.py"),
 )
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
