@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from methods.common.losses import CHUNK, LIKELIEST, PROBS, Head
 from specbench.config.compose import with_hydra
 from specbench.data.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
 from specbench.data.training import data_of
-from specbench.decoding.model.anatomy import finished, logit_steps
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, one_line_errors
@@ -39,12 +39,7 @@ if TYPE_CHECKING:
     from specbench.data.training import Batch
 
 RECORD, IDS, WEIGHTS = "states.json", "ids.bin", "weights.bin"
-LIKELIEST, PROBS = (
-    "likeliest",
-    "probs",
-)  # the names of the target's distributions in a batch, and of their files
 HELD_OUT, HELD_OUT_ROWS = "held_out", 64
-CHUNK = 512  # positions whose logits exist at a time
 TOO_MANY = 10_000  # conversations in a row without anything to learn from
 # What rows depend on: a trainer must ask for the same.
 SAME = ("length", "prompt_weight", "seed")
@@ -165,14 +160,13 @@ def distributions(finals: torch.Tensor, batch: Batch, pair: Pair, top: int) -> d
         pair: the target.
         top: how many tokens.
     """
-    head: Any = pair.target.get_output_embeddings()
-    steps = logit_steps(pair.target.config.get_text_config())
+    head = Head.of(pair.target)
     ids = torch.zeros(*finals.shape[:2], top, dtype=torch.int32, device=finals.device)
     probs = torch.zeros(ids.shape, dtype=torch.bfloat16, device=finals.device)
     counts = (batch["loss_weight"][:, 1:] > 0).to(finals.device)
     for places in counts.nonzero().split(CHUNK):
         at = places.unbind(1)
-        logits = finished(head(finals[at].to(head.weight.dtype)), steps)[:, : len(pair.tokenizer)].float()
+        logits = head(finals[at])[:, : len(pair.tokenizer)].float()
         likeliest = logits.topk(top)
         ids[at] = likeliest.indices.to(torch.int32)
         probs[at] = likeliest.values.softmax(-1).to(torch.bfloat16)

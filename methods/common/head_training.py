@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
+from methods.common.losses import ALL, CHUNK, Guess, Head, Loss, teacher_of
 from methods.common.rank_trees import best_tree, counted_paths
 from methods.common.training import (
     agreement,
@@ -21,7 +21,6 @@ from methods.common.training import (
     held_out_batches,
     target_states,
 )
-from methods.states import CHUNK
 from specbench.data import training
 from specbench.decoding.state import NORMED
 

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from methods.states import CHUNK, LIKELIEST, PROBS
 from specbench.decoding.model.anatomy import finished, logit_steps
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 
     from specbench.data.training import Batch
     from specbench.decoding.model.anatomy import LogitSteps
+
+CHUNK = 512  # positions whose logits exist at a time
+LIKELIEST, PROBS = "likeliest", "probs"  # what a batch calls the target's stored distributions
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Goals:
 
         Args:
             batch: tokens and their weights in the loss.
-            count: so many of them, drawn in proportion to their weights and with the same sum of weights, so that the
+            count: how many of them, drawn in proportion to their weights and with the same sum of weights, so that the
                 expected loss is the same; None, and where there are no more: all.
             ahead: the most tokens that a guess looks ahead.
         """
@@ -88,11 +90,16 @@ class Head:
         return cls(layer.weight, layer.bias, logit_steps(model.config.get_text_config()))
 
     def __call__(self, states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """States [n, d] -> logits [n, vocab], or [n, c] of the tokens `ids` [c]; in the dtype of the head."""
+        """States [n, d] -> logits [n, vocab], or [n, c] of the tokens `ids` [c]; in the dtype of the head.
+
+        The head of a target that is spread over devices may lie on another one than the states.
+        """
         weight, bias = self.weight, self.bias
         if ids is not None:
+            ids = ids.to(weight.device)
             weight, bias = weight[ids], None if bias is None else bias[ids]
-        return finished(linear(states.to(weight.dtype), weight, bias), self.steps)
+        products = linear(states.to(weight.device, weight.dtype), weight, bias)
+        return finished(products.to(states.device), self.steps)
 
 
 class Guess(NamedTuple):
@@ -165,7 +172,7 @@ class Loss:
         self,
         batch: Batch,
         goals: Goals,
-        guesses: Iterable[Guess],
+        guesses: Sequence[Guess],
         truth: Callable[[Goals], Distribution],
     ) -> torch.Tensor:
         """Weighted sum [] of the cross-entropies of guesses against the truth of each goal.
@@ -177,14 +184,15 @@ class Loss:
             truth: the distributions of some goals.
         """
         total = torch.zeros((), device=goals.weights.device)
-        guesses = list(guesses)
         for chunk in goals.split():
-            expected, ids, shifts = truth(chunk), None, torch.zeros((), device=total.device)
+            expected, ids, shifts = truth(chunk), None, None
             if self.vocab_sample is not None:
                 likeliest, vocab = chunk.before(batch[LIKELIEST]).long(), len(guesses[0].head.weight)
                 ids, shifts, expected = sampled(likeliest, expected, vocab, self.vocab_sample)
             for guess in guesses:
-                logits = guess.head(chunk.before(guess.states, guess.ahead), ids).float() + shifts
+                logits = guess.head(chunk.before(guess.states, guess.ahead), ids).float()
+                if shifts is not None:
+                    logits = logits + shifts
                 total = total + guess.share * (chunk.weights @ cross_entropies(logits, expected))
         return total
 
@@ -230,7 +238,8 @@ def cross_entropies(logits: torch.Tensor, truth: Distribution) -> torch.Tensor:
     probs, ids = truth
     if ids is not None:
         return logits.logsumexp(-1) - (probs * logits.gather(1, ids)).sum(-1)
-    width = min(logits.shape[-1], probs.shape[-1])
-    probs = probs[:, :width] / probs[:, :width].sum(-1, keepdim=True)
-    logits = logits[:, :width]
+    if logits.shape[-1] < probs.shape[-1]:
+        probs = probs[:, : logits.shape[-1]]
+        probs = probs / probs.sum(-1, keepdim=True)
+    logits = logits[:, : probs.shape[-1]]
     return logits.logsumexp(-1) - (probs * logits).sum(-1)

@@ -65,9 +65,9 @@ def batches(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Bat
     return batched(rows_of(cfg, pair, held_out), cfg.batch_size)
 
 
-def batches_on(cfg: DictConfig, pair: Pair) -> Iterator[Batch]:
-    """As `batches`, to train on, on the pair's device."""
-    for batch in batches(cfg, pair):
+def batches_on(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
+    """As `batches`, on the pair's device."""
+    for batch in batches(cfg, pair, held_out):
         yield {name: tensor.to(pair.device) for name, tensor in batch.items()}
 
 
@@ -185,8 +185,7 @@ def _changed(cfg: DictConfig, **settings: object) -> DictConfig:
 
 def held_out_batches(cfg: DictConfig, pair: Pair) -> list[Batch]:
     """A few batches of conversations that are never trained on, on the pair's device."""
-    chosen = islice(batches(cfg, pair, held_out=True), HELD_OUT_BATCHES)
-    return [{name: tensor.to(pair.device) for name, tensor in batch.items()} for batch in chosen]
+    return list(islice(batches_on(cfg, pair, held_out=True), HELD_OUT_BATCHES))
 
 
 def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) -> torch.Tensor:
@@ -221,7 +220,7 @@ def agreement(choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], hel
 
 
 def some_of(text: Iterable[Batch], places: int = FITTED_PLACES) -> Iterator[Batch]:
-    """The first batches that hold so many places."""
+    """The first batches, until they hold `places` places."""
     for batch in text:
         yield batch
         places -= batch["input_ids"].numel()

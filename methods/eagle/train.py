@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import smooth_l1_loss
 
 from methods.common.head_training import Guesses, count_ranks, train_heads
-from methods.common.losses import ALL, Guess, Loss, teacher_of
+from methods.common.losses import ALL, CHUNK, Guess, Loss, teacher_of
 from methods.common.training import (
     SETTINGS,
     batches_on,
@@ -28,7 +28,6 @@ from methods.common.training import (
     target_states,
     training_pair,
 )
-from methods.states import CHUNK
 from specbench.config.compose import with_hydra
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair

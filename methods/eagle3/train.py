@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from methods.common.losses import ALL, Distribution, Head, Loss, cross_entropies, teacher_of
+from methods.common.losses import ALL, CHUNK, Distribution, Head, Loss, cross_entropies, teacher_of
 from methods.common.training import (
     SETTINGS,
     batches,
@@ -27,7 +27,6 @@ from methods.common.training import (
     training_pair,
 )
 from methods.eagle.chain import chained
-from methods.states import CHUNK
 from specbench.config.compose import with_hydra
 from specbench.data import training
 from specbench.decoding.state import NORMED

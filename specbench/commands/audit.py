@@ -7,11 +7,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
 from rich.table import Table
 
-from specbench.config.compose import with_hydra
-from specbench.system.errors import UserError, one_line_errors
+from specbench.config.compose import positional, with_hydra
+from specbench.engines.audit import (
+    EXACT,
+    SURPRISE,
+    TIE,
+    VIOLATION,
+    Referee,
+    arms_of,
+    first_tokens,
+    likelihoods,
+    read_answers,
+    same_answers,
+)
+from specbench.models.pairs import load_pair
+from specbench.report.tables import console
+from specbench.system.errors import one_line_errors
 from specbench.system.files import write_json
 from specbench.system.settings import Count, NotNegative, Range, check_all
 
@@ -36,16 +49,6 @@ UNLIKELY = 1e-4  # p value of first tokens
 def audit(cfg: DictConfig) -> int:
     """Judges as configured (conf/audit.yaml) and prints what was found; returns 1 where answers are wrong."""
     check_all(cfg, SETTINGS)
-    from specbench.engines.audit import (
-        VIOLATION,
-        Referee,
-        arms_of,
-        first_tokens,
-        likelihoods,
-        read_answers,
-    )  # torch takes seconds
-    from specbench.models.pairs import load_pair
-
     pair = load_pair(cfg.pair, 0, with_draft=False)
     referee = Referee(pair, cfg.temperature)
     named = {"plain": cfg.plain, "plain again": cfg.again, "answers": cfg.answers}
@@ -56,7 +59,7 @@ def audit(cfg: DictConfig) -> int:
         cfg.max_new_tokens,
         cfg.tolerance,
     )
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    out = console()
     drawn = cfg.temperature > 0
     report: dict[str, Any] = {
         "pair": pair.name,
@@ -66,7 +69,7 @@ def audit(cfg: DictConfig) -> int:
         "arms": {arm.name: _facts_of(arm, drawn) for arm in arms},
     }
     rounding = "" if drawn else f"; rounding up to {arms[0].bound:.2g} logits"
-    console.print(f"{pair.name} in {report['dtype']} is the referee{rounding}", soft_wrap=True)
+    out.print(f"{pair.name} in {report['dtype']} is the referee{rounding}", soft_wrap=True)
     if drawn:
         pairs = {arm.name: likelihoods(arms[0], arm) for arm in arms[1:]}
         report["paired"] = {name: None if one is None else asdict(one) for name, one in pairs.items()}
@@ -74,34 +77,31 @@ def audit(cfg: DictConfig) -> int:
         report["first_tokens"] = [
             {"arm": name, "id": answer.name, "answers": n, "p": p} for name, answer, n, p in tests
         ]
-        console.print(_drawn_table(arms, pairs))
+        out.print(_drawn_table(arms, pairs))
         for name, answer, n, p in tests:
-            console.print(f"{name}: first tokens of {n} answers to the prompt of {answer.name}: p = {p:.2g}")
+            out.print(f"{name}: first tokens of {n} answers to the prompt of {answer.name}: p = {p:.2g}")
         wrong = any(one["wrong"] for one in report["arms"].values()) or any(p < UNLIKELY for *_, p in tests)
     else:
-        console.print(_greedy_table(arms))
+        out.print(_greedy_table(arms))
         for line in _departures(arms):
-            console.print(line, soft_wrap=True)
+            out.print(line, soft_wrap=True)
         wrong = any(arm.verdicts[VIOLATION] for arm in arms)
     if cfg.out is not None:
         write_json(Path(cfg.out), report)
-        console.print(cfg.out, soft_wrap=True)
+        out.print(cfg.out, soft_wrap=True)
     return int(wrong)
 
 
 def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
     """What was found of an arm, for a program to read."""
-    from specbench.engines.audit import SURPRISE
-
     facts: dict[str, Any] = {
         "answers": len(arm.judged),
         "tokens": arm.tokens,
         "logprob_error": arm.logprob_error,
     }
     if drawn:
-        logprob = sum(one.logprob for one in arm.judged) / max(arm.tokens, 1)
         return facts | {
-            "logprob": logprob,
+            "logprob": arm.logprob,
             "surprise": arm.surprise,
             "wrong": abs(arm.surprise) > SURPRISE,
         }
@@ -116,18 +116,19 @@ def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
 
 def _greedy_table(arms: list[Arm]) -> Table:
     """Verdicts of each arm, and how many answers are those of the first one."""
-    from specbench.engines.audit import EXACT, TIE, VIOLATION, same_answers
-
     table = Table("", "answers", "tokens", EXACT, TIE, VIOLATION, "as plain", "error of logprobs")
     for arm in arms:
-        same, both = same_answers(arms[0], arm)
+        as_plain = ""
+        if arm is not arms[0]:
+            same, both = same_answers(arms[0], arm)
+            as_plain = f"{same} of {both}"
         error = arm.logprob_error
         table.add_row(
             arm.name,
             str(len(arm.judged)),
             f"{arm.tokens:,}",
             *(str(arm.verdicts[verdict]) for verdict in (EXACT, TIE, VIOLATION)),
-            f"{same} of {both}" if arm is not arms[0] else "",
+            as_plain,
             "" if error is None else f"{error:.2g}",
         )
     return table
@@ -135,25 +136,20 @@ def _greedy_table(arms: list[Arm]) -> Table:
 
 def _drawn_table(arms: list[Arm], pairs: dict[str, Likelihoods | None]) -> Table:
     """How likely the tokens of each arm are."""
-    from specbench.engines.audit import SURPRISE
-
     table = Table("", "answers", "tokens", "mean log p", "standard errors off", "beside plain, by prompt")
     for arm in arms:
-        logprob = sum(one.logprob for one in arm.judged) / max(arm.tokens, 1)
         off = f"{arm.surprise:+.1f}" + ("  violation" if abs(arm.surprise) > SURPRISE else "")
         pair = pairs.get(arm.name)
         beside = ""
         if pair is not None:
             interval = "" if pair.low is None else f" [{pair.low:+.3f}, {pair.high:+.3f}]"
             beside = f"{pair.difference:+.3f}{interval}"
-        table.add_row(arm.name, str(len(arm.judged)), f"{arm.tokens:,}", f"{logprob:.3f}", off, beside)
+        table.add_row(arm.name, str(len(arm.judged)), f"{arm.tokens:,}", f"{arm.logprob:.3f}", off, beside)
     return table
 
 
 def _departures(arms: list[Arm]) -> list[str]:
     """The first violations, in words."""
-    from specbench.engines.audit import VIOLATION
-
     lines = []
     for arm in arms:
         wrong = [one for one in arm.judged if arm.verdict(one) == VIOLATION]
@@ -178,10 +174,7 @@ def main() -> int:
             words[-1] = f"{words[-1].removeprefix('--')}={word}"
         else:
             words.append(word)
-    named = [word for word in words if "=" not in word]
-    if len(named) != 1 or named[0].startswith("-"):
-        raise UserError("usage: specbench audit FILE pair=NAME [plain=FILE key=value ...]")
-    sys.argv[1:] = [f"answers={named[0]}", *(word for word in words if word != named[0])]
+    sys.argv[1:] = positional("answers", words, "specbench audit FILE pair=NAME [plain=FILE key=value ...]")
     codes: list[int] = []
     stopped = with_hydra("audit", one_line_errors()(lambda cfg: codes.append(audit(cfg))))
     return stopped or max(codes, default=1)

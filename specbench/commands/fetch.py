@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from specbench.config.compose import with_hydra
-from specbench.system.errors import UserError, one_line_errors
+from specbench.config.compose import positional, with_hydra
+from specbench.system.errors import one_line_errors
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -43,10 +43,8 @@ def fetch(cfg: DictConfig) -> None:
 @one_line_errors()
 def main() -> int:
     """Does what the command line says; returns the exit code."""
-    named = [argument for argument in sys.argv[1:] if "=" not in argument]
-    if len(named) != 1:
-        raise UserError("usage: specbench fetch PAIR [key=value ...], such as specbench fetch smollm2-135m")
-    sys.argv[1:] = [f"pair={named[0]}", *(argument for argument in sys.argv[1:] if argument != named[0])]
+    usage = "specbench fetch PAIR [key=value ...], such as specbench fetch smollm2-135m"
+    sys.argv[1:] = positional("pair", sys.argv[1:], usage)
     return with_hydra("fetch", one_line_errors()(fetch))
 
 

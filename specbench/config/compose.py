@@ -225,6 +225,14 @@ def _as_it_stands(group: str, name: str, pair: str | None, _working_folder: Path
     return cast("dict[str, Any]", OmegaConf.to_container(composed))
 
 
+def positional(key: str, arguments: list[str], usage: str) -> list[str]:
+    """Arguments, the only one of them without `=` as the value of a key. Raises UserError unless there is just one."""
+    words = [argument for argument in arguments if "=" not in argument]
+    if len(words) != 1 or words[0].startswith("-"):
+        raise UserError(f"usage: {usage}")
+    return [f"{key}={words[0]}", *(argument for argument in arguments if argument != words[0])]
+
+
 def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:
     """Gives `task` what Hydra composes from the command line; around what a task raises Hydra prints lines of its own.
 

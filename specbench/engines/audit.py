@@ -18,6 +18,7 @@ import torch
 from scipy import stats
 
 from specbench.decoding.stop import truncate_at_stop
+from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import forced_logits, shape_noise
 from specbench.system.errors import UserError
 
@@ -35,7 +36,7 @@ SURPRISE = 4.0  # standard errors: by chance beyond them once in 16,000 times
 SEEDS = 30  # answers to one prompt whose first tokens are compared with the referee's distribution
 EXPECTED = 5.0  # of a token among them, at least; rarer ones are counted together
 TINY = 1e-12
-EXACT, TIE, VIOLATION = "exact", "tie", "violation"
+EXACT, TIE, VIOLATION = VERDICTS
 KEYS = {"id", "prompt", "messages", "tokens", "logprobs", "max_new_tokens"}
 
 
@@ -237,15 +238,14 @@ class Arm:
         return Counter(map(self.verdict, self.judged))
 
     @property
-    def largest_rounding(self) -> float:
-        """The largest margin that rounding may explain, in logits."""
-        margins = np.concatenate([one.margins for one in self.judged])
-        return float(margins[margins <= ROUNDING].max(initial=0.0))
-
-    @property
     def tokens(self) -> int:
         """Of all answers."""
         return sum(len(one.margins) for one in self.judged)
+
+    @property
+    def logprob(self) -> float:
+        """Mean log p of a token."""
+        return sum(one.logprob for one in self.judged) / max(self.tokens, 1)
 
     @property
     def surprise(self) -> float:
@@ -295,11 +295,15 @@ def arms_of(
     judged = {name: [referee.judge(a) for a in answers] for name, answers in answers_by_arm.items()}
     bound = referee.noise(everything) if tolerance is None else tolerance
     stop_ids = referee.pair.stop_ids
-    arms = [Arm(name, ones, bound, stop_ids, cap) for name, ones in judged.items()]
-    if tolerance is None and len(arms) > 1 and referee.temperature == 0.0:
-        bound = max(bound, arms[0].largest_rounding)
-        arms = [Arm(arm.name, arm.judged, bound, stop_ids, cap) for arm in arms]
-    return arms
+    if tolerance is None and len(judged) > 1 and referee.temperature == 0.0:
+        bound = max(bound, largest_rounding(next(iter(judged.values()))))
+    return [Arm(name, ones, bound, stop_ids, cap) for name, ones in judged.items()]
+
+
+def largest_rounding(judged: Sequence[Judged]) -> float:
+    """The largest margin of some answers that rounding may explain, in logits."""
+    margins = np.concatenate([one.margins for one in judged])
+    return float(margins[margins <= ROUNDING].max(initial=0.0))
 
 
 @dataclass(frozen=True)

@@ -204,17 +204,17 @@ def test_likelihoods_are_paired_by_prompt():
     right = [one for p in prompts for one in drawn(pair, 4, 0.8, p)]
     wrong = [answered([5, 40, 41, 7], p, cap=4) for p in prompts[1:]]
     first, again, second = drawn_arms(pair, right, right, wrong)
-    found = likelihoods(first, second)
+    paired = likelihoods(first, second)
     by_hand = []
     for prompt in prompts[1:]:
         mine = [one for one in first.judged if one.answer.prompt == prompt]
         theirs = [one for one in second.judged if one.answer.prompt == prompt]
         means = [sum(o.logprob for o in x) / sum(len(o.answer.tokens) for o in x) for x in (mine, theirs)]
         by_hand.append(means[1] - means[0])
-    assert found.prompts == 4 and found.difference == pytest.approx(np.mean(by_hand))
+    assert paired.prompts == 4 and paired.difference == pytest.approx(np.mean(by_hand))
     half = 3.182446 * np.std(by_hand, ddof=1) / 2  # t of 3 degrees of freedom
-    assert (found.low, found.high) == pytest.approx(
-        (found.difference - half, found.difference + half), rel=1e-4
+    assert (paired.low, paired.high) == pytest.approx(
+        (paired.difference - half, paired.difference + half), rel=1e-4
     )
     same = likelihoods(first, again)
     assert (same.difference, same.low, same.high) == (0.0, 0.0, 0.0)
@@ -226,9 +226,9 @@ def test_logprobs_of_the_engine_are_held_against_the_referee():
     pair = random_pair("llama")
     tokens = greedy(pair)
     logp = pair.target(torch.tensor([PROMPT + tokens])).logits[0].log_softmax(-1)
-    said = [float(logp[len(PROMPT) - 1 + i, token]) for i, token in enumerate(tokens)]
+    logprobs = [float(logp[len(PROMPT) - 1 + i, token]) for i, token in enumerate(tokens)]
     for shift in (0.0, 0.25):
-        arm = audited(pair, [answered(tokens, logprobs=[x - shift for x in said]), answered(tokens)])
+        arm = audited(pair, [answered(tokens, logprobs=[x - shift for x in logprobs]), answered(tokens)])
         assert arm.logprob_error == pytest.approx(shift, abs=1e-3)
     assert audited(pair, [answered(tokens)]).logprob_error is None
 
@@ -296,15 +296,15 @@ def test_the_command(tiny, tmp_path, monkeypatch, capfd):
     assert code == 0 and "1 of 1" not in text.splitlines()[3]
     code, text, _ = run_audit(monkeypatch, capfd, f"{wrong}", "pair=tiny", f"plain={right}", f"out={out}")
     assert code == 1 and "answers, b: token 4: a token that the referee would not say (5; " in text
-    found = read_json(out)
-    assert found["arms"]["plain"]["verdicts"] == {EXACT: 1} and found["dtype"] == "float32"
-    [place] = found["arms"]["answers"]["departures"]
+    report = read_json(out)
+    assert report["arms"]["plain"]["verdicts"] == {EXACT: 1} and report["dtype"] == "float32"
+    [place] = report["arms"]["answers"]["departures"]
     assert (place["id"], place["verdict"], place["index"], place["best"]) == ("b", VIOLATION, 4, tokens[4])
     code, text, _ = run_audit(
         monkeypatch, capfd, f"{wrong}", "pair=tiny", f"plain={right}", "temperature=0.5", f"out={out}"
     )
-    found = read_json(out)
-    assert code == 1 and "violation" in text and found["arms"]["answers"]["wrong"]
-    assert not found["arms"]["plain"]["wrong"] and math.isfinite(found["paired"]["answers"]["difference"])
+    report = read_json(out)
+    assert code == 1 and "violation" in text and report["arms"]["answers"]["wrong"]
+    assert not report["arms"]["plain"]["wrong"] and math.isfinite(report["paired"]["answers"]["difference"])
     code, _, errors = run_audit(monkeypatch, capfd, "pair=tiny")
     assert code == 2 and "usage: specbench audit FILE" in errors
