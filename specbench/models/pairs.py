@@ -297,7 +297,8 @@ def choose_device(name: str) -> torch.device:
         raise UserError(
             f"pair.device is '{name}', but this machine has {torch.cuda.device_count()} CUDA devices"
         )
-    return device
+    # With its number: torch takes no other for the current device.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def find_stop_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -50,6 +50,24 @@ def test_attention_is_that_of_transformers(heads, kv_heads, n, masked):
     assert found.shape == (b, n, heads, 16) and found.is_contiguous()
 
 
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_kernel_may_lay_its_result_out_as_it_likes(monkeypatch, n):
+    """Those of GPUs put the heads of a token side by side."""
+
+    def kernel(*args, **kwargs):
+        found = torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+        return found.transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(attention, "has_kernel", lambda device, dtype: False)
+    query, key, value = states(2, 6, n, 16), states(2, 3, 40, 16), states(2, 3, 40, 16)
+    mask = torch.zeros(2, 1, n, 40).masked_fill_(states(2, 1, n, 40) > 0.7, float("-inf"))
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    expected, _ = sdpa_attention_forward(layer, query, key, value, mask)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+    found, _ = attend(unwanted, layer, query, key, value, fold_mask(mask, 2))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("n", "masked", "options"),
     [

@@ -91,8 +91,8 @@ class ModelChain(Drafter):
     def draft(self, batch: Batch) -> Draft:
         logits = self._behind_the_pending(batch)
         tokens, probs = [], []
-        counts = torch.zeros(batch.size, dtype=torch.int64)
-        going = torch.ones(batch.size, dtype=torch.bool)
+        counts = torch.zeros(batch.size, dtype=torch.int64, device=logits.device)
+        going = torch.ones(batch.size, dtype=torch.bool, device=logits.device)
         for j in range(min(self.max_draft_tokens, batch.max_draft)):
             if j:
                 logits = torch.cat(

@@ -104,4 +104,6 @@ def attend(
         return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     grouped = query.reshape(b, kv_heads, tokens, -1)
     attended = scaled_dot_product_attention(grouped, key, value, attention_mask, dropout, scale=scaling)
-    return attended.view(b, heads, n, -1).transpose(1, 2).contiguous(), None
+    # Kernels of GPUs give other strides than those of CPUs: a dimension can be split, but two cannot be joined.
+    split = attended.unflatten(2, (tokens // n, n))
+    return split.permute(0, 3, 1, 2, 4).reshape(b, n, heads, -1), None

@@ -103,6 +103,7 @@ def measure(name: str, device: str, small: bool, file: TextIO) -> None:
     import torch
 
     from specbench.decoding.device import prepare_device
+    from specbench.models.pairs import choose_device
     from tests.benchmarks.gpu.parts import PARTS, Check, Figure
 
     def say(figure: Figure) -> None:
@@ -110,7 +111,7 @@ def measure(name: str, device: str, small: bool, file: TextIO) -> None:
             figure = replace(figure, low=None, high=None)
         write(file, {"part": name, **asdict(figure)})
 
-    where = torch.device(device)
+    where = choose_device(device)
     if name != "attention":  # which compares
         prepare_device(where)
     PARTS[name].work(Check(where, small, say))
