@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from specbench.data.questions import TASKS
 from specbench.decoding.drafter import Drafter, make_drafter, needs_of
@@ -24,11 +26,11 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.measure.numeric_noise import forced_logits
 from specbench.models.packages import described
-from specbench.models.pairs import Pair, load_pair
+from specbench.models.pairs import Pair, draft_of, load_pair, with_part
 from specbench.system.settings import WRAPPED
 from tests.conftest import USERS_CACHE
 from tests.support.commands import measure_here, run_main
-from tests.support.conf import composed, drafts, file_of, is_scheduler, names
+from tests.support.conf import composed, drafts, file_of, inline, is_scheduler, names
 from tests.support.decoding import generate_with_transformers
 from tests.support.lossless import plant_mask_off_by_one
 
@@ -87,24 +89,37 @@ def answers(pair, prompts) -> list[list[int]]:
     return [generate_with_transformers(pair.target, prompt, NEW_TOKENS, pair.stop_ids) for prompt in prompts]
 
 
-def needs_nothing(method: str) -> bool:
-    """Whether a method drafts with nothing but the target."""
+def runs_here(method: str) -> bool:
+    """Whether a method drafts on this pair with what it has: all but schedulers and references."""
     if is_scheduler(method) or not drafts(method):
         return False
     group = file_of(
         "method", method
     )  # as composed, but for a drafter that is wrapped: each takes 0.2 s to compose
     needs = needs_of(composed("bench", f"method={method}").method if WRAPPED in group else group)
-    return not (needs.draft_model or needs.part or needs.reference_answer)
+    return not needs.reference_answer and (needs.part is None or needs.part in file_of("pair", PAIR).parts)
 
 
-METHODS = [method for method in names("method") if needs_nothing(method)]
+METHODS = [method for method in names("method") if runs_here(method)]
 # Passes of 131 and of 81 tokens would take minutes.
-SMALLER = {"swift": ["method.max_draft_tokens=4"], "recycling": ["method.nodes=16"]}
+SMALLER = {"swift": ["method.max_draft_tokens=4"], "recycling": ["method.nodes=16"]} | dict.fromkeys(
+    ("eagle2", "eagle3", "sps_tree"), ["method.nodes=16"]
+)
+
+
+@cache
+def draft_model(part: str | None, dtype: str) -> PreTrainedModel:
+    """The pair's own draft model, or a trained part that is one."""
+    cfg = composed("bench", f"pair={PAIR}", "pair.device=cpu", f"pair.dtype={dtype}").pair
+    return draft_of(load_pair(cfg if part is None else with_part(cfg, cfg.parts[part]), 0, with_draft=True))
 
 
 def drafter_of(pair: Pair, method: str) -> Drafter:
-    cfg = composed("bench", f"method={method}", "settings=published", *SMALLER.get(method, []))
+    own = [f"pair={PAIR}", "settings=published", *inline(method), *SMALLER.get(method, [])]
+    cfg = composed("bench", f"method={method}", *own)
+    needs = needs_of(cfg.method)
+    if needs.draft_model:
+        pair = replace(pair, draft=draft_model(needs.part, str(pair.dtype).removeprefix("torch.")))
     return make_drafter(cfg.method, pair=pair)
 
 
@@ -154,7 +169,7 @@ def test_digits_stand_alone_as_in_the_original_tokenizer(pair):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_that_needs_no_training_is_exact_in_float32(pair, prompts, answers, method):
+def test_every_method_is_exact_in_float32(pair, prompts, answers, method):
     assert generated(pair, drafter_of(pair, method), prompts[:FEW]) == answers[:FEW]
 
 
