@@ -15,6 +15,7 @@ THREADS ?= 1
 # Given again, a sweep of the claims measures what it lacks. Acceptance lengths need neither repeats nor a quiet machine.
 CLAIM = $(PY) -m specbench run -m runs_root=runs/claims rerun=false threads=$(THREADS)
 SOME = $(CLAIM) data.limit=$(LIMIT) decoding.max_new_tokens=64
+REAL = $(CLAIM) settings=published pair=smollm2-135m data=spec_bench data.limit=$(LIMIT) generate=false
 UNTIMED = $(SOME) generate=false repeats=1 remeasure=0
 BATCHES = $(CLAIM) experiment=batch_scaling pair=tiny_wide,tiny data.limit=3 decoding.max_new_tokens=32 repeats=3 generate=false
 TINY := build/tiny
@@ -63,7 +64,8 @@ smollm2: $(STAMP) ## Let SmolLM2-135M write conversations and train every method
 report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="FOLDER ..."]
 	@$(PY) -m specbench.report $(RUNS) $(ARGS)
 
-claims: $(STAMP) ## Check what the papers claim on pairs of their cost and on small ones, in 45 minutes; goes on where it was stopped [LIMIT=2 questions per task, THREADS=1, ARGS="key=value ..."]
+claims: $(STAMP) ## Check what the papers claim on a real model and on small ones, in two hours; goes on where it was stopped [LIMIT=2 questions per task, THREADS=1, ARGS="key=value ..."]
+	@$(REAL) method=kangaroo,kangaroo_tree,medusa,hydra_heads,eagle,eagle2,eagle3,sps,vocabtrim,mirror_sd $(ARGS)
 	@$(SOME) experiment=kangaroo settings=published method=kangaroo pair=tiny_wide,tiny $(ARGS)
 	@$(SOME) experiment=kangaroo settings=published,tuned method=kangaroo_tree,medusa pair=tiny_wide,tiny generate=false $(ARGS)
 	@$(UNTIMED) experiment=spec_bench_board settings=published method=medusa,hydra_heads,eagle,eagle2,eagle3 pair=tiny $(ARGS)

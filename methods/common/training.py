@@ -15,6 +15,8 @@ from specbench.data.conversations import batched, conversations
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.models.surgery import SHARED, cut, embedding_names, saved_weights, shares_embeddings
 from specbench.system.errors import UserError
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 Answered = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
 HELD_OUT_BATCHES = 8
+ANSWERS = 64  # that are written together, a quarter of them at a time
 FITTED_PLACES = 60_000  # of a text, for a fit by least squares
 RIDGE, TINY = 1e-3, 1e-30  # of least squares, on inputs of unit size; instead of a size of nothing
 
@@ -73,15 +76,17 @@ def batches_on(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[
 
 def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = False) -> Iterator[Answered]:
     """A model's own answers to the prompts of endless conversations: token ids of each prompt and of its answer."""
-    engine = Engine(model, Drafter(), pair.stop_ids, context_length=pair.context_length)
+    engine = Engine(model, Drafter(), pair.stop_ids, Scheduler(ANSWERS // 4), pair.context_length)
     texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
-    prompts = (c[:i] for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
-    for number, messages in enumerate(prompts):
-        prompt = pair.prompt_ids(messages)
-        room = min(cfg.max_new_tokens, pair.context_length - len(prompt))
-        if room > 0:
-            decoding = SamplingParams(room, cfg.temperature)
-            yield prompt, engine.answer(prompt, decoding, seed=cfg.seed + number).tokens
+    prompts = (pair.prompt_ids(c[:i]) for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
+    requests = (
+        Request(prompt, SamplingParams(room, cfg.temperature), cfg.seed + number)
+        for number, prompt in enumerate(prompts)
+        if (room := min(cfg.max_new_tokens, pair.context_length - len(prompt))) > 0
+    )
+    while some := list(islice(requests, ANSWERS)):
+        for request, answer in zip(some, engine.generate(some)):
+            yield request.prompt, answer.tokens
 
 
 def pair_to_train(cfg: DictConfig) -> Pair:
@@ -90,6 +95,8 @@ def pair_to_train(cfg: DictConfig) -> Pair:
     It begins as layers `cfg.layers` of the target, as `cfg.draft`, or as the pair's own draft model.
     """
     if cfg.layers is not None:
+        if cfg.draft is not None:
+            raise UserError("a draft model begins as draft=FOLDER or as layers of the target, not as both")
         pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
         pair.draft = cut_from(pair, cfg)
         return pair

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 FILE = Path(__file__).with_name("claims.yaml")
 # The embedded family as it is: the time of a pass is that of starting operations, where the papers' is that of memory.
 SMALL = {"pair": ["tiny", "tiny_shallow"]}
+# The same family, expanded to the width of other models: its passes cost what theirs do, but its text is its own.
+EXPANDED = {"weights": "expanded"}
+# What two runs have in common whose numbers are compared; their questions are paired one by one.
+CONTEXT = ("pair", "data", "dtype", "temperature", "protocol", "threads", "drafter")
 STYLES = {
     "supported": "green",
     "supported (point estimate)": "",
@@ -60,9 +64,9 @@ class Checked:
 
     Attributes:
         claim: as `claims.yaml` has it.
-        fitting: the verdict. What depends on the time or the bytes of a pass is judged on pairs whose passes are bound
-            by memory, as those of the papers are; an acceptance length on the same, or without runs of them on the
-            small ones; what is counted, on all.
+        fitting: the verdict. What depends on the time or the bytes of a pass is judged on real pairs, or without runs of
+            them on the embedded family, expanded until its passes are bound by memory, as those of the papers are; an
+            acceptance length on the same, or without runs of them on the small ones; what is counted, on all.
         small: on the embedded family as it is (`SMALL`); None for what does not depend on it.
         beside: what gives no verdict, by name: "tuned" settings, or a method of our own with its best ones.
     """
@@ -96,8 +100,11 @@ def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]
     """What runs say of a claim on the pairs that it is judged on, and on the small ones; see `Checked`."""
     if claim["measure"] in COUNTED:
         return find(claim, runs), None
-    fitting = find(claim, [run for run in runs if not _matches(SMALL, run)])
-    small = find(claim, [run for run in runs if _matches(SMALL, run)])
+    groups: dict[str, list[Run]] = {"real": [], "expanded": [], "small": []}
+    for run in runs:
+        groups["small" if _matches(SMALL, run) else "expanded" if _matches(EXPANDED, run) else "real"].append(run)
+    real, expanded, small = (find(claim, group) for group in groups.values())
+    fitting = expanded if real.estimate is None else real
     if claim.get("what") != "acceptance_length":
         return fitting, small
     return (small if fitting.estimate is None else fitting), None
@@ -246,17 +253,17 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
 
 
 def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """A number of a run against the same of the strongest of others, on the same pair.
+    """A number of a run against the same of the strongest of others, in the same context.
 
     With `over` it is of their means over all values of a key (each pair), of which there must be several.
     """
     key, what = claim.get("over"), claim.get("what", "speedup")
     values = sorted({run.summary[key] for run in runs if _matches(claim["of"], run)}) if key else [None]
-    same = {"pair", key} - {None}
+    same = {*CONTEXT, key} - {None}
     ours = _last_of_each([claim["of"] | ({key: value} if key else {}) for value in values], runs)
     if not ours or (key and len(values) < 2):
         return None
-    contexts = [{name: run.summary[name] for name in same} for run in ours]
+    contexts = [{name: run.summary.get(name) for name in same} for run in ours]
     others = [_last_of_each([choice | context for context in contexts], runs) for choice in claim["against"]]
     if not all(others):
         return None

@@ -100,6 +100,28 @@ def test_a_claim_is_judged_on_fitting_pairs_and_shown_on_small_ones():
     assert "1.80 [1.70, 1.90]" in row and "1.30 [1.20, 1.40]" in row and "not supported" in row
 
 
+def test_a_real_pair_comes_before_an_expanded_one():
+    """In whatever order they were run."""
+    real = published(1.8, pair="smollm2-135m")
+    wide = published(1.2, pair="tiny_wide", weights="expanded")
+    claim = KNOWN[0]
+    for runs in (runs_of(a=real, b=wide), runs_of(a=wide, b=real)):
+        assert claims.check(claim, runs).fitting.estimate.value == 1.8
+    assert claims.check(claim, runs_of(a=wide)).fitting.estimate.value == 1.2
+
+
+@pytest.mark.parametrize("key", sorted(set(claims.CONTEXT) - {"pair"}))
+def test_runs_of_different_contexts_are_not_compared(tmp_path, key):
+    claim = AGAINST | {"against": [{"method": "weak"}]}
+    ours, weak = (
+        run_of(tmp_path, name, SUMMARY | {"method": name}, records=journal(1.5, n))
+        for n, name in enumerate(("ours", "weak"))
+    )
+    assert found(claim, [ours, weak]).estimate is not None
+    ours.summary[key] = "another"
+    assert found(claim, [ours, weak]).verdict == "not measured"
+
+
 def test_what_is_counted_is_counted_on_all_pairs():
     (claim,) = (claim for claim in KNOWN if claim["measure"] == "certified")
     checked = claims.check(claim, runs_of(a=SUMMARY, b=wrong() | {"pair": "tiny_wide"}))
@@ -254,7 +276,7 @@ def test_the_share_of_equal_answers_counts_no_tie():
 def test_equality_is_claimed_of_the_papers_own_methods_alone():
     """Ragged batches are ours: what they answer is no evidence for EQSPEC or EXSPEC."""
     (claim,) = (claim for claim in KNOWN if claim["name"].startswith("EQSPEC and EXSPEC, answers equal"))
-    alike = changed(SUMMARY, equivalence__exact=80, equivalence__tie=0) | {"experiment": "batch_scaling"}
+    alike = changed(SUMMARY, equivalence__exact=80, equivalence__tie=0)
     ties = alike | {"equivalence": SUMMARY["equivalence"]}
     ours = [alike | {"method": method} for method in ("eqspec", "exspec")]
     assert (
@@ -481,7 +503,6 @@ def test_what_is_timed_or_accepted_is_claimed_of_published_settings():
 
 
 def test_every_claim_names_what_there_is():
-    experiments = {path.stem for path in (CONF / "experiment").iterdir()}
     methods = {path.stem for path in (CONF / "method").iterdir()}
     batch_keys = set(METRICS)
     for claim in KNOWN:
@@ -492,8 +513,7 @@ def test_every_claim_names_what_there_is():
         assert claim["measure"] in claims.MEASURES, claim["name"]
         assert ("at_least" in claim) != ("at_most" in claim)
         for choice in chosen(claim):
-            assert set(choice) <= {"experiment", "method", "batch_size", "pair"}
-            assert choice.get("experiment") in {None, *experiments}, claim["name"]
+            assert set(choice) <= {"method", "batch_size", "pair"}
             assert set(values_of(choice, "method")) <= methods, claim["name"]
         assert ("against" in claim) == (claim["measure"] in ("relative", "parameters"))
         if claim["measure"] == "number":
@@ -501,17 +521,6 @@ def test_every_claim_names_what_there_is():
         if claim["measure"] == "relative":
             assert claim.get("what", "speedup") in ("speedup", "throughput", "mbsu", "acceptance_length")
     assert len({claim["name"] for claim in KNOWN}) == len(KNOWN)
-
-
-def test_every_claim_is_one_that_its_experiment_measures():
-    """The methods, pairs and sizes that a claim chooses are those that its experiment sweeps."""
-    for claim in KNOWN:
-        for choice in chosen(claim):
-            if "experiment" in choice:
-                preset = yaml.safe_load((CONF / "experiment" / f"{choice['experiment']}.yaml").read_text())
-                swept = preset["hydra"]["sweeper"]["params"]
-                for key in choice.keys() - {"experiment"}:
-                    assert set(values_of(choice, key)) <= set(str(swept[key]).split(",")), claim["name"]
 
 
 def test_make_claims_measures_every_claim():
@@ -527,18 +536,18 @@ def test_make_claims_measures_every_claim():
             continue
         preset = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
         methods = given.get("method") or preset["hydra"]["sweeper"]["params"]["method"]
-        swept |= set(product([name], methods.split(","), given["settings"].split(",")))
+        swept |= set(product(methods.split(","), given["settings"].split(",")))
     for claim in KNOWN:
         for choice in chosen(claim):
             settings = (
                 "tuned" if choice.get("method") == claim.get("ours", {}).get("method", 0) else "published"
             )
-            asked = product([choice.get("experiment")], values_of(choice, "method"), [settings])
+            asked = product(values_of(choice, "method"), [settings])
             assert set(asked) <= swept, claim["name"]
 
 
 def test_without_runs_no_claim_is_measured():
-    for runs in ([], runs_of(a=SUMMARY | {"experiment": "another", "equivalence": nothing()["equivalence"]})):
+    for runs in ([], runs_of(a=SUMMARY | {"method": "another", "equivalence": nothing()["equivalence"]})):
         checked = claims.check_claims(runs)
         assert len(checked) == len(KNOWN) and {one.fitting.verdict for one in checked} == {"not measured"}
         table = formats.cells(claims.claims_table(checked))
@@ -550,7 +559,7 @@ def test_no_figure_is_typed_in():
     """Other runs, another table: what stands under "here" comes from the runs alone."""
 
     def here(speedup: float) -> list[str]:
-        run = published(speedup, experiment="kangaroo", pair="tiny_wide")
+        run = published(speedup, pair="tiny_wide")
         checked = claims.check_claims(runs_of(a=run))
         return [row[3] for row in formats.cells(claims.claims_table(checked)).rows]
 
@@ -561,7 +570,7 @@ def test_no_figure_is_typed_in():
 
 
 def test_the_table_says_what_was_claimed_and_on_what():
-    run = published(1.4, experiment="kangaroo", pair="tiny_wide")
+    run = published(1.4, pair="tiny_wide")
     (row,) = formats.cells(claims.claims_table(claims.check_claims(runs_of(a=run), KNOWN[:1]))).rows
     assert row[:2] == ["Kangaroo, all tasks", "paper"]
     assert row[2].startswith("1.50 times (Liu et al. 2024, Table 1")
@@ -586,7 +595,7 @@ The end.
 
 
 def test_a_page_gets_the_table_and_the_counts(tmp_path):
-    run = run_of(tmp_path, "a", published(1.4, experiment="kangaroo", pair="tiny_wide"))
+    run = run_of(tmp_path, "a", published(1.4, pair="tiny_wide"))
     checked = claims.check_claims([run], KNOWN[:1])
     page = tmp_path / "claims.md"
     page.write_text(PAGE)
