@@ -120,6 +120,8 @@ def test_what_does_not_fit_is_one_line(tmp_path):
     cfg = training_settings("train_sps", tmp_path, tmp_path / "x", *SHARED)
     with pytest.raises(UserError, match=r"layers must be .*0 to 3.*\[0, 9\]"):
         pair_to_train(OmegaConf.merge(cfg, {"layers": [0, 9]}))
+    with pytest.raises(UserError, match=r"draft=FOLDER or as layers of the target, not as both"):
+        pair_to_train(OmegaConf.merge(cfg, {"draft": "elsewhere"}))
 
 
 def test_another_target_is_refused(tmp_path):

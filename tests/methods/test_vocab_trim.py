@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 
+from methods.common.training import ANSWERS, answered
 from methods.vocab_trim.calibrate import SOURCES, calibrate, coverage
 from methods.vocab_trim.vocab_map import FILE, always_kept, kept_ids, rank, save_vocab_map
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import SamplingParams
+from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.conf import composed
 from tests.support.models import BYTES, byte_tokenizer, save_pair
@@ -131,3 +137,14 @@ def test_calibration(workplace, tmp_path, source, capsys):
     assert "coverage of held-out answers" in capsys.readouterr().out
     first = content["rows"]
     assert json.loads((calibrate(cfg) / FILE).read_text())["rows"] == first  # a seed fixes what is counted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_that_are_written_together_are_those_of_one_after_another(workplace, temperature):
+    overrides = [*saved_pair(workplace), "max_new_tokens=6", f"temperature={temperature}", "seed=3"]
+    cfg = composed("calibrate_vocab", *overrides)
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
+    engine = Engine(pair.staged, Drafter(), pair.stop_ids, context_length=pair.context_length)
+    decoding = SamplingParams(6, temperature)
+    for number, (prompt, answer) in enumerate(islice(answered(cfg, pair, pair.staged), ANSWERS + 2)):
+        assert answer == engine.answer(prompt, decoding, seed=3 + number).tokens
