@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +168,13 @@ COMMANDS = {
 def main() -> int:
     """Runs the command that the command line names; returns its exit code."""
     with one_line_errors():
-        return run(sys.argv[1:])
+        try:
+            code = run(sys.argv[1:])
+            sys.stdout.flush()
+        except BrokenPipeError:  # who reads the output, such as `head`, has seen enough of it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        return code
 
 
 def run(arguments: list[str]) -> int:

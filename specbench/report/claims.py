@@ -64,9 +64,9 @@ class Checked:
 
     Attributes:
         claim: as `claims.yaml` has it.
-        fitting: the verdict. What depends on the time or the bytes of a pass is judged on real pairs, or without runs of
-            them on the embedded family, expanded until its passes are bound by memory, as those of the papers are; an
-            acceptance length on the same, or without runs of them on the small ones; what is counted, on all.
+        fitting: the verdict. What depends on the time or the bytes of a pass is judged on real pairs, or without runs
+            of them on the embedded family, expanded until its passes are bound by memory, as those of the papers are;
+            an acceptance length on the same, or without runs of them on the small ones; what is counted, on all.
         small: on the embedded family as it is (`SMALL`); None for what does not depend on it.
         beside: what gives no verdict, by name: "tuned" settings, or a method of our own with its best ones.
     """
@@ -102,7 +102,8 @@ def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]
         return find(claim, runs), None
     groups: dict[str, list[Run]] = {"real": [], "expanded": [], "small": []}
     for run in runs:
-        groups["small" if _matches(SMALL, run) else "expanded" if _matches(EXPANDED, run) else "real"].append(run)
+        kind = "small" if _matches(SMALL, run) else "expanded" if _matches(EXPANDED, run) else "real"
+        groups[kind].append(run)
     real, expanded, small = (find(claim, group) for group in groups.values())
     fitting = expanded if real.estimate is None else real
     if claim.get("what") != "acceptance_length":

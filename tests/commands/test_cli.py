@@ -1,5 +1,7 @@
 """The console command: what each subcommand calls, its help, and how fast bad input is answered."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -131,3 +133,15 @@ for words in {inputs}:
     assert code == 2, words
 """
     assert imported_by(code) <= allowed
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """As in `specbench --help | head -1`, whose pipe is closed before all is written."""
+    command = "import sys; sys.argv = ['specbench', '--help']; from specbench.commands import cli; sys.exit(cli.main())"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        ended = subprocess.run(
+            [sys.executable, "-c", command], stdout=pipe, stderr=subprocess.PIPE, text=True
+        )
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")

@@ -100,8 +100,6 @@ def run(name: str, own: list[str], limit: float, file: TextIO) -> None:
 
 def measure(name: str, device: str, small: bool, file: TextIO) -> None:
     """Runs a part in this process."""
-    import torch
-
     from specbench.decoding.device import prepare_device
     from specbench.models.pairs import choose_device
     from tests.benchmarks.gpu.parts import PARTS, Check, Figure
