@@ -78,11 +78,9 @@ REAL_METHODS: dict[str, tuple[str, ...]] = {
     "recycling (memory=run)": ("method=recycling", "method.memory=run"),
     "suffix (memory=run)": ("method=suffix", "method.memory=run"),
     "swift": ("method=swift",),
-    **{
-        name: (f"method={name}",)
-        for name in ("rest", "sps", "sps_tree", "vocabtrim", "s2d", "mirror_sd", "kangaroo", "kangaroo_tree")
-    },
-    **{name: (f"method={name}",) for name in ("medusa", "hydra_heads", "eagle", "eagle2", "eagle3")},
+    **{name: ROWS[name] for name in ("rest", "sps", "sps_tree", "vocabtrim", "s2d", "mirror_sd")},
+    **{name: ROWS[name] for name in ("kangaroo", "kangaroo_tree", "medusa", "hydra_heads")},
+    **{name: ROWS[name] for name in ("eagle", "eagle2", "eagle3")},
     "eagle2 (vocab=trim)": ("method=eagle2", "vocab=trim"),
 }
 ROWS_OF = {

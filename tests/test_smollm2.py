@@ -114,8 +114,8 @@ def draft_model(part: str | None, dtype: str) -> PreTrainedModel:
 
 
 def drafter_of(pair: Pair, method: str) -> Drafter:
-    own = [f"pair={PAIR}", "settings=published", *inline(method), *SMALLER.get(method, [])]
-    cfg = composed("bench", f"method={method}", *own)
+    overrides = [f"pair={PAIR}", "settings=published", *inline(method), *SMALLER.get(method, [])]
+    cfg = composed("bench", f"method={method}", *overrides)
     needs = needs_of(cfg.method)
     if needs.draft_model:
         pair = replace(pair, draft=draft_model(needs.part, str(pair.dtype).removeprefix("torch.")))

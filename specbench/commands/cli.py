@@ -168,13 +168,17 @@ COMMANDS = {
 def main() -> int:
     """Runs the command that the command line names; returns its exit code."""
     with one_line_errors():
-        try:
-            code = run(sys.argv[1:])
-            sys.stdout.flush()
-        except BrokenPipeError:  # who reads the output, such as `head`, has seen enough of it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
-        return code
+        return run(sys.argv[1:])
+
+
+def show(text: str) -> int:
+    """Prints a help; returns the exit code. A reader that has seen enough of it, such as `head`, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return 0
 
 
 def run(arguments: list[str]) -> int:
@@ -185,8 +189,7 @@ def run(arguments: list[str]) -> int:
     """
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(overview())
-        return 0
+        return show(overview())
     if name == "--version":
         print(f"specbench {__version__}")
         return 0
@@ -194,8 +197,7 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"unknown command '{name}': {suggest(name, COMMANDS)}; see specbench --help")
     command = COMMANDS[name]
     if {"-h", "--help"} & set(rest):
-        print(usage(name, command))
-        return 0
+        return show(usage(name, command))
     module = command.module
     if name == "train":
         trained = rest.pop(0) if rest else ""

@@ -145,3 +145,12 @@ def test_a_reader_that_has_seen_enough_is_no_error():
             [sys.executable, "-c", command], stdout=pipe, stderr=subprocess.PIPE, text=True
         )
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_broken_pipe_of_a_worker_is_no_reader_that_has_seen_enough(monkeypatch):
+    def broken(_: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "run", broken)
+    with pytest.raises(BrokenPipeError):
+        cli.main()

@@ -55,8 +55,8 @@ def test_a_kernel_may_lay_its_result_out_as_it_likes(monkeypatch, n):
     """Those of GPUs put the heads of a token side by side."""
 
     def kernel(*args, **kwargs):
-        found = torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
-        return found.transpose(1, 2).contiguous().transpose(1, 2)
+        attended = torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+        return attended.transpose(1, 2).contiguous().transpose(1, 2)
 
     monkeypatch.setattr(attention, "has_kernel", lambda device, dtype: False)
     query, key, value = states(2, 6, n, 16), states(2, 3, 40, 16), states(2, 3, 40, 16)
