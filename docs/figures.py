@@ -157,21 +157,6 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
         parts += ["Speedups by task, with intervals; *its def.* is Spec-Bench's own.", body(by_task)]
         parts += [f"{line}." for line in dict.fromkeys(map(tables.repetition_line, summaries)) if line]
     notes = [*tables.notes(runs), *differing_training(summaries)]
-    if not page.by_task:  # the pair's own page has each of them
-        slow, disturbed = phases.slow_machines(runs), tables.disturbances(runs)
-        different = phases.different_phases(runs)
-        notes = [note for note in notes if note not in {*slow, *disturbed, *different}]
-        of_machine = []
-        if slow:
-            of_machine.append(
-                f"{len(slow)} of {len(runs)} rows were measured while the machine was slower than it can be"
-            )
-        if disturbed:
-            of_machine.append(f"{len(disturbed)} while others used it")
-        if different:
-            of_machine.append("rows in different phases of it")
-        if of_machine:
-            notes.append("; ".join(of_machine))
     parts += [f"**{note}**" for note in notes]
     trained = training_table(summaries)
     if trained is not None and not differing_training(summaries):
@@ -261,6 +246,7 @@ def write(runs: list[Run], root: Path = ROOT) -> None:
                 content += [block(group, page, ()) for group in others]
             path = root / page.path
             changed[path] = between_markers(path.read_text(encoding="utf-8"), "\n\n".join(content))
+        changed |= method_pages(first, pair, root)
         folder = root / "docs" / "figures" / pair
         folder.mkdir(parents=True, exist_ok=True)
         for name, figure in drawn.items():
@@ -268,6 +254,20 @@ def write(runs: list[Run], root: Path = ROOT) -> None:
     for path, text in changed.items():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(root))
+
+
+def method_pages(runs: list[Run], pair: str, root: Path) -> dict[Path, str]:
+    """The pages of methods, with the rows of the methods in their headings between the markers of the pair."""
+    pages = {}
+    for path in sorted((root / "docs" / "methods").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        methods = re.findall(r"`(\w+)`", text.partition("\n")[0])
+        if shown := [run for run in runs if run.summary["method"] in methods]:
+            table = body(tables.overview_table(run.summary for run in shown))
+            written = formats.between(text, pair, f"{measured_on(shown)}\n\n{table}")
+            if written is not None:
+                pages[path] = written
+    return pages
 
 
 # -- measuring

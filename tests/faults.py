@@ -55,6 +55,22 @@ BATCHES = ("tests/decoding/test_batch.py", "tests/methods/test_batches.py")
 FAULTS = (
     # acceptance
     Fault(
+        "a block's ratio may pass 1",
+        "acceptance",
+        f"{D}/acceptance.py",
+        "(sums - sums.cummax(-1).values.clamp(min=0.0)).exp()",
+        "sums.exp()",
+        ("tests/decoding/test_block_verification.py",),
+    ),
+    Fault(
+        "a block's next token is drawn from the residual of one token",
+        "acceptance",
+        f"{D}/acceptance.py",
+        "residual(_at(joint, count).unsqueeze(-1) * _row(probs, count), _row(q, count))",
+        "residual(_row(probs, count), _row(q, count))",
+        ("tests/decoding/test_block_verification.py",),
+    ),
+    Fault(
         "a rejected token is kept",
         "acceptance",
         f"{D}/acceptance.py",

@@ -163,6 +163,7 @@ def test_answers_are_the_targets_and_drafts_are_worth_something(monkeypatch, ben
     assert_one_wait(waits, LOOKS.get(method, {}))
 
 
+@pytest.mark.one_in(2)
 def test_samples_without_chance_in_drafts_are_the_targets(monkeypatch, bench, method):
     if not needs_of(composed("bench", f"method={method}").method).sampling:
         pytest.skip(f"{method} does not sample")
@@ -209,6 +210,7 @@ def assert_one_wait(waits: Waits, looks: dict[str, int], greedy: bool = True) ->
     assert not any(waits.found["retire"])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 def test_graphs_change_neither_an_answer_nor_a_draft(monkeypatch, bench, method):
     """A draft that is wrong where it should not be costs time alone, and would not be seen in an answer."""
@@ -236,6 +238,7 @@ def test_the_targets_thread_never_waits_for_the_drafts(monkeypatch):
     assert_one_wait(waits, {})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_angles_of_positions_are_not_rounded(name):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from specbench import ROOT
+from tests.faults import EVERY
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
@@ -108,7 +109,7 @@ def run(copy: Path, chosen: str, *paths: str) -> tuple[str, dict[str, int]]:
         "--ignore=tests/test_extending.py",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-k", chosen, *paths],
+        [sys.executable, "-m", "pytest", *options, "-m", EVERY, "-k", chosen, *paths],
         cwd=copy,
         env=os.environ | {"PYTHONPATH": str(copy)},
         capture_output=True,

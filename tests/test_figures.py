@@ -176,6 +176,21 @@ def test_runs_of_a_pair_without_a_page_are_printed(figures, tmp_path, capsys):
     assert not (tmp_path / "docs").exists()
 
 
+def test_the_page_of_a_method_has_its_rows(figures, tmp_path):
+    pages = tmp_path / "docs" / "methods"
+    pages.mkdir(parents=True)
+    for name, heading in (("sps", "`sps`"), ("eagle", "`eagle`, `eagle2`"), ("rest", "`rest`")):
+        text = f"# {heading}: a method\n\n<!-- tiny:begin -->\n\nold\n\n<!-- tiny:end -->\n"
+        (pages / f"{name}.md").write_text(text, encoding="utf-8")
+    (pages / "pld.md").write_text("# `pld`: no markers\n", encoding="utf-8")
+    names = {"sps": 1.5, "eagle": 1.6, "eagle2": 1.7, "pld": 1.8}
+    runs = [run_of(tmp_path / "runs", n, faster(speedup, method=n)) for n, speedup in names.items()]
+    written = {path.stem: text for path, text in figures.method_pages(runs, "tiny", tmp_path).items()}
+    assert written.keys() == {"sps", "eagle"}
+    assert "| 1.50 [" in written["sps"] and "| 1.60 [" not in written["sps"] and "old" not in written["sps"]
+    assert "| 1.60 [" in written["eagle"] and "| 1.70 [" in written["eagle"]
+
+
 def test_the_page_of_conversations_shows_every_kind_and_counts_all():
     module = load_script("conversations")
     rows = [

@@ -46,6 +46,7 @@ def test_a_run(method, tmp_path, monkeypatch):
     check(monkeypatch, tmp_path, f"method={method}", "pair=tiny", *placed, accepts=drafts(method))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("method", "drafter", "vocab"), COMBINATIONS)
 def test_drafters_in_batches(method, drafter, vocab):
     settings = [f"method={method}", f"drafter={drafter}", f"vocab={vocab}", "batch_size=3"]

@@ -101,6 +101,11 @@ def runs_here(method: str) -> bool:
 
 
 METHODS = [method for method in names("method") if runs_here(method)]
+# One of each way to draft: a look-up, a draft model, the target's first layers, heads, drafting layers, a trimmed head.
+EACH_WAY = ("pld", "sps", "kangaroo", "medusa", "eagle3", "vocabtrim")
+EVERY_METHOD = pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=[] if m in EACH_WAY else pytest.mark.nightly) for m in METHODS]
+)
 # Passes of 131 and of 81 tokens would take minutes.
 FEW_NODES = ("recycling", "eagle2", "eagle3", "sps_tree")
 SMALLER = {"swift": ["method.max_draft_tokens=4"]} | {name: ["method.nodes=16"] for name in FEW_NODES}
@@ -167,7 +172,7 @@ def test_digits_stand_alone_as_in_the_original_tokenizer(pair):
     assert not [token for token in tokens if re.search(r"\d\d|\s\d", token)]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@EVERY_METHOD
 def test_every_method_is_exact_in_float32(pair, prompts, answers, method):
     assert generated(pair, drafter_of(pair, method), prompts[:FEW]) == answers[:FEW]
 
@@ -248,8 +253,7 @@ def test_in_bfloat16_logits_do_not_depend_on_what_else_is_in_a_pass_of_one_width
 
 
 @in_bfloat16
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("method", METHODS)
+@EVERY_METHOD
 def test_in_bfloat16_every_method_is_exact_where_passes_have_one_width(half, prompts, method):
     drafter = drafter_of(half, method)
     width = 1 + max(drafter.max_draft_tokens, drafter.max_nodes)

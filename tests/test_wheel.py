@@ -76,8 +76,6 @@ def test_a_run_writes_to_the_working_directory(installed, tmp_path):
     assert (
         '"commit"' not in (run_dir / "provenance.json").read_text()
     )  # of whatever repository lies around it
-    logged = specbench(installed, tmp_path, "log", str(run_dir), "--mode", "offline")
-    assert logged.returncode == 0 and "wandb sync" in logged.stdout, logged.stderr
     report = specbench(installed, tmp_path, "report")
     assert report.returncode == 0 and (tmp_path / "runs" / "report" / "index.html").exists(), report.stderr
 
@@ -91,6 +89,8 @@ def test_a_method_of_the_users_own(installed, tmp_path):
     )
     done = specbench(installed, tmp_path, "run", "method=repeat", *SHORT)
     assert done.returncode == 0 and "_repeat_" in done.stdout.splitlines()[-1], done.stderr
+    logged = specbench(installed, tmp_path, "log", done.stdout.splitlines()[-1], "--mode", "offline")
+    assert logged.returncode == 0 and "wandb sync" in logged.stdout, logged.stderr
     wrong = specbench(installed, tmp_path, "run", "method=repeet")
     assert wrong.returncode == 2 and "repeat" in wrong.stderr
     wrong = specbench(installed, tmp_path, "run", "method=repeat", "method.time=3")

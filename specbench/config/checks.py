@@ -47,6 +47,7 @@ KEYS = {
     "runs_root": str,
     "decoding.max_new_tokens": Count,
     "decoding.temperature": Temperature,
+    "decoding.verification": Literal["token", "block"],
     "decoding.verify_width": Count | None,
     "pair.graphs": bool | None,
     "pair.compile": bool | None,
@@ -156,6 +157,8 @@ def check_method(cfg: DictConfig) -> RunSpec:
     check_batch(cfg, spec)
     if cfg.decoding.temperature > 0 and not needs.sampling:
         raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
+    if cfg.decoding.temperature == 0 and cfg.decoding.verification == values.BLOCK:
+        raise UserError("decoding.verification=block is for drafts that are drawn: set decoding=sample")
     return spec
 
 

@@ -7,7 +7,8 @@ so that the text is that of plain sampling.
 Tokens that were drawn: speculative sampling (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2). A
 draft token x is kept with probability min(1, p(x)/q(x)); after the first rejection the next token is drawn from
 norm(max(p - q, 0)) over the full vocabulary, so a drafter whose support is a part of the vocabulary stays exact. In a
-tree the children of a node are tried one after the other (SpecInfer, Miao et al. 2024, algorithm 2).
+tree the children of a node are tried one after the other (SpecInfer, Miao et al. 2024, algorithm 2). A chain may be
+judged as a whole instead: block verification (Sun et al. 2024, algorithm 2) keeps at least as many tokens on average.
 
 Everything is for a batch of b sequences, without a loop over them or over the nodes of a tree, and without a wait.
 """
@@ -23,6 +24,7 @@ from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.sampling import ACCEPT, TARGET, SamplingParams, sample_inverse_cdf
 from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
+from specbench.system.settings import BLOCK
 
 if TYPE_CHECKING:
     from specbench.decoding.model.graphs import EagerRunner
@@ -85,7 +87,7 @@ def accept_at_once(
         path = [] if accepted.path is None else [accepted.path]
         return [accepted.count, accepted.next, accepted.tokens, *path]
 
-    key = "accept", decoding.temperature, number, max_children, *inputs, len(shape)
+    key = "accept", decoding.temperature, decoding.verification, number, max_children, *inputs, len(shape)
     return Accepted(*runner.run(owner, key, accept_tensors, logits, draft.tokens, *inputs.values(), *shape))
 
 
@@ -116,8 +118,8 @@ def accept(
     if uniforms is None or draft.probs is None:
         choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, : 1 + k, TARGET])
         return greedy_chain(choices, draft.tokens, valid_mask)
-    probs = decoding.probs(logits)
-    count, rest = sampled_chain(probs, draft.tokens, draft.probs, uniforms[:, :k, ACCEPT], valid_mask)
+    rule = block_chain if decoding.verification == BLOCK else sampled_chain
+    count, rest = rule(decoding.probs(logits), draft.tokens, draft.probs, uniforms[:, :k, ACCEPT], valid_mask)
     return outcome(draft.tokens, count, sample_inverse_cdf(rest, _at(uniforms[..., TARGET], count)))
 
 
@@ -230,6 +232,54 @@ def sampled_chain(
     if valid_mask is not None:
         drafted = drafted & valid_mask.gather(-1, last.unsqueeze(-1)).squeeze(-1)
     return count, residual(following, draft_row.masked_fill_(~drafted.unsqueeze(-1), 0.0))
+
+
+def block_chain(
+    probs: torch.Tensor,
+    tokens: torch.Tensor,
+    draft_probs: torch.Tensor,
+    uniforms: torch.Tensor,
+    valid_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accepts draft tokens by block verification; arguments and result are those of `sampled_chain`.
+
+    The longest prefix that passes its own test is kept: a token that fails does not end the draft.
+    """
+    k = tokens.shape[-1]
+    if k == 0:
+        return sampled_chain(probs, tokens, draft_probs, uniforms, valid_mask)
+    joint, chances, q = block_chances(probs, tokens, draft_probs, valid_mask)
+    passed = uniforms < chances
+    if valid_mask is not None:
+        passed = passed & valid_mask
+    count = (passed * torch.arange(1, k + 1, device=tokens.device)).amax(-1)
+    joint = torch.nn.functional.pad(joint, (1, 0), value=1.0)  # of the empty prefix
+    return count, residual(_at(joint, count).unsqueeze(-1) * _row(probs, count), _row(q, count))
+
+
+def block_chances(
+    probs: torch.Tensor, tokens: torch.Tensor, draft_probs: torch.Tensor, valid_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What block verification tests each prefix of a draft with; arguments are those of `sampled_chain`.
+
+    With p_i the ratio of the target's to the draft's probability of the first i tokens, cut at 1 after each of them,
+    the chance of prefix i is A / (A + 1 - p_i), where A = sum of max(p_i p - q, 0) over the next token; q is 0 after
+    the last one.
+
+    Returns:
+        The p_i [..., k], the chances [..., k], and q [..., k + 1, vocab] after each prefix, the empty one included.
+    """
+    index = tokens.unsqueeze(-1)
+    p, q = (rows.gather(-1, index).squeeze(-1).double() for rows in (probs[..., :-1, :], draft_probs))
+    valid = torch.ones_like(tokens, dtype=torch.bool) if valid_mask is None else valid_mask
+    # The running product, cut at 1 after each factor, is the sum of logarithms minus its largest value so far.
+    sums = torch.where(valid, p / q, 0.0).log().cumsum(-1)
+    joint = (sums - sums.cummax(-1).values.clamp(min=0.0)).exp()
+    following = torch.nn.functional.pad(draft_probs * valid.unsqueeze(-1), (0, 0, 0, 1))
+    rest = (joint.unsqueeze(-1) * probs[..., 1:, :] - following[..., 1:, :]).clamp_(min=0.0).sum(-1)
+    total = rest + 1.0 - joint
+    # 0 / 0 where the draft's distribution is the target's own: nothing is ever rejected there.
+    return joint, torch.where(total > 0, rest / total, 1.0), following
 
 
 def _row(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

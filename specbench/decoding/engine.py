@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from specbench.decoding.state import Batch, Draft, Request, SequenceState, Verif
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Step, Timestamp, counted
 from specbench.system.errors import UserError, require_at_least
+from specbench.system.settings import BLOCK
 
 if TYPE_CHECKING:
     from specbench.decoding.drafter import Drafter
@@ -410,8 +411,12 @@ class Engine:
         return self._uniforms[torch.arange(batch.size, device=at.device).unsqueeze(1), at]
 
     def _check(self, requests: list[Request]) -> None:
-        if len({request.decoding.temperature for request in requests}) > 1:
+        if len({replace(request.decoding, max_new_tokens=1) for request in requests}) > 1:
             raise UserError("the requests of a batch must have one temperature")
+        if requests[0].decoding.verification == BLOCK and self.drafter.siblings > 1:
+            raise UserError(
+                "decoding.verification=block is for chains, and this drafter draws trees: set it to token"
+            )
         for request in requests:
             check_request(request, self.context_length)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from specbench.system.errors import UserError
+from specbench.system.settings import TOKEN
 
 TARGET, ACCEPT, DRAFT = range(3)  # what a number is for: the target's draw, acceptance, the drafter's draw
 NOT_DRAWN = -1  # in place of a token, where there was no distribution to draw it from
@@ -24,10 +25,12 @@ class SamplingParams:
     Attributes:
         max_new_tokens: exact cap on new tokens.
         temperature: 0 is greedy, above 0 samples.
+        verification: how drafts that were drawn are verified, `TOKEN` by token, or a chain as one `BLOCK`.
     """
 
     max_new_tokens: int
     temperature: float = 0.0
+    verification: str = TOKEN
 
     @property
     def greedy(self) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure.arms import BASELINE, SINGLE
 from specbench.system.errors import UserError
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from specbench.data.questions import Question
+    from specbench.decoding.sampling import SamplingParams
     from specbench.models.pairs import Pair
 
 
@@ -51,7 +51,7 @@ class Protocol:
         length, context = len(prompt), self.pair.context_length
         if length >= context:
             raise UserError(f"the prompt has {length} tokens, the context only {context}")
-        return SamplingParams(min(self.decoding.max_new_tokens, context - length), self.decoding.temperature)
+        return replace(self.decoding, max_new_tokens=min(self.decoding.max_new_tokens, context - length))
 
     def request(self, question: Question, answers: Mapping[str, list[str]], arm: str, repeat: int) -> Request:
         """The next turn of a question for one arm.
@@ -83,7 +83,7 @@ class Protocol:
         for question in self.warmup:
             prompt = self.prompt(question, [])
             cap = min(self.capped(prompt).max_new_tokens, max_new_tokens)
-            requests.append(Request(prompt, SamplingParams(cap, self.decoding.temperature), self.seed))
+            requests.append(Request(prompt, replace(self.decoding, max_new_tokens=cap), self.seed))
         return requests
 
 

@@ -28,7 +28,7 @@ SMALL = {"pair": ["tiny", "tiny_shallow"]}
 # The same family, expanded to the width of other models: its passes cost what theirs do, but its text is its own.
 EXPANDED = {"weights": "expanded"}
 # What two runs have in common whose numbers are compared; their questions are paired one by one.
-CONTEXT = ("pair", "data", "dtype", "temperature", "protocol", "threads", "drafter")
+CONTEXT = ("pair", "data", "dtype", "temperature", "verification", "protocol", "threads", "drafter")
 STYLES = {
     "supported": "green",
     "supported (point estimate)": "",

@@ -8,11 +8,12 @@ from specbench.measure.machine.speed import BANDWIDTH, NAMES, OPERATIONS, PRODUC
 from specbench.report.runs import row_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from specbench.report.runs import Run
 
 WORDS = {BANDWIDTH: "reading memory", PRODUCT: "a matrix product", OPERATIONS: "starting operations"}
+FEW = 3  # runs that are named one by one; more are counted, and each has its own lines in its own table
 
 
 def shown(name: str, figures: Figures) -> str:
@@ -46,8 +47,28 @@ def slow_machine(summary: Mapping) -> str:
 
 
 def slow_machines(runs: Iterable[Run]) -> list[str]:
-    """One line for each run that measured a slow machine."""
-    return [f"{run.name}: {slow_machine(run.summary)}" for run in runs if slow_machine(run.summary)]
+    """A line for each run that measured a slow machine; where they are many, one for all of them."""
+    runs = list(runs)
+    lines = [f"{run.name}: {line}" for run in runs if (line := slow_machine(run.summary))]
+    if len(lines) <= FEW:
+        return lines
+    speeds = [speed for run in runs if (speed := _speed(run.summary)) and slow(speed["below"])]
+    lacks = [slow(speed["below"]) for speed in speeds]
+    shares = {name: [of_run[name] for of_run in lacks if name in of_run] for name in NAMES}
+    figures = [
+        f"{WORDS[name]} {spread(of_runs)} below the best that it has shown"
+        for name, of_runs in shares.items()
+        if of_runs
+    ]
+    changed = sum(bool(slow(speed["changed"])) for speed in speeds)
+    moved = f"; IT CHANGED during {changed} of them" if changed else ""
+    return [f"SLOW MACHINE in {len(speeds)} of {len(runs)} runs: {'; '.join(figures)}{moved}"]
+
+
+def spread(shares: Collection[float]) -> str:
+    """The least and the largest of some shares, in percent."""
+    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    return high if low == high else f"{low.removesuffix('%')} to {high}"
 
 
 def different_phases(runs: Iterable[Run]) -> list[str]:
@@ -73,6 +94,8 @@ def different_phases(runs: Iterable[Run]) -> list[str]:
             }
             if slower:
                 rows = ", ".join(f"{label} ({share:.0%})" for label, share in slower.items())
+                if len(slower) > FEW:
+                    rows = f"{len(slower)} of {len(medians)} rows ({spread(slower.values())})"
                 lines.append(
                     f"DIFFERENT PHASES of the machine: {WORDS[name]} was slower than for {fastest} in {rows}"
                 )

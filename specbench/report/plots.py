@@ -18,6 +18,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from specbench.config.spec import POOL, QUESTION
+from specbench.measure.metrics.acceptance import CONTEXTS, PLACES
 from specbench.report.break_even import BreakEven, break_evens
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
 from specbench.report.runs import Run, grids, labels, latest, task_names
@@ -33,6 +34,10 @@ MOST_POINTS = 24  # where each of them is one point
 LEGEND = 7  # points
 NARROWEST = 3.5  # inches of a plot beside its legend
 LEAST_JUDGED = 20  # rounds: the share of fewer says little
+STRETCHES = {
+    "place": (PLACES, "new tokens before the round"),
+    "context": (CONTEXTS, "tokens of prompt and answer before the round"),
+}
 HEAT_MAPS = 6
 PANELS = 3
 WIDEST = 44  # characters in a line of a label
@@ -84,6 +89,7 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
             "acceptance_and_speedup": (acceptance_and_speedup(points), cut_points),
             "time": (time_by_part(shown), cut),
             "acceptance_by_position": (acceptance_by_position(single), cut_single),
+            **{f"acceptance_by_{name}": (acceptance_over(single, name), cut_single) for name in STRETCHES},
             "throughput": (throughput(summaries), ""),
             "mbsu_and_speedup": (mbsu_and_speedup(single), cut_single),
             "break_even": (break_even(summaries), ""),
@@ -238,6 +244,33 @@ def acceptance_by_position(runs: list[PlottedRun]) -> Figure | None:
     axes.set(ylim=(0, 1.02), xlabel="position in the draft", ylabel="accepted, if all before it were")
     axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg] # a MaxNLocator
     return _legend(axes)
+
+
+def acceptance_over(runs: list[PlottedRun], name: str) -> Figure | None:
+    """Acceptance length over the new tokens ("place"), or all tokens ("context"), that there were before a round.
+
+    Stretches of fewer than `LEAST_JUDGED` rounds are left out. None where no run went through two of them.
+    """
+    edges, what = STRETCHES[name]
+    lines = [(run, _stretches(run.overall, name)) for run in runs]
+    if all(len(line) < 2 for _, line in lines):
+        return None
+    axes = _axes(6.5, 4)
+    for run, line in lines:
+        if line:
+            axes.plot(list(line), list(line.values()), color=run.colour, marker=run.marker, label=run.label)
+    shown = sorted(set().union(*(line for _, line in lines)))
+    ends = [f"\u2013{end - 1}" for end in edges[1:]] + ["+"]
+    axes.set(xticks=shown, xticklabels=[f"{edges[i]}{ends[i]}" for i in shown], xlabel=what)
+    axes.set_ylabel("acceptance length")
+    axes.set_ylim(bottom=0)
+    return _legend(axes)
+
+
+def _stretches(numbers: dict, name: str) -> dict[int, float]:
+    """By the number of a stretch, the acceptance length there, where enough rounds began."""
+    judged = zip(numbers[f"acceptance_by_{name}"] or (), numbers[f"rounds_by_{name}"] or ())
+    return {i: length for i, (length, count) in enumerate(judged) if count >= LEAST_JUDGED}
 
 
 def throughput(summaries: Iterable[dict]) -> Figure | None:

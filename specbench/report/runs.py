@@ -55,6 +55,7 @@ DIFFERING = {
     "data": "{}",
     "task": "{}",
     "temperature": "T={:g}",
+    "verification": "{} verification",
     "dtype": "{}",
     "device": "{}",
     "protocol": "protocol {}",

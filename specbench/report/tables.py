@@ -15,7 +15,7 @@ from specbench.config.spec import POOL, QUESTION
 from specbench.data.questions import TASKS
 from specbench.data.warm_start import WARM, warmed_with
 from specbench.measure.metrics.statistics import verdict
-from specbench.report.phases import different_phases, slow_machine, slow_machines
+from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
 from specbench.report.runs import (
     Run,
     SkippedRun,
@@ -27,6 +27,7 @@ from specbench.report.runs import (
     named,
     task_names,
 )
+from specbench.system.settings import TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,6 +47,7 @@ SHORT = {  # column heads
 RANDOM = "random weights: times and sizes are real, acceptance is not"
 EXPANDED = "text and acceptance are those of the embedded family, times and sizes those of the dimensions"
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
+DISTURBED = "others were busy on this machine for {} of the time that counts"
 WORST_DISTURBED = 0.1  # of the time that counts, above which a run warns of it first
 STOLEN_SHOWN = 0.001
 ONE_POOL = "interval over repeats of one pool: timing noise only"
@@ -85,6 +87,7 @@ def run_table(summary: dict) -> Table:
     for line in (
         batch_line(summary),
         *summary.get("notes", ()),
+        acceptance_line(summary["overall"]),
         passes_line(summary),
         machine_line(summary),
         layouts_line(summary),
@@ -244,6 +247,14 @@ def passes_line(summary: dict) -> str:
     )
 
 
+def acceptance_line(numbers: dict) -> str:
+    """Acceptance as other tools count it, beside the table's own; nothing for a method that does not draft."""
+    by_answer, verified = numbers["acceptance_length_by_answer"], numbers["accepted_per_verified"]
+    if by_answer is None or numbers["acceptance_rate"] is None:
+        return ""
+    return f"acceptance length as a mean over answers {by_answer:.2f}; tokens said per token verified {verified:.2f}"
+
+
 def machine_line(summary: dict) -> str:
     """What others did on the machine during a run; nothing where it was not watched, as in older runs."""
     machine = summary.get("machine") or {}
@@ -298,15 +309,24 @@ def repetition_line(summary: dict) -> str:
 
 def disturbed(summary: dict) -> str:
     """A warning of a run that stayed disturbed; nothing for others."""
+    share = _disturbed_share(summary)
+    return f"DISTURBED: {DISTURBED.format(f'{share:.0%}')}" if share else ""
+
+
+def _disturbed_share(summary: dict) -> float:
+    """The share of the time that counts in which others were busy; 0 where it is too small for a warning."""
     share = (summary.get("machine") or {}).get("still_disturbed_share")
-    if share is None or share <= WORST_DISTURBED:
-        return ""
-    return f"DISTURBED: others were busy on this machine for {share:.0%} of the time that counts"
+    return 0.0 if share is None or share <= WORST_DISTURBED else share
 
 
 def disturbances(runs: Iterable[Run]) -> list[str]:
-    """One line for each run that stayed disturbed."""
-    return [f"{run.name}: {disturbed(run.summary)}" for run in runs if disturbed(run.summary)]
+    """A line for each run that stayed disturbed; where they are many, one for all of them."""
+    runs = list(runs)
+    lines = [f"{run.name}: {line}" for run in runs if (line := disturbed(run.summary))]
+    if len(lines) <= FEW:
+        return lines
+    shares = spread([share for run in runs if (share := _disturbed_share(run.summary))])
+    return [f"DISTURBED in {len(lines)} of {len(runs)} runs: {DISTURBED.format(shares)}"]
 
 
 def paired_over(count: int, unit: str) -> str:
@@ -552,8 +572,8 @@ def _title(summary: dict) -> Text:
     settings = f" ({', '.join(as_text(summary['settings']))})" if summary["settings"] else ""
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
-        f"batch {summary['batch_size']}, {dtype_label(summary)}, {summary['device']}{_threads(summary)}"
-        f"{sliced}"
+        f"{_verification(summary)}batch {summary['batch_size']}, {dtype_label(summary)}, "
+        f"{summary['device']}{_threads(summary)}{sliced}"
     )
     if source := settings_line(summary):
         text.append(f"; {source}")
@@ -563,6 +583,11 @@ def _title(summary: dict) -> Text:
         built = f"expanded, {summary['anatomy']} at {summary['pair']}'s dimensions"
         text.append(f"\n{built}: {EXPANDED}", style="yellow")
     return text
+
+
+def _verification(summary: dict) -> str:
+    """How drafts were verified, where it is not token by token."""
+    return "" if summary["verification"] == TOKEN else f"{summary['verification']} verification, "
 
 
 def dtype_label(summary: dict) -> str:

@@ -24,6 +24,7 @@ import yaml
 
 from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.acceptance import CONTEXTS, PLACES
 from specbench.measure.records import run_folder as store
 from specbench.report import plots
 from specbench.report.runs import Run, read_run, summary_frame
@@ -116,6 +117,12 @@ def contents(run: Run) -> dict[str, object]:
         logged |= {f"{name}_per_round": histogram(rounds[name]) for name in ("emitted", "accepted")}
     if summary["overall"]["acceptance_by_position"]:
         logged["acceptance_by_position"] = acceptance_lines(summary["overall"])
+    for name, edges in (("place", PLACES), ("context", CONTEXTS)):
+        overall = summary["overall"]
+        rows = [*zip(edges, overall[f"acceptance_by_{name}"], overall[f"rounds_by_{name}"])]
+        logged[f"acceptance_by_{name}"] = table(
+            pd.DataFrame(rows, columns=["from", "acceptance_length", "rounds"])
+        )
     drawn = plots.figures([run])
     return logged | {f"plots/{name}": picture(figure) for name, figure in drawn.items()}
 

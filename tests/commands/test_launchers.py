@@ -81,6 +81,7 @@ def test_launchers_that_take_jobs_away_are_refused():
 # -- submitit
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_submitit_gives_the_same_answers(monkeypatch, capfd, swept_here):
     pytest.importorskip("submitit")
@@ -136,6 +137,7 @@ def test_ray_gives_the_same_answers(swept_here, cluster):
     assert "all runs" in done.stdout and tokens(folder / "ray") == answers
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_ray_gives_a_job_a_whole_node_and_leaves_one_that_lost_a_job(monkeypatch, tmp_path, cluster):
     def on_node(run_dir: Path, folder: str, threads: str | None) -> int:

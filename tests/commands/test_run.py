@@ -35,6 +35,7 @@ composed = partial(conf.composed, "bench")
 # -- names
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -169,6 +170,7 @@ def test_values_and_combinations(overrides, message):
     assert says(str(caught.value), message)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("group", checks.GROUPS)
 @pytest.mark.parametrize("sweep", [[], ["-m"]])
 def test_a_group_without_a_choice(monkeypatch, capfd, group, sweep):
@@ -192,6 +194,7 @@ def test_values_on_the_borders_are_taken():
     checks.check_values(composed("seed=9223372036854775807", "decoding.temperature=1"))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "argument", ["run_dir=file", "run_dir=file/run", "run_dir=/proc/foo", "runs_root=file", "runs_root=loose"]
@@ -333,6 +336,7 @@ def test_measures_and_names_the_folder(place):
     assert {path.name for path in cwd.iterdir()} - before == {"runs"}
 
 
+@pytest.mark.slow
 def test_error_of_the_runner_is_one_line(monkeypatch, capfd, place):
     cwd, arguments = place
     narrow = save_pair(cwd / "narrow", vocab_size=258)

@@ -96,6 +96,7 @@ def test_a_sweep_goes_on_until_all_is_measured(jobs):
     assert swept(jobs("ar", "pld")) != folder
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_stays_where_that_is_asked_for(jobs, monkeypatch):
     def kept(*names: str) -> list[Job]:
         made = jobs(*names)
@@ -110,6 +111,7 @@ def test_a_finished_sweep_stays_where_that_is_asked_for(jobs, monkeypatch):
     assert swept(kept("ar", "pld")) != folder
 
 
+@pytest.mark.slow
 def test_other_jobs_or_other_code_are_another_sweep(jobs, monkeypatch):
     folders = {swept(jobs("ar", "pld")), swept(jobs("pld", "ar")), swept(jobs("ar"))}
     monkeypatch.setattr(sweeps, "source_sha256", lambda: "other")

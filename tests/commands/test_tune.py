@@ -141,6 +141,7 @@ def test_trials_that_fail_are_counted_and_named(tuned):
     assert says(err.splitlines()[-1], "error: ... 2 trials")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),

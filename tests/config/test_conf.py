@@ -98,6 +98,7 @@ def test_tasks_are_those_of_spec_bench():
         assert resolved(f"task={name}").task.tasks == {name: TASKS[name]}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [name for name in NAMES["drafter"] if name != "oracle"])
 def test_a_value_names_the_configuration_of_a_wrapped_drafter(drafter):

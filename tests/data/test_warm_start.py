@@ -101,6 +101,7 @@ def with_history(pair, name: str) -> Drafter:
     return drafter
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @EVERY_DRAFTER
 @pytest.mark.parametrize("memory", ["answer", "run"])

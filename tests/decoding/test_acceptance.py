@@ -81,6 +81,7 @@ def test_greedy_tree_walks_the_matching_path(tree):
     assert some.path[0, : some.count].tolist() == [n for n in path if n < len(tokens) // 2]
 
 
+@pytest.mark.slow
 def test_trees_of_a_batch_are_accepted_one_by_one():
     """Different shapes, padded; and one shape for all."""
     g = torch.Generator().manual_seed(4)
@@ -211,6 +212,7 @@ def whole_tensors(probs, tokens, draft_probs, uniforms, live):
     return count, torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
+@pytest.mark.slow
 @given(
     shape=st.sampled_from([(), (1,), (4,)]),
     k=st.integers(0, 5),

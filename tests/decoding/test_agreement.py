@@ -122,6 +122,7 @@ def test_a_planted_fault_is_found(fault, name, dtype, monkeypatch):
         check_staged(target, text)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)

@@ -430,6 +430,7 @@ def test_what_costs_elsewhere_in_the_pass_is_not_chosen(monkeypatch):
         assert chosen["pass_ms"].keys() == {"1", "6"}
 
 
+@pytest.mark.first_fast
 @needs_packed
 @pytest.mark.parametrize("width", [None, 8])
 def test_each_number_of_tokens_is_tried_in_passes_as_the_run_makes_them(monkeypatch, width):

@@ -62,6 +62,7 @@ def test_every_row_is_transformers_own_answer(arch, scheduler):
         )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @pytest.mark.parametrize(
     "kind", [pytest.param("chain with a stop", marks=pytest.mark.slow), "early exit", "tree"]

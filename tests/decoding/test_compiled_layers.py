@@ -37,6 +37,7 @@ def logits_of(target: StagedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]
     return passes(target, ids)[0]
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "arch", [*(pytest.param(a, marks=[] if a == "llama" else pytest.mark.nightly) for a in ARCHITECTURES)]
@@ -102,6 +103,7 @@ def test_a_fault_in_a_compiled_layer_is_found_by_its_first_pass(monkeypatch, cap
     assert not target.stack.is_compiled
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_what_cannot_be_traced_runs_as_it_is_and_says_so_once(monkeypatch, capfd):
     compiled_layers._warn_once.cache_clear()

@@ -29,7 +29,7 @@ DRAFTERS = {
 LENGTHS_AND_CAPS = ((30, 9), (3, 14), (1, 5), (12, 7))  # prompts within and beyond the windows of 8
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=[] if name == "gemma2" else pytest.mark.slow) for name in FAMILIES],

@@ -21,12 +21,14 @@ from tests.support.lossless import (
 from tests.support.models import EVERY_ARCHITECTURE
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_no_draft(arch):
     steps = assert_lossless(arch, Drafter())
     assert {(s.drafted, s.emitted) for s in steps} == {(0, 1)}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
 def test_chain(arch, threshold):
@@ -50,6 +52,7 @@ def test_tree(arch):
     assert {s.depth for s in steps} >= {1, 2}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize("layer", [1, 2, 3])
 def test_early_exit(arch, layer):
@@ -58,6 +61,7 @@ def test_early_exit(arch, layer):
     assert any(s.accepted < s.drafted for s in steps)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_any_acceptance_pattern(arch, tree):
@@ -73,6 +77,7 @@ def test_any_acceptance_pattern(arch, tree):
     assert {0, 1, 2, 3} <= accepted and max(accepted) >= 6
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_certain_drafts_leave_a_sampled_answer_as_it_is(arch, tree):
@@ -97,6 +102,7 @@ def test_a_draw_with_the_number_of_another_position_is_found(monkeypatch):
         test_certain_drafts_leave_a_sampled_answer_as_it_is("llama", False)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @pytest.mark.parametrize(
     "kind", [pytest.param("chain", marks=pytest.mark.slow), "early exit", "oracle", "oracle tree"]

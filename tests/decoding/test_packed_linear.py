@@ -180,6 +180,7 @@ def test_small_layers_are_not_joined(monkeypatch):
         assert {type(getattr(module, name)) for name in NAMES} == {kind}
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "opt"])
 def test_a_model_has_joint_products_and_its_logits(arch):
     model = random_model(arch, 0)

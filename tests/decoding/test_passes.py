@@ -134,6 +134,7 @@ def test_memory_that_moves_is_found():
             graphs.run(owner, "add", add, torch.ones(4))
 
 
+@pytest.mark.slow
 def test_an_answer_captures_a_pass_for_each_reach(monkeypatch):
     pair = random_pair("llama")
     expected = (

@@ -30,6 +30,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow  # the fast tests have the same of a batch, in test_batch
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_answers_follow_the_target(pair, kind):

@@ -70,6 +70,7 @@ class Straight(RaggedLayout):
         pass
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("layout", [OffByOne, Forgetful, Unmoved, Straight])
 def test_a_faulty_layout_is_found(layout):
     rng, wrong = random.Random(5), 0

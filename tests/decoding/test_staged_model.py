@@ -143,6 +143,7 @@ def family(name: str, **overrides):
     return getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_family_is_driven_exactly_or_refused_in_one_line(name):
     model = family(name)
@@ -183,6 +184,7 @@ def test_a_model_without_a_head_is_refused_in_one_line(monkeypatch):
         StagedModel(model)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(
     ("arch", "fault"),
     [
@@ -350,6 +352,7 @@ def test_driven_layers_share_weights_and_hooks_with_the_model():
     assert seen == [1]
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @torch.inference_mode()

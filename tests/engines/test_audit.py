@@ -52,6 +52,7 @@ def audited(pair, answers: list[Answered], tolerance: float | None = 1e-3) -> Ar
     return arm
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "opt", "gpt_neox"])
 def test_answers_of_transformers_are_exact(arch):
     pair = random_pair(arch)
@@ -159,6 +160,7 @@ def drawn_arms(pair, *answers: list[Answered]) -> list[Arm]:
     return arms_of(referee, {f"{i}": some for i, some in enumerate(answers)}, None, 0.0)
 
 
+@pytest.mark.slow
 def test_drawn_answers_are_as_likely_as_drawn_ones():
     pair = random_pair("llama")
     right = drawn(pair, 60, 0.8)
@@ -198,6 +200,7 @@ def test_the_surprise_of_a_token_is_zero_on_average():
     assert (probs @ surprises.square()).item() == pytest.approx(ones[0].variance, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_likelihoods_are_paired_by_prompt():
     pair = random_pair("llama")
     prompts = [PROMPT[i:] for i in range(5)]

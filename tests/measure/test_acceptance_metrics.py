@@ -64,6 +64,26 @@ def test_a_stop_token_in_the_draft_is_no_rejection_of_what_follows():
     assert found["judged_by_position"] == [2, 2, 1, 0, 0]
 
 
+def test_acceptance_as_other_tools_count_it():
+    """A long answer of length 2 and a short one of length 4: pooled 2.4, by answer 3."""
+    long, short = (columns([{"accepted": a}] * n) for a, n in ((1, 4), (3, 1)))
+    turns = [turn(i, method=generation() | {"steps": steps}) for i, steps in enumerate((long, short))]
+    found = overall([record(turns=turns)])
+    assert found["acceptance_length"] == pytest.approx(2.4)
+    assert found["acceptance_length_by_answer"] == pytest.approx(3.0)
+    assert found["accepted_per_verified"] == pytest.approx((7 + 5) / (25 + 5))
+
+
+def test_acceptance_over_the_answer():
+    """The prefill gives the first token: the second round begins with five, the last one with 39."""
+    rounds = columns([{"accepted": 3}, {"accepted": 33, "drafted": 40, "depth": 40}, {"accepted": 0}])
+    found = overall([record(turns=[turn(method=generation() | {"steps": rounds})])])
+    assert (found["acceptance_by_place"], found["rounds_by_place"]) == ([19.0, 1.0], [2, 1])
+    # After a prompt of ten tokens, one stretch holds them all.
+    assert (found["acceptance_by_context"], found["rounds_by_context"]) == ([13.0], [3])
+    assert sum(found["rounds_by_place"]) == 3
+
+
 def test_a_tree_is_counted_along_its_longest_path():
     rounds = columns([{"accepted": 2, "drafted": 12, "depth": 3}, {"accepted": 0, "drafted": 12, "depth": 3}])
     found = overall([record(turns=[turn(method=generation() | {"steps": rounds})])])

@@ -12,6 +12,7 @@ COUNT = 3000  # the standard error of a coverage of 0.9 is 0.0055
 CELLS = [(kind, spread, questions) for kind in ("normal", "t3") for spread in SPREADS for questions in SIZES]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kind", "spread", "questions"), CELLS)
 def test_questions(kind, spread, questions):
     seconds, truth = runs(kind, spread, questions, COUNT)
@@ -36,6 +37,7 @@ def test_a_ratio_of_two_runs(questions):
     assert sum(misses(found, 1.0)) <= 0.1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("count", [2, 4, 10])
 def test_pools(count):
     """Three repeats each: what is special about a pool (6 %) is in all of them, timing noise (2 %) is not."""
@@ -52,6 +54,7 @@ def test_repeats_of_one_pool_cover_what_they_vary_by():
     assert sum(misses([speedup(*run, names) for run in seconds], 1.0)) <= 0.1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("own", [0.02, 0.2])
 def test_processes(count, own):

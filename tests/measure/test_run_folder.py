@@ -99,6 +99,7 @@ def test_other_code_does_not_go_on(config, run_dir, monkeypatch):
         store.find_or_create(config | {"run_dir": str(run_dir)})
 
 
+@pytest.mark.slow
 def test_a_finished_folder_is_left_and_the_newest_unfinished_is_found(config, run_dir):
     append(run_dir, answered(1))
     store.finalise(run_dir)
@@ -111,6 +112,7 @@ def test_a_folder_that_another_job_has_is_not_found(config, run_dir):
     assert store.find_or_create(config, taken=[run_dir]) != run_dir
 
 
+@pytest.mark.slow
 def test_measured_is_what_this_code_completed_without_failures(config, run_dir, monkeypatch):
     assert not store.is_measured(run_dir, config)
     append(run_dir, answered(1))

@@ -108,6 +108,7 @@ def to_the_end(run_dir: Path) -> list[int]:
     return codes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", ["ar", "sps", "pld", "kangaroo"])
 def test_a_run(workplace, tmp_path, method):
     code, summary, records = measured(workplace, method, tmp_path, "generate=true")
@@ -221,6 +222,7 @@ def test_threads_are_measured_written_down_and_kept(
     assert summary["threads"] == 2 and summary["layouts"] == found["layouts"] == chosen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("method", "verify_tokens", "more"),
     [
@@ -257,6 +259,7 @@ def test_threads_by_hand(workplace, tmp_path, _same_threads_afterwards):
 SAMPLED = ("decoding=sample", "decoding.max_new_tokens=8")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", ["sps", "pld", "ar"])
 def test_sampled_answers_are_certified_where_nothing_was_drafted_by_chance(workplace, tmp_path, method):
     code, summary, records = measured(workplace, method, tmp_path, *SAMPLED, "repeats=2", "generate=true")
@@ -324,6 +327,7 @@ def test_the_noise_is_measured_when_an_answer_differs_and_once(workplace, tmp_pa
     assert summary["equivalence"]["violation"] > 1 and len(measured_noise) == 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", ["sps", "kangaroo", "pld"])
 def test_short_slices_change_no_answer(workplace, tmp_path, method):
     """Every round hands over: the arms' caches and drafts are their own."""

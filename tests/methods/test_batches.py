@@ -90,6 +90,7 @@ def test_every_row_is_transformers_own_answer(arch, scheduler, tmp_path):
             )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["mistral"])
 @pytest.mark.parametrize("name", ["sps with a stop", "pld", "kangaroo", "s2d", "sps, trimmed"])

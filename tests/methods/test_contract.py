@@ -129,6 +129,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["llama", "opt", "mistral"])
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -144,6 +145,7 @@ def test_a_toy_in_every_scheduler(drafter, arch, name):
     assert {s.stats["rows"] for s in drafted} == {s.sequences for s in drafted}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_certain_tree_says_what_autoregressive_decoding_samples(drafter, name):

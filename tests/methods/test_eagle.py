@@ -150,6 +150,7 @@ def test_a_node_is_drafted_as_the_end_of_a_chain(make, folder):
     assert steps[0].draft_bytes == levels * (weights + StagedModel(pair.target).pass_bytes(0, 0))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @METHOD
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=5)])
@@ -501,6 +502,7 @@ def test_lossless_in_batches(scheduler, arch, make, tmp_path):
     assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @METHOD
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])

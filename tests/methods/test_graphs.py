@@ -136,7 +136,7 @@ COVERING = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "method", "scheduler"), COVERING)
 def test_batches_of_other_families(monkeypatch, adapter, arch, method, scheduler):

@@ -199,6 +199,7 @@ def test_what_is_drafted(folder):
         assert steps[0].draft_bytes > weight_bytes(prefix.layers)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
@@ -514,6 +515,7 @@ def test_rank_paths_are_those_of_the_chain_on_the_true_tokens(tmp_path):
     assert found == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", [True, False])
 def test_training_learns_and_what_is_saved_drafts_as_what_was_trained(prefix, tmp_path, monkeypatch):
@@ -547,6 +549,7 @@ def test_training_learns_and_what_is_saved_drafts_as_what_was_trained(prefix, tm
 # -- losslessness
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, tmp_path):
@@ -573,6 +576,7 @@ def test_matrices_of_their_own_are_trimmed_as_the_targets_is(tmp_path, monkeypat
     assert assert_lossless("llama", drafter, third=0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
@@ -586,6 +590,7 @@ def test_lossless_in_batches(scheduler, prefix, tmp_path):
     batches.assert_drafts_as_alone(engine, requests, ["accepted"])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [None, RaggedBatch(3)])
 def test_sampled_text_is_that_of_autoregressive_decoding(folder, scheduler):

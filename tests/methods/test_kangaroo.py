@@ -45,6 +45,7 @@ def full_rounds(steps, gamma: int, cap: int = 40) -> list:
     return full
 
 
+@pytest.mark.slow
 def test_eta_zero_drafts_gamma_and_eta_one_drafts_one(folder):
     for gamma in (1, 3, 6):
         steps = full_rounds(run(folder, gamma, 0.0), gamma)

@@ -53,6 +53,7 @@ def likeliest_paths(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["llama", "mistral"])
 def test_what_is_drafted_and_what_the_caches_hold(arch, adapter):
@@ -145,6 +146,7 @@ def test_of_width_one_it_is_the_chain(adapter):
     assert found[0] == found[1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, adapter):
@@ -158,6 +160,7 @@ def test_lossless(arch, adapter):
     assert {0, 1, 2, 3} <= {s.accepted for s in steps}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 @pytest.mark.parametrize("eta", [0.0, 0.1])

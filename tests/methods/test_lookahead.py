@@ -205,6 +205,7 @@ def against_the_simulation(w, n, g, text=False) -> int:
     return sum(accepted for accepted, _ in rounds)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_round_is_that_of_the_algorithm(size):
@@ -220,6 +221,7 @@ def test_the_text_as_a_source_of_ngrams():
 # -- losslessness
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch):
     steps = []
@@ -239,6 +241,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_lossless_in_batches(scheduler):

@@ -37,6 +37,7 @@ def test_autoregressive_decoding(arch):
     assert {(s.drafted, s.emitted) for s in steps} == {(0, 1)}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_prompt_lookup(arch):
     steps = [
@@ -49,7 +50,7 @@ def test_prompt_lookup(arch):
     assert any(s.accepted > 0 for s in steps)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 @pytest.mark.parametrize("threshold", [0.0, pytest.param(0.4, marks=pytest.mark.slow)])
 def test_draft_model(arch, threshold):
@@ -103,6 +104,7 @@ def test_sorted_draft(arch, threshold):
     assert exits == {0.0: {1}, 0.2: {1, 2, deepest}, 1.01: {deepest}}[threshold]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "candidates"),

@@ -416,6 +416,7 @@ def test_the_trainer_writes_the_form_that_is_asked_for(tmp_path):
 # -- losslessness
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, tmp_path):
     pair = random_pair(arch)

@@ -184,6 +184,7 @@ def test_a_branch_left_where_it_grew_would_be_found(monkeypatch):
     assert tokens_of(drafts(mirror(pair, kappa=8), pair, 0.0)) != expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("kept", [None, list(range(0, 61, 2))])
@@ -541,6 +542,7 @@ def test_no_worker_outlives_its_parent():
     assert not running(pid)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_worker_that_dies_or_hangs(how):

@@ -105,6 +105,7 @@ def test_draws_belong_to_the_prompt_the_seed_and_the_place():
 # -- one sequence
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("cost", SOME_COSTS)
 def test_what_is_accepted_is_what_was_drawn(cost, tmp_path):

@@ -21,6 +21,7 @@ from tests.support.training import saved_pair, training_workplace
 TOY = ("steps=2", "length=20", "save_every=2", "loss_tokens=8", "vocab_sample=8", "taps=[1,-1]")
 
 
+@pytest.mark.slow
 def test_every_part_is_made_by_a_trainer_with_settings_that_it_has(tmp_path):
     cfg = composed("parts", f"out={tmp_path}")
     groups = parts.steps(cfg, ["pair=smollm2-135m"])

@@ -87,6 +87,7 @@ def test_the_author_s_rule_is_the_default():
     assert PromptLookup(None).earliest
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @EVERY_MATCH
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

@@ -124,6 +124,7 @@ def test_a_repeat_copies_nothing_unless_memory_is_kept():
     assert accepted(keeping, engine, PROMPT) == first
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch):
     steps = []
@@ -135,6 +136,7 @@ def test_lossless(arch):
 SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("memory", ["answer", "run"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

@@ -242,6 +242,7 @@ def test_the_longest_match_drafts_the_most_frequent_nodes(tmp_path):
     assert draft([70_000, 2, 3])[0][0] == 14 and draft([3, 70_000])[0] == []
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, datastore):

@@ -45,6 +45,7 @@ def of_draft(cfg, folder):
     return load_pair(OmegaConf.merge(cfg.pair, {"draft": str(folder)}), 0, with_draft=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "name", "more"),
@@ -80,6 +81,7 @@ def test_what_is_loaded_is_what_was_trained_with_the_targets_embeddings(
     torch.testing.assert_close(draft(ids).logits, trained[0])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [SpeculativeSampling, SortedDraft])
 def test_answers_are_the_targets_own(workplace, tmp_path, method):

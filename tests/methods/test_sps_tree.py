@@ -67,6 +67,7 @@ def logits_behind(model, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["llama", "mistral", "opt"])
 def test_what_is_drafted(folder, arch):
@@ -135,6 +136,7 @@ def test_what_is_drawn_from(sampling):
     assert 3 + 6 + 6 in rounds and any(s.accepted for s in steps)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("sampling", DRAWN)
@@ -243,6 +245,7 @@ def test_counting(tmp_path, capsys):
 # -- losslessness
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, folder):

@@ -283,6 +283,7 @@ def test_a_half_precision_target_trains_a_float32_adapter(workplace, tmp_path, d
     assert [set(row) for row in log(out)] == [{"step", "threads", "loss", "held_out_agreement"}] * 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["train_kangaroo", "train_s2d", "train_sps", "train_mirror_sd", "train_eagle"]
@@ -354,6 +355,7 @@ def test_a_trainer_tells_in_one_line(workplace, tmp_path):
     assert says(done.stderr, "error: steps ... 1 ... 0") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_two_processes_train_like_one_with_twice_the_batches(workplace, tmp_path):
     shared = ("steps=6", "save_every=3", "batch_size=2", "learning_rate=1e-2")

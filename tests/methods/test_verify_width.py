@@ -75,6 +75,7 @@ def said(pair, drafter: Drafter, width: int | None) -> list[list[int]]:
     return [answer.tokens for answer in engine.generate(half_requests(pair))]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["recycling", *(pytest.param(m, marks=pytest.mark.slow) for m in ("pld", "sps", "kangaroo"))]
@@ -105,6 +106,7 @@ def test_half_precision_is_not_exact_without(half):
     assert any(said(half, DRAFTERS[method](half, None), None) != plain for method in ("sps", "recycling"))
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_with_kernels_of_our_own_half_precision_is_exact_without_a_width(panels):
     plain = said(panels, Drafter(), None)
@@ -116,6 +118,7 @@ def test_with_kernels_of_our_own_half_precision_is_exact_without_a_width(panels)
     assert torch.equal(tree_logits(target, *samples[0]), forced_logits(target, *samples[0], 1))
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_noise_between_ours_and_the_models_forward_is_bounded_by_the_models_own(panels, monkeypatch):
     samples = [(request.prompt, list(range(3, 20))) for request in half_requests(panels)[:2]]
@@ -126,6 +129,7 @@ def test_noise_between_ours_and_the_models_forward_is_bounded_by_the_models_own(
     assert model_noise(target, samples) < 2 * rounding.NOT_ROUNDING * noise
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_generate_is_judged_by_the_noise_between_its_forward_and_ours(panels):
     target, warm_up = StagedModel(panels.target), half_requests(panels)[:2]

@@ -115,6 +115,7 @@ def workplace(tmp_path_factory):
     return folder
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_calibration(workplace, tmp_path, source, capsys):
@@ -139,6 +140,7 @@ def test_calibration(workplace, tmp_path, source, capsys):
     assert json.loads((calibrate(cfg) / FILE).read_text())["rows"] == first  # a seed fixes what is counted
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_that_are_written_together_are_those_of_one_after_another(workplace, temperature):
     overrides = [*saved_pair(workplace), "max_new_tokens=6", f"temperature={temperature}", "seed=3"]

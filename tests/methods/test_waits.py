@@ -68,6 +68,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wait_is_found(monkeypatch, fault):
     class Faulty(Drafter):

@@ -177,6 +177,7 @@ def test_models_that_cannot_be_expanded(changes):
 FLAT = "pair.draft_shape.num_hidden_layers=1"
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -227,6 +228,7 @@ def _embedded_target() -> LlamaForCausalLM:
     return load_pair(composed("bench", "pair=tiny", "pair.device=cpu").pair, 0, with_draft=False).target
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_every_real_shape_is_built_or_refused_in_one_line(name):
@@ -324,6 +326,7 @@ print(before[1] - before[0], sum(weight.nbytes for weight in pair.target.paramet
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.process
 def test_memory_is_written_once_and_for_all():
@@ -408,7 +411,7 @@ def _acceptance(answers) -> float:
     return sum(s.accepted for s in steps) / sum(s.drafted for s in steps)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_say_and_accept_what_they_do_on_the_embedded_pair(method):
@@ -418,7 +421,7 @@ def test_methods_say_and_accept_what_they_do_on_the_embedded_pair(method):
     assert _acceptance(drafted) == pytest.approx(_acceptance(own), rel=0.01)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_text_is_the_embedded_pairs(shape):
@@ -429,6 +432,7 @@ def test_text_is_the_embedded_pairs(shape):
         assert generate_with_transformers(pair.target, prompt, TOKENS, pair.stop_ids) == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sps", "kangaroo"])
 def test_methods_are_lossless_in_half_precision(method):

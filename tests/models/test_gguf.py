@@ -75,6 +75,7 @@ def test_a_quantised_file_becomes_the_model_of_its_rounded_weights(tiny, tmp_pat
     assert loaded(path, "pair.dtype=bfloat16").target.dtype == torch.bfloat16
 
 
+@pytest.mark.nightly
 def test_it_is_converted_once_and_by_one_of_two_processes(tiny, tmp_path, cache):
     path = file_of(tiny, tmp_path / "small.gguf")
     with multiprocessing.get_context("spawn").Pool(2) as pool:
@@ -140,6 +141,7 @@ def test_a_file_that_lacks_a_tensor_is_refused(tiny, tmp_path):
         converted(path)
 
 
+@pytest.mark.nightly
 def test_a_file_whose_vocabulary_does_not_fit_the_draft_model_is_one_line(tiny, tmp_path):
     target = file_of(tiny, tmp_path / "other.gguf", renamed={1: "<|person|>"})
     draft = file_of(tiny, tmp_path / "small.gguf")

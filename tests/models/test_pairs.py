@@ -87,6 +87,7 @@ def test_one_dtype_for_both_whatever_is_stored(cfg):
     assert pair.target.dtype == pair.draft.dtype == pair.dtype == torch.bfloat16
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_a_draft_model_of_fewer_layers(cfg, init):
     """It is what the whole one is after so many layers: its embeddings, its norm, its head."""

@@ -75,6 +75,7 @@ def rows(**medians: dict) -> list[Run]:
     )
 
 
+@pytest.mark.slow
 def test_rows_of_another_phase_are_named():
     runs = rows(sps=QUIET, pld=slowed(product=0.3), rest=slowed(bandwidth=0.1), suffix=slowed(product=0.4))
     (line,) = phases.different_phases(runs)
@@ -92,6 +93,33 @@ def test_rows_are_compared_by_their_median():
     runs = runs_of(sps=measured(QUIET), pld=once)
     assert phases.different_phases(runs) == []
     assert [line.partition(":")[0] for line in phases.slow_machines(runs)] == ["pld"]
+
+
+def test_many_slow_runs_share_a_line():
+    found = [QUIET, *(slowed(product=0.2 + i / 10, bandwidth=0.3) for i in range(4))]
+    runs = runs_of(
+        **{
+            f"run{i}": measured(figures, summary=faster(1.5, method=f"method{i}"))
+            for i, figures in enumerate(found)
+        }
+    )
+    (line,) = phases.slow_machines(runs)
+    assert line.startswith("SLOW MACHINE in 4 of 5 runs: ")
+    assert says(line, "reading memory 30% below ... a matrix product 20 to 50% below")
+    assert [line for line in phases.different_phases(runs) if says(line, "in 4 of 5 rows (20 to 50%)")]
+
+
+def test_many_disturbed_runs_share_a_line():
+    shares = (0.3, 0.4, 0.9, 0.5, 0.05)
+    runs = runs_of(
+        **{
+            f"run{i}": changed(SUMMARY) | {"machine": {"still_disturbed_share": share}}
+            for i, share in enumerate(shares)
+        }
+    )
+    (line,) = tables.disturbances(runs)
+    assert says(line, "DISTURBED in 4 of 5 runs: ... for 30 to 90% of the time")
+    assert len(tables.disturbances(runs[:3])) == 3
 
 
 def test_rows_of_other_machines_and_of_none_are_no_phases():

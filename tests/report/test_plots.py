@@ -1,6 +1,7 @@
 import hashlib
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -65,8 +66,8 @@ def title(figure: Figure) -> str:
 
 def test_every_plot_is_drawn_once(drawn):
     assert list(drawn) == [
-        *("speedup_by_task", "acceptance_and_speedup", "time", "acceptance_by_position", "throughput"),
-        *("mbsu_and_speedup", "heat_map_1"),
+        *("speedup_by_task", "acceptance_and_speedup", "time", "acceptance_by_position"),
+        *("acceptance_by_place", "acceptance_by_context", "throughput", "mbsu_and_speedup", "heat_map_1"),
     ]
 
 
@@ -145,6 +146,15 @@ def test_acceptance_by_position(drawn):
     assert lines["kangaroo"].get_ydata().tolist() == [0.8, 0.75]
 
 
+def test_acceptance_over_the_answer_and_the_context(drawn):
+    """The third stretch has three rounds, too few to draw."""
+    place, context = (drawn[f"acceptance_by_{name}"].axes[0] for name in ("place", "context"))
+    lines = {line.get_label(): line for line in place.lines}
+    assert lines["kangaroo"].get_ydata().tolist() == [3.5, 3.1]
+    assert [tick.get_text() for tick in place.get_xticklabels()] == ["0\u201331", "32\u201363"]
+    assert [tick.get_text() for tick in context.get_xticklabels()] == ["0\u2013127", "128\u2013255"]
+
+
 def test_throughput_over_the_batch_size(drawn):
     (line,) = drawn["throughput"].axes[0].lines
     assert line.get_label() == "ragged + sps"
@@ -194,6 +204,7 @@ def test_where_there_is_nothing_nothing_is_drawn():
         plots.mbsu_and_speedup,
         plots.time_by_part,
         plots.acceptance_by_position,
+        *(partial(plots.acceptance_over, name=name) for name in plots.STRETCHES),
     ):
         assert draw([]) is None and draw(empty) is None
 

@@ -83,8 +83,8 @@ def test_the_report_is_written_in_every_form(reported):
     assert latex.count(r"\toprule") == len(re.findall(r"^\*\*", markdown, re.MULTILINE)) == count
 
 
-PLOTS = ("speedup_by_task", "acceptance_and_speedup", "time", "acceptance_by_position", "throughput",
-         "mbsu_and_speedup")  # fmt: skip
+PLOTS = ("speedup_by_task", "acceptance_and_speedup", "time", "acceptance_by_position", "acceptance_by_place",
+         "acceptance_by_context", "throughput", "mbsu_and_speedup")  # fmt: skip
 
 
 @pytest.mark.process

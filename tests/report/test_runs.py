@@ -176,6 +176,7 @@ def test_a_metric_of_ones_own_is_one_entry(tmp_path, monkeypatch):
     assert runs.summary_frame([read_run(run_dir)])["longest"].tolist() == [8, 8]
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("missing", [("overall", "mbsu"), ("tasks", "qa", "acceptance_rate"), ("weights",)])
 def test_a_number_that_is_newer_than_a_folder_is_made_of_its_records(tmp_path, missing):
     records = [answered(i, slow=1 + i % 4, accepted=[i % 6]) for i in range(12)]

@@ -13,6 +13,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
+from specbench.system.settings import TOKEN
 
 VOCAB, ANSWERS, LENGTH = 5, 500, 4
 PROMPT = [1, 3, 4, 1, 3]
@@ -55,12 +56,11 @@ def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
     return chisquare(observed.numpy(), (expected / expected.sum() * observed.sum()).numpy()).pvalue
 
 
-def p_value_alone(pair, drafter: Drafter) -> float:
+def p_value_alone(pair, drafter: Drafter, verification: str = TOKEN) -> float:
     """How well tokens 1 and 2 after the first follow the target when each answer is decoded alone."""
     engine = Engine(StagedModel(pair.target), drafter, frozenset())
-    answers = (
-        engine.answer(PROMPT, SamplingParams(LENGTH, 1.0), seed=seed).tokens for seed in range(ANSWERS)
-    )
+    decoding = SamplingParams(LENGTH, 1.0, verification)
+    answers = (engine.answer(PROMPT, decoding, seed=seed).tokens for seed in range(ANSWERS))
     return p_value(counted(answers), expected_counts(pair.target))
 
 

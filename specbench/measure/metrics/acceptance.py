@@ -8,13 +8,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
+
+# New tokens, and all tokens, before a round: where acceptance is looked at by itself.
+PLACES = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+CONTEXTS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 def acceptance_length(rounds: pd.DataFrame) -> float | None:
     """Tokens emitted by draft-verify rounds per target pass of theirs, bonus token included, prefill not."""
     return ratio(rounds["emitted"].sum(), len(rounds))
+
+
+def acceptance_length_by_answer(rounds: pd.DataFrame) -> float | None:
+    """Mean over answers of the acceptance length of each, in which a short answer counts as much as a long one."""
+    answers = rounds.groupby(["question_id", "turn", "repeat", "process"])["emitted"]
+    return mean(answers.mean())
+
+
+def accepted_per_verified(rounds: pd.DataFrame) -> float | None:
+    """Tokens said per token that the target's passes computed: (accepted + passes) / (drafted + passes)."""
+    return ratio(rounds["accepted"].sum() + len(rounds), rounds["drafted"].sum() + len(rounds))
 
 
 def acceptance_rate(rounds: pd.DataFrame) -> float | None:
@@ -45,6 +64,27 @@ def judged_positions(rounds: pd.DataFrame) -> list[int]:
         int(((depth > position) & (accepted >= position) & ~(stopped & (accepted == position))).sum())
         for position in range(depth.max(initial=0))
     ]
+
+
+def acceptance_over(rounds: pd.DataFrame, column: str, edges: Sequence[int]) -> list[float | None]:
+    """Acceptance length of the rounds that began between each edge and the next; None where there are none.
+
+    Args:
+        rounds: of one arm.
+        column: what the edges are of: "place" or "context".
+        edges: rising, the first is 0; nothing is said of those beyond the last round.
+    """
+    return [acceptance_length(some) for some in _between(rounds, column, edges)]
+
+
+def rounds_over(rounds: pd.DataFrame, column: str, edges: Sequence[int]) -> list[int]:
+    """How many rounds `acceptance_over` rests on."""
+    return [len(some) for some in _between(rounds, column, edges)]
+
+
+def _between(rounds: pd.DataFrame, column: str, edges: Sequence[int]) -> list[pd.DataFrame]:
+    at = np.searchsorted(edges, rounds[column].to_numpy(), side="right") - 1
+    return [rounds[at == i] for i in range(at.max(initial=-1) + 1)]
 
 
 def occupancy(rounds: pd.DataFrame, batch_size: int) -> float | None:

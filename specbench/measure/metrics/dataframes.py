@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -34,6 +35,8 @@ KEYS = {
     "repeat": "int32",
     "process": "int32",
 }
+# Of a round: its number in its answer, from 0, and the new tokens, and all tokens, that there were before it.
+PLACE_COLUMNS = {"step": "int32", "place": "int32", "context": "int32"}
 # New tokens, and seconds as in decoding.trace.Generation.
 GENERATION_COLUMNS = {"tokens": "int64", "prefill_seconds": "float64", "seconds": "float64"}
 
@@ -42,21 +45,26 @@ def generations_frame(records: list[dict]) -> pd.DataFrame:
     """One row per turn, arm and repeat: KEYS, GENERATION_COLUMNS (NaN for a prefill that was not timed)."""
     rows = [
         (*keys, len(generation["tokens"]), generation["prefill_seconds"], generation["seconds"])
-        for keys, generation in _generations(records)
+        for keys, _, generation in _generations(records)
     ]
     types = KEYS | GENERATION_COLUMNS
     return pd.DataFrame(rows, columns=list(types)).astype(types)
 
 
 def steps_frame(records: list[dict]) -> pd.DataFrame:
-    """One row per round of every generation: KEYS, `step` (from 0 in its generation), STEP_COLUMNS."""
+    """One row per round of every generation: KEYS, PLACE_COLUMNS, STEP_COLUMNS."""
     rows = [
-        (*keys, step, *values)
-        for keys, generation in _generations(records)
-        for step, values in enumerate(_rows(generation["steps"]))
+        (*keys, step, place, turn["prompt_tokens"] + place, *values)
+        for keys, turn, generation in _generations(records)
+        for step, (place, values) in enumerate(zip(_places(generation["steps"]), _rows(generation["steps"])))
     ]
-    types = KEYS | {"step": "int32"} | STEP_COLUMNS
+    types = KEYS | PLACE_COLUMNS | STEP_COLUMNS
     return pd.DataFrame(rows, columns=list(types)).astype(types)
+
+
+def _places(steps: dict[str, list]) -> Iterator[int]:
+    """New tokens that there were before each round; the first of an answer comes from the prefill."""
+    return accumulate(steps["emitted"], initial=1)
 
 
 def _rows(steps: dict[str, list]) -> Iterator[tuple]:
@@ -74,8 +82,8 @@ def failed_questions(records: list[dict]) -> set[int]:
     return {record["question_id"] for record in records if record["error"] is not None}
 
 
-def _generations(records: list[dict]) -> Iterator[tuple[tuple, dict]]:
-    """Every generation of the questions that failed in no pass, with its KEYS."""
+def _generations(records: list[dict]) -> Iterator[tuple[tuple, dict, dict]]:
+    """Every generation of the questions that failed in no pass, with its KEYS and its turn in front."""
     failed = failed_questions(records)
     for record in records:
         for turn in record["turns"] if record["question_id"] not in failed else ():
@@ -90,4 +98,4 @@ def _generations(records: list[dict]) -> Iterator[tuple[tuple, dict]]:
                     record["repeat"],
                     record["process"],
                 )
-                yield keys, generation
+                yield keys, turn, generation

@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specbench.config.spec import POOL, QUESTION, RunSpec
 from specbench.data.ngrams import ngrams
 from specbench.measure.metrics.acceptance import (
+    CONTEXTS,
+    PLACES,
     acceptance_at_positions,
     acceptance_length,
+    acceptance_length_by_answer,
+    acceptance_over,
     acceptance_rate,
+    accepted_per_verified,
     judged_positions,
     mbsu,
     occupancy,
     ratio,
+    rounds_over,
     total,
 )
 from specbench.measure.metrics.dataframes import generations_frame, steps_frame
@@ -235,12 +241,18 @@ METRICS = {
     "decode_speedup": Metric(decode_speedup, timed=True),
     "spec_bench_speedup": Metric(lambda m: spec_bench_speedup(m.turns, m.reference), QUESTION),
     "acceptance_length": Metric(lambda m: acceptance_length(m.rounds)),
+    "acceptance_length_by_answer": Metric(lambda m: acceptance_length_by_answer(m.rounds)),
     "acceptance_rate": Metric(lambda m: acceptance_rate(m.rounds)),
+    "accepted_per_verified": Metric(lambda m: accepted_per_verified(m.rounds)),
     "acceptance_by_position": Metric(lambda m: acceptance_at_positions(m.rounds)),
     "acceptance_by_position_conditional": Metric(
         lambda m: acceptance_at_positions(m.rounds, conditional=True)
     ),
     "judged_by_position": Metric(lambda m: judged_positions(m.rounds)),
+    "acceptance_by_place": Metric(lambda m: acceptance_over(m.rounds, "place", PLACES)),
+    "rounds_by_place": Metric(lambda m: rounds_over(m.rounds, "place", PLACES)),
+    "acceptance_by_context": Metric(lambda m: acceptance_over(m.rounds, "context", CONTEXTS)),
+    "rounds_by_context": Metric(lambda m: rounds_over(m.rounds, "context", CONTEXTS)),
     "mbsu": Metric(lambda m: mbsu(m.rounds, m.facts["target_pass_bytes"])),
     "bandwidth_fraction": Metric(lambda m: bandwidth_fraction(m.method, m.facts), timed=True),
     "prefill_seconds": Metric(lambda m: total(m.method["prefill_seconds"])),

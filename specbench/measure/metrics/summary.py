@@ -29,6 +29,7 @@ from specbench.measure.metrics.timing import (
     turn_means,
     unit_seconds,
 )
+from specbench.system.settings import TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,6 +89,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         **{group: config[group]["name"] for group in ("pair", "data", "task")},
         **{key: config[key] for key in ("batch_size", "experiment", "protocol")},
         "temperature": config["decoding"]["temperature"],
+        "verification": config["decoding"].get("verification", TOKEN),  # older folders have none
         "repeats": len(repeats(records)) or config["repeats"],
         "processes": len({record["process"] for record in records}),
         **{key: facts[key] for key in OF_FACTS},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.spec import POOL, QUESTION
+from specbench.system.settings import TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,11 +30,14 @@ def migrated_facts(facts: dict) -> dict:
 
 
 def migrated_summary(summary: Any) -> Any:
-    """The content of summary.json with the run's `unit`: in older ones a drafter is named where there are batches.
+    """The content of summary.json with the run's `unit`, and how drafts were verified: once by token alone.
 
-    What is no summary, or lacks that too, stays as it is.
+    In older ones a drafter is named where there are batches. What is no summary, or lacks that too, stays as it is.
     """
-    if not isinstance(summary, dict) or "unit" in summary or "drafter" not in summary:
+    if not isinstance(summary, dict):
+        return summary
+    summary = {"verification": TOKEN} | summary
+    if "unit" in summary or "drafter" not in summary:
         return summary
     return summary | {"unit": QUESTION if summary["drafter"] is None else POOL}
 
