@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from specbench import ROOT
 from specbench.measure.metrics import summary as metrics
-from specbench.measure.metrics.dataframes import STEP_COLUMNS
+from specbench.measure.metrics.dataframes import PLACE_COLUMNS, STEP_COLUMNS
 from specbench.measure.records import run_folder as store
 from specbench.measure.records import source
 from specbench.measure.records.migrate import migrated
@@ -381,7 +381,8 @@ def test_steps_are_one_row_per_round(finished):
     assert table.schema.metadata[b"specbench_schema"] == str(metrics.SCHEMA).encode()
     frame = table.to_pandas()
     assert list(frame.columns) == [
-        *("question_id", "task", "category", "pool", "turn", "arm", "repeat", "process", "step"),
+        *("question_id", "task", "category", "pool", "turn", "arm", "repeat", "process"),
+        *PLACE_COLUMNS,
         *STEP_COLUMNS,
     ]
     assert frame["draft_seconds"].dtype == frame["draft_bytes"].dtype == np.float64
