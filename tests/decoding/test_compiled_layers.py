@@ -37,7 +37,7 @@ def logits_of(target: StagedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]
     return passes(target, ids)[0]
 
 
-@pytest.mark.first_fast
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "arch", [*(pytest.param(a, marks=[] if a == "llama" else pytest.mark.nightly) for a in ARCHITECTURES)]
@@ -120,6 +120,7 @@ def test_what_cannot_be_traced_runs_as_it_is_and_says_so_once(monkeypatch, capfd
     assert lines == ["warning: a LlamaDecoderLayer is not compiled: RuntimeError: no such operation"]
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_model_that_changes_its_type_is_compiled_anew():
     with torch.inference_mode(False):

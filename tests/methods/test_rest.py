@@ -276,5 +276,6 @@ def test_sampled_text_is_that_of_autoregressive_decoding(batch_size, datastore):
     assert assert_samples_like_plain_decoding(pair, drafter, requests, RaggedBatch(batch_size)) > 2
 
 
+@pytest.mark.slow
 def test_it_stops_anywhere(datastore):
     assert_stops_anywhere(lambda *_: REST(with_tokenizer("llama"), datastore))

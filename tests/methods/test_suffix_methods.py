@@ -254,8 +254,8 @@ def test_sampled_text_is_that_of_autoregressive_decoding(name, batch_size, corpu
     assert assert_samples_like_plain_decoding(pair, drafter, requests, RaggedBatch(batch_size)) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
-@pytest.mark.first_fast
 @EVERY_DRAFTER
 def test_it_stops_anywhere(name, corpus):
     """Also inside a draft: the drafter has seen the answer before."""
