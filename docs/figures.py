@@ -35,7 +35,7 @@ from specbench.report.training_data import SAME, differing_training, training_ta
 from specbench.system.errors import UserError, one_line_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from rich.table import Table
 
@@ -157,7 +157,7 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
         parts += ["Speedups by task, with intervals; *its def.* is Spec-Bench's own.", body(by_task)]
         parts += [f"{line}." for line in dict.fromkeys(map(tables.repetition_line, summaries)) if line]
     notes = [*tables.notes(runs), *differing_training(summaries)]
-    parts += [f"**{note}**" for note in notes]
+    parts += [f"**{note}**" for note in (notes if page.by_task else ["; ".join(notes)] if notes else [])]
     trained = training_table(summaries)
     if trained is not None and not differing_training(summaries):
         parts.append(f"Training: {SAME}.")
@@ -246,7 +246,7 @@ def write(runs: list[Run], root: Path = ROOT) -> None:
                 content += [block(group, page, ()) for group in others]
             path = root / page.path
             changed[path] = between_markers(path.read_text(encoding="utf-8"), "\n\n".join(content))
-        changed |= method_pages(first, pair, root)
+        changed |= method_pages(first, pair, root, changed)
         folder = root / "docs" / "figures" / pair
         folder.mkdir(parents=True, exist_ok=True)
         for name, figure in drawn.items():
@@ -256,11 +256,18 @@ def write(runs: list[Run], root: Path = ROOT) -> None:
         print(path.relative_to(root))
 
 
-def method_pages(runs: list[Run], pair: str, root: Path) -> dict[Path, str]:
-    """The pages of methods, with the rows of the methods in their headings between the markers of the pair."""
+def method_pages(runs: list[Run], pair: str, root: Path, changed: Mapping[Path, str]) -> dict[Path, str]:
+    """The pages of methods, with the rows of the methods in their headings between the markers of the pair.
+
+    Args:
+        runs: Finished runs of the pair.
+        pair: Its name.
+        root: Of the checkout.
+        changed: What pages will hold that are not written yet.
+    """
     pages = {}
     for path in sorted((root / "docs" / "methods").glob("*.md")):
-        text = path.read_text(encoding="utf-8")
+        text = changed.get(path) or path.read_text(encoding="utf-8")
         methods = re.findall(r"`(\w+)`", text.partition("\n")[0])
         if shown := [run for run in runs if run.summary["method"] in methods]:
             table = body(tables.overview_table(run.summary for run in shown))
