@@ -36,10 +36,10 @@ bench: $(STAMP) ## Measure a method: METHOD=kangaroo [DRAFTER=sps PAIR=tiny DATA
 tune: $(STAMP) ## Find a method's draft length and thresholds for a pair, here: METHOD=kangaroo [PAIR=tiny ARGS="trials=20 ..."]
 	@$(PY) -m specbench tune method=$(METHOD) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) $(if $(TASK),task=$(TASK)) $(ARGS)
 
-test: $(STAMP) ## Run the tests that a change can break, in ten to twenty minutes on two cores [ARGS="-k name"]
+test: $(STAMP) ## Run the tests that a change can break, in some twelve minutes on two cores [ARGS="-k name"]
 	@$(PYTEST) -m "$(EVERY)" $(ARGS)
 
-test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in two to three minutes [ARGS="-k name"]
+test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in one to two minutes [ARGS="-k name"]
 	@$(PYTEST) -m "$(FAST)" $(ARGS)
 
 test-nightly: $(STAMP) ## Run all tests, also of stored weights, compilers and simulations [ARGS="-k name"]

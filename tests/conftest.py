@@ -3,7 +3,8 @@
 - fast (`make test-fast`): all that no marker below names; the heart of every part, in a minute or two on two cores.
 - `first_fast`: of its cases, the first is fast and the others are slow.
 - `nightly` (`make test-nightly`): what tests a stored artefact, a compiler or a simulation, not a change.
-- `one_in(k)`: of its cases, every k-th runs each time and the others are nightly.
+- `one_in(k)`: of its cases, every k-th runs each time and the others are nightly. $SPECBENCH_TURN, a number, says which:
+  CI takes another one each day, so that all cases have their turn.
 - `slow`: training, long statistics, further architectures, and what takes half a second where finer tests are fast.
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
 - `model`: needs a real model, and is skipped where it was not fetched; SPECBENCH_MODELS=1 fetches it.
@@ -39,6 +40,7 @@ from specbench.system.files import make_folder
 from specbench.system.paths import cache_folder
 from tests.support.synthetic import QUIET
 
+TURN = int(os.environ.get("SPECBENCH_TURN", "0"))
 USERS_CACHE = cache_folder()  # no test writes there but those of `model`, and what compiles the kernels
 
 hypothesis.settings.register_profile("specbench", deadline=None, derandomize=True)
@@ -53,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         function = item.nodeid.partition("[")[0]
         if item.get_closest_marker("first_fast") and cases[function]:
             item.add_marker("slow")
-        if (sampled := item.get_closest_marker("one_in")) and cases[function] % sampled.args[0]:
+        if (sampled := item.get_closest_marker("one_in")) and (cases[function] - TURN) % sampled.args[0]:
             item.add_marker("nightly")
         cases[function] += 1
     if torch.cuda.is_available():

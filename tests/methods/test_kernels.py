@@ -53,9 +53,10 @@ def model(shape: dict, layers: int) -> LlamaForCausalLM:
 
 def pair() -> SimpleNamespace:
     """Target and draft model, of some layers."""
+    target = model(TARGET, LAYERS)
     return SimpleNamespace(
-        name="8b", target=model(TARGET, LAYERS), draft=model(DRAFT, DRAFT_LAYERS), device=CPU, dtype=torch.bfloat16,
-        vocab_size=TARGET["vocab_size"], parts={}, expansion=None, draft_expansion=None, stop_ids=frozenset(),
+        name="8b", target=target, staged=StagedModel(target), draft=model(DRAFT, DRAFT_LAYERS), device=CPU,
+        dtype=torch.bfloat16, vocab_size=TARGET["vocab_size"], parts={}, expansion=None, draft_expansion=None, stop_ids=frozenset(),
     )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def test_a_round(monkeypatch, method, b, temperature):
     monkeypatch.setattr(mirror, "_exit_parts", lambda target, model: (target.norm, target.lm_head.weight))
     with without_data(monkeypatch):
         chosen = pair()
-        engine = Engine(StagedModel(chosen.target), MAKE[method](chosen), frozenset(), RaggedBatch(b))
+        engine = Engine(chosen.staged, MAKE[method](chosen), frozenset(), RaggedBatch(b))
         # Lengths differ, as they do in a batch; prompt lookup finds something.
         prompts = [[7, 5, 1, 1, 1, 1, 1, 1, 9, 1][: 10 - i % 2] for i in range(b)]
         requests = [Request(prompt, SamplingParams(18, temperature)) for prompt in prompts]

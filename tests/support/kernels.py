@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbench.decoding.cpu import lean_modules as layers
-from specbench.decoding.engine import Engine
+from specbench.decoding.engine import Engine, exhaust
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,5 +82,5 @@ def counts_by_round(monkeypatch, engine: Engine, requests: list, rounds: int) ->
     monkeypatch.setattr(engine, "_round", counted)
     with suppress(Enough):
         # Not under inference mode, in which composite operations are not told apart.
-        engine._generate(requests, [])
+        exhaust(Engine.rounds.__wrapped__(engine, requests))  # type: ignore[attr-defined]
     return found

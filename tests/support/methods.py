@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -37,7 +36,7 @@ def padded_pair():
     pair = sorted_pair("qwen2", seed=4, vocab_size=64)
     narrow = copy.deepcopy(pair.draft)
     narrow.resize_token_embeddings(56)
-    return SimpleNamespace(**(vars(pair) | {"draft": narrow, "vocab_size": 50}))
+    return type(pair)(**(vars(pair) | {"draft": narrow, "vocab_size": 50}))
 
 
 def trimmed(drafter: Drafter, kept: list[int]) -> Drafter:

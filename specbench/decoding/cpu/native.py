@@ -73,7 +73,12 @@ def _shape_of_attention(query: torch.Tensor, *_: object) -> torch.Tensor:
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there are kernels for tensors of a device and a type: with them a token has the same bits in any pass."""
-    return device.type == "cpu" and dtype in TYPES and reason() is None
+    return device.type == "cpu" and dtype in TYPES and _available()
+
+
+@torch.compiler.assume_constant_result  # what is compiled does not look for a C++ compiler again
+def _available() -> bool:
+    return reason() is None
 
 
 def _compiler() -> str | None:
