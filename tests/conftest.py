@@ -3,7 +3,7 @@
 - fast (`make test-fast`): all that no marker below names; the heart of every part, in a minute or two on two cores.
 - `first_fast`: of its cases, the first is fast and the others are slow.
 - `nightly` (`make test-nightly`): what tests a stored artefact, a compiler or a simulation, not a change.
-- `one_in(k)`: of its cases, every k-th runs each time and the others are nightly. $SPECBENCH_TURN, a number, says which:
+- `one_in(k)`: of its cases, every k-th runs each time and the others are nightly. $SPECBENCH_TURN says which:
   CI takes another one each day, so that all cases have their turn.
 - `slow`: training, long statistics, further architectures, and what takes half a second where finer tests are fast.
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.

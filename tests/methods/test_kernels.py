@@ -56,7 +56,8 @@ def pair() -> SimpleNamespace:
     target = model(TARGET, LAYERS)
     return SimpleNamespace(
         name="8b", target=target, staged=StagedModel(target), draft=model(DRAFT, DRAFT_LAYERS), device=CPU,
-        dtype=torch.bfloat16, vocab_size=TARGET["vocab_size"], parts={}, expansion=None, draft_expansion=None, stop_ids=frozenset(),
+        dtype=torch.bfloat16, vocab_size=TARGET["vocab_size"], stop_ids=frozenset(), parts={},
+        expansion=None, draft_expansion=None,
     )  # fmt: skip
 
 
