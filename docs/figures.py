@@ -108,6 +108,8 @@ BEGIN, END = f"<!-- {RESULTS}:begin -->", f"<!-- {RESULTS}:end -->"
 PLOTS = {
     "speedup_by_task": "Speedup by task, with 95 % intervals",
     "acceptance_and_speedup": "Speedup over acceptance length: on a grey line rounds cost the same",
+    "acceptance_by_place": "Acceptance length over the new tokens that there were before a round",
+    "acceptance_by_context": "Acceptance length over the tokens of prompt and answer before a round",
     "time": "Milliseconds per token by part, and the baseline",
 }
 
@@ -135,7 +137,7 @@ PAGES = (
         Path("docs/results/smollm2.md"),
         REAL,
         "../figures",
-        ("acceptance_and_speedup", "speedup_by_task"),
+        ("acceptance_and_speedup", "speedup_by_task", "acceptance_by_place", "acceptance_by_context"),
         by_task=True,
     ),
     Page(Path("README.md"), REAL, "docs/figures", ("speedup_by_task",), by_task=False),
