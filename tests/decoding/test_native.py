@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from specbench.decoding.cpu import native
+from specbench.decoding.cpu import native, packed_linear
 from specbench.decoding.cpu.huge_pages import ALIGNED, CHUNK, in_huge_pages
-from specbench.decoding.cpu.packed_linear import MOST_PANELLED, Panels
+from specbench.decoding.cpu.packed_linear import MOST_PANELLED, PANELS, PackedWeight, Panels
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from tests.support.kernel_passes import PROMPT, TOKENS, needs_kernels, passes, take_panels
@@ -67,6 +67,25 @@ def test_a_product_with_many_tokens_is_torchs(dtype, has_instructions, monkeypat
     for summand in (None, bias):
         product = Panels(weight).times(states, summand)
         torch.testing.assert_close(product, torch.nn.functional.linear(states, weight, summand))
+
+
+@needs_kernels
+@pytest.mark.parametrize("layouts", [{1: PANELS}, {1: PANELS, 6: PANELS}])
+def test_a_prompt_in_half_precision_is_computed_in_float32(layouts, monkeypatch):
+    """Whatever passes a run has chosen layouts for: one without drafts has those of a single token alone."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    laid = PackedWeight([torch.nn.Parameter(torch.randn(24, 16, dtype=torch.bfloat16))])
+    laid.choose(layouts)
+    seen = []
+    inner = packed_linear.linear
+
+    def linear(states: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        seen.append(states.dtype)
+        return inner(states, *others)
+
+    monkeypatch.setattr(packed_linear, "linear", linear)
+    laid.times(torch.randn(MOST_PANELLED + 1, 16, dtype=torch.bfloat16), None)
+    assert seen == [torch.float32]
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(4, 4, dtype=torch.float16), torch.zeros(4, 4, device="meta")])

@@ -125,18 +125,22 @@ class Panels:
     def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """States [..., in] -> [..., out]."""
         if states.numel() > MOST_PANELLED * states.shape[-1]:
-            return self._many(states, bias)
+            return plain_product(states, self.weight, bias)
         return torch.ops.specbench.product.default(states, self.panels, bias, self.outputs)
 
-    def _many(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The same of many tokens, such as a prompt's.
 
-        In bfloat16 torch takes seven times as long as in float32 where the processor has no instructions for it.
-        """
-        if states.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return linear(states, self.weight, bias)
-        summand = None if bias is None else bias.float()
-        return linear(states.float(), self.weight.float(), summand).to(states.dtype)
+def plain_product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """States [..., in] times a weight [out, in] that lies as it is -> [..., out].
+
+    Of many tokens, such as a prompt's, torch takes seven times as long in bfloat16 as in float32 where the processor
+    has no instructions for it.
+    """
+    few = states.numel() <= MOST_PANELLED * states.shape[-1]
+    on_cpu = weight.device.type == "cpu" and states.dtype == torch.bfloat16
+    if few or not on_cpu or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return linear(states, weight, bias)
+    summand = None if bias is None else bias.float()
+    return linear(states.float(), weight.float(), summand).to(states.dtype)
 
 
 @cache
@@ -167,7 +171,7 @@ def product(states: torch.Tensor, weight: torch.Tensor | Product, bias: torch.Te
         return weight.times(states, bias)
     if weight.is_mkldnn:
         return _PACKED_PRODUCT(states, weight, bias, "none", [], "")  # type: ignore[misc] # there is no such weight without
-    return linear(states, weight, bias)
+    return plain_product(states, weight, bias)
 
 
 def default(weight: torch.Tensor) -> str:
@@ -261,7 +265,7 @@ class PackedWeight:
     def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """States [..., in] times the matrix [out, in], without gradients -> [..., out]."""
         matrix = self._matrix(states.numel() // self.weight.shape[1])
-        return linear(states, self.weight, bias) if matrix is None else product(states, matrix, bias)
+        return product(states, self.weight if matrix is None else matrix, bias)
 
     def _matrix(self, tokens: int) -> torch.Tensor | Product | None:
         """What a product with so many tokens reads; None: the weight itself, which has no copies."""
