@@ -159,7 +159,9 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
         parts += ["Speedups by task, with intervals; *its def.* is Spec-Bench's own.", body(by_task)]
         parts += [f"{line}." for line in dict.fromkeys(map(tables.repetition_line, summaries)) if line]
     notes = [*tables.notes(runs), *differing_training(summaries)]
-    parts += [f"**{note}**" for note in (notes if page.by_task else ["; ".join(notes)] if notes else [])]
+    if notes and not page.by_task:
+        notes = ["; ".join(notes)]
+    parts += [f"**{note}**" for note in notes]
     trained = training_table(summaries)
     if trained is not None and not differing_training(summaries):
         parts.append(f"Training: {SAME}.")

@@ -82,8 +82,8 @@ FAULTS = (
         "the bonus token is the one before",
         "acceptance",
         f"{D}/acceptance.py",
-        "return Accepted(count, choices.gather(-1, count.unsqueeze(-1)).squeeze(-1), choices)",
-        "return Accepted(count, choices.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1), choices)",
+        "return Accepted(count, _at(choices, count), choices)",
+        "return Accepted(count, _at(choices, (count - 1).clamp(min=0)), choices)",
         ACCEPT,
     ),
     Fault(

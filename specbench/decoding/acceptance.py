@@ -175,7 +175,7 @@ def _valid_mask(draft: Draft, limits: torch.Tensor | None) -> torch.Tensor | Non
 
 
 def _at(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The entry [b] of each row of [b, n] that `index` [b] names."""
+    """The entry [...] of each row of [..., n] that `index` [...] names."""
     return rows.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
 
@@ -192,7 +192,7 @@ def greedy_chain(
     fits = choices[..., :-1] == tokens
     count = (fits if valid_mask is None else fits & valid_mask).cumprod(-1).sum(-1)
     # What is kept are choices of the target, too.
-    return Accepted(count, choices.gather(-1, count.unsqueeze(-1)).squeeze(-1), choices)
+    return Accepted(count, _at(choices, count), choices)
 
 
 def sampled_chain(
@@ -214,9 +214,7 @@ def sampled_chain(
     Returns:
         The kept count [...] and the (unnormalised) distribution [..., vocab] of the token that follows.
     """
-    k, index = tokens.shape[-1], tokens.unsqueeze(-1)
-    p = probs[..., :-1, :].gather(-1, index).squeeze(-1)
-    q = draft_probs.gather(-1, index).squeeze(-1)
+    k, p, q = tokens.shape[-1], _at(probs[..., :-1, :], tokens), _at(draft_probs, tokens)
     is_accepted = uniforms * q < p
     if valid_mask is not None:
         is_accepted = is_accepted & valid_mask
@@ -249,10 +247,7 @@ def block_chain(
     if k == 0:
         return sampled_chain(probs, tokens, draft_probs, uniforms, valid_mask)
     joint, chances, q = block_chances(probs, tokens, draft_probs, valid_mask)
-    passed = uniforms < chances
-    if valid_mask is not None:
-        passed = passed & valid_mask
-    count = (passed * torch.arange(1, k + 1, device=tokens.device)).amax(-1)
+    count = ((uniforms < chances) * torch.arange(1, k + 1, device=tokens.device)).amax(-1)
     joint = torch.nn.functional.pad(joint, (1, 0), value=1.0)  # of the empty prefix
     return count, residual(_at(joint, count).unsqueeze(-1) * _row(probs, count), _row(q, count))
 
@@ -267,10 +262,10 @@ def block_chances(
     the last one.
 
     Returns:
-        The p_i [..., k], the chances [..., k], and q [..., k + 1, vocab] after each prefix, the empty one included.
+        The p_i [..., k], the chances [..., k], 0 after the last token, and q [..., k + 1, vocab] after each prefix, the
+        empty one included.
     """
-    index = tokens.unsqueeze(-1)
-    p, q = (rows.gather(-1, index).squeeze(-1).double() for rows in (probs[..., :-1, :], draft_probs))
+    p, q = _at(probs[..., :-1, :], tokens).double(), _at(draft_probs, tokens).double()
     valid = torch.ones_like(tokens, dtype=torch.bool) if valid_mask is None else valid_mask
     # The running product, cut at 1 after each factor, is the sum of logarithms minus its largest value so far.
     sums = torch.where(valid, p / q, 0.0).log().cumsum(-1)
@@ -362,8 +357,7 @@ def sampled_tree(
         child = child[:, : k + 1]
         has, child = (child < k) & open_, child.clamp(max=k - 1)
         q, token = draft_probs[slots, child], tokens.gather(1, child)
-        chance = p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-        share = q.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        chance, share = _at(p, token), _at(q, token)
         accepted = has & (uniforms.gather(1, child) * share * p.sum(-1) < chance)
         taken = taken | (now & accepted.gather(1, parents))
         rejected = (has & ~accepted).unsqueeze(-1)

@@ -74,9 +74,8 @@ def prepare(cfg: DictConfig) -> Bench:
         arms |= {BASELINE: engine(Drafter(), Scheduler(spec.batch_size)).rounds, SINGLE: single.rounds}
     if cfg.generate:
         arms[HF] = generate_arm(pair, spec.batch_size, counted(target.pass_bytes()))
-    decoding = SamplingParams(
-        *(cfg.decoding[name] for name in ("max_new_tokens", "temperature", "verification"))
-    )
+    chosen = cfg.decoding
+    decoding = SamplingParams(chosen.max_new_tokens, chosen.temperature, chosen.verification)
     setup = Setup(pair, target, drafter, arms, spec, measured.verify_tokens)
     protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
     return Bench(

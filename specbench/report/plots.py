@@ -18,7 +18,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from specbench.config.spec import POOL, QUESTION
-from specbench.measure.metrics.acceptance import CONTEXTS, PLACES
+from specbench.measure.metrics.acceptance import STRETCHES
 from specbench.report.break_even import BreakEven, break_evens
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
 from specbench.report.runs import Run, grids, labels, latest, task_names
@@ -34,9 +34,9 @@ MOST_POINTS = 24  # where each of them is one point
 LEGEND = 7  # points
 NARROWEST = 3.5  # inches of a plot beside its legend
 LEAST_JUDGED = 20  # rounds: the share of fewer says little
-STRETCHES = {
-    "place": (PLACES, "new tokens before the round"),
-    "context": (CONTEXTS, "tokens of prompt and answer before the round"),
+STRETCH_NAMES = {
+    "place": "new tokens before the round",
+    "context": "tokens of prompt and answer before the round",
 }
 HEAT_MAPS = 6
 PANELS = 3
@@ -251,7 +251,7 @@ def acceptance_over(runs: list[PlottedRun], name: str) -> Figure | None:
 
     Stretches of fewer than `LEAST_JUDGED` rounds are left out. None where no run went through two of them.
     """
-    edges, what = STRETCHES[name]
+    edges = STRETCHES[name]
     lines = [(run, _stretches(run.overall, name)) for run in runs]
     if all(len(line) < 2 for _, line in lines):
         return None
@@ -261,7 +261,7 @@ def acceptance_over(runs: list[PlottedRun], name: str) -> Figure | None:
             axes.plot(list(line), list(line.values()), color=run.colour, marker=run.marker, label=run.label)
     shown = sorted(set().union(*(line for _, line in lines)))
     ends = [f"\u2013{end - 1}" for end in edges[1:]] + ["+"]
-    axes.set(xticks=shown, xticklabels=[f"{edges[i]}{ends[i]}" for i in shown], xlabel=what)
+    axes.set(xticks=shown, xticklabels=[f"{edges[i]}{ends[i]}" for i in shown], xlabel=STRETCH_NAMES[name])
     axes.set_ylabel("acceptance length")
     axes.set_ylim(bottom=0)
     return _legend(axes)

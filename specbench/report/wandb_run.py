@@ -24,7 +24,7 @@ import yaml
 
 from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
-from specbench.measure.metrics.acceptance import CONTEXTS, PLACES
+from specbench.measure.metrics.acceptance import STRETCHES
 from specbench.measure.records import run_folder as store
 from specbench.report import plots
 from specbench.report.runs import Run, read_run, summary_frame
@@ -117,7 +117,7 @@ def contents(run: Run) -> dict[str, object]:
         logged |= {f"{name}_per_round": histogram(rounds[name]) for name in ("emitted", "accepted")}
     if summary["overall"]["acceptance_by_position"]:
         logged["acceptance_by_position"] = acceptance_lines(summary["overall"])
-    for name, edges in (("place", PLACES), ("context", CONTEXTS)):
+    for name, edges in STRETCHES.items():
         overall = summary["overall"]
         rows = [*zip(edges, overall[f"acceptance_by_{name}"], overall[f"rounds_by_{name}"])]
         logged[f"acceptance_by_{name}"] = table(

@@ -67,17 +67,17 @@ def test_what_is_said_has_the_targets_distribution(length):
     """By enumeration: the tokens that are kept, the next one, and then what the target itself says."""
     for seed in range(4):
         target, draft = tables(seed)
-        found = dict.fromkeys(product(range(VOCAB), repeat=K), 0.0)
+        shares = dict.fromkeys(product(range(VOCAB), repeat=K), 0.0)
         for tokens, share, rest in kept_prefixes(target, draft, length):
-            for full in found:
+            for full in shares:
                 if full[: len(tokens)] != tokens:
                     continue
                 if len(tokens) == K:
-                    found[full] += share
+                    shares[full] += share
                     continue
                 after = full[: len(tokens) + 1]
-                found[full] += share * float(rest[after[-1]]) * chance(target, full) / chance(target, after)
-        for full, share in found.items():
+                shares[full] += share * float(rest[after[-1]]) * chance(target, full) / chance(target, after)
+        for full, share in shares.items():
             assert share == pytest.approx(chance(target, full), abs=1e-12)
 
 

@@ -115,7 +115,8 @@ def test_an_interval_over_repeats_of_one_pool_says_so():
     """Every table in which it stands."""
     said = "interval over repeats of one pool: timing noise only"
     one, several = batched(pools=1), batched(pools=2)
-    assert formats.cells(tables.run_table(one)).caption.index(f"at batch size 1; {said}")
+    after = tables.acceptance_line(one["overall"])
+    assert formats.cells(tables.run_table(one)).caption.endswith(f"at batch size 1; {said}; {after}")
     on_pairs = [one, one | {"pair": "big"}]
     for table in (tables.batches_table([one]), tables.overview_table([one]), tables.pairs_table(on_pairs)):
         assert formats.cells(table).caption == said

@@ -135,9 +135,9 @@ def plain_product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     Of many tokens, such as a prompt's, torch takes seven times as long in bfloat16 as in float32 where the processor
     has no instructions for it.
     """
-    few = states.numel() <= MOST_PANELLED * states.shape[-1]
-    on_cpu = weight.device.type == "cpu" and states.dtype == torch.bfloat16
-    if few or not on_cpu or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    many = states.numel() > MOST_PANELLED * states.shape[-1]
+    half = states.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    if not (half and many) or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return linear(states, weight, bias)
     summand = None if bias is None else bias.float()
     return linear(states.float(), weight.float(), summand).to(states.dtype)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import pandas as pd
 
-# New tokens, and all tokens, before a round: where acceptance is looked at by itself.
-PLACES = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-CONTEXTS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+# Where the stretches begin over which acceptance is looked at, by a column of rounds: new tokens, or all, before them.
+STRETCHES = {
+    "place": (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    "context": (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+}
 
 
 def acceptance_length(rounds: pd.DataFrame) -> float | None:
@@ -66,25 +66,23 @@ def judged_positions(rounds: pd.DataFrame) -> list[int]:
     ]
 
 
-def acceptance_over(rounds: pd.DataFrame, column: str, edges: Sequence[int]) -> list[float | None]:
-    """Acceptance length of the rounds that began between each edge and the next; None where there are none.
+def acceptance_over(rounds: pd.DataFrame, name: str) -> list[float | None]:
+    """Acceptance length of the rounds that began in each of the `STRETCHES` of a name, up to that of the last one.
 
-    Args:
-        rounds: of one arm.
-        column: what the edges are of: "place" or "context".
-        edges: rising, the first is 0; nothing is said of those beyond the last round.
+    None in a stretch where no round began.
     """
-    return [acceptance_length(some) for some in _between(rounds, column, edges)]
+    emitted = np.bincount(_stretches(rounds, name), weights=rounds["emitted"])
+    return [ratio(tokens, count) for tokens, count in zip(emitted, rounds_over(rounds, name))]
 
 
-def rounds_over(rounds: pd.DataFrame, column: str, edges: Sequence[int]) -> list[int]:
+def rounds_over(rounds: pd.DataFrame, name: str) -> list[int]:
     """How many rounds `acceptance_over` rests on."""
-    return [len(some) for some in _between(rounds, column, edges)]
+    return np.bincount(_stretches(rounds, name)).tolist()
 
 
-def _between(rounds: pd.DataFrame, column: str, edges: Sequence[int]) -> list[pd.DataFrame]:
-    at = np.searchsorted(edges, rounds[column].to_numpy(), side="right") - 1
-    return [rounds[at == i] for i in range(at.max(initial=-1) + 1)]
+def _stretches(rounds: pd.DataFrame, name: str) -> np.ndarray:
+    """The number of the stretch in which each round began."""
+    return np.searchsorted(STRETCHES[name], rounds[name].to_numpy(), side="right") - 1
 
 
 def occupancy(rounds: pd.DataFrame, batch_size: int) -> float | None:

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specbench.config.spec import POOL, QUESTION, RunSpec
 from specbench.data.ngrams import ngrams
 from specbench.measure.metrics.acceptance import (
-    CONTEXTS,
-    PLACES,
     acceptance_at_positions,
     acceptance_length,
     acceptance_length_by_answer,
@@ -249,10 +247,10 @@ METRICS = {
         lambda m: acceptance_at_positions(m.rounds, conditional=True)
     ),
     "judged_by_position": Metric(lambda m: judged_positions(m.rounds)),
-    "acceptance_by_place": Metric(lambda m: acceptance_over(m.rounds, "place", PLACES)),
-    "rounds_by_place": Metric(lambda m: rounds_over(m.rounds, "place", PLACES)),
-    "acceptance_by_context": Metric(lambda m: acceptance_over(m.rounds, "context", CONTEXTS)),
-    "rounds_by_context": Metric(lambda m: rounds_over(m.rounds, "context", CONTEXTS)),
+    "acceptance_by_place": Metric(lambda m: acceptance_over(m.rounds, "place")),
+    "rounds_by_place": Metric(lambda m: rounds_over(m.rounds, "place")),
+    "acceptance_by_context": Metric(lambda m: acceptance_over(m.rounds, "context")),
+    "rounds_by_context": Metric(lambda m: rounds_over(m.rounds, "context")),
     "mbsu": Metric(lambda m: mbsu(m.rounds, m.facts["target_pass_bytes"])),
     "bandwidth_fraction": Metric(lambda m: bandwidth_fraction(m.method, m.facts), timed=True),
     "prefill_seconds": Metric(lambda m: total(m.method["prefill_seconds"])),
