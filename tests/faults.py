@@ -636,7 +636,7 @@ FAULTS = (
         "the audit takes a wrong plain arm for rounding",
         "audit",
         "specbench/engines/audit.py",
-        "margins[margins <= ROUNDING].max(initial=0.0)",
+        "margins[margins <= ENGINE_NOISE].max(initial=0.0)",
         "margins.max(initial=0.0)",
         ("tests/engines/test_audit.py",),
     ),

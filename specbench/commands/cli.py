@@ -118,6 +118,15 @@ COMMANDS = {
         ),
         notes=COMPOSED + "\nExit code 1 where answers are violations.",
     ),
+    "engine": Command(
+        "specbench.commands.engine",
+        "install NAME",
+        "Install another engine into an environment of its own, for engine=NAME.",
+        (
+            ("engine install llama_cpp", "once"),
+            ("run method=sps engine=llama_cpp threads=1", "then: llama.cpp without and with its draft model"),
+        ),
+    ),
     "log": Command(
         "specbench.commands.log",
         "RUN ... [--group NAME] [--mode online|offline] [--project NAME] [--entity NAME]",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.drafter import Needs
 
-GROUPS = ("method", "drafter", "pair", "vocab", "data", "task", "decoding", "tracker")
+GROUPS = ("method", "drafter", "pair", "vocab", "data", "task", "decoding", "engine", "tracker")
 KEYS = {
     "batch_size": Count,
     "pool": Count,
@@ -104,7 +104,8 @@ def check(cfg: DictConfig) -> RunSpec:
     warmup_questions(cfg.data)
     check_warm(spec.drafter, cfg.data, cfg.task)
     with open_dict(cfg):
-        cfg.settings_source = settings_source(spec, cfg.pair.name)
+        # What another engine drafts with is in its words: neither published nor tuned here.
+        cfg.settings_source = None if spec.engine is not None else settings_source(spec, cfg.pair.name)
     return spec
 
 
@@ -155,11 +156,43 @@ def check_method(cfg: DictConfig) -> RunSpec:
         )
     check_vocab(cfg, what, inner, takes)
     check_batch(cfg, spec)
+    check_engine(cfg, spec)
     if cfg.decoding.temperature > 0 and not needs.sampling:
         raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
     if cfg.decoding.temperature == 0 and cfg.decoding.verification == values.BLOCK:
         raise UserError("decoding.verification=block is for drafts that are drawn: set decoding=sample")
     return spec
+
+
+def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
+    """Raises UserError where another engine cannot decode what is asked for."""
+    if spec.engine is None:
+        return
+    name, drafts = spec.engine["name"], spec.engine["speculative"]
+    target = spec.engine["_target_"]
+    try:
+        cls = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"engine._target_={target} cannot be imported: {one_line(error)}") from error
+    takes = set(inspect.signature(cls).parameters)
+    for key in values.parameters(spec.engine):
+        if key not in takes:
+            raise UserError(f"engine {name} has no parameter '{key}': {suggest(key, takes)}")
+    if spec.scheduler is not None:
+        raise UserError(
+            f"engine {name} answers one question at a time: set batch_size=1 and a method without batches"
+        )
+    if drafts is not None and spec.drafter["name"] not in drafts:
+        raise UserError(
+            f"engine {name} does not draft as {spec.drafter['name']}: {suggest(spec.drafter['name'], drafts)}; "
+            f"or say how it does with +engine.speculative.{spec.drafter['name']}={{...}}"
+        )
+    if cfg.decoding.temperature > 0:
+        raise UserError(
+            f"engine {name} draws with numbers of its own: set decoding=greedy, and see `specbench audit` for samples"
+        )
+    if cfg.vocab.name != "full" or cfg.decoding.verify_width is not None:
+        raise UserError(f"engine {name} knows neither vocab=trim nor decoding.verify_width: leave them out")
 
 
 def check_batch(cfg: DictConfig, spec: RunSpec) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # What has times of its own: a question, or a pool of questions, whose sequences share their rounds.
 QUESTION, POOL = "question", "pool"
+OWN = "own"  # the name of the engine that is this project's
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,13 @@ class RunSpec:
         drafter: configuration of what drafts, resolved.
         scheduler: of what chooses the sequences of a round; None: one sequence at a time.
         batch_size: sequences of a round; 1 without a scheduler.
+        engine: configuration of another engine, which then drafts as the drafter is called; None: this project decodes.
     """
 
     drafter: Mapping[str, Any]
     scheduler: Mapping[str, Any] | None = None
     batch_size: int = 1
+    engine: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, config: Mapping, unit: str | None = None) -> RunSpec:
@@ -43,9 +46,11 @@ class RunSpec:
         if unit is None:
             unit = unit_of(pkgutil.resolve_name(config["method"]["_target_"]))
         method = values.plain(config["method"])
+        engine = values.plain(config.get("engine") or {"name": OWN})  # older folders have none
+        served = None if engine["name"] == OWN else engine
         if unit == QUESTION:
-            return cls(method)
-        return cls(values.plain(config["drafter"]), method, config["batch_size"])
+            return cls(method, engine=served)
+        return cls(values.plain(config["drafter"]), method, config["batch_size"], served)
 
     @property
     def unit(self) -> str:
@@ -68,7 +73,9 @@ class RunSpec:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a user sets of the method, and of a scheduler's drafter as `drafter.NAME`."""
+        """What a user sets of the method, and of a scheduler's drafter as `drafter.NAME`; of an engine in its words."""
+        if self.engine is not None:
+            return values.flat((self.engine["speculative"] or {}).get(self.drafter["name"], {}))
         return {
             key_of(group, name): value
             for group, chosen in self.groups.items()
@@ -79,15 +86,19 @@ class RunSpec:
     def learns(self) -> bool:
         """Whether state of the drafter, or of one that it wraps, outlives an answer."""
         name, value = LEARNS
-        return any(group.get(name) == value for group in (self.drafter, self.drafter.get(WRAPPED) or {}))
+        return self.engine is None and any(
+            group.get(name) == value for group in (self.drafter, self.drafter.get(WRAPPED) or {})
+        )
 
     @property
     def owners(self) -> list[type]:
         """The classes that have numbers of their own: of the scheduler, the drafter, and one that it wraps.
 
         Those that this installation does not have, such as a user's own in a folder from elsewhere, are left out: the
-        run can still be read, without numbers of their own.
+        run can still be read, without numbers of their own. Another engine has none.
         """
+        if self.engine is not None:
+            return []
         classes, groups = [], [*self.groups.values(), self.drafter.get(WRAPPED)]
         for group in filter(None, groups):
             try:

@@ -22,7 +22,8 @@ class Step:
         accepted: draft tokens that became part of the output. A stop token inside the draft ends the count.
         emitted: tokens the round added to the output, the target's own (bonus) token included.
         depth: draft tokens on the longest path that could have been accepted (equals drafted for a chain).
-        draft_seconds: drafting. In a batch all seconds are this sequence's share of the round, one in `sequences`.
+        draft_seconds: drafting. In a batch all seconds are this sequence's share of the round, one in `sequences`. NaN
+            where another engine, which shows whole rounds alone, decodes: `other_seconds` is then all of the round.
         verify_seconds: verifying.
         other_seconds: the rest: acceptance, roll-back, commit.
         draft_bytes: bytes of weights read by the drafter's passes; in a batch of the whole passes. None: not known.
@@ -44,6 +45,12 @@ class Step:
     sequences: int = 1
     align_seconds: float = 0.0
     stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Of the round."""
+        parts = (self.draft_seconds, self.verify_seconds, self.other_seconds)
+        return sum(seconds for seconds in parts if not math.isnan(seconds))
 
 
 def counted(count: float) -> int | None:

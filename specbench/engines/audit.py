@@ -19,7 +19,7 @@ from scipy import stats
 
 from specbench.decoding.stop import truncate_at_stop
 from specbench.measure.metrics.metrics import VERDICTS
-from specbench.measure.numeric_noise import forced_logits, shape_noise
+from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, shape_noise
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 BLOCK = 32  # tokens that the referee is fed at a time
 SAMPLES, SAMPLE_TOKENS = 4, 32  # answers, and tokens of each, on which the rounding noise is measured
-ROUNDING = 0.5  # logits: what a plain answer departs by at the most, if rounding is the reason
 SURPRISE = 4.0  # standard errors: by chance beyond them once in 16,000 times
 SEEDS = 30  # answers to one prompt whose first tokens are compared with the referee's distribution
 EXPECTED = 5.0  # of a token among them, at least; rarer ones are counted together
@@ -287,7 +286,7 @@ def arms_of(
         answers_by_arm: what an engine said, by the name of its configuration.
         cap: tokens of an answer at most; None: the longest answer's.
         tolerance: logits within which a departure is rounding; None: the referee's own rounding noise, or what the
-            plain arm departs by, if that is more and within `ROUNDING`.
+            plain arm departs by, if that is more and within `ENGINE_NOISE`.
     """
     everything = [answer for answers in answers_by_arm.values() for answer in answers]
     if cap is None:
@@ -303,7 +302,7 @@ def arms_of(
 def largest_rounding(judged: Sequence[Judged]) -> float:
     """The largest margin of some answers that rounding may explain, in logits."""
     margins = np.concatenate([one.margins for one in judged])
-    return float(margins[margins <= ROUNDING].max(initial=0.0))
+    return float(margins[margins <= ENGINE_NOISE].max(initial=0.0))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import GenerationConfig
@@ -18,6 +18,8 @@ from specbench.decoding.trace import Clock, Generation, Step
 from specbench.models.pairs import Pair
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specbench.config.spec import RunSpec
     from specbench.decoding.drafter import Drafter
     from specbench.decoding.model.staged_model import StagedModel
@@ -26,7 +28,9 @@ Arm = Callable[[list[Request]], Rounds]
 Pause = Callable[[int], None]  # called with the new tokens of a step; others may run meanwhile
 
 # SINGLE: the baseline at batch size 1, in batched runs the reference for equivalence and for the throughput ratio.
+# Of another engine: AGAIN: the baseline once more; OWN_LOOP: our own autoregressive decoding.
 BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
+AGAIN, OWN_LOOP = "again", "own_loop"
 
 
 @dataclass(slots=True)
@@ -40,6 +44,7 @@ class Setup:
         arms: by name.
         spec: the run.
         verify_tokens: tokens of each sequence in the method's widest pass.
+        served: the engine whose arms baseline and method are; None: this project's.
     """
 
     pair: Pair
@@ -48,6 +53,13 @@ class Setup:
     arms: dict[str, Arm]
     spec: RunSpec
     verify_tokens: int = 1
+    served: Served | None = None
+
+    def close(self) -> None:
+        """Ends what the arms hold."""
+        self.drafter.close()
+        if self.served is not None:
+            self.served.close()
 
     @property
     def reference(self) -> str:
@@ -63,6 +75,33 @@ class Setup:
         if self.drafter.needs.reference_answer:
             answers = self.answers(BASELINE, requests)
             self.drafter.set_reference_answers([r.prompt for r in requests], [a.tokens for a in answers])
+
+
+class Served(Protocol):
+    """Another engine, as a run sees it; `specbench.engines.served` has what there is.
+
+    Attributes:
+        version: of it.
+        faults: what went wrong so far, a line each.
+    """
+
+    version: str
+    faults: list[str]
+
+    def open(self, prompts: Sequence[Request]) -> None:
+        """Starts it, and checks what a measurement rests on."""
+
+    def plain(self, requests: list[Request]) -> Rounds:
+        """The arm without speculation."""
+
+    def speculative(self, requests: list[Request]) -> Rounds:
+        """The arm with speculation."""
+
+    def tops(self, request: Request) -> tuple[list[int], list[dict[int, float]]]:
+        """A plain answer, and its log-probabilities by id at each place."""
+
+    def close(self) -> None:
+        """Ends it."""
 
 
 class FastestOf:

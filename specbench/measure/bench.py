@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from specbench.decoding.trace import Clock, Generation, Step
-from specbench.measure.arms import BASELINE, HF, METHOD
+from specbench.measure.arms import AGAIN, BASELINE, HF, METHOD, OWN_LOOP
 from specbench.system.errors import JobError, one_line
 
 if TYPE_CHECKING:
@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from specbench.measure.certify import Certifier
     from specbench.measure.conductor import Conductor
     from specbench.measure.protocol import Protocol
+
+
+# What a record calls the certificate of an arm's answer.
+JUDGED = (
+    ("equivalence", METHOD),
+    *(("baseline_equivalence", arm) for arm in (HF, OWN_LOOP)),
+    ("again_equivalence", AGAIN),
+)
 
 
 @dataclass(slots=True)
@@ -107,7 +115,7 @@ class Bench:
                 "baseline_equivalence": None,
             }
             first = self.certifier.first_answer(number, repeat, record)
-            for key, arm in (("equivalence", METHOD), ("baseline_equivalence", HF)):
+            for key, arm in JUDGED:
                 if arm in order:
                     record[key] = asdict(self.certifier.judge(arm, by_arm, attempts, first))
         return records

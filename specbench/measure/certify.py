@@ -15,6 +15,7 @@ from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import (
     batch_noise,
     drawn_margin,
+    engine_noise,
     model_noise,
     next_logits,
     shape_noise,
@@ -139,6 +140,8 @@ class Certifier:
 
         It is measured when it is first needed: the first answer that differs waits for it, not the first question.
         """
+        if self.setup.served is not None:
+            return max(self._noise_of_shapes, self._noise_of_served)
         return max(self._noise_of_shapes, self._noise_of_forwards) if arm == HF else self._noise_of_shapes
 
     @cached_property
@@ -156,6 +159,15 @@ class Certifier:
         if setup.spec.unit == POOL:
             noise = max(noise, batch_noise(setup.target, self._samples, setup.spec.batch_size))
         return noise
+
+    @cached_property
+    def _noise_of_served(self) -> float:
+        """Between our passes and those of another engine."""
+        served = self.setup.served
+        assert served is not None
+        requests = self.protocol.warm_up_requests(NOISE_TOKENS)
+        answers = [(request.prompt, *served.tops(request)) for request in requests]
+        return engine_noise(self.setup.target, answers)
 
     @cached_property
     def _noise_of_forwards(self) -> float:

@@ -17,10 +17,13 @@ from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.sampling import SamplingParams
 
 BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row
+ENGINE_NOISE = 0.5  # logits: what another engine departs by at the most, if rounding is the reason
 NOT_ROUNDING = 4  # times the change in the model's own forward; on CPUs ours is 1.0 to 1.5 times as large
 
 
@@ -127,6 +130,31 @@ def model_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]])
     )
     model, _ = model_change(target, samples, firsts)
     return 2 * (ours if ours <= NOT_ROUNDING * model else model)
+
+
+def engine_noise(
+    target: StagedModel, answers: Sequence[tuple[list[int], list[int], list[dict[int, float]]]]
+) -> float:
+    """As `shape_noise`, between our passes and those of another engine; at most `ENGINE_NOISE`.
+
+    The engine's log-probabilities tell the distance of its first two choices. Where it gives none, what its greedy
+    tokens fall short of the target's best by is the noise that can be seen.
+
+    Args:
+        target: that both decode with.
+        answers: prompt, answer, and the engine's log-probabilities by id at each place of the answer.
+    """
+    largest = 0.0
+    for prompt, answer, tops in answers:
+        logits = forced_logits(target, prompt, answer, block=1)
+        chosen = torch.tensor(answer, device=logits.device)[:, None]
+        short = (logits.amax(-1, keepdim=True) - logits.gather(-1, chosen)).squeeze(-1).tolist()
+        for place, likeliest in enumerate(tops[: len(answer)]):
+            first, second = sorted(likeliest, key=lambda token: -likeliest[token])[:2]
+            gap = float(logits[place, first] - logits[place, second])
+            short[place] = abs(gap - (likeliest[first] - likeliest[second]))
+        largest = max(largest, *(value for value in short if value <= ENGINE_NOISE), 0.0)
+    return min(2 * largest, ENGINE_NOISE)
 
 
 def model_change(

@@ -73,7 +73,8 @@ class Protocol:
         """The arms in the order of their first slices, which rotates over pools, turns and repeats."""
         single, others = ([arm for arm in arms if (arm == SINGLE) == alone] for alone in (True, False))
         orders = list(permutations(others))
-        order = orders[(pool + turn + repeat) % len(orders)]
+        # Seven at a time: of 24 orders the first six begin with one arm.
+        order = orders[7 * (pool + turn + repeat) % len(orders)]
         # It takes as long as all others together: it is first and last in turns.
         return [*order, *single] if repeat % 2 else [*single, *order]
 

@@ -121,7 +121,7 @@ def _pieces(attempt: Attempt, arm: str) -> list[Piece]:
     pieces = [piece(tokens, answer.prefill_seconds)]
     for step in answer.steps:
         tokens += step.emitted
-        pieces.append(piece(tokens, step.draft_seconds + step.verify_seconds + step.other_seconds))
+        pieces.append(piece(tokens, step.seconds))
     return pieces
 
 

@@ -42,16 +42,19 @@ from specbench.measure.metrics.statistics import Speedup
 from specbench.measure.plan import RunPlan, complete_passes
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
+from specbench.measure.served import prepare_served
 from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
 from specbench.models.pairs import load_pair, with_part
 from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
-from specbench.system.settings import parameters
+from specbench.system.settings import flat, parameters
 
 
 def prepare(cfg: DictConfig) -> Bench:
     """Loads the pair and builds the arms."""
     spec = RunSpec.of(cfg)
+    if spec.engine is not None:
+        return prepare_served(cfg, spec)
     needs = spec.needs
     pair_cfg = cfg.pair
     if needs.part:  # it may bring the draft model with it
@@ -116,7 +119,7 @@ def run(run_dir: Path) -> int:
         repeat = job.next_pass()
         if repeat is not None or not job.is_known():
             bench = prepare(cfg)
-            with closing(bench.setup.drafter):
+            with closing(bench.setup):
                 job.measure(bench, repeat)
         if job.next_pass() is not None:
             return store.EXIT_CONTINUE
@@ -175,8 +178,8 @@ class Job:
                     shared = {"process": process, "wall_seconds": spent}
                     self.journal.append(*(record | shared for record in records))
                     bar.update(len(questions))
-                    if bench.conductor.peak_memory != run_facts["peak_memory_bytes"]:
-                        run_facts["peak_memory_bytes"] = bench.conductor.peak_memory
+                    if any(run_facts[key] != value for key, value in changing_facts(bench).items()):
+                        run_facts |= changing_facts(bench)
                         write_json(self.run_dir / store.FACTS, run_facts)
                 repeat = self.next_pass()
                 if repeat is not None:
@@ -286,8 +289,23 @@ def facts(bench: Bench) -> dict:
         "slice_seconds": conductor.slice_seconds,
         "training": bench.training,
         "trained_weights": bench.trained_weights,
-        "peak_memory_bytes": conductor.peak_memory,
+        **changing_facts(bench),
     } | ({"generate_cache": generate.chosen} if isinstance(generate, FastestOf) else {})
+
+
+def changing_facts(bench: Bench) -> dict:
+    """Those of the facts that change while a run is measured."""
+    served, engine = bench.setup.served, bench.setup.spec.engine
+    of_engine = None
+    if served is not None and engine is not None:
+        plain = flat(engine.get("plain") or {})
+        of_engine = {
+            "name": engine["name"],
+            "version": served.version,
+            "plain": plain,
+            "faults": [*served.faults],
+        }
+    return {"peak_memory_bytes": bench.conductor.peak_memory, "engine": of_engine}
 
 
 @one_line_errors()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import yaml
 
-from specbench.config.spec import POOL
+from specbench.config.spec import OWN, POOL
 from specbench.data.questions import TASKS
 from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
@@ -255,9 +255,10 @@ def _run_folders(path: Path) -> list[Path]:
 
 
 def method_label(summary: Mapping) -> str:
-    """The method, and what drafts for it where that is another choice."""
-    drafter = summary["drafter"]
-    return summary["method"] if drafter in (None, "none") else f"{summary['method']} + {drafter}"
+    """The method, what drafts for it where that is another choice, and the engine where it is not this project's."""
+    drafter, engine = summary["drafter"], summary.get("engine")
+    by = "" if engine is None else f" by {engine['name']}"
+    return f"{summary['method']}{by}" if drafter in (None, "none") else f"{summary['method']} + {drafter}"
 
 
 def as_text(settings: Mapping) -> list[str]:
@@ -383,6 +384,7 @@ def summary_frame(runs: Iterable[Run]) -> pd.DataFrame:
         nested = ("overall", "tasks", "equivalence", "baseline", "settings", "task")
         head = {"run": run.name} | {k: v for k, v in summary.items() if k not in nested}
         head["settings"] = ", ".join(as_text(summary["settings"]))
+        head["engine"] = (summary.get("engine") or {}).get("name", OWN)
         baseline = {f"baseline_{k}": v for k, v in summary["baseline"].items() if k != "equivalence"}
         for task, numbers in [*summary["tasks"].items(), ("overall", summary["overall"])]:
             flat = {k: v for k, v in numbers.items() if k not in NESTED} | numbers["equivalence"]
@@ -415,8 +417,9 @@ def named(names: list[str]) -> str:
 
 
 def differing_by_pair(runs: Iterable[Run]) -> list[str]:
-    """As `not_comparable`, among the runs of one pair and batch size: that others differ is no surprise."""
+    """As `not_comparable`, among the runs of one pair, batch size and engine: that others differ is no surprise."""
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.summary["pair"], run.summary["batch_size"]), []).append(run)
+        engine = (run.summary.get("engine") or {}).get("name")
+        groups.setdefault((run.summary["pair"], run.summary["batch_size"], engine), []).append(run)
     return [line for alike in groups.values() for line in not_comparable(alike)]

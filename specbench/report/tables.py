@@ -50,6 +50,12 @@ QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
 DISTURBED = "others were busy on this machine for {} of the time that counts"
 WORST_DISTURBED = 0.1  # of the time that counts, above which a run warns of it first
 STOLEN_SHOWN = 0.001
+SAME_VERDICT = (
+    "method",
+    "pair",
+    "data",
+    "temperature",
+)  # runs that differ in the engine differ in none of these
 ONE_POOL = "interval over repeats of one pool: timing noise only"
 
 
@@ -83,7 +89,8 @@ class PlainTable(Table):
 
 def run_table(summary: dict) -> Table:
     """The numbers of one run: a row per task, those with a violation first, then all questions together."""
-    caption = baseline_line(summary["baseline"])
+    engine = summary.get("engine")
+    caption = baseline_line(summary["baseline"]) if engine is None else engine_line(summary)
     for line in (
         batch_line(summary),
         *summary.get("notes", ()),
@@ -145,6 +152,41 @@ def overview_table(summaries: Iterable[dict]) -> Table:
         questions, rate, *rest = _cells(summary["overall"])
         baseline = _number(baseline_rate(summary["baseline"]), 1)
         table.add_row(label + _cores(summary), questions, rate, baseline, *rest)
+    return table
+
+
+def engines_table(summaries: Iterable[dict]) -> Table | None:
+    """Other engines beside this project's own decoding: a row per run, with what each engine does plainly.
+
+    Of this project's runs there are those of a method and pair that another engine was measured with. None without one.
+    """
+    summaries = [summary for summary in summaries if summary["unit"] == QUESTION]
+    others = {
+        tuple(summary[key] for key in SAME_VERDICT)
+        for summary in summaries
+        if summary.get("engine") is not None
+    }
+    shown = [summary for summary in summaries if tuple(summary[key] for key in SAME_VERDICT) in others]
+    if not shown:
+        return None
+    title = "one pair, several engines: speedups are over the plain decoding of the same engine"
+    table = PlainTable(title)
+    table.add_columns("run", overflow="fold")
+    rates = ("plain\ntokens/s", "of the\nceiling", "against\nitself", "speedup\n[95 % interval]")
+    table.add_columns(*rates, "accept.\nlength", "exact/tie/\nviolation", "plain as\nthe target's", **NUMBER)
+    for label, summary in zip(labels(shown), shown):
+        engine, baseline = summary.get("engine"), summary["baseline"]
+        fraction = baseline["bandwidth_fraction"]
+        table.add_row(
+            label,
+            _number(baseline_rate(baseline), 1),
+            UNKNOWN if fraction is None else f"{fraction:.0%}",
+            UNKNOWN if engine is None else _speedup_of_itself(engine),
+            _speedup(summary["overall"]),
+            _number(summary["overall"]["acceptance_length"], 2),
+            _equivalence(summary["equivalence"]),
+            _equivalence(baseline["equivalence"]),
+        )
     return table
 
 
@@ -391,6 +433,32 @@ def baseline_line(baseline: dict) -> Text:
     return text
 
 
+def engine_line(summary: dict) -> Text:
+    """As `baseline_line`, of another engine: its plain arm, the same once more, and our own loop beside it."""
+    engine, baseline = summary["engine"], summary["baseline"]
+    name, loop = engine["name"], engine["own_tokens_per_second"]
+    text = Text(
+        f"baseline: plain {name} {_number(baseline['tokens_per_second'], 1)} tokens/s, against itself "
+    )
+    text.append(_speedup_of_itself(engine))
+    text.append(f"; our loop {_number(loop, 1)} tokens/s; speedups are against plain {name}")
+    if baseline["bandwidth_fraction"] is not None:
+        text.append(f", at {baseline['bandwidth_fraction']:.0%} of the memory-bandwidth ceiling")
+    settings = "".join(f", {setting}" for setting in as_text(engine["plain"]))
+    text.append(f"\n{engine['version']}{settings}; plain answers beside our loop's: ")
+    text.append(_equivalence(baseline["equivalence"]))
+    text.append(", beside its own again: ").append(_equivalence(engine["again_equivalence"]))
+    if summary.get("processes", 1) == 1:
+        text.append("\none start of its servers: another one may differ (processes=2 has two)")
+    return text
+
+
+def _speedup_of_itself(engine: dict) -> Text:
+    """What an engine's plain arm gains over itself."""
+    again = engine["again"]
+    return ratio_text(again["speedup"], again["low"], again["high"])
+
+
 def baseline_rate(baseline: dict) -> float | None:
     """Tokens per second of what the speedups are quoted against."""
     rates = {
@@ -402,15 +470,32 @@ def baseline_rate(baseline: dict) -> float | None:
 
 def faults(summary: dict, with_baseline: bool = True) -> list[str]:
     """What is wrong with a run, a line each; of its baseline too, unless that is told elsewhere."""
-    lines, counts, baseline = [], summary["equivalence"], summary["baseline"]
+    lines, counts, baseline = engine_faults(summary), summary["equivalence"], summary["baseline"]
     if counts["violation"]:
-        lines.append(
-            f"VIOLATION: {counts['violation']} of {counts['answers']} answers are not the target's own"
-        )
+        whose = "the target's own" if summary.get("engine") is None else "those of its plain arm"
+        lines.append(f"VIOLATION: {counts['violation']} of {counts['answers']} answers are not {whose}")
     if summary["failed"]:
         lines.append(f"FAILED: {summary['failed']} questions, left out of every number")
-    if with_baseline and baseline["equivalence"]["violation"]:
+    if with_baseline and summary.get("engine") is None and baseline["equivalence"]["violation"]:
         lines.append(_baseline_fault(baseline))
+    return lines
+
+
+def engine_faults(summary: dict) -> list[str]:
+    """What is wrong with another engine; nothing of this project's own."""
+    engine = summary.get("engine")
+    if engine is None:
+        return []
+    name, lines = engine["name"], []
+    differing, unlike = summary["baseline"]["equivalence"], engine["again_equivalence"]
+    if differing["violation"]:
+        lines.append(f"VIOLATION: {differing['violation']} plain answers of {name} are not the target's")
+    if unlike["violation"]:
+        lines.append(f"VIOLATION: {unlike['violation']} plain answers of {name} are not what it said before")
+    if verdict(engine["again"]["low"], engine["again"]["high"]) in ("faster", "slower"):
+        lines.append(f"NO VERDICT ON SPEED: plain {name} against itself has {_speedup_of_itself(engine)}")
+    if faults_met := engine["faults"]:
+        lines.append(f"FAULTS of {name}: {len(faults_met)}, the first: {faults_met[0]}")
     return lines
 
 
@@ -457,7 +542,8 @@ def _baseline_fault(baseline: dict) -> str:
 def overview(summaries: Iterable[dict]) -> list[Table]:
     """The tables that set several runs side by side."""
     summaries = list(summaries)
-    tables = [spec_bench_table(summaries), overview_table(summaries), pairs_table(summaries)]
+    tables = [spec_bench_table(summaries), overview_table(summaries)]
+    tables += [engines_table(summaries), pairs_table(summaries)]
     return [table for table in (*tables, *grid_tables(summaries), batches_table(summaries)) if table]
 
 

@@ -116,6 +116,17 @@ def plain(cfg: Mapping) -> dict[str, Any]:
     return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names."""
+    flattened: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flattened |= flat(value, f"{prefix}{key}.")
+        else:
+            flattened[f"{prefix}{key}"] = value
+    return flattened
+
+
 def _fits(value: Any, kind: Any) -> bool:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:

@@ -16,7 +16,6 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.engines.audit import (
     EXACT,
-    ROUNDING,
     SURPRISE,
     TIE,
     VIOLATION,
@@ -29,6 +28,7 @@ from specbench.engines.audit import (
     read_answers,
     same_answers,
 )
+from specbench.measure.numeric_noise import ENGINE_NOISE
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from specbench.system.files import read_json
@@ -139,7 +139,7 @@ def test_the_plain_arm_says_how_much_an_engine_rounds():
 
     near, gap = departed(1)
     far, distance = departed(-1)
-    assert gap < ROUNDING < distance
+    assert gap < ENGINE_NOISE < distance
     referee = Referee(pair, 0.0)
     for plain, verdict in ((near, {TIE: 1}), (far, {VIOLATION: 1})):
         files = {"plain": [answered(plain, cap=None)], "answers": [answered(near, cap=None)]}

@@ -26,6 +26,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 
 from specbench import ROOT
+from specbench.config.spec import OWN
 from specbench.measure.records.source import source_sha256
 from specbench.models.packages import described, is_package
 from specbench.system.errors import UserError
@@ -65,6 +66,7 @@ COMPARABLE = (
         "config.decoding",
         "config.batch_size",
         "config.protocol",
+        "config.engine.name",
     ),
 )
 PROVENANCE = "provenance.json"
@@ -129,7 +131,7 @@ def record(run_dir: Path, provenance: dict) -> None:
 def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) -> list[str]:
     """Why two runs are not comparable, each as "versions.torch 2.11 against 2.13"; [] if they are."""
     left, right = (
-        {key: value for key, value in _flat(provenance) if key.startswith(tuple(names))}
+        {"config.engine.name": OWN} | {k: v for k, v in _flat(provenance) if k.startswith(tuple(names))}
         for provenance in (first, second)
     )
     return [

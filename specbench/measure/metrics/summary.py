@@ -17,6 +17,7 @@ from specbench.data.warm_start import warm_lines
 from specbench.measure.metrics.acceptance import acceptance_length, acceptance_rate, ratio
 from specbench.measure.metrics.dataframes import failed_questions, generations_frame, steps_frame
 from specbench.measure.metrics.drift import thirds, thirds_lines
+from specbench.measure.metrics.engine import engine_numbers
 from specbench.measure.metrics.machine import machine, speed
 from specbench.measure.metrics.method_stats import describe
 from specbench.measure.metrics.metrics import VERDICTS, MetricInput, bandwidth_fraction, equivalence, numbers
@@ -94,6 +95,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "processes": len({record["process"] for record in records}),
         **{key: facts[key] for key in OF_FACTS},
         **{key: facts.get(key) for key in OF_NEWER_FACTS},
+        "engine": engine_numbers(records, facts),
         "training": facts.get("training", {}),
         "trained_weights": facts.get("trained_weights", {}),
         "overall": overall,

@@ -26,6 +26,7 @@ STATS = {
 
 def migrated_facts(facts: dict) -> dict:
     """The content of facts.json with the run's `unit`: older folders tell whether it decodes batches."""
+    facts = {"engine": None} | facts  # older folders know this project's alone
     return facts if "unit" in facts else facts | {"unit": POOL if facts["batched"] else QUESTION}
 
 
@@ -36,7 +37,7 @@ def migrated_summary(summary: Any) -> Any:
     """
     if not isinstance(summary, dict):
         return summary
-    summary = {"verification": TOKEN} | summary
+    summary = {"verification": TOKEN, "engine": None} | summary
     if "unit" in summary or "drafter" not in summary:
         return summary
     return summary | {"unit": QUESTION if summary["drafter"] is None else POOL}

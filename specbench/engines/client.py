@@ -1,0 +1,84 @@
+"""Asks a server over HTTP, and reads its answer event by event."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+DONE = "[DONE]"
+SHOWN = 200  # characters of what a server says of an error
+
+
+class EngineError(Exception):
+    """What a server did wrong, in one line."""
+
+
+def events(url: str, path: str, body: Mapping, timeout: float) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Posts a request and yields each event of the stream as it arrives; whoever stops reading hangs up.
+
+    Args:
+        url: of the server.
+        path: of the request.
+        body: becomes JSON.
+        timeout: seconds without an event.
+
+    Yields:
+        `time.perf_counter()` of the arrival, and the event.
+
+    Raises:
+        EngineError: The server refuses, falls silent, breaks off or sends what is no JSON.
+    """
+    with closing(_connection(url, timeout)) as connection:
+        try:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                message = response.read(SHOWN).decode(errors="replace")
+                raise EngineError(f"{path} answers {response.status}: {' '.join(message.split())}")
+            while line := response.readline():
+                arrived = time.perf_counter()
+                content = line.decode(errors="replace").strip().removeprefix("data:").strip()
+                if content == DONE:
+                    return
+                if content and not content.startswith(":"):
+                    yield arrived, _event(content)
+        except TimeoutError as error:
+            raise EngineError(f"{path} was silent for {timeout:.0f} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{path} broke off: {type(error).__name__} {error}".rstrip()) from error
+
+
+def is_ready(url: str, path: str, timeout: float = 2.0) -> bool:
+    """Whether a server answers a request for a path with 200."""
+    with closing(_connection(url, timeout)) as connection:
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False
+
+
+def _connection(url: str, timeout: float) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.hostname or "", parts.port, timeout=timeout)
+
+
+def _event(content: str) -> dict[str, Any]:
+    """One event. Raises EngineError for half of one, or for an error that the server tells in it."""
+    try:
+        event = json.loads(content)
+    except ValueError as error:
+        raise EngineError(f"an event is no JSON: {content[:SHOWN]}") from error
+    if not isinstance(event, dict):
+        raise EngineError(f"an event is no object: {content[:SHOWN]}")
+    if "error" in event:
+        raise EngineError(f"the server says: {json.dumps(event['error'])[:SHOWN]}")
+    return event

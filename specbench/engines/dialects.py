@@ -1,0 +1,159 @@
+"""How servers are asked for token ids: llama.cpp's `/completion`, and OpenAI's completions as vLLM extends them.
+
+A dialect asks one request and gives the target passes that the answer came from, as far as the server shows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from specbench.engines.client import EngineError, events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from specbench.decoding.state import Request
+
+TOP = 2  # tokens of each place whose log-probabilities are asked for
+
+
+@dataclass(slots=True)
+class TargetPass:
+    """One pass of the target, as a server shows it.
+
+    Attributes:
+        at: `time.perf_counter()` when its last token arrived.
+        tokens: that it gave.
+        drafted: that it verified; None: the server does not say.
+    """
+
+    at: float
+    tokens: list[int]
+    drafted: int | None = 0
+
+
+@dataclass(slots=True)
+class Reply:
+    """One answer of a server.
+
+    Attributes:
+        passes: the prompt's first.
+        prompt_tokens: that the server says it read.
+        cached_tokens: of them, those that it remembered instead.
+        echoed: the settings that it says it used, by the names of `SamplingParams` and `Request`.
+        tops: by place, log-probabilities by id, where they were asked for.
+    """
+
+    passes: list[TargetPass] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    echoed: dict[str, Any] = field(default_factory=dict)
+    tops: list[dict[int, float]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The answer."""
+        return [token for one in self.passes for token in one.tokens]
+
+
+def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float, tops: bool = False) -> Reply:
+    """Asks llama.cpp's server.
+
+    It sends an event for each token, with its counts of draft tokens so far. They change with the first token of a
+    pass: as many as were accepted, and one, belong to it.
+
+    Args:
+        url: of the server.
+        request: what to decode.
+        stops: token ids that end the answer.
+        timeout: seconds without an event.
+        tops: also ask for log-probabilities.
+
+    Raises:
+        EngineError: The server fails, or its counts do not fit its tokens.
+    """
+    decoding = request.decoding
+    body = {
+        "prompt": request.prompt,
+        "n_predict": decoding.max_new_tokens,
+        "temperature": decoding.temperature,
+        "seed": request.seed % 2**32,
+        "samplers": ["temperature"],
+        "stream": True,
+        "return_tokens": True,
+        "cache_prompt": False,
+        "timings_per_token": True,
+        "n_probs": TOP if tops else 0,
+    }
+    reply, left, drafted, accepted = Reply(), 0, 0, 0
+    for at, event in events(url, "/completion", body, timeout):
+        timings = event.get("timings") or {}
+        now_drafted, now_accepted = timings.get("draft_n", drafted), timings.get("draft_n_accepted", accepted)
+        for token in event.get("tokens", ()):
+            if left == 0:
+                reply.passes.append(TargetPass(at, [], now_drafted - drafted))
+                left = now_accepted - accepted + 1
+                drafted, accepted = now_drafted, now_accepted
+            reply.passes[-1].tokens.append(token)
+            reply.passes[-1].at = at
+            left -= 1
+        for place in event.get("completion_probabilities", ()):
+            likeliest = place.get("top_logprobs") or ()
+            reply.tops.append({one["id"]: one["logprob"] for one in likeliest})
+        if event.get("stop"):
+            settings = event.get("generation_settings") or {}
+            reply.prompt_tokens, reply.cached_tokens = event.get("tokens_evaluated"), timings.get("cache_n")
+            reply.echoed = {
+                name: settings[key]
+                for name, key in (("max_new_tokens", "n_predict"), ("temperature", "temperature"))
+                if key in settings
+            }
+            return reply
+        if reply.passes and reply.passes[-1].tokens[-1] in stops:
+            return reply
+    raise EngineError("the stream ended before the answer did")
+
+
+def openai(url: str, request: Request, stops: frozenset[int], timeout: float, tops: bool = False) -> Reply:
+    """Asks a server for completions as vLLM gives them, with token ids; as `llama_cpp`.
+
+    It sends an event for each pass. What was drafted it tells at the end, if it was started with
+    `--per-request-spec-decode-metrics detailed`.
+    """
+    decoding = request.decoding
+    body = {
+        "prompt": request.prompt,
+        "max_tokens": decoding.max_new_tokens,
+        "temperature": decoding.temperature,
+        "seed": request.seed % 2**32,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "stop_token_ids": sorted(stops),
+        "return_tokens_as_token_ids": True,
+        "logprobs": TOP if tops else None,
+    }
+    reply, ended = Reply(), False
+    for at, event in events(url, "/v1/completions", body, timeout):
+        for choice in event.get("choices", ()):
+            ids = choice.get("token_ids") or []
+            if ids:
+                reply.passes.append(TargetPass(at, ids, None))
+            if "prompt_token_ids" in choice and choice["prompt_token_ids"] is not None:
+                reply.prompt_tokens = len(choice["prompt_token_ids"])
+            for likeliest in (choice.get("logprobs") or {}).get("top_logprobs") or ():
+                reply.tops.append({int(key.rpartition(":")[2]): value for key, value in likeliest.items()})
+            ended |= choice.get("finish_reason") is not None
+        if (usage := event.get("usage")) is not None:
+            reply.prompt_tokens = usage.get("prompt_tokens", reply.prompt_tokens)
+            reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if (counts := (event.get("metrics") or {}).get("speculative_decoding")) is not None:
+            for one, count in zip(reply.passes[1:], counts.get("per_step_drafted") or ()):
+                one.drafted = count
+    if not ended:
+        raise EngineError("the stream ended before the answer did")
+    return reply
+
+
+DIALECTS: dict[str, Callable[..., Reply]] = {"llama_cpp": llama_cpp, "openai": openai}

@@ -1,0 +1,91 @@
+"""Environments of their own for engines: what they require would not go together with what this project does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import venv
+from typing import TYPE_CHECKING
+
+from specbench.system.errors import UserError
+from specbench.system.files import lock_folder, make_folder
+from specbench.system.paths import cache_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+COMPLETE = "installed"  # a file that says that an environment is complete
+# Prints what a distribution requires here, without what only its extras do.
+REQUIRES = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1]) or []))"
+
+
+def environment(name: str, install: Mapping) -> Path:
+    """Where the environment of an engine lies: one for each content, as `conf/engine/NAME.yaml` has it in `install`."""
+    digest = hashlib.sha256(json.dumps(dict(install), sort_keys=True).encode()).hexdigest()[:8]
+    return cache_folder() / "engines" / f"{name}-{digest}"
+
+
+def interpreter(name: str, install: Mapping) -> Path:
+    """The Python of an engine's environment. Raises UserError where it was not installed."""
+    folder = environment(name, install)
+    if not (folder / COMPLETE).exists():
+        raise UserError(f"engine {name} is not installed: run `specbench engine install {name}`")
+    return folder / "bin" / "python"
+
+
+def make_environment(name: str, install: Mapping) -> Path:
+    """Makes the environment of an engine, where it is not there; one that was begun is gone on with.
+
+    Args:
+        name: of the engine.
+        install: `requirements`, as pip takes them; `without`: packages that the last of them requires and that are left
+            out.
+
+    Returns:
+        Its Python.
+
+    Raises:
+        UserError: pip cannot install what it requires.
+    """
+    folder = make_folder(environment(name, install))
+    *first, last = install["requirements"]
+    without = set(install.get("without") or ())
+    with lock_folder(folder, "installed", wait=True):
+        if not (folder / COMPLETE).exists():
+            print(f"installing {', '.join([*first, last])} into {folder}", file=sys.stderr, flush=True)
+            venv.create(folder, with_pip=True)
+            python = folder / "bin" / "python"
+            _pip(name, python, first)
+            _pip(name, python, [*(["--no-deps"] if without else []), last])
+            if without:
+                _pip(name, python, _requirements_of(python, last, without))
+            (folder / COMPLETE).touch()
+    return interpreter(name, install)
+
+
+def _pip(name: str, python: Path, arguments: Sequence[str]) -> None:
+    if not arguments:
+        return
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip failed"]
+        raise UserError(f"cannot install engine {name}: {lines[-1].strip()}")
+
+
+def _requirements_of(python: Path, requirement: str, without: set[str]) -> list[str]:
+    """What an installed distribution requires, those of its extras and some others left out."""
+    distribution = _name(requirement)
+    listed = subprocess.run(
+        [str(python), "-c", REQUIRES, distribution], capture_output=True, text=True, check=True
+    )
+    return [one for one in json.loads(listed.stdout) if "extra ==" not in one and _name(one) not in without]
+
+
+def _name(requirement: str) -> str:
+    """The distribution that a requirement is of."""
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower()

@@ -1,0 +1,100 @@
+"""llama.cpp as an engine of a run, through the server of the package xllamacpp."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbench.engines.environments import interpreter
+from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
+from specbench.engines.server import Server
+from specbench.models.export import as_gguf
+from specbench.system.errors import UserError
+from specbench.system.paths import packaged
+from specbench.system.processes import own_cores
+
+if TYPE_CHECKING:
+    from specbench.models.pairs import Pair
+
+SCRIPT = Path(__file__).with_name("serve_llama_cpp.py")
+
+
+class LlamaCpp(ServedEngine):
+    """Two servers of llama.cpp, alive side by side on the same cores.
+
+    Args:
+        pair: whose target and draft model they get, as GGUF files in the pair's dtype.
+        method: the name of what the speculative one drafts as.
+        threads: of each server.
+        plain: parameters of both, as xllamacpp spells them.
+        speculative: by method, parameters of the speculative one, those of `speculative` there.
+        install: what the environment holds.
+        python: an interpreter that has xllamacpp; None: that of the environment.
+        target: a GGUF file in place of the pair's target, such as a quantised one.
+        draft: likewise of the draft model.
+        start_seconds: that starting a server may take.
+        answer_seconds: without an event, after which a server counts as hung.
+
+    Raises:
+        UserError: The engine is not installed, or a model cannot become a GGUF file.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        method: str,
+        threads: int,
+        plain: dict,
+        speculative: dict,
+        install: dict,
+        python: str | None = None,
+        target: str | None = None,
+        draft: str | None = None,
+        start_seconds: float = 120.0,
+        answer_seconds: float = 120.0,
+    ):
+        name = "llama_cpp"
+        program = Path(python) if python else interpreter(name, install)
+        self.version = install["requirements"][-1]
+        of_target = _file(target) if target else as_gguf(pair.target, pair.tokenizer, f"{pair.name}-target")
+        every = {
+            "model": {"path": str(of_target)},
+            "n_ctx": pair.context_length,
+            "n_parallel": 1,
+            "cpuparams": {"n_threads": threads},
+            "cpuparams_batch": {"n_threads": threads},
+            **plain,
+        }
+        drafts = dict(speculative[method])
+        of_draft = _file(draft) if draft else None
+        if of_draft is None and pair.draft is not None:
+            of_draft = as_gguf(pair.draft, pair.tokenizer, f"{pair.name}-draft")
+        if of_draft is not None:
+            threads_of_it = {"cpuparams": {"n_threads": threads}, "cpuparams_batch": {"n_threads": threads}}
+            drafts["draft"] = {"mparams": {"path": str(of_draft)}, **threads_of_it, **drafts.get("draft", {})}
+        cores = sorted(own_cores())[-threads:]  # the same for both: one waits while the other works
+
+        def server(arm: str, parameters: dict[str, Any]) -> Server:
+            words = json.dumps(parameters)
+            return Server(
+                arm,
+                "",
+                lambda port: [str(program), str(SCRIPT), str(port), words],
+                seconds=start_seconds,
+                cores=cores,
+            )
+
+        servers = {
+            PLAIN: server(PLAIN, every),
+            SPECULATIVE: server(SPECULATIVE, every | {"speculative": drafts}),
+        }
+        super().__init__(pair, servers, name, answer_seconds)
+
+
+def _file(name: str) -> Path:
+    """A file. Raises UserError where there is none."""
+    path = packaged(name)
+    if not path.is_file():
+        raise UserError(f"there is no file '{name}'")
+    return path.resolve()

@@ -1,0 +1,206 @@
+"""Other engines as arms of a run: one server decodes plainly, another one speculates, and both answer token ids.
+
+Baseline and method are the same engine without and with speculation. What each of them is asked, and when, is the run's
+business, as with arms of our own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from specbench.decoding.stop import truncate_at_stop
+from specbench.decoding.trace import Generation, Step, counted
+from specbench.engines.client import EngineError
+from specbench.engines.dialects import DIALECTS
+from specbench.system.errors import JobError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from specbench.decoding.engine import Rounds
+    from specbench.decoding.state import Request
+    from specbench.engines.dialects import Reply
+    from specbench.engines.server import Server
+    from specbench.models.pairs import Pair
+
+RESTARTS = 3  # of a server in a run, before it is given up
+PLAIN, SPECULATIVE = "plain", "speculative"
+
+
+class ServedEngine:
+    """Two servers of one engine.
+
+    Args:
+        pair: whose target they serve.
+        servers: by `PLAIN` and `SPECULATIVE`.
+        dialect: a name in `dialects.DIALECTS`.
+        answer_seconds: without an event, after which a server counts as hung.
+
+    Attributes:
+        faults: what went wrong so far, a line each.
+    """
+
+    version: str = "unknown"
+
+    def __init__(self, pair: Pair, servers: Mapping[str, Server], dialect: str, answer_seconds: float):
+        self.pair, self.servers, self.answer_seconds = pair, servers, answer_seconds
+        self.dialect = DIALECTS[dialect]
+        self.faults: list[str] = []
+        self._target_bytes: int | None = None
+
+    def open(self, prompts: Sequence[Request]) -> None:
+        """Starts both servers, and asks them what must be known before anything is timed.
+
+        Args:
+            prompts: requests of the warm-up.
+
+        Raises:
+            UserError: A server does not start, or does not do what a measurement rests on.
+        """
+        self._target_bytes = counted(self.pair.staged.pass_bytes())
+        try:
+            for server in self.servers.values():
+                server.start()
+            for server in self.servers.values():
+                server.wait()
+            self._shake_hands(prompts)
+        except EngineError as error:
+            self.close()
+            raise UserError(f"the engine cannot be measured: {error}") from error
+        except UserError:
+            self.close()
+            raise
+
+    def plain(self, requests: list[Request]) -> Rounds:
+        """The arm without speculation."""
+        return (yield from self._rounds(PLAIN, requests))
+
+    def speculative(self, requests: list[Request]) -> Rounds:
+        """The arm with speculation."""
+        return (yield from self._rounds(SPECULATIVE, requests))
+
+    def tops(self, request: Request) -> tuple[list[int], list[dict[int, float]]]:
+        """An answer of the plain server, and log-probabilities by id at each place; of none where it gives none."""
+        reply = self._reply(PLAIN, request, tops=True)
+        return reply.tokens, reply.tops
+
+    def close(self) -> None:
+        """Ends both servers."""
+        for server in self.servers.values():
+            server.close()
+
+    # -- asking
+
+    def _rounds(self, name: str, requests: list[Request]) -> Rounds:
+        answers = []
+        for request in requests:
+            answers.append(self._answer(name, request))
+            yield len(answers[-1].tokens)
+        return answers
+
+    def _answer(self, name: str, request: Request) -> Generation:
+        """One answer; a server that fails is started again, once for each answer."""
+        try:
+            return self._timed(name, request)
+        except EngineError as error:
+            server = self.servers[name]
+            self.faults.append(f"{name}: {error}")
+            if not server.is_ours or server.starts > RESTARTS:
+                raise JobError(f"the {name} server failed: {error}") from error
+            server.restart()
+        try:
+            self._reply(name, request)  # the first answer of a server is not timed
+            return self._timed(name, request)
+        except EngineError as error:
+            self.faults.append(f"{name}, once more: {error}")
+            raise UserError(f"the {name} server failed twice: {error}") from error
+
+    def _timed(self, name: str, request: Request) -> Generation:
+        begun = time.perf_counter()
+        reply = self._reply(name, request)
+        ended = time.perf_counter()
+        return self._generation(reply, request, begun, ended)
+
+    def _reply(self, name: str, request: Request, tops: bool = False) -> Reply:
+        stops = self.pair.stop_ids if request.stop_ids is None else request.stop_ids
+        reply = self.dialect(self.servers[name].url, request, stops, self.answer_seconds, tops)
+        if not reply.tokens:
+            raise EngineError("the answer holds no token ids")
+        return reply
+
+    def _generation(self, reply: Reply, request: Request, begun: float, ended: float) -> Generation:
+        """A reply as the journal holds it: the prompt's pass, then a round for each other one."""
+        tokens = reply.tokens
+        finish = "stop" if tokens[-1] in self.pair.stop_ids else "length"
+        first, *others = reply.passes
+        steps, before = [], first.at
+        for one in others:
+            emitted = len(one.tokens)
+            drafted = one.drafted or 0
+            steps.append(
+                Step(
+                    drafted=drafted,
+                    accepted=min(emitted - 1, drafted),
+                    emitted=emitted,
+                    depth=drafted,
+                    draft_seconds=math.nan,
+                    verify_seconds=math.nan,
+                    other_seconds=one.at - before,
+                    draft_bytes=None if drafted else 0,
+                    target_bytes=self._target_bytes,
+                )
+            )
+            before = one.at
+        return Generation(tokens, first.at - begun, ended - begun, finish, steps)
+
+    # -- before anything is timed
+
+    def _shake_hands(self, requests: Sequence[Request]) -> None:
+        """Raises UserError where a server does not do what a measurement rests on, with what to set."""
+        drafted = accepted = 0
+        for request in requests:
+            replies = {name: self._reply(name, request) for name in (PLAIN, SPECULATIVE)}
+            again = self._reply(PLAIN, request)
+            for name, reply in replies.items():
+                _check_read(name, reply, request)
+                if truncate_at_stop(reply.tokens, self.pair.stop_ids) != reply.tokens:
+                    raise UserError(
+                        f"the {name} server goes on after a stop token: name it in the model's files"
+                    )
+            if any(one.drafted or len(one.tokens) > 1 for one in replies[PLAIN].passes[1:]):
+                raise UserError("the plain server drafts: start it without speculation")
+            if request.decoding.greedy and again.tokens != replies[PLAIN].tokens:
+                self.faults.append("plain: two answers to one prompt differ")
+            passes = replies[SPECULATIVE].passes[1:]
+            if any(one.drafted is None for one in passes):
+                raise UserError(
+                    "the speculative server does not say what it drafts: vLLM does with "
+                    "--per-request-spec-decode-metrics detailed"
+                )
+            drafted += sum(one.drafted or 0 for one in passes)
+            accepted += sum(len(one.tokens) - 1 for one in passes)
+        if not drafted:
+            raise UserError("the speculative server drafts nothing: is its kind of speculation named?")
+        if not accepted:
+            raise UserError(
+                f"the speculative server accepts none of {drafted} draft tokens: are the draft's weights loaded?"
+            )
+
+
+def _check_read(name: str, reply: Reply, request: Request) -> None:
+    """Raises UserError unless a server has read the prompt, all of it, and taken the settings."""
+    if reply.prompt_tokens is not None and reply.prompt_tokens != len(request.prompt):
+        raise UserError(
+            f"the {name} server read {reply.prompt_tokens} tokens of a prompt of {len(request.prompt)}: "
+            "it must add none and cut none"
+        )
+    if reply.cached_tokens:
+        raise UserError(
+            f"the {name} server remembered {reply.cached_tokens} tokens: set its prefix cache off"
+        )
+    wanted = {"max_new_tokens": request.decoding.max_new_tokens, "temperature": request.decoding.temperature}
+    for key, value in reply.echoed.items():
+        if not math.isclose(value, wanted[key], abs_tol=1e-6):
+            raise UserError(f"the {name} server took {key}={value}, not {wanted[key]}")

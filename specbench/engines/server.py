@@ -1,0 +1,152 @@
+"""A server that is one configuration of an engine: a process of this run, or a URL that somebody else serves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING
+
+import psutil
+
+from specbench.engines.client import is_ready
+from specbench.system.errors import UserError
+from specbench.system.processes import end_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+HOST = "127.0.0.1"
+POLL_SECONDS = 0.05  # between two looks whether a server is ready
+END_SECONDS = 10.0  # that a server has to end when it is asked to
+LAST_LINES = 3  # of what a server printed, when it failed
+
+
+@dataclass(slots=True)
+class Server:
+    """A server: `start` it, `wait` until it is ready.
+
+    Attributes:
+        name: of the arm that it serves, for errors.
+        url: that it answers at.
+        command: starts it, from the URL's port; None: somebody else does.
+        ready: the path that answers 200 when it is ready.
+        seconds: that starting may take.
+        cores: that it runs on once it is ready; none: all. Compiling may take all.
+        environment: variables that it gets beside those of this process.
+        starts: how often it was started.
+    """
+
+    name: str
+    url: str
+    command: Callable[[int], list[str]] | None = None
+    ready: str = "/health"
+    seconds: float = 120.0
+    cores: Collection[int] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    starts: int = 0
+    _process: subprocess.Popen | None = None
+    _log: IO[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts the process, if it is ours."""
+        if self.command is None:
+            return
+        port = free_port()
+        self.url = f"http://{HOST}:{port}"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
+        self.starts += 1
+
+        def prepare() -> None:
+            os.setsid()  # a group of its own, so that what it starts can be ended with it
+            end_with_parent()
+
+        self._process = subprocess.Popen(
+            self.command(port),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=os.environ | self.environment,
+            preexec_fn=prepare,
+        )
+
+    def wait(self) -> None:
+        """Waits until the server is ready, and gives it its cores. Raises UserError where it ends or takes too long."""
+        deadline = time.monotonic() + self.seconds
+        while not is_ready(self.url, self.ready):
+            if self._process is not None and self._process.poll() is not None:
+                raise UserError(
+                    f"the {self.name} server ended with {self._process.returncode}: {self._printed()}"
+                )
+            if time.monotonic() > deadline:
+                self.close()
+                raise UserError(
+                    f"the {self.name} server at {self.url} was not ready after {self.seconds:.0f} s"
+                )
+            time.sleep(POLL_SECONDS)
+        if self._process is not None and self.cores:
+            _pin(self._process, self.cores)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process starts and ends it."""
+        return self.command is not None
+
+    def restart(self) -> None:
+        """Ends the server and starts it again. Raises UserError as `wait`."""
+        self.close()
+        self.start()
+        self.wait()
+
+    def close(self) -> None:
+        """Ends the server, and all processes that it has started."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _printed(self) -> str:
+        """The last lines that the server printed, as one."""
+        if self._log is None:
+            return ""
+        self._log.seek(0)
+        lines = deque((line.decode(errors="replace").strip() for line in self._log), LAST_LINES)
+        return " | ".join(filter(None, lines)) or "it printed nothing"
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return listener.getsockname()[1]
+
+
+def _pin(process: subprocess.Popen, cores: Collection[int]) -> None:
+    """Gives cores to all threads of a process and of those that it has started."""
+    parent = psutil.Process(process.pid)
+    for one in (parent, *parent.children(recursive=True)):
+        for thread in one.threads():
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(thread.id, cores)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a process and its group: asked first, then killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()

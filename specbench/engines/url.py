@@ -1,0 +1,56 @@
+"""Servers that somebody else runs as an engine of a run, each named by its URL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specbench.engines.dialects import DIALECTS
+from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
+from specbench.engines.server import Server
+from specbench.system.errors import UserError, suggest
+
+if TYPE_CHECKING:
+    from specbench.models.pairs import Pair
+
+
+class Url(ServedEngine):
+    """Two servers at URLs: one decodes plainly, the other one speculates.
+
+    Args:
+        pair: whose target they serve.
+        method: the name of what the speculative one drafts as.
+        threads: unused; whoever started the servers chose theirs.
+        plain_url: of the plain server.
+        speculative_url: of the speculative one.
+        speculative: by method, what is known of how it drafts; for tables alone.
+        dialect: how they are asked: openai (vLLM), or llama_cpp.
+        version: of the engine, for tables.
+        start_seconds: to wait until they are ready.
+        answer_seconds: without an event, after which a server counts as hung.
+
+    Raises:
+        UserError: A URL is missing, or the dialect unknown.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        method: str,
+        threads: int,
+        plain_url: str | None,
+        speculative_url: str | None,
+        speculative: dict | None,
+        dialect: str = "openai",
+        version: str = "unknown",
+        start_seconds: float = 10.0,
+        answer_seconds: float = 120.0,
+    ):
+        urls = {PLAIN: plain_url, SPECULATIVE: speculative_url}
+        for name, url in urls.items():
+            if not url or not url.startswith(("http://", "https://")):
+                raise UserError(f"set engine.{name}_url to the {name} server, such as http://127.0.0.1:8000")
+        if dialect not in DIALECTS:
+            raise UserError(f"unknown engine.dialect '{dialect}': {suggest(dialect, DIALECTS)}")
+        servers = {name: Server(name, url or "", seconds=start_seconds) for name, url in urls.items()}
+        super().__init__(pair, servers, dialect, answer_seconds)
+        self.version = version

@@ -1,0 +1,59 @@
+"""A run whose baseline and method are another engine's: its arms, and the rounding that it is judged by.
+
+Our own autoregressive decoding is an arm, too: it says whether the engine's plain answers are the target's. The plain
+arm answers twice: what its second answer gains over its first is noise.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import TYPE_CHECKING
+
+from specbench.data.questions import warmup_questions
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.model.agreement import check_staged
+from specbench.decoding.sampling import SamplingParams
+from specbench.measure.arms import AGAIN, BASELINE, METHOD, OWN_LOOP, Setup
+from specbench.measure.bench import Bench
+from specbench.measure.certify import Certifier
+from specbench.measure.conductor import Conductor
+from specbench.measure.machine import provenance
+from specbench.measure.protocol import Protocol
+from specbench.models.pairs import load_pair, with_part
+from specbench.system.processes import own_cores
+from specbench.system.settings import parameters
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from specbench.config.spec import RunSpec
+
+HANDSHAKE_TOKENS = 32  # of the answers that servers are tried with
+
+
+def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
+    """Loads the pair, which the engine is judged by, and starts the engine's servers.
+
+    Raises:
+        UserError: They do not start, or do not do what a measurement rests on.
+    """
+    assert spec.engine is not None
+    needs, pair_cfg = spec.needs, cfg.pair
+    if needs.part:
+        pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
+    pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
+    threads = cfg.threads or len(own_cores())
+    make = pkgutil.resolve_name(spec.engine["_target_"])
+    served = make(pair=pair, method=spec.drafter["name"], threads=threads, **parameters(spec.engine))
+    check_staged(pair.staged, pair.sample_ids())  # after the models were written: it lays their weights out
+    chosen = cfg.decoding
+    decoding = SamplingParams(chosen.max_new_tokens, chosen.temperature)
+    protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
+    served.open(protocol.warm_up_requests(HANDSHAKE_TOKENS))
+    loop = Engine(pair.staged, Drafter(), pair.stop_ids, None, pair.context_length)
+    arms = {BASELINE: served.plain, METHOD: served.speculative, AGAIN: served.plain, OWN_LOOP: loop.rounds}
+    setup = Setup(pair, pair.staged, Drafter(), arms, spec, served=served)
+    training = provenance.trained(pair_cfg, spec.drafter, needs.draft_model)
+    conductor = Conductor(setup, None, cfg.remeasure)
+    return Bench(setup, protocol, conductor, Certifier(setup, protocol), training, {})

@@ -1,0 +1,75 @@
+"""Models as files of the user's cache, for engines that read them: a GGUF file, or a folder as transformers saves it.
+
+Each is written once, in the model's own dtype, under a name that follows from its weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbench.models.gguf_writer import check_writable, write_gguf
+from specbench.system.files import lock_folder, make_folder
+from specbench.system.paths import cache_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+FORM = 1  # of what is kept; another one is written anew
+KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of a GGUF file's matrices
+
+
+def as_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Path:
+    """The GGUF file of a model.
+
+    Args:
+        model: of the Llama family.
+        tokenizer: byte-level BPE.
+        name: that the file begins with.
+
+    Raises:
+        UserError: The model or its tokenizer is of another kind.
+    """
+    check_writable(model, tokenizer)
+    kind = KINDS[model.dtype]
+    return _written(model, f"{name}-{kind}.gguf", lambda path: write_gguf(path, model, tokenizer, kind))
+
+
+def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Path:
+    """The folder of a model and its tokenizer, as transformers saves them; arguments as of `as_gguf`."""
+
+    def save(path: Path) -> None:
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+
+    return _written(model, name, save)
+
+
+def _written(model: PreTrainedModel, name: str, write: Callable[[Path], None]) -> Path:
+    """What `write` makes at a path of this name; made where it is not there, by one process at a time."""
+    folder = make_folder(cache_folder() / "export" / _digest(model)[:12])
+    path, partial = folder / name, folder / f"partial-{name}"
+    with lock_folder(folder, "written", wait=True):
+        if not path.exists():
+            if partial.is_dir():  # of a process that was killed
+                shutil.rmtree(partial)
+            write(partial)
+            partial.rename(path)
+    return path
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """A number that changes with config and weights."""
+    form = [FORM, model.config.to_dict()]
+    digest = hashlib.sha256(json.dumps(form, sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

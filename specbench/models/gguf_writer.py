@@ -1,0 +1,130 @@
+"""Llama models as GGUF files; `gguf` is the way back."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from specbench.system.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import numpy as np
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{hf}_proj": f"attn_{name}" for hf, name in zip("qkvo", ("q", "k", "v", "output"))},
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+}
+
+
+def check_writable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError unless model and tokenizer are of a kind that `write_gguf` writes."""
+    if model.config.model_type != "llama":
+        raise UserError(f"only models of the Llama family become GGUF files, not '{model.config.model_type}'")
+    kind = _tokenizer_model(tokenizer)["type"]
+    if kind != "BPE":
+        raise UserError(f"only BPE tokenizers go into GGUF files, not {kind}")
+
+
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: str = "F32",
+    weights: Mapping[str, np.ndarray] | None = None,
+    architecture: str = "llama",
+    tokens: list[str] | None = None,
+) -> None:
+    """Writes a Llama model and its byte-level BPE tokenizer.
+
+    Args:
+        path: of the file.
+        model: with or without a tied head.
+        tokenizer: of it.
+        kind: of all matrices: F32, F16, BF16, Q8_0, Q4_1 ...
+        weights: by llama.cpp's names; None: the model's.
+        architecture: what the file says it is.
+        tokens: by id; None: the tokenizer's.
+    """
+    import gguf
+
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    _add_tokenizer(writer, tokenizer, tokens or tokens_of(tokenizer, config.vocab_size))
+    wanted = gguf.GGMLQuantizationType[kind]
+    for name, values in (tensors(model) if weights is None else weights).items():
+        of_this = wanted if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(values, of_this), raw_dtype=of_this)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """The weights by llama.cpp's names, the rows of queries and keys in its order of rotary pairs."""
+    config, named = model.config, {}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = weight.float().cpu()
+        if name.startswith("model.layers."):
+            _, _, layer, rest = name.split(".", 3)
+            part = IN_LAYER[rest.removesuffix(".weight")]
+            heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
+            name = f"blk.{layer}.{part}.weight"
+            if heads:
+                values = values.view(heads, 2, -1, values.shape[1]).transpose(1, 2).reshape(values.shape)
+        else:
+            name = NAMES[name]
+        named[name] = values.contiguous().numpy()
+    return named
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
+    """The tokens by id, and a name for every id up to `count` that has none."""
+    tokens = [f"<unused{i}>" for i in range(max(count, len(tokenizer)))]
+    for token, i in tokenizer.get_vocab().items():
+        tokens[i] = token
+    return tokens
+
+
+def _tokenizer_model(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+
+
+def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
+    """Adds tokens, merges, special ids and the chat template."""
+    import gguf
+
+    special = set(tokenizer.all_special_ids)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_token_types([control if i in special else normal for i in range(len(tokens))])
+    writer.add_token_merges([" ".join(pair) for pair in _tokenizer_model(tokenizer)["merges"]])
+    for name in ("bos", "eos"):
+        if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)

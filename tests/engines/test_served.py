@@ -1,0 +1,280 @@
+"""Other engines as arms: what servers say becomes rounds, what they do wrong is seen, and no process is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from specbench.decoding.engine import exhaust
+from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.state import Request
+from specbench.engines import served as module
+from specbench.engines.client import EngineError
+from specbench.engines.dialects import DIALECTS
+from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
+from specbench.engines.server import Server
+from specbench.system.errors import JobError, UserError
+from tests.support import engine_stub
+from tests.support.commands import wait_for
+from tests.support.decoding import random_pair
+from tests.support.engine_stub import Stub, counting, serving
+
+PROMPT, NEW = [3, 9, 27, 11, 33, 29, 17], 16
+STOPS: frozenset[int] = frozenset({2})
+SCRIPT = Path(engine_stub.__file__)
+SILENT = 0.4  # s
+
+
+def request(n: int = NEW) -> Request:
+    return Request(list(PROMPT), SamplingParams(n))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return random_pair("llama")
+
+
+def engine_of(pair, urls: list[str], dialect: str) -> ServedEngine:
+    servers = {name: Server(name, url, seconds=5) for name, url in zip((PLAIN, SPECULATIVE), urls)}
+    return ServedEngine(pair, servers, dialect, SILENT)
+
+
+def process_engine(pair, speculative: dict | None = None, **plain) -> ServedEngine:
+    """Stubs in processes of their own, in llama.cpp's dialect."""
+
+    def server(name: str, told: dict) -> Server:
+        words = json.dumps(told)
+        return Server(name, "", lambda port: [sys.executable, str(SCRIPT), str(port), words], seconds=20)
+
+    servers = {
+        PLAIN: server(PLAIN, plain),
+        SPECULATIVE: server(SPECULATIVE, {"drafts": True} | (speculative or {})),
+    }
+    return ServedEngine(pair, servers, "llama_cpp", SILENT)
+
+
+@pytest.mark.parametrize("dialect", sorted(DIALECTS))
+class TestDialects:
+    def test_a_reply_holds_the_passes_that_it_came_from(self, dialect):
+        with serving(Stub(counting), Stub(counting, drafts=True)) as (plain, speculative):
+            for url, accepted in ((plain, (0,) * 15), (speculative, (2, 0, 3, 1, 2, 0, 0))):
+                reply = DIALECTS[dialect](url, request(), STOPS, SILENT)
+                assert reply.tokens == counting(PROMPT, NEW)
+                assert reply.prompt_tokens == len(PROMPT) and not reply.cached_tokens
+                assert [len(one.tokens) for one in reply.passes] == [1, *(1 + n for n in accepted)]
+                assert [one.drafted or 0 for one in reply.passes[1:]] == [3 * (max(accepted) > 0)] * len(
+                    accepted
+                )
+                assert [one.at for one in reply.passes] == sorted(one.at for one in reply.passes)
+
+    def test_it_asks_for_what_the_run_decodes_with(self, dialect):
+        stub = Stub(counting)
+        with serving(stub) as [url]:
+            DIALECTS[dialect](url, Request(PROMPT, SamplingParams(5, 0.7), seed=2**40 + 9), STOPS, SILENT)
+        [body] = stub.bodies
+        assert body["prompt"] == PROMPT and body["temperature"] == 0.7 and body["seed"] == 9
+        assert 5 in (body.get("n_predict"), body.get("max_tokens"))
+
+    def test_log_probabilities_come_by_place(self, dialect):
+        with serving(Stub(counting)) as [url]:
+            reply = DIALECTS[dialect](url, request(6), STOPS, SILENT, True)
+        assert [max(one, key=one.get) for one in reply.tops] == counting(PROMPT, 6)
+        assert all(sorted(one.values()) == [-3.0, -0.1] for one in reply.tops)
+
+    @pytest.mark.parametrize(
+        ("fault", "said"),
+        [
+            ("refuses", "answers 500"),
+            ("hangs", "silent"),
+            ("cuts", "ended before the answer did"),
+            ("half", "no JSON"),
+            ("tells", "out of memory"),
+        ],
+    )
+    def test_a_fault_is_told_in_one_line(self, dialect, fault, said):
+        with serving(Stub(counting, fault=fault)) as [url], pytest.raises(EngineError, match=said) as raised:
+            DIALECTS[dialect](url, request(), STOPS, SILENT)
+        assert "\n" not in str(raised.value)
+
+    def test_nobody_there(self, dialect):
+        with serving(Stub(counting)) as [url]:
+            pass
+        with pytest.raises(EngineError, match="broke off"):
+            DIALECTS[dialect](url, request(), STOPS, SILENT)
+
+
+@pytest.mark.parametrize("dialect", sorted(DIALECTS))
+class TestHandshake:
+    def test_servers_that_do_what_they_should(self, pair, dialect):
+        with serving(Stub(counting), Stub(counting, drafts=True)) as urls:
+            engine = engine_of(pair, urls, dialect)
+            engine.open([request(), request(8)])
+            assert engine.faults == []
+            [plain], [speculative] = (
+                exhaust(engine.plain([request()])),
+                exhaust(engine.speculative([request()])),
+            )
+        assert plain.tokens == speculative.tokens == counting(PROMPT, NEW)
+        assert [step.accepted for step in plain.steps] == [0] * 15
+        assert [step.accepted for step in speculative.steps] == [2, 0, 3, 1, 2, 0, 0]
+        assert {step.drafted for step in speculative.steps} == {3}
+        assert sum(step.emitted for step in speculative.steps) == NEW - 1
+        for answer in (plain, speculative):
+            spent = answer.prefill_seconds + sum(step.other_seconds for step in answer.steps)
+            assert 0 < answer.prefill_seconds < spent <= answer.seconds
+
+    @pytest.mark.parametrize(
+        ("arm", "fault", "said"),
+        [
+            (SPECULATIVE, "rejects", "accepts none of"),
+            (SPECULATIVE, "is plain", "drafts nothing"),
+            (PLAIN, "drafts", "the plain server drafts"),
+            (PLAIN, "adds", "read 8 tokens of a prompt of 7"),
+            (SPECULATIVE, "remembers", "prefix cache"),
+            (PLAIN, "nothing", "no token ids"),
+            (SPECULATIVE, "text", "no token ids"),
+            (PLAIN, "refuses", "500"),
+        ],
+    )
+    def test_what_a_measurement_cannot_rest_on_is_refused(self, pair, dialect, arm, fault, said):
+        stubs = {PLAIN: Stub(counting), SPECULATIVE: Stub(counting, drafts=True)}
+        if fault == "drafts":
+            stubs[arm].drafts = True
+        else:
+            stubs[arm].fault = fault
+        with serving(*stubs.values()) as urls, pytest.raises(UserError, match=said):
+            engine_of(pair, urls, dialect).open([request()])
+
+    def test_an_engine_that_contradicts_itself_is_named(self, pair, dialect):
+        stub = Stub(counting, fault="breaks", after=1)
+        with serving(stub, Stub(counting, drafts=True)) as urls:
+            engine = engine_of(pair, urls, dialect)
+            engine.open([request()])
+        assert any("differ" in fault for fault in engine.faults)
+
+
+@pytest.mark.parametrize(("dialect", "fault", "said"), [
+    ("llama_cpp", "swallows", "temperature=0.8"),
+    ("openai", "uncounted", "per-request-spec-decode-metrics"),
+])  # fmt: skip
+def test_what_only_one_dialect_tells(pair, dialect, fault, said):
+    with (
+        serving(Stub(counting), Stub(counting, drafts=True, fault=fault)) as urls,
+        pytest.raises(UserError, match=said),
+    ):
+        engine_of(pair, urls, dialect).open([request()])
+
+
+def test_an_answer_that_goes_on_after_a_stop_token_is_refused(pair):
+    stop = next(iter(pair.stop_ids))
+
+    def stopped(prompt: list[int], n: int) -> list[int]:
+        return [*counting(prompt, 4), stop]
+
+    with serving(Stub(stopped), Stub(stopped, drafts=True)) as urls:
+        engine = engine_of(pair, urls, "openai")
+        engine.open([request()])
+        [answer] = exhaust(engine.speculative([request()]))
+        assert answer.finish == "stop" and answer.tokens[-1] == stop
+    with (
+        serving(Stub(stopped, fault="goes on"), Stub(stopped, drafts=True)) as urls,
+        pytest.raises(UserError, match="goes on after a stop token"),
+    ):
+        engine_of(pair, urls, "openai").open([request()])
+
+
+# -- faults in the middle of a run
+
+
+@pytest.mark.parametrize("fault", ["refuses", "hangs", "cuts", "half"])
+def test_a_server_of_somebody_else_that_fails_ends_the_run(pair, fault):
+    stub = Stub(counting, drafts=True, fault=fault, after=2)
+    with serving(Stub(counting), stub) as urls:
+        engine = engine_of(pair, urls, "llama_cpp")
+        engine.open([request()])
+        exhaust(engine.speculative([request()]))
+        with pytest.raises(JobError, match="speculative server failed"):
+            exhaust(engine.speculative([request()]))
+    assert len(engine.faults) == 1
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("fault", ["dies", "hangs", "refuses"])
+def test_a_server_of_ours_that_fails_is_started_again_once(pair, fault):
+    engine = process_engine(pair, {"fault": fault, "after": 2})
+    try:
+        engine.open([request()])
+        answers = [exhaust(engine.speculative([request()]))[0].tokens for _ in range(2)]
+        assert answers == [counting(PROMPT, NEW)] * 2
+        assert engine.servers[SPECULATIVE].starts == 2 and engine.servers[PLAIN].starts == 1
+        [told] = engine.faults
+        assert told.startswith("speculative: ")
+    finally:
+        engine.close()
+
+
+@pytest.mark.process
+def test_a_server_that_fails_at_once_again_costs_its_question(pair):
+    engine = process_engine(pair, {"fault": "refuses", "after": 1})
+    try:
+        engine.open([request()])
+        with pytest.raises((UserError, EngineError), match="500"):
+            exhaust(engine.speculative([request(), request()]))
+    finally:
+        engine.close()
+
+
+@pytest.mark.process
+def test_a_server_that_does_not_start_says_why(pair):
+    with pytest.raises(UserError, match=r"ended with 4: no such model"):
+        process_engine(pair, {"fails": True}).open([request()])
+    slow = process_engine(pair, loads=30.0)
+    slow.servers[PLAIN].seconds = 0.5
+    with pytest.raises(UserError, match="not ready after"):
+        slow.open([request()])
+
+
+@pytest.mark.process
+def test_servers_are_waited_for_and_none_is_left_behind(pair):
+    engine = process_engine(pair, {"loads": 0.5})
+    engine.open([request()])
+    children = [psutil.Process(server._process.pid) for server in engine.servers.values()]
+    assert all(child.is_running() for child in children)
+    engine.close()
+    assert not any(child.is_running() for child in children)
+    engine.close()  # once more does no harm
+
+
+@pytest.mark.process
+def test_a_killed_run_leaves_no_server(tmp_path):
+    words = json.dumps({})
+    script = (
+        "import sys, time; from specbench.engines.server import Server\n"
+        f"s = Server('plain', '', lambda port: [sys.executable, {str(SCRIPT)!r}, str(port), {words!r}])\n"
+        "s.start(); s.wait(); print(s._process.pid, flush=True); time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_restarts_have_an_end(pair, monkeypatch):
+    monkeypatch.setattr(module, "RESTARTS", 0)
+    stub = Stub(counting, drafts=True, fault="refuses", after=2)
+    with serving(Stub(counting), stub) as urls:
+        engine = engine_of(pair, urls, "llama_cpp")
+        engine.open([request()])
+        engine.servers[SPECULATIVE].command = lambda _port: []
+        engine.servers[SPECULATIVE].starts = 1
+        exhaust(engine.speculative([request()]))
+        with pytest.raises(JobError):
+            exhaust(engine.speculative([request()]))

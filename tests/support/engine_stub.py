@@ -1,0 +1,230 @@
+"""A server that says given tokens as an engine would, and does wrong what it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import cycle
+
+ACCEPTED = (2, 0, 3, 1)  # of each draft, over and over
+DRAFTED = 3  # tokens of each draft
+
+
+@dataclass
+class Stub:
+    """What a stub says.
+
+    Attributes:
+        answer: gives the tokens that follow a prompt, at most so many.
+        drafts: whether it speculates.
+        fault: what it does wrong: one of the keys of `FAULTS` below, or nothing.
+        after: requests that it answers rightly before.
+        times: requests of those that follow that it answers wrongly.
+        asked: requests so far.
+    """
+
+    answer: Callable[[list[int], int], list[int]]
+    drafts: bool = False
+    fault: str = ""
+    after: int = 0
+    times: int = 10**6
+    asked: int = 0
+    bodies: list[dict] = field(default_factory=list)
+
+    def wrong(self) -> str:
+        """The fault of the request that is answered now."""
+        return self.fault if self.after < self.asked <= self.after + self.times else ""
+
+
+# What a stub can do wrong.
+FAULTS = {
+    "refuses": "answers 500",
+    "hangs": "falls silent after the first event",
+    "cuts": "ends the stream in the middle",
+    "half": "sends half an event",
+    "tells": "sends an error as an event",
+    "nothing": "says nothing",
+    "text": "leaves the token ids out",
+    "breaks": "says another token at place 5",
+    "repeats": "says the token at place 5 twice",
+    "goes on": "goes on after a stop token",
+    "rejects": "drafts, and accepts nothing",
+    "is plain": "does not draft",
+    "adds": "reads a token more than it was given",
+    "remembers": "keeps the prompt of an earlier request",
+    "swallows": "decodes at a temperature of its own",
+    "uncounted": "does not say what it drafts",
+    "dies": "ends its process",
+}
+
+
+def passes_of(stub: Stub, tokens: list[int], wrong: str) -> list[tuple[list[int], int]]:
+    """The tokens of each pass, the prompt's first, and how many were drafted in it."""
+    drafts = stub.drafts and wrong != "is plain"
+    passes, left, accepted = [(tokens[:1], 0)], tokens[1:], cycle(ACCEPTED)
+    while left:
+        n = 1 + (next(accepted) if drafts and wrong != "rejects" else 0)
+        passes.append((left[:n], DRAFTED if drafts else 0))
+        left = left[n:]
+    return passes
+
+
+def spoiled(tokens: list[int], wrong: str) -> list[int]:
+    """The tokens as a stub with a fault says them."""
+    tokens = list(tokens)
+    if wrong == "breaks" and len(tokens) > 5:
+        tokens[5] += 1
+    if wrong == "repeats" and len(tokens) > 5:
+        tokens.insert(5, tokens[5])
+    if wrong == "goes on":
+        tokens += tokens[:2]
+    return [] if wrong == "nothing" else tokens
+
+
+def llama_cpp_events(stub: Stub, body: dict, wrong: str) -> Iterator[dict]:
+    """As llama.cpp: an event for each token, with counts so far."""
+    tokens = spoiled(stub.answer(body["prompt"], body["n_predict"]), wrong)
+    drafted = accepted = 0
+    counts: dict = {}
+    for of_pass, of_draft in passes_of(stub, tokens, wrong) if tokens else ():
+        drafted, accepted = drafted + of_draft, accepted + len(of_pass) - 1
+        counts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
+        for token in of_pass:
+            event = {"content": "x", "stop": False, "timings": counts}
+            yield event if wrong == "text" else event | {"tokens": [token]}
+            if body["n_probs"]:
+                top = [{"id": token, "logprob": -0.1}, {"id": token + 1, "logprob": -3.0}]
+                yield {"completion_probabilities": [{"top_logprobs": top}], "tokens": [], "timings": counts}
+    settings = {"n_predict": body["n_predict"], "temperature": body["temperature"]}
+    if wrong == "swallows":
+        settings["temperature"] = 0.8
+    read = len(body["prompt"]) + (wrong == "adds")
+    cached = 4 if wrong == "remembers" else 0
+    end = {"stop": True, "tokens": [], "tokens_evaluated": read, "generation_settings": settings}
+    yield end | {"timings": counts | {"cache_n": cached}}
+
+
+def openai_events(stub: Stub, body: dict, wrong: str) -> Iterator[dict]:
+    """As vLLM: an event for each pass, and counts at the end."""
+    tokens = spoiled(stub.answer(body["prompt"], body["max_tokens"]), wrong)
+    passes = passes_of(stub, tokens, wrong) if tokens else []
+    for i, (of_pass, _) in enumerate(passes):
+        choice: dict = {"text": "x", "finish_reason": None}
+        if wrong != "text":
+            choice["token_ids"] = of_pass
+        if i == 0:
+            choice["prompt_token_ids"] = body["prompt"]
+        if body.get("logprobs"):
+            tops = [{f"token_id:{token}": -0.1, f"token_id:{token + 1}": -3.0} for token in of_pass]
+            choice["logprobs"] = {"top_logprobs": tops}
+        yield {"choices": [choice]}
+    yield {"choices": [{"text": "", "token_ids": [], "finish_reason": "length"}]}
+    usage = {"prompt_tokens": len(body["prompt"]) + (wrong == "adds")}
+    usage["prompt_tokens_details"] = {"cached_tokens": 4 if wrong == "remembers" else 0}
+    counts = {"speculative_decoding": {"per_step_drafted": [n for _, n in passes[1:]]}}
+    yield {"choices": [], "usage": usage} | ({} if wrong == "uncounted" else {"metrics": counts})
+
+
+EVENTS = {"/completion": llama_cpp_events, "/v1/completions": openai_events}
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a stub."""
+
+    daemon_threads = True
+
+    def __init__(self, stub: Stub, port: int = 0):
+        self.stub, self.released = stub, threading.Event()
+        super().__init__(("127.0.0.1", port), Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, *_: object) -> None:
+        """A client that hangs up is no error."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as a stub says."""
+
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        """Prints nothing."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        stub = self.server.stub
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        stub.asked += 1
+        stub.bodies.append(body)
+        wrong = stub.wrong()
+        if wrong == "dies":
+            os._exit(3)
+        if wrong == "refuses":
+            self.send_error(500, "EngineDeadError")
+            return
+        self.send_response(200)
+        self.end_headers()
+        events = EVENTS[self.path](stub, body, wrong)
+        for number, event in enumerate(events):
+            if wrong == "tells" and number == 2:
+                event = {"error": {"message": "out of memory"}}
+            line = f"data: {json.dumps(event)}\n\n".encode()
+            if wrong == "half" and number == 2:
+                line = line[: len(line) // 2] + b"\n\n"
+            self.wfile.write(line)
+            self.wfile.flush()
+            if wrong == "hangs" and number == 1:
+                self.server.released.wait(60)
+            if wrong == "cuts" and number == 2:
+                self.wfile.flush()
+                self.connection.shutdown(socket.SHUT_WR)
+                return
+        self.wfile.write(b"data: [DONE]\n\n")
+
+
+@contextmanager
+def serving(*stubs: Stub) -> Iterator[list[str]]:
+    """URLs at which stubs are served by threads of this process."""
+    servers = [Server(stub) for stub in stubs]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        yield [server.url for server in servers]
+    finally:
+        for server in servers:
+            server.released.set()
+            server.shutdown()
+            server.server_close()
+
+
+def counting(prompt: list[int], n: int) -> list[int]:
+    """An answer that follows from the prompt alone."""
+    return [(sum(prompt) + 7 * i) % 50 + 3 for i in range(n)]
+
+
+def main() -> None:
+    """`python engine_stub.py PORT JSON`: a stub in a process of its own, which says `counting`."""
+    told = json.loads(sys.argv[2])
+    if told.pop("fails", False):
+        print("no such model", flush=True)
+        sys.exit(4)
+    time.sleep(told.pop("loads", 0.0))
+    Server(Stub(counting, **told), int(sys.argv[1])).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
