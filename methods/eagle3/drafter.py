@@ -35,6 +35,11 @@ class DraftVocabulary:
         """The number of tokens that it scores."""
         return self.model.token_ids.shape[0]
 
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """[rows] the token of the target that each row scores."""
+        return self.model.token_ids
+
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Outputs [..., h] of the model -> logits [..., rows]."""
         return self.model.logits(normed)

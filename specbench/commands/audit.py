@@ -12,7 +12,6 @@ from rich.table import Table
 from specbench.config.compose import positional, with_hydra
 from specbench.engines.audit import (
     EXACT,
-    SURPRISE,
     TIE,
     VIOLATION,
     Referee,
@@ -22,6 +21,7 @@ from specbench.engines.audit import (
     read_answers,
     same_answers,
 )
+from specbench.measure.metrics.engine import SURPRISE
 from specbench.models.pairs import load_pair
 from specbench.report.tables import console
 from specbench.system.errors import one_line_errors

@@ -118,6 +118,16 @@ COMMANDS = {
         ),
         notes=COMPOSED + "\nExit code 1 where answers are violations.",
     ),
+    "doctor": Command(
+        "specbench.commands.doctor",
+        KEYS,
+        "Say why a drafter accepts little: wrong states, positions, weights, vocabulary or template.",
+        (
+            ("doctor method=eagle3 pair=tiny", "as it is, and beside controls"),
+            ("doctor method=eagle3 pair=qwen3-8b ++pair.parts.eagle3=FOLDER", "a checkpoint of yours"),
+        ),
+        notes=COMPOSED + "\nExit code 1 where there are findings.",
+    ),
     "engine": Command(
         "specbench.commands.engine",
         "install NAME",
@@ -125,6 +135,15 @@ COMMANDS = {
         (
             ("engine install llama_cpp", "once"),
             ("run method=sps engine=llama_cpp threads=1", "then: llama.cpp without and with its draft model"),
+        ),
+    ),
+    "export": Command(
+        "specbench.commands.export",
+        f"gguf|folder {KEYS}",
+        "Write a pair's models as files that other engines read.",
+        (
+            ("export gguf pair=smollm2-135m", "target and draft model for llama.cpp, in the user's cache"),
+            ("export folder pair=tiny out=models", "as transformers saves them"),
         ),
     ),
     "log": Command(

@@ -46,8 +46,7 @@ class RunSpec:
         if unit is None:
             unit = unit_of(pkgutil.resolve_name(config["method"]["_target_"]))
         method = values.plain(config["method"])
-        engine = values.plain(config.get("engine") or {"name": OWN})  # older folders have none
-        served = None if engine["name"] == OWN else engine
+        served = other_engine(config)
         if unit == QUESTION:
             return cls(method, engine=served)
         return cls(values.plain(config["drafter"]), method, config["batch_size"], served)
@@ -106,6 +105,12 @@ class RunSpec:
             except (ImportError, AttributeError):
                 continue
         return classes
+
+
+def other_engine(config: Mapping) -> dict[str, Any] | None:
+    """The configuration of the engine that decodes; None where this project does, as in all older folders."""
+    engine = config.get("engine")
+    return None if engine is None or engine["name"] == OWN else values.plain(engine)
 
 
 def unit_of(method: type) -> str:

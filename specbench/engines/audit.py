@@ -18,6 +18,8 @@ import torch
 from scipy import stats
 
 from specbench.decoding.stop import truncate_at_stop
+from specbench.measure.likelihood import BLOCK, of_logits, token_logprobs
+from specbench.measure.metrics.engine import standard_errors
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, shape_noise
 from specbench.system.errors import UserError
@@ -29,12 +31,9 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.models.pairs import Pair
 
-BLOCK = 32  # tokens that the referee is fed at a time
 SAMPLES, SAMPLE_TOKENS = 4, 32  # answers, and tokens of each, on which the rounding noise is measured
-SURPRISE = 4.0  # standard errors: by chance beyond them once in 16,000 times
 SEEDS = 30  # answers to one prompt whose first tokens are compared with the referee's distribution
 EXPECTED = 5.0  # of a token among them, at least; rarer ones are counted together
-TINY = 1e-12
 EXACT, TIE, VIOLATION = VERDICTS
 KEYS = {"id", "prompt", "messages", "tokens", "logprobs", "max_new_tokens"}
 
@@ -159,23 +158,20 @@ class Referee:
         margins = highest[:-1] - logits[:-1].gather(1, ids).squeeze(1)
         stops = torch.tensor(sorted(self.pair.stop_ids), device=device)
         end_margin = (highest[-1] - logits[-1, stops].max()).item() if len(stops) else math.inf
-        logp = (logits[:-1] / (self.temperature or 1.0)).log_softmax(-1).double()
-        p = logp.exp()
-        entropy = -(p * logp).sum(-1)
-        variance = (p * logp.square()).sum(-1) - entropy.square()
-        mine = logp.gather(1, ids).squeeze(1)
+        likely = of_logits(logits[:-1], tokens, self.temperature)
         error = None
         if answer.logprobs is not None and tokens:
             logprobs = torch.tensor(answer.logprobs, dtype=torch.double, device=device)
-            error = (logprobs - mine).abs().mean().item()
+            ours = token_logprobs(logits[:-1], self.temperature).gather(1, ids).squeeze(1)
+            error = (logprobs - ours).abs().mean().item()
         return Judged(
             answer,
             margins.cpu().numpy(),
             best.tolist(),
             end_margin,
-            (mine + entropy).sum().item(),
-            variance.clamp(min=0).sum().item(),
-            mine.sum().item(),
+            likely.surprise,
+            likely.variance,
+            likely.logprob,
             error,
         )
 
@@ -249,8 +245,8 @@ class Arm:
     @property
     def surprise(self) -> float:
         """How many standard errors the tokens are less likely than drawn ones (negative), or likelier."""
-        variance = sum(one.variance for one in self.judged)
-        return sum(one.surprise for one in self.judged) / math.sqrt(max(variance, TINY))
+        surprise = sum(one.surprise for one in self.judged)
+        return standard_errors(surprise, sum(one.variance for one in self.judged))
 
     @property
     def logprob_error(self) -> float | None:

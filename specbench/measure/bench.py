@@ -118,6 +118,11 @@ class Bench:
             for key, arm in JUDGED:
                 if arm in order:
                     record[key] = asdict(self.certifier.judge(arm, by_arm, attempts, first))
+            if self.setup.served is not None and not self.protocol.decoding.greedy:
+                record["likelihood"] = {
+                    arm: asdict(self.certifier.likelihood(by_arm[arm], measured.answers[arm][i].tokens))
+                    for arm in (BASELINE, METHOD)
+                }
         return records
 
 

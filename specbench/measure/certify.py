@@ -11,6 +11,7 @@ from specbench.config.spec import POOL
 from specbench.decoding.sampling import TARGET, position_draws
 from specbench.decoding.stop import truncate_at_stop
 from specbench.measure.arms import BASELINE, HF
+from specbench.measure.likelihood import Likelihood, likelihood
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import (
     batch_noise,
@@ -134,6 +135,10 @@ class Certifier:
             certify(first, list(text), stop_ids, margin_at, lambda: self.noise(arm)) for text in texts
         ]
         return max(certificates, key=lambda c: VERDICTS.index(c.verdict))
+
+    def likelihood(self, request: Request, tokens: list[int]) -> Likelihood:
+        """How likely the target finds an answer that another engine drew."""
+        return likelihood(self.setup.target, request.prompt, tokens, request.decoding.temperature)
 
     def noise(self, arm: str) -> float:
         """The rounding noise in logits between an arm and the reference, on its answers to the warm-up questions.

@@ -14,6 +14,7 @@ from rich.text import Text
 from specbench.config.spec import POOL, QUESTION
 from specbench.data.questions import TASKS
 from specbench.data.warm_start import WARM, warmed_with
+from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
 from specbench.report.runs import (
@@ -448,9 +449,31 @@ def engine_line(summary: dict) -> Text:
     text.append(f"\n{engine['version']}{settings}; plain answers beside our loop's: ")
     text.append(_equivalence(baseline["equivalence"]))
     text.append(", beside its own again: ").append(_equivalence(engine["again_equivalence"]))
+    if likely := likelihood_line(engine):
+        text.append(f"\n{likely}")
     if summary.get("processes", 1) == 1:
         text.append("\none start of its servers: another one may differ (processes=2 has two)")
     return text
+
+
+def likelihood_line(engine: dict) -> str:
+    """How likely the target finds what another engine drew; nothing of greedy answers."""
+    parts = [
+        f"{'plain' if arm == 'baseline' else arm} {one['logprob']:.3f}, "
+        f"{one['standard_errors']:+.1f} standard errors off"
+        for arm, one in (engine.get("likelihood") or {}).items()
+        if one is not None
+    ]
+    return f"mean log p of drawn tokens: {'; '.join(parts)}" if parts else ""
+
+
+def _tells_speeds_apart(again: dict, overall: dict) -> bool:
+    """Whether an engine has one speed against itself, and a method that is faster or slower has another."""
+    clear = ("faster", "slower")
+    if verdict(again["low"], again["high"]) in clear:
+        return False
+    judged = verdict(overall["speedup_low"], overall["speedup_high"]) in clear
+    return not (judged and again["low"] is not None and again["low"] <= overall["speedup"] <= again["high"])
 
 
 def _speedup_of_itself(engine: dict) -> Text:
@@ -492,7 +515,13 @@ def engine_faults(summary: dict) -> list[str]:
         lines.append(f"VIOLATION: {differing['violation']} plain answers of {name} are not the target's")
     if unlike["violation"]:
         lines.append(f"VIOLATION: {unlike['violation']} plain answers of {name} are not what it said before")
-    if verdict(engine["again"]["low"], engine["again"]["high"]) in ("faster", "slower"):
+    for arm, one in (engine.get("likelihood") or {}).items():
+        if one is not None and abs(one["standard_errors"]) > SURPRISE:
+            whose = "plain" if arm == "baseline" else "speculative"
+            lines.append(
+                f"VIOLATION: {whose} answers of {name} are not drawn from the target's distributions"
+            )
+    if not _tells_speeds_apart(engine["again"], summary["overall"]):
         lines.append(f"NO VERDICT ON SPEED: plain {name} against itself has {_speedup_of_itself(engine)}")
     if faults_met := engine["faults"]:
         lines.append(f"FAULTS of {name}: {len(faults_met)}, the first: {faults_met[0]}")

@@ -16,7 +16,6 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.engines.audit import (
     EXACT,
-    SURPRISE,
     TIE,
     VIOLATION,
     Answered,
@@ -28,6 +27,7 @@ from specbench.engines.audit import (
     read_answers,
     same_answers,
 )
+from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.numeric_noise import ENGINE_NOISE
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError

@@ -462,3 +462,70 @@ def test_captions_say_whose_settings_are_the_published_ones():
         text = " ".join(shown(table, width=200).split())
         assert "published settings: pld, sps settings changed: medusa settings tuned on tiny: eagle2" in text
     assert "settings" not in shown(tables.overview_table([SUMMARY]), width=200)
+
+
+ENGINE = {
+    "name": "llama_cpp",
+    "version": "xllamacpp==1",
+    "plain": {"cache_type_k": "f16"},
+    "faults": [],
+    "again": {"speedup": 1.0, "low": 0.98, "high": 1.02},
+    "again_equivalence": NUMBERS["equivalence"],
+    "own_tokens_per_second": 37.5,
+}
+SERVED = SUMMARY | {"engine": ENGINE}
+
+
+def test_another_engine_is_named_with_its_baseline_and_what_it_has_against_itself():
+    text = " ".join(shown(tables.run_table(SERVED), width=300).split())
+    assert "kangaroo by llama_cpp" in text and "generate" not in text
+    assert says(
+        text,
+        "plain llama_cpp 41.2 tokens/s, against itself 1.00 [0.98, 1.02]; our loop 37.5 ... xllamacpp==1, "
+        "cache_type_k=f16; plain answers beside our loop's: 80/0/0, beside its own again: 79/1/0 ... processes=2",
+    )
+    assert "processes=2" not in shown(tables.run_table(SERVED | {"processes": 2}), width=300)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"engine__again": {"speedup": 1.05, "low": 1.01, "high": 1.09}}, "NO VERDICT ON SPEED"),
+        (
+            {"engine__again": {"speedup": 1.1, "low": 0.7, "high": 1.7}},
+            "NO VERDICT ON SPEED",
+        ),  # as wide as the speedup
+        ({"engine__again": {"speedup": None, "low": None, "high": None}}, None),
+        (
+            {"engine__faults": ["plain: broke off", "plain: again"]},
+            "FAULTS of llama_cpp: 2, the first: plain: broke off",
+        ),
+        (
+            {"baseline__equivalence__violation": 2},
+            "VIOLATION: 2 plain answers of llama_cpp are not the target's",
+        ),
+        (
+            {"engine__again_equivalence": WRONG["equivalence"]},
+            "VIOLATION: 3 plain answers ... what it said before",
+        ),
+        ({"equivalence": WRONG["equivalence"]}, "VIOLATION: 3 of 80 answers are not those of its plain arm"),
+    ],
+)
+def test_what_is_wrong_with_another_engine_stands_first(changes, message):
+    lines = tables.faults(changed(SERVED, **changes))
+    assert len(lines) == (message is not None)
+    assert message is None or says(lines[0], message)
+
+
+def test_engines_stand_side_by_side_with_our_own_run_of_the_method():
+    other = SUMMARY | {"method": "pld"}
+    assert tables.engines_table([SUMMARY, other]) is None
+    table = tables.engines_table([SUMMARY, other, SERVED, changed(SERVED, engine__name="vllm")])
+    text = shown(table, width=200)
+    assert [line.split()[:3] for line in text.splitlines() if line.startswith("kangaroo")] == [
+        ["kangaroo", "41.2", "71%"],
+        ["kangaroo", "by", "llama_cpp"],
+        ["kangaroo", "by", "vllm"],
+    ]
+    assert len(tables.overview([SUMMARY, SERVED])) == 1 + len(tables.overview([SUMMARY, SUMMARY]))

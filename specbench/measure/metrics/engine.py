@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from specbench.config.spec import QUESTION
 from specbench.measure.metrics.acceptance import ratio
 from specbench.measure.metrics.dataframes import generations_frame
 from specbench.measure.metrics.metrics import equivalence, speedups
 from specbench.measure.metrics.timing import ARMS
 
+SURPRISE = 4.0  # standard errors: by chance beyond them once in 16,000 times
+TINY = 1e-12  # in place of no variance
 AGAIN, OWN_LOOP = "again", "own_loop"  # arms
 
 
@@ -17,6 +21,7 @@ def engine_numbers(records: list[dict], facts: dict) -> dict | None:
     - again: the plain arm's second answer as if it were a method: speedup, low and high are noise.
     - again_equivalence: verdicts on it.
     - own_tokens_per_second: of this project's autoregressive decoding.
+    - likelihood: by arm, see `_likelihood`.
     """
     engine = facts.get("engine")
     if engine is None:
@@ -29,4 +34,28 @@ def engine_numbers(records: list[dict], facts: dict) -> dict | None:
         "again": {"speedup": again.value, "low": again.low, "high": again.high},
         "again_equivalence": equivalence(records, "again_equivalence"),
         "own_tokens_per_second": ratio(loop["tokens"].sum(), loop["seconds"].sum()),
+        "likelihood": {arm: _likelihood(records, arm) for arm in (ARMS["engine"], "method")},
     }
+
+
+def _likelihood(records: list[dict], arm: str) -> dict | None:
+    """How likely the target finds the tokens that an arm drew; None of greedy answers.
+
+    - logprob: mean log p of a token.
+    - standard_errors: how many the tokens are less likely than drawn ones (negative), or likelier.
+    """
+    drawn = [
+        turn["likelihood"][arm] for record in records for turn in record["turns"] if turn.get("likelihood")
+    ]
+    if not drawn:
+        return None
+    sums = {key: sum(one[key] for one in drawn) for key in drawn[0]}
+    return {
+        "logprob": ratio(sums["logprob"], sums["tokens"]),
+        "standard_errors": standard_errors(sums["surprise"], sums["variance"]),
+    }
+
+
+def standard_errors(surprise: float, variance: float) -> float:
+    """How many standard errors tokens are less likely than drawn ones (negative), or likelier."""
+    return surprise / math.sqrt(max(variance, TINY))

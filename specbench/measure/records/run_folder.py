@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from specbench.config.spec import OWN
+from specbench.config.spec import other_engine
 from specbench.measure.records.source import source_sha256
 from specbench.system.errors import UserError, file_errors
 from specbench.system.files import (
@@ -131,8 +131,8 @@ def _canonical(config: dict) -> str:
 
 def _label(config: dict) -> str:
     parts = [config[group]["name"] for group in ("method", "pair", "task")]
-    if (engine := config["engine"]["name"]) != OWN:
-        parts.insert(1, engine)
+    if (engine := other_engine(config)) is not None:
+        parts.insert(1, engine["name"])
     return "_".join([*(re.sub(r"[^\w.-]+", "-", str(part)) for part in parts), config_hash(config)])
 
 

@@ -1,0 +1,70 @@
+"""Says why a drafter accepts little: `specbench doctor method=NAME pair=NAME [key=value ...]`."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from specbench.config.checks import check
+from specbench.config.compose import with_hydra
+from specbench.config.spec import QUESTION
+from specbench.system.errors import UserError, one_line_errors
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from specbench.measure.doctor import Counts
+
+TOKENS = 64  # of each answer that is looked at
+PLACES = 8  # of a draft that are printed
+HEALTHY = "healthy: no finding"
+
+
+def examine(cfg: DictConfig) -> int:
+    """Examines the drafter of a run, and prints what was found; returns 1 where there are findings."""
+    spec = check(cfg)
+    if spec.engine is not None or spec.unit != QUESTION or cfg.decoding.temperature > 0:
+        raise UserError("the doctor looks at one greedy sequence of this project's own decoding at a time")
+    from specbench.data.questions import warmup_questions  # late: torch takes seconds
+    from specbench.decoding.drafter import make_drafter
+    from specbench.decoding.sampling import SamplingParams
+    from specbench.measure import doctor
+    from specbench.measure.protocol import Protocol
+    from specbench.models.pairs import load_pair, with_part
+    from specbench.system.threads import use_threads
+
+    needs, pair_cfg = spec.needs, cfg.pair
+    if needs.reference_answer:
+        raise UserError(f"{spec.drafter['name']} drafts by chance: there is nothing to examine")
+    if needs.part:
+        pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
+    use_threads(cfg.threads, None)
+    pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
+    protocol = Protocol(pair, SamplingParams(TOKENS), cfg.protocol, cfg.seed, warmup_questions(cfg.data))
+    make = partial(make_drafter, spec.drafter, pair=pair)
+    base, findings = doctor.examine(pair, make, protocol.warm_up_requests(TOKENS))
+    print(f"{spec.drafter['name']} on {pair.name}: {_in_words(base)}")
+    print("\n".join(findings or [HEALTHY]))
+    return int(bool(findings))
+
+
+def _in_words(base: Counts) -> str:
+    """What a drafter did as it is."""
+    rates = [rate for place in range(PLACES) if (rate := base.at(place)) is not None]
+    by_place = ", ".join(f"{rate:.2f}" for rate in rates)
+    shifts = ", ".join(f"{base.rate(shift):.2f} at {shift:+d}" for shift in sorted(base.agreed) if shift)
+    controls = f"; agreement at other places {shifts}" if shifts else ""
+    return f"{base.rounds} rounds, acceptance by place of the draft {by_place or 'none'}{controls}"
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    codes: list[int] = []
+    stopped = with_hydra("bench", one_line_errors()(lambda cfg: codes.append(examine(cfg))))
+    return stopped or max(codes, default=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

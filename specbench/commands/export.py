@@ -1,0 +1,54 @@
+"""Writes a pair's models as files that other engines read: `specbench export gguf|folder pair=NAME [out=FOLDER]`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from specbench.config.compose import positional, with_hydra
+from specbench.system.errors import one_line_errors
+from specbench.system.files import make_folder
+from specbench.system.settings import check_all
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+SETTINGS = {"form": Literal["gguf", "folder"], "out": str | None}
+USAGE = "specbench export gguf|folder pair=NAME [out=FOLDER], such as specbench export gguf pair=smollm2-135m"
+
+
+def export(cfg: DictConfig) -> None:
+    """Writes target and draft model in the pair's dtype and prints where each lies. Raises UserError if it cannot."""
+    check_all(cfg, SETTINGS)
+    from specbench.models.export import as_folder, as_gguf  # late: torch takes seconds
+    from specbench.models.pairs import load_pair
+
+    pair = load_pair(cfg.pair, 0, with_draft=cfg.pair.draft is not None)
+    write = as_gguf if cfg.form == "gguf" else as_folder
+    for what, model in (("target", pair.target), ("draft", pair.draft)):
+        if model is None:
+            continue
+        path = write(model, pair.tokenizer, f"{pair.name}-{what}")
+        if cfg.out is not None:
+            path = _copied(path, make_folder(Path(cfg.out)) / path.name)
+        print(f"{what}: {path}")
+
+
+def _copied(source: Path, to: Path) -> Path:
+    """Copies a file or folder."""
+    if source.is_dir():
+        return shutil.copytree(source, to, dirs_exist_ok=True)
+    return Path(shutil.copyfile(source, to))
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    sys.argv[1:] = positional("form", sys.argv[1:], USAGE)
+    return with_hydra("export", one_line_errors()(export))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

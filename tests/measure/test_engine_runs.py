@@ -1,0 +1,220 @@
+"""Whole runs of another engine, played by stubs: verdicts, numbers, table, failures, and what is refused beforehand."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from specbench.commands.engine import content_of
+from specbench.config import checks
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.state import Request
+from specbench.engines.environments import environment, interpreter
+from specbench.measure.numeric_noise import ENGINE_NOISE, engine_noise, forced_logits
+from specbench.models.pairs import load_pair
+from specbench.report.runs import read_run
+from specbench.system.errors import UserError
+from tests.support.commands import measure_here, run_main, small_pair_and_questions
+from tests.support.conf import composed
+from tests.support.decoding import random_pair
+from tests.support.engine_stub import Stub, serving
+from tests.support.messages import says
+
+EXACT = {"answers": 3, "exact": 3, "tie": 0, "violation": 0, "first_divergence_median": None}
+
+
+@pytest.fixture
+def answer(tmp_path):
+    """The answers of a small target, and the arguments of a run of it."""
+    small = small_pair_and_questions(tmp_path)
+    cfg = composed("bench", *(word for word in small if word.startswith("pair.")))
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    engine, lock = Engine(pair.staged, Drafter(), pair.stop_ids), threading.Lock()
+
+    def function(prompt: list[int], n: int) -> list[int]:
+        with lock:
+            [generation] = engine.generate([Request(prompt, SamplingParams(n))])
+        return generation.tokens
+
+    function.arguments = small
+    return function
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd, answer):
+    """Measures two stubs of this target; returns exit code, output, errors and the run folder."""
+
+    def measure(plain: Stub, speculative: Stub, *more: str, dialect: str = "llama_cpp"):
+        monkeypatch.chdir(tmp_path)
+        measure_here(monkeypatch)
+        with serving(plain, speculative) as urls:
+            code, out, err = run_main(
+                monkeypatch,
+                capfd,
+                *answer.arguments,
+                "method=sps",
+                "engine=url",
+                f"engine.plain_url={urls[0]}",
+                f"engine.speculative_url={urls[1]}",
+                f"engine.dialect={dialect}",
+                "engine.version=stub-1",
+                "threads=1",
+                *more,
+            )
+        assert Path("runs").exists(), err
+        folders = sorted(path for path in Path("runs").iterdir() if path.is_dir())
+        return code, out, err, folders[-1]
+
+    return measure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", ["llama_cpp", "openai"])
+def test_a_run_has_three_verdicts_and_the_engines_numbers(run, answer, dialect):
+    code, out, _, folder = run(Stub(answer), Stub(answer, drafts=True), dialect=dialect)
+    assert code == 0
+    summary = read_run(folder).summary
+    assert summary["equivalence"] == summary["baseline"]["equivalence"] == EXACT
+    engine = summary["engine"]
+    assert engine["name"] == "url" and engine["version"] == "stub-1" and engine["faults"] == []
+    assert engine["again_equivalence"] == EXACT
+    assert engine["own_tokens_per_second"] > 0 and engine["again"]["speedup"] > 0
+    assert summary["baseline"]["quoted_against"] == "engine"
+    assert summary["overall"]["speedup"] > 0 and summary["overall"]["draft_seconds"] is None
+    assert 1 < summary["overall"]["acceptance_length"] < 4
+    assert 0 < summary["overall"]["acceptance_rate"] < 1
+    assert summary["settings"] == {} and summary["settings_source"] is None
+    assert says(
+        " ".join(out.split()), "sps by url ... baseline: plain url ... against itself ... our loop ... stub-1"
+    )
+    [record, *_] = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    assert sorted(record["turns"][0]["arms"]) == ["again", "baseline", "method", "own_loop"]
+    assert "_sps_url_" in folder.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arm", "fault", "of_method", "of_plain", "of_again"),
+    [
+        ("speculative", "breaks", 3, 0, 0),
+        ("speculative", "repeats", 3, 0, 0),
+        ("plain", "breaks", 3, 3, 0),
+    ],
+)
+def test_wrong_tokens_are_violations_where_they_are_said(
+    run, answer, arm, fault, of_method, of_plain, of_again
+):
+    stubs = {"plain": Stub(answer), "speculative": Stub(answer, drafts=True)}
+    stubs[arm].fault = fault
+    _, out, _, folder = run(*stubs.values())
+    summary = read_run(folder).summary
+    assert summary["equivalence"]["violation"] == of_method
+    assert summary["baseline"]["equivalence"]["violation"] == of_plain
+    assert summary["engine"]["again_equivalence"]["violation"] == of_again
+    assert "VIOLATION" in out
+
+
+@pytest.mark.slow
+def test_a_server_at_a_url_that_fails_ends_the_run_and_the_same_command_goes_on(run, answer):
+    asked = Stub(answer)
+    run(asked, Stub(answer, drafts=True), "seed=7")
+    handshake_and_warm_up = asked.asked - 6  # twice for each question
+    fails = Stub(answer, fault="cuts", after=handshake_and_warm_up + 2)
+    code, _, err, folder = run(fails, Stub(answer, drafts=True))
+    assert code != 0 and says(err, "the plain server failed ... ended before the answer did")
+    done = (folder / "records.jsonl").read_text().count("\n")
+    assert 0 < done < 3
+
+
+@pytest.mark.slow
+def test_drawn_answers_that_are_not_the_targets_are_violations(run, answer):
+    """Greedy tokens are likelier than drawn ones, other tokens less likely."""
+    _, out, _, folder = run(Stub(answer), Stub(answer, drafts=True, fault="breaks"), "decoding=sample")
+    summary = read_run(folder).summary
+    assert summary["equivalence"]["answers"] == 0
+    likely = summary["engine"]["likelihood"]
+    assert likely["baseline"]["logprob"] > likely["method"]["logprob"]
+    assert "mean log p of drawn tokens: plain" in " ".join(out.split())
+
+
+# -- before anything is started
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["method=kangaroo", "engine=llama_cpp"], "llama_cpp does not draft as kangaroo ... known: pld, sps"),
+        (["method=ragged", "drafter=sps", "engine=llama_cpp"], "one question at a time"),
+        (["method=sps", "engine=llama_cpp", "+engine.cores=2"], "no parameter 'cores'"),
+        (["method=sps", "engine=llama_cpp", "decoding.verify_width=8"], "verify_width"),
+        (["method=vocabtrim", "engine=url"], "vocab=trim"),
+    ],
+)
+def test_what_an_engine_cannot_decode_is_refused(words, message):
+    with pytest.raises(UserError) as raised:
+        checks.check(composed("bench", "pair=tiny", *words))
+    assert says(str(raised.value), message)
+
+
+def test_a_method_that_the_engine_is_told_to_draft_as_is_taken():
+    words = ["method=suffix", "engine=llama_cpp", "+engine.speculative.suffix={types: [ngram_mod]}"]
+    spec = checks.check(composed("bench", "pair=tiny", *words))
+    assert spec.settings == {"types": ["ngram_mod"]} and not spec.learns and spec.owners == []
+
+
+def test_settings_of_a_method_are_those_of_the_engine_in_its_words():
+    words = ["method=sps", "engine=llama_cpp", "method.max_draft_tokens=3", "settings=published"]
+    spec = checks.check(composed("bench", "pair=tiny", *words))
+    assert spec.settings["draft.n_max"] == 3 and spec.settings["types"] == ["draft_simple"]
+    assert spec.engine["name"] == "llama_cpp"
+
+
+def test_an_engine_that_is_not_installed_says_how(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
+    for name in ("llama_cpp", "vllm"):
+        with pytest.raises(UserError, match=f"specbench engine install {name}"):
+            interpreter(name, content_of(name))
+    assert environment("vllm", {"requirements": ["a==1"]}) != environment("vllm", {"requirements": ["a==2"]})
+    with pytest.raises(UserError, match="known: llama_cpp, vllm"):
+        content_of("vlm")
+
+
+# -- rounding between engines
+
+
+class TestNoise:
+    PROMPT, TOKENS = [3, 9, 27, 11, 33], [5, 6, 7, 8]
+
+    @pytest.fixture(scope="class")
+    def pair(self):
+        return random_pair("llama")
+
+    def tops(self, pair, move: float = 0.0) -> list[dict[int, float]]:
+        logits = forced_logits(pair.staged, self.PROMPT, self.TOKENS, 1).log_softmax(-1)
+        tops = []
+        for row in logits:
+            values, ids = row.topk(2)
+            tops.append({int(ids[0]): float(values[0]) + move, int(ids[1]): float(values[1])})
+        return tops
+
+    def test_it_is_twice_the_largest_change_of_the_first_twos_distance(self, pair):
+        for move in (0.0, 0.01, 0.1):
+            noise = engine_noise(pair.staged, [(self.PROMPT, self.TOKENS, self.tops(pair, move))])
+            assert noise == pytest.approx(2 * move, abs=1e-4)
+
+    def test_what_no_rounding_explains_is_none(self, pair):
+        tops = self.tops(pair)
+        tops[2] = self.tops(pair, 3.0)[2]
+        assert engine_noise(pair.staged, [(self.PROMPT, self.TOKENS, tops)]) < 1e-3
+        assert engine_noise(pair.staged, [(self.PROMPT, self.TOKENS, self.tops(pair, 0.4))]) == ENGINE_NOISE
+
+    def test_without_log_probabilities_it_is_what_greedy_tokens_fall_short_by(self, pair):
+        best: list[int] = []
+        for _ in range(4):
+            best.append(int(forced_logits(pair.staged, self.PROMPT, [*best, 0], 1)[-1].argmax()))
+        assert engine_noise(pair.staged, [(self.PROMPT, best, [])]) == 0.0

@@ -1,0 +1,59 @@
+"""How likely drawn tokens are: drawn ones lie within some standard errors of zero, all others do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbench.measure.likelihood import likelihood, of_logits
+from specbench.measure.metrics.engine import SURPRISE, engine_numbers, standard_errors
+from tests.support.decoding import random_pair
+from tests.support.synthetic import FACTS, answered, generation
+
+PLACES, VOCAB = 4000, 37
+
+
+def drawn(logits: torch.Tensor, temperature: float, seed: int = 0) -> list[int]:
+    probs = (logits / temperature).softmax(-1)
+    return torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(seed)).squeeze(1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_drawn_tokens_lie_within_a_few_standard_errors(temperature):
+    logits = 2 * torch.randn(PLACES, VOCAB, generator=torch.Generator().manual_seed(1))
+    for seed in range(20):
+        one = of_logits(logits, drawn(logits, temperature, seed), temperature)
+        assert one.tokens == PLACES and abs(standard_errors(one.surprise, one.variance)) < SURPRISE
+
+
+@pytest.mark.parametrize(("at", "sign"), [(0.8, 1), (1.3, -1)])
+def test_tokens_of_another_temperature_do_not(at, sign):
+    logits = 2 * torch.randn(PLACES, VOCAB, generator=torch.Generator().manual_seed(1))
+    one = of_logits(logits, drawn(logits, at), 1.0)
+    assert sign * standard_errors(one.surprise, one.variance) > SURPRISE
+
+
+def test_a_model_is_asked_at_the_places_of_the_answer():
+    pair, prompt, tokens = random_pair("llama"), [3, 9, 27, 11], [5, 6, 7, 8, 9]
+    one = likelihood(pair.staged, prompt, tokens, 0.7)
+    logits = pair.target(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum().item()
+    assert one.logprob == pytest.approx(expected, abs=1e-3) and one.tokens == 5
+
+
+def test_a_run_sums_over_its_answers():
+    facts = FACTS | {"engine": {"name": "vllm", "version": "1", "plain": {}, "faults": []}}
+    likely = {"tokens": 10, "logprob": -5.0, "surprise": -8.0, "variance": 4.0}
+    records = [answered(1), answered(2, turns=2)]
+    for one in records:
+        for turn in one["turns"]:
+            turn["likelihood"] = {"baseline": likely | {"surprise": 1.0}, "method": likely}
+            turn["arms"]["again"] = turn["arms"]["own_loop"] = [generation((0, 0))]
+    numbers = engine_numbers(records, facts)
+    count = sum(len(one["turns"]) for one in records)
+    assert numbers["likelihood"]["method"] == {
+        "logprob": -0.5,
+        "standard_errors": pytest.approx(-8.0 * count / (4.0 * count) ** 0.5),
+    }
+    assert numbers["likelihood"]["baseline"]["standard_errors"] == pytest.approx(count / (4.0 * count) ** 0.5)
+    assert engine_numbers(records, FACTS) is None

@@ -1,0 +1,100 @@
+"""Models as files for other engines: what is read back is the same model, and each is written once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specbench.commands import export as command
+from specbench.models import export as module
+from specbench.models.export import as_folder, as_gguf
+from specbench.models.gguf import converted
+from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError
+from tests.support.commands import exit_code
+from tests.support.conf import composed
+from tests.support.decoding import random_pair
+
+pytestmark = pytest.mark.slow  # files are written, read and converted
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_pair(composed("bench", "pair=tiny", "pair.device=cpu").pair, 0, with_draft=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "export"
+
+
+def test_a_gguf_file_gives_the_same_weights_back(tiny):
+    path = as_gguf(tiny.draft, tiny.tokenizer, "tiny-draft")
+    model = AutoModelForCausalLM.from_pretrained(converted(path))
+    theirs, ours = model.state_dict(), tiny.draft.state_dict()
+    assert path.name == "tiny-draft-F32.gguf" and theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+def test_a_folder_gives_the_same_weights_and_tokens_back(tiny):
+    path = as_folder(tiny.draft, tiny.tokenizer, "tiny-draft")
+    theirs, ours = AutoModelForCausalLM.from_pretrained(path).state_dict(), tiny.draft.state_dict()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert AutoTokenizer.from_pretrained(path).get_vocab() == tiny.tokenizer.get_vocab()
+
+
+def test_each_is_written_once_and_anew_where_weights_differ(tiny, cache, monkeypatch):
+    path = as_gguf(tiny.draft, tiny.tokenizer, "a")
+    written = path.stat().st_mtime_ns
+    assert as_gguf(tiny.draft, tiny.tokenizer, "a") == path and path.stat().st_mtime_ns == written
+    weight = tiny.draft.model.norm.weight
+    with torch.no_grad():
+        before = weight.clone()
+        weight[0] += 1
+    try:
+        assert as_gguf(tiny.draft, tiny.tokenizer, "a") != path
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+    monkeypatch.setattr(module, "FORM", 99)
+    assert as_gguf(tiny.draft, tiny.tokenizer, "a").parent.parent == cache
+    assert len(list(cache.glob("*/a-F32.gguf"))) == 3
+
+
+def test_what_a_killed_process_left_is_no_file(tiny, monkeypatch):
+    def killed(path, *_):
+        path.write_text("half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "write_gguf", killed)
+        with pytest.raises(KeyboardInterrupt):
+            as_gguf(tiny.draft, tiny.tokenizer, "a")
+    path = as_gguf(tiny.draft, tiny.tokenizer, "a")
+    assert path.stat().st_size > 10_000 and not list(path.parent.glob("partial*"))
+
+
+def test_other_families_are_refused(tiny):
+    pair = random_pair("opt")
+    with pytest.raises(UserError, match="Llama family ... not 'opt'".replace(" ... ", ".*")):
+        as_gguf(pair.target, tiny.tokenizer, "a")
+
+
+@pytest.mark.parametrize("form", ["gguf", "folder"])
+def test_the_command_writes_both_models_and_prints_where(tmp_path, monkeypatch, capsys, form):
+    monkeypatch.setattr(sys, "argv", ["export", form, "pair=tiny", f"out={tmp_path / 'out'}"])
+    assert exit_code(command.main) == 0
+    lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
+    assert lines.keys() == {"target", "draft"}
+    assert all(Path(path).exists() and Path(path).parent == tmp_path / "out" for path in lines.values())
+
+
+def test_an_unknown_form_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["export", "onnx", "pair=tiny"])
+    assert exit_code(command.main) == 2
+    assert "gguf" in capsys.readouterr().err
