@@ -82,6 +82,8 @@ def _known_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         cache_of_tests = tmp_path_factory.mktemp("cache")
         for folder in (native.KERNELS, compiled_layers.COMPILED):
             (cache_of_tests / folder).symlink_to(make_folder(USERS_CACHE / folder))
+        if (USERS_CACHE / "engines").is_dir():  # environments, which tests use and do not make
+            (cache_of_tests / "engines").symlink_to(USERS_CACHE / "engines")
         patch.setenv("SPECBENCH_CACHE", str(cache_of_tests))
         patch.setattr(speed, "probe", lambda device: dict(QUIET))
         of_gpu = partial(provenance.buffer_bytes, "cuda")

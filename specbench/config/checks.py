@@ -178,10 +178,6 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
     for key in values.parameters(spec.engine):
         if key not in takes:
             raise UserError(f"engine {name} has no parameter '{key}': {suggest(key, takes)}")
-    if spec.scheduler is not None:
-        raise UserError(
-            f"engine {name} answers one question at a time: set batch_size=1 and a method without batches"
-        )
     if drafts is not None and spec.drafter["name"] not in drafts:
         raise UserError(
             f"engine {name} does not draft as {spec.drafter['name']}: {suggest(spec.drafter['name'], drafts)}; "

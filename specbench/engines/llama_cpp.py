@@ -35,6 +35,7 @@ class LlamaCpp(ServedEngine):
         draft: likewise of the draft model.
         start_seconds: that starting a server may take.
         answer_seconds: without an event, after which a server counts as hung.
+        batch_size: requests that a server is given at once.
 
     Raises:
         UserError: The engine is not installed, or a model cannot become a GGUF file.
@@ -53,6 +54,7 @@ class LlamaCpp(ServedEngine):
         draft: str | None = None,
         start_seconds: float = 120.0,
         answer_seconds: float = 120.0,
+        batch_size: int = 1,
     ):
         name = "llama_cpp"
         program = Path(python) if python else interpreter(name, install)
@@ -60,8 +62,8 @@ class LlamaCpp(ServedEngine):
         of_target = _file(target) if target else as_gguf(pair.target, pair.tokenizer, f"{pair.name}-target")
         every = {
             "model": {"path": str(of_target)},
-            "n_ctx": pair.context_length,
-            "n_parallel": 1,
+            "n_ctx": pair.context_length * batch_size,  # of all its slots together
+            "n_parallel": batch_size,
             "cpuparams": {"n_threads": threads},
             "cpuparams_batch": {"n_threads": threads},
             **plain,
@@ -89,7 +91,7 @@ class LlamaCpp(ServedEngine):
             PLAIN: server(PLAIN, every),
             SPECULATIVE: server(SPECULATIVE, every | {"speculative": drafts}),
         }
-        super().__init__(pair, servers, name, answer_seconds)
+        super().__init__(pair, servers, name, answer_seconds, batch_size)
 
 
 def _file(name: str) -> Path:

@@ -7,7 +7,11 @@ business, as with arms of our own.
 from __future__ import annotations
 
 import math
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specbench.decoding.stop import truncate_at_stop
@@ -37,6 +41,7 @@ class ServedEngine:
         servers: by `PLAIN` and `SPECULATIVE`.
         dialect: a name in `dialects.DIALECTS`.
         answer_seconds: without an event, after which a server counts as hung.
+        batch_size: requests that a server is given at once.
 
     Attributes:
         faults: what went wrong so far, a line each.
@@ -44,8 +49,17 @@ class ServedEngine:
 
     version: str = "unknown"
 
-    def __init__(self, pair: Pair, servers: Mapping[str, Server], dialect: str, answer_seconds: float):
+    def __init__(
+        self,
+        pair: Pair,
+        servers: Mapping[str, Server],
+        dialect: str,
+        answer_seconds: float,
+        batch_size: int = 1,
+    ):
         self.pair, self.servers, self.answer_seconds = pair, servers, answer_seconds
+        self.batch_size = batch_size
+        self._restarting = threading.Lock()
         self.dialect = DIALECTS[dialect]
         self.faults: list[str] = []
         self._target_bytes: int | None = None
@@ -75,11 +89,15 @@ class ServedEngine:
 
     def plain(self, requests: list[Request]) -> Rounds:
         """The arm without speculation."""
-        return (yield from self._rounds(PLAIN, requests))
+        return (yield from self._rounds(PLAIN, requests, self.batch_size))
+
+    def single(self, requests: list[Request]) -> Rounds:
+        """The arm without speculation, one request at a time."""
+        return (yield from self._rounds(PLAIN, requests, 1))
 
     def speculative(self, requests: list[Request]) -> Rounds:
         """The arm with speculation."""
-        return (yield from self._rounds(SPECULATIVE, requests))
+        return (yield from self._rounds(SPECULATIVE, requests, self.batch_size))
 
     def tops(self, request: Request) -> tuple[list[int], list[dict[int, float]]]:
         """An answer of the plain server, and log-probabilities by id at each place; of none where it gives none."""
@@ -93,23 +111,49 @@ class ServedEngine:
 
     # -- asking
 
-    def _rounds(self, name: str, requests: list[Request]) -> Rounds:
-        answers = []
-        for request in requests:
-            answers.append(self._answer(name, request))
-            yield len(answers[-1].tokens)
-        return answers
+    def _rounds(self, name: str, requests: list[Request], at_once: int) -> Rounds:
+        """Answers, of which so many are asked for at once; each has then an equal share of the time of all."""
+        if at_once == 1:
+            answers = []
+            for request in requests:
+                answers.append(self._answer(name, request))
+                yield len(answers[-1].tokens)
+            return answers
+        begun = time.perf_counter()
+        with ThreadPoolExecutor(at_once) as pool:
+            answers = [*pool.map(partial(self._answer, name), requests)]
+        share = (time.perf_counter() - begun) / len(requests)
+        yield sum(len(answer.tokens) for answer in answers)
+        # Which requests shared a pass the server does not tell, and so not what it read for each.
+        unknown: dict[str, Any] = {
+            "sequences": at_once,
+            "draft_bytes": None,
+            "target_bytes": None,
+            "other_seconds": math.nan,
+        }
+        return [
+            replace(
+                answer,
+                prefill_seconds=None,
+                seconds=share,
+                steps=[replace(step, **unknown) for step in answer.steps],
+            )
+            for answer in answers
+        ]
 
     def _answer(self, name: str, request: Request) -> Generation:
         """One answer; a server that fails is started again, once for each answer."""
+        server = self.servers[name]
+        starts = server.starts
         try:
             return self._timed(name, request)
         except EngineError as error:
-            server = self.servers[name]
             self.faults.append(f"{name}: {error}")
-            if not server.is_ours or server.starts > RESTARTS:
-                raise JobError(f"the {name} server failed: {error}") from error
-            server.restart()
+            with self._restarting:  # of several requests that fail together the first
+                if not server.is_ours or server.starts > RESTARTS:
+                    raise JobError(f"the {name} server failed: {error}") from error
+                if server.starts == starts:
+                    server.restart()
         try:
             self._reply(name, request)  # the first answer of a server is not timed
             return self._timed(name, request)

@@ -27,6 +27,7 @@ class Url(ServedEngine):
         version: of the engine, for tables.
         start_seconds: to wait until they are ready.
         answer_seconds: without an event, after which a server counts as hung.
+        batch_size: requests that a server is given at once.
 
     Raises:
         UserError: A URL is missing, or the dialect unknown.
@@ -44,6 +45,7 @@ class Url(ServedEngine):
         version: str = "unknown",
         start_seconds: float = 10.0,
         answer_seconds: float = 120.0,
+        batch_size: int = 1,
     ):
         urls = {PLAIN: plain_url, SPECULATIVE: speculative_url}
         for name, url in urls.items():
@@ -52,5 +54,5 @@ class Url(ServedEngine):
         if dialect not in DIALECTS:
             raise UserError(f"unknown engine.dialect '{dialect}': {suggest(dialect, DIALECTS)}")
         servers = {name: Server(name, url or "", seconds=start_seconds) for name, url in urls.items()}
-        super().__init__(pair, servers, dialect, answer_seconds)
+        super().__init__(pair, servers, dialect, answer_seconds, batch_size)
         self.version = version

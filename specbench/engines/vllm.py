@@ -40,6 +40,7 @@ class Vllm(ServedEngine):
         python: an interpreter that has vLLM; None: that of the environment.
         start_seconds: that starting a server may take: it compiles.
         answer_seconds: without an event, after which a server counts as hung.
+        batch_size: requests that a server is given at once.
 
     Raises:
         UserError: The engine is not installed.
@@ -56,6 +57,7 @@ class Vllm(ServedEngine):
         python: str | None = None,
         start_seconds: float = 600.0,
         answer_seconds: float = 120.0,
+        batch_size: int = 1,
     ):
         program = Path(python) if python else interpreter("vllm", install)
         self.version = install["requirements"][-1]
@@ -77,7 +79,7 @@ class Vllm(ServedEngine):
             "max-model-len": pair.context_length,
             "generation-config": "vllm",
             "no-enable-prefix-caching": True,
-            "max-num-seqs": 1,
+            "max-num-seqs": batch_size,
             **plain,
         }
         speculating = {
@@ -101,7 +103,7 @@ class Vllm(ServedEngine):
             PLAIN: server(PLAIN, options),
             SPECULATIVE: server(SPECULATIVE, options | speculating),
         }
-        super().__init__(pair, servers, "openai", answer_seconds)
+        super().__init__(pair, servers, "openai", answer_seconds, batch_size)
 
 
 def _words(name: str, value: Any) -> list[str]:

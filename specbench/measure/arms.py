@@ -94,6 +94,9 @@ class Served(Protocol):
     def plain(self, requests: list[Request]) -> Rounds:
         """The arm without speculation."""
 
+    def single(self, requests: list[Request]) -> Rounds:
+        """The arm without speculation, one request at a time."""
+
     def speculative(self, requests: list[Request]) -> Rounds:
         """The arm with speculation."""
 

@@ -14,7 +14,7 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.sampling import SamplingParams
-from specbench.measure.arms import AGAIN, BASELINE, METHOD, OWN_LOOP, Setup
+from specbench.measure.arms import AGAIN, BASELINE, METHOD, OWN_LOOP, SINGLE, Setup
 from specbench.measure.bench import Bench
 from specbench.measure.certify import Certifier
 from specbench.measure.conductor import Conductor
@@ -45,14 +45,16 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     threads = cfg.threads or len(own_cores())
     make = pkgutil.resolve_name(spec.engine["_target_"])
-    served = make(pair=pair, method=spec.drafter["name"], threads=threads, **parameters(spec.engine))
+    chosen = {"method": spec.drafter["name"], "threads": threads, "batch_size": spec.batch_size}
+    served = make(pair=pair, **chosen, **parameters(spec.engine))
     check_staged(pair.staged, pair.sample_ids())  # after the models were written: it lays their weights out
-    chosen = cfg.decoding
-    decoding = SamplingParams(chosen.max_new_tokens, chosen.temperature)
+    decoding = SamplingParams(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
     protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
     served.open(protocol.warm_up_requests(HANDSHAKE_TOKENS))
     loop = Engine(pair.staged, Drafter(), pair.stop_ids, None, pair.context_length)
     arms = {BASELINE: served.plain, METHOD: served.speculative, AGAIN: served.plain, OWN_LOOP: loop.rounds}
+    if spec.batch_size > 1:
+        arms[SINGLE] = served.single
     setup = Setup(pair, pair.staged, Drafter(), arms, spec, served=served)
     training = provenance.trained(pair_cfg, spec.drafter, needs.draft_model)
     conductor = Conductor(setup, None, cfg.remeasure)

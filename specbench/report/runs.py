@@ -257,8 +257,9 @@ def _run_folders(path: Path) -> list[Path]:
 def method_label(summary: Mapping) -> str:
     """The method, what drafts for it where that is another choice, and the engine where it is not this project's."""
     drafter, engine = summary["drafter"], summary.get("engine")
-    by = "" if engine is None else f" by {engine['name']}"
-    return f"{summary['method']}{by}" if drafter in (None, "none") else f"{summary['method']} + {drafter}"
+    if engine is not None:  # which schedules by itself
+        return f"{drafter or summary['method']} by {engine['name']}"
+    return summary["method"] if drafter in (None, "none") else f"{summary['method']} + {drafter}"
 
 
 def as_text(settings: Mapping) -> list[str]:

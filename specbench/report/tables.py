@@ -448,7 +448,8 @@ def engine_line(summary: dict) -> Text:
     settings = "".join(f", {setting}" for setting in as_text(engine["plain"]))
     text.append(f"\n{engine['version']}{settings}; plain answers beside our loop's: ")
     text.append(_equivalence(baseline["equivalence"]))
-    text.append(", beside its own again: ").append(_equivalence(engine["again_equivalence"]))
+    again = "alone" if summary["unit"] == POOL else "again"
+    text.append(f", beside its own {again}: ").append(_equivalence(engine["again_equivalence"]))
     if likely := likelihood_line(engine):
         text.append(f"\n{likely}")
     if summary.get("processes", 1) == 1:

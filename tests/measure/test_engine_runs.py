@@ -57,7 +57,7 @@ def run(tmp_path, monkeypatch, capfd, answer):
                 monkeypatch,
                 capfd,
                 *answer.arguments,
-                "method=sps",
+                *(() if any(word.startswith("method=") for word in more) else ("method=sps",)),
                 "engine=url",
                 f"engine.plain_url={urls[0]}",
                 f"engine.speculative_url={urls[1]}",
@@ -132,6 +132,22 @@ def test_a_server_at_a_url_that_fails_ends_the_run_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
+def test_a_batch_is_asked_for_at_once_and_compared_with_one_at_a_time(run, answer):
+    plain = Stub(answer)
+    words = ["method=ragged", "drafter=sps", "batch_size=2", "pool=3"]
+    code, out, err, folder = run(plain, Stub(answer, drafts=True), *words)
+    assert code == 0, err
+    summary = read_run(folder).summary
+    assert summary["unit"] == "pool" and summary["equivalence"] == EXACT
+    assert summary["engine"]["again_equivalence"] == summary["baseline"]["equivalence"] == EXACT
+    assert summary["baseline"]["single_tokens_per_second"] > 0 and summary["overall"]["speedup"] > 0
+    assert summary["overall"]["occupancy"] is None and summary["overall"]["mbsu"] is None
+    assert 1 < summary["overall"]["acceptance_length"] < 4
+    assert plain.most_at_once == 2
+    assert "sps by url" in out and "beside its own alone: 3/0/0" in " ".join(out.split())
+
+
+@pytest.mark.slow
 def test_drawn_answers_that_are_not_the_targets_are_violations(run, answer):
     """Greedy tokens are likelier than drawn ones, other tokens less likely."""
     _, out, _, folder = run(Stub(answer), Stub(answer, drafts=True, fault="breaks"), "decoding=sample")
@@ -149,7 +165,6 @@ def test_drawn_answers_that_are_not_the_targets_are_violations(run, answer):
     ("words", "message"),
     [
         (["method=kangaroo", "engine=llama_cpp"], "llama_cpp does not draft as kangaroo ... known: pld, sps"),
-        (["method=ragged", "drafter=sps", "engine=llama_cpp"], "one question at a time"),
         (["method=sps", "engine=llama_cpp", "+engine.cores=2"], "no parameter 'cores'"),
         (["method=sps", "engine=llama_cpp", "decoding.verify_width=8"], "verify_width"),
         (["method=vocabtrim", "engine=url"], "vocab=trim"),

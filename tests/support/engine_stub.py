@@ -29,6 +29,8 @@ class Stub:
         after: requests that it answers rightly before.
         times: requests of those that follow that it answers wrongly.
         asked: requests so far.
+        at_once: requests that are answered now.
+        most_at_once: the most that ever were.
     """
 
     answer: Callable[[list[int], int], list[int]]
@@ -37,6 +39,8 @@ class Stub:
     after: int = 0
     times: int = 10**6
     asked: int = 0
+    at_once: int = 0
+    most_at_once: int = 0
     bodies: list[dict] = field(default_factory=list)
 
     def wrong(self) -> str:
@@ -142,7 +146,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, stub: Stub, port: int = 0):
-        self.stub, self.released = stub, threading.Event()
+        self.stub, self.released, self.counting = stub, threading.Event(), threading.Lock()
         super().__init__(("127.0.0.1", port), Handler)
 
     @property
@@ -168,8 +172,19 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         stub = self.server.stub
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        stub.asked += 1
-        stub.bodies.append(body)
+        with self.server.counting:
+            stub.asked += 1
+            stub.at_once += 1
+            stub.most_at_once = max(stub.most_at_once, stub.at_once)
+            stub.bodies.append(body)
+        try:
+            self.answer(stub, body)
+        finally:
+            with self.server.counting:
+                stub.at_once -= 1
+
+    def answer(self, stub: Stub, body: dict) -> None:
+        """Says what the stub says, or does wrong."""
         wrong = stub.wrong()
         if wrong == "dies":
             os._exit(3)

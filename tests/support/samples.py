@@ -65,6 +65,7 @@ BASELINE = {
 SUMMARY = {
     "schema": metrics.SCHEMA,
     "verification": "token",
+    "engine": None,
     "status": "complete",
     "failed": 0,
     "method": "kangaroo",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from specbench.config.spec import QUESTION
 from specbench.measure.metrics.acceptance import ratio
 from specbench.measure.metrics.dataframes import generations_frame
 from specbench.measure.metrics.metrics import equivalence, speedups
@@ -28,7 +27,7 @@ def engine_numbers(records: list[dict], facts: dict) -> dict | None:
         return None
     generations = generations_frame(records)
     twice = generations[generations["arm"].isin([ARMS["engine"], AGAIN])]
-    again, _ = speedups(twice.replace({"arm": {AGAIN: "method"}}), ARMS["engine"], QUESTION)
+    again, _ = speedups(twice.replace({"arm": {AGAIN: "method"}}), ARMS["engine"], facts["unit"])
     loop = generations[generations["arm"] == OWN_LOOP]
     return engine | {
         "again": {"speedup": again.value, "low": again.low, "high": again.high},

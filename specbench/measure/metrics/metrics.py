@@ -257,7 +257,10 @@ METRICS = {
     "draft_seconds": Metric(lambda m: total(m.rounds["draft_seconds"])),
     "verify_seconds": Metric(lambda m: total(m.rounds["verify_seconds"])),
     "other_seconds": Metric(lambda m: total(m.rounds["other_seconds"])),
-    "occupancy": Metric(lambda m: occupancy(m.rounds, m.spec.batch_size), POOL),
+    # Which requests shared a pass of another engine is not known.
+    "occupancy": Metric(
+        lambda m: None if m.spec.engine is not None else occupancy(m.rounds, m.spec.batch_size), POOL
+    ),
     "align_seconds": Metric(lambda m: total(m.rounds["align_seconds"]), POOL),
     "alignment_share": Metric(alignment_share, POOL),
     "stats": Metric(lambda m: of_method(m.spec.owners, m.rounds)),
