@@ -59,6 +59,7 @@ class LlamaCpp(ServedEngine):
         name = "llama_cpp"
         program = Path(python) if python else interpreter(name, install)
         self.version = install["requirements"][-1]
+        self.same_weights = target is None
         of_target = _file(target) if target else as_gguf(pair.target, pair.tokenizer, f"{pair.name}-target")
         every = {
             "model": {"path": str(of_target)},

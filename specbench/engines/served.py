@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Generation, Step, counted
@@ -44,10 +44,13 @@ class ServedEngine:
         batch_size: requests that a server is given at once.
 
     Attributes:
+        version: of the engine.
         faults: what went wrong so far, a line each.
+        same_weights: whether it decodes with the pair's own weights, not with a file that somebody quantised.
     """
 
     version: str = "unknown"
+    same_weights: bool = True
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class ServedEngine:
         Raises:
             UserError: A server does not start, or does not do what a measurement rests on.
         """
-        self._target_bytes = counted(self.pair.staged.pass_bytes())
+        self._target_bytes = counted(self.pair.staged.pass_bytes()) if self.same_weights else None
         try:
             for server in self.servers.values():
                 server.start()
@@ -83,7 +86,7 @@ class ServedEngine:
         except EngineError as error:
             self.close()
             raise UserError(f"the engine cannot be measured: {error}") from error
-        except UserError:
+        except BaseException:
             self.close()
             raise
 
@@ -202,9 +205,15 @@ class ServedEngine:
     # -- before anything is timed
 
     def _shake_hands(self, requests: Sequence[Request]) -> None:
-        """Raises UserError where a server does not do what a measurement rests on, with what to set."""
+        """Raises UserError where a server does not do what a measurement rests on, with what to set.
+
+        Greedy answers show that drafts are accepted; drawn ones may be wrong for another reason.
+        """
         drafted = accepted = 0
-        for request in requests:
+        for name in (PLAIN, SPECULATIVE):
+            _check_read(name, self._reply(name, requests[0]), requests[0])
+        for drawn in requests:
+            request = replace(drawn, decoding=replace(drawn.decoding, temperature=0.0))
             replies = {name: self._reply(name, request) for name in (PLAIN, SPECULATIVE)}
             again = self._reply(PLAIN, request)
             for name, reply in replies.items():
@@ -215,7 +224,7 @@ class ServedEngine:
                     )
             if any(one.drafted or len(one.tokens) > 1 for one in replies[PLAIN].passes[1:]):
                 raise UserError("the plain server drafts: start it without speculation")
-            if request.decoding.greedy and again.tokens != replies[PLAIN].tokens:
+            if again.tokens != replies[PLAIN].tokens:
                 self.faults.append("plain: two answers to one prompt differ")
             passes = replies[SPECULATIVE].passes[1:]
             if any(one.drafted is None for one in passes):

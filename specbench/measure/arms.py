@@ -83,10 +83,12 @@ class Served(Protocol):
     Attributes:
         version: of it.
         faults: what went wrong so far, a line each.
+        same_weights: whether it decodes with the pair's own weights.
     """
 
     version: str
     faults: list[str]
+    same_weights: bool
 
     def open(self, prompts: Sequence[Request]) -> None:
         """Starts it, and checks what a measurement rests on."""

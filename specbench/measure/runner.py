@@ -273,8 +273,9 @@ def facts(bench: Bench) -> dict:
     """What the summary needs of the run beside its records."""
     setup, conductor = bench.setup, bench.conductor
     pair, generate = setup.pair, setup.arms.get(HF)
+    same_weights = setup.served is None or setup.served.same_weights
     return {
-        "target_pass_bytes": counted(setup.target.pass_bytes()),
+        "target_pass_bytes": counted(setup.target.pass_bytes()) if same_weights else None,
         "threads": torch.get_num_threads(),
         "extra_cores": setup.drafter.extra_cores,
         "dtype": name_of(pair.dtype),

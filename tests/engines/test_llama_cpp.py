@@ -87,6 +87,10 @@ def test_servers_get_the_pairs_models_and_the_same_cores(monkeypatch, tmp_path):
     assert of_plain[:3] == ["python3", str(SCRIPT), "8000"]
     assert "tiny-target-F32.gguf" in of_plain[3] and '"n_ubatch": 64' in of_plain[3]
     assert "draft" not in of_plain[3] and "tiny-draft-F32.gguf" in of_speculative[3]
+    assert engine.same_weights
+    (tmp_path / "q4.gguf").write_bytes(b"")
+    quantised = LlamaCpp(pair, "sps", 1, speculative={"sps": {}}, target=str(tmp_path / "q4.gguf"), **options)
+    assert not quantised.same_weights and "q4.gguf" in quantised.servers[PLAIN].command(1)[3]
     with pytest.raises(UserError, match="no file"):
         LlamaCpp(pair, "sps", 1, speculative={"sps": {}}, target="/none.gguf", **options)
 

@@ -1,0 +1,79 @@
+"""Environments of engines: what is installed into them, what is left out, and what went wrong in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from specbench.commands import engine as command
+from specbench.engines.environments import COMPLETE, environment, interpreter, make_environment
+from specbench.system.errors import UserError
+from tests.support.commands import exit_code
+
+pytestmark = pytest.mark.process  # makes environments and runs pip in them
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    return tmp_path / "cache"
+
+
+def wheel(folder: Path, name: str, *requires: str) -> str:
+    """A wheel of one module; returns the requirement that installs it."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        "Version: 1.0",
+        *(f"Requires-Dist: {one}" for one in requires),
+    ]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", "")
+        archive.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return f"{name} @ {path.as_uri()}"
+
+
+def has(python: Path, module: str) -> bool:
+    return (
+        subprocess.run([python, "-c", f"import {module}"], capture_output=True, check=False).returncode == 0
+    )
+
+
+def test_the_last_one_comes_with_what_it_requires_but_what_is_left_out(tmp_path):
+    helper, base = wheel(tmp_path, "helper"), wheel(tmp_path, "base")
+    engine = wheel(tmp_path, "engine", helper, "torchaudio>=2", "huge; extra == 'all'")
+    install = {"requirements": [base, engine], "without": ["torchaudio"]}
+    python = make_environment("one", install)
+    assert python == interpreter("one", install)
+    assert all(has(python, name) for name in ("base", "engine", "helper"))
+    marker = environment("one", install) / COMPLETE
+    before = marker.stat().st_mtime_ns
+    assert make_environment("one", install) == python and marker.stat().st_mtime_ns == before
+
+
+def test_what_pip_cannot_install_is_one_line_and_no_environment(tmp_path):
+    install = {"requirements": ["no-such-package==1"]}
+    with pytest.raises(UserError, match="cannot install engine two: .*no-such-package") as raised:
+        make_environment("two", install)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UserError, match="is not installed"):
+        interpreter("two", install)
+
+
+def test_the_command_says_what_it_takes(monkeypatch, capsys):
+    for words, message in (
+        (["install"], "usage"),
+        (["instal", "vllm"], "usage"),
+        (["install", "vlm"], "vllm"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["engine", *words])
+        assert exit_code(command.main) == 2 and message in capsys.readouterr().err
