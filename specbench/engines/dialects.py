@@ -148,12 +148,36 @@ def openai(url: str, request: Request, stops: frozenset[int], timeout: float, to
         if (usage := event.get("usage")) is not None:
             reply.prompt_tokens = usage.get("prompt_tokens", reply.prompt_tokens)
             reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        if (counts := (event.get("metrics") or {}).get("speculative_decoding")) is not None:
-            for one, count in zip(reply.passes[1:], counts.get("per_step_drafted") or ()):
-                one.drafted = count
+        counts = (event.get("metrics") or {}).get("speculative_decoding")
+        if counts is not None and reply.passes:
+            _count_drafts(reply.passes[1:], counts["per_step_accepted"], counts["per_step_drafted"])
     if not ended:
         raise EngineError("the stream ended before the answer did")
     return reply
+
+
+def _count_drafts(passes: list[TargetPass], accepted: list[int], drafted: list[int]) -> None:
+    """Notes in passes what each verified, from counts of those that verified a draft, in order.
+
+    Of several passes of one token it is not told which had a draft: the later ones are taken.
+
+    Raises:
+        EngineError: The counts do not fit the tokens.
+    """
+    for one in passes:
+        one.drafted = 0
+    number = len(passes)
+    for count, of_draft in zip(reversed(accepted), reversed(drafted)):
+        number -= 1
+        # The last pass may be cut short, by a stop token or at the cap.
+        while number >= 0 and len(passes[number].tokens) == 1 and count > 0 and number < len(passes) - 1:
+            number -= 1
+        fits = number >= 0 and len(passes[number].tokens) <= count + 1
+        if not fits or (len(passes[number].tokens) < count + 1 and number < len(passes) - 1):
+            raise EngineError(
+                f"{count} draft tokens are said to be accepted where no pass has as many tokens"
+            )
+        passes[number].drafted = of_draft
 
 
 DIALECTS: dict[str, Callable[..., Reply]] = {"llama_cpp": llama_cpp, "openai": openai}

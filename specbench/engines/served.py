@@ -185,6 +185,8 @@ class ServedEngine:
         steps, before = [], first.at
         for one in others:
             emitted = len(one.tokens)
+            if emitted > 1 and one.drafted is None:
+                raise EngineError(f"a pass gave {emitted} tokens, and what it verified is not told")
             drafted = one.drafted or 0
             steps.append(
                 Step(
@@ -210,6 +212,7 @@ class ServedEngine:
         Greedy answers show that drafts are accepted; drawn ones may be wrong for another reason.
         """
         drafted = accepted = 0
+        counted_drafts = False
         for name in (PLAIN, SPECULATIVE):
             _check_read(name, self._reply(name, requests[0]), requests[0])
         for drawn in requests:
@@ -227,13 +230,14 @@ class ServedEngine:
             if again.tokens != replies[PLAIN].tokens:
                 self.faults.append("plain: two answers to one prompt differ")
             passes = replies[SPECULATIVE].passes[1:]
-            if any(one.drafted is None for one in passes):
-                raise UserError(
-                    "the speculative server does not say what it drafts: vLLM does with "
-                    "--per-request-spec-decode-metrics detailed"
-                )
+            counted_drafts |= any(one.drafted is not None for one in passes)
             drafted += sum(one.drafted or 0 for one in passes)
             accepted += sum(len(one.tokens) - 1 for one in passes)
+        if not counted_drafts:
+            raise UserError(
+                "the speculative server does not say what it drafts: vLLM does with "
+                "--per-request-spec-decode-metrics detailed"
+            )
         if not drafted:
             raise UserError("the speculative server drafts nothing: is its kind of speculation named?")
         if not accepted:

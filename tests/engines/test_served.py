@@ -17,7 +17,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.engines import served as module
 from specbench.engines.client import EngineError
-from specbench.engines.dialects import DIALECTS
+from specbench.engines.dialects import DIALECTS, TargetPass, _count_drafts
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import Server
 from specbench.system.errors import JobError, UserError
@@ -108,6 +108,34 @@ class TestDialects:
             pass
         with pytest.raises(EngineError, match="broke off"):
             DIALECTS[dialect](url, request(), STOPS, SILENT)
+
+
+class TestCounts:
+    """vLLM counts the passes that verified a draft, and no others."""
+
+    @pytest.mark.parametrize(
+        ("sizes", "accepted", "drafted", "expected"),
+        [
+            ([1, 2, 2, 4, 5, 5, 4], [1, 1, 3, 4, 4, 4], [1, 1, 3, 4, 4, 4], [0, 1, 1, 3, 4, 4, 4]),
+            ([1, 1, 1, 1, 2, 1, 3], [0, 0, 1, 2], [3, 4, 1, 4], [0, 0, 3, 4, 1, 0, 4]),
+            ([1, 1, 1], [0, 0, 0], [3, 3, 2], [3, 3, 2]),
+            ([1, 1, 1], [], [], [0, 0, 0]),
+            ([3, 2], [2, 4], [4, 4], [4, 4]),  # the last one ends at the cap
+            ([3, 1], [2, 4], [4, 4], [4, 4]),
+        ],
+    )
+    def test_they_find_their_passes(self, sizes, accepted, drafted, expected):
+        passes = [TargetPass(0.0, [7] * n, None) for n in sizes]
+        _count_drafts(passes, accepted, drafted)
+        assert [one.drafted for one in passes] == expected
+
+    @pytest.mark.parametrize(
+        ("sizes", "accepted"), [([1, 1], [2]), ([3, 1, 1], [0, 0, 0]), ([2, 1], [2, 0]), ([1], [0, 0])]
+    )
+    def test_counts_that_fit_no_tokens_are_an_error(self, sizes, accepted):
+        passes = [TargetPass(0.0, [7] * n, None) for n in sizes]
+        with pytest.raises(EngineError, match="said to be accepted"):
+            _count_drafts([*passes, TargetPass(0.0, [7], None)], [*accepted, 0], [3] * (len(accepted) + 1))
 
 
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))

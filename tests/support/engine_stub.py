@@ -133,7 +133,13 @@ def openai_events(stub: Stub, body: dict, wrong: str) -> Iterator[dict]:
     yield {"choices": [{"text": "", "token_ids": [], "finish_reason": "length"}]}
     usage = {"prompt_tokens": len(body["prompt"]) + (wrong == "adds")}
     usage["prompt_tokens_details"] = {"cached_tokens": 4 if wrong == "remembers" else 0}
-    counts = {"speculative_decoding": {"per_step_drafted": [n for _, n in passes[1:]]}}
+    steps = [(len(of_pass) - 1, of_draft) for of_pass, of_draft in passes[1:] if of_draft]
+    counts = {
+        "speculative_decoding": {
+            "per_step_accepted": [n for n, _ in steps],
+            "per_step_drafted": [n for _, n in steps],
+        }
+    }
     yield {"choices": [], "usage": usage} | ({} if wrong == "uncounted" else {"metrics": counts})
 
 
