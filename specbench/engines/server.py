@@ -6,18 +6,19 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import psutil
 
 from specbench.engines.client import is_ready
 from specbench.system.errors import UserError
-from specbench.system.processes import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.05  # between two looks whether a server is ready
 END_SECONDS = 10.0  # that a server has to end when it is asked to
+SUPERVISOR = Path(__file__).with_name("supervise.py")
 LAST_LINES = 3  # of what a server printed, when it failed
 
 
@@ -63,17 +65,13 @@ class Server:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         self.starts += 1
 
-        def prepare() -> None:
-            os.setsid()  # a group of its own, so that what it starts can be ended with it
-            end_with_parent()
-
         self._process = subprocess.Popen(
-            self.command(port),
-            stdin=subprocess.DEVNULL,
+            [sys.executable, str(SUPERVISOR), *self.command(port)],
+            stdin=subprocess.PIPE,  # which closes with this process, however that ends
             stdout=self._log,
             stderr=self._log,
             env=os.environ | self.environment,
-            preexec_fn=prepare,
+            start_new_session=True,
         )
 
     def wait(self) -> None:
@@ -140,13 +138,12 @@ def _pin(process: subprocess.Popen, cores: Collection[int]) -> None:
 
 def _end(process: subprocess.Popen) -> None:
     """Ends a process and its group: asked first, then killed."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            continue
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what it has left behind, too
     process.wait()
+    if process.stdin is not None:
+        process.stdin.close()

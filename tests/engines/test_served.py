@@ -273,28 +273,43 @@ def test_a_server_that_does_not_start_says_why(pair):
 
 @pytest.mark.process
 def test_servers_are_waited_for_and_none_is_left_behind(pair):
-    engine = process_engine(pair, {"loads": 0.5})
+    engine = process_engine(pair, {"loads": 0.5, "helper": True})
     engine.open([request()])
-    children = [psutil.Process(server._process.pid) for server in engine.servers.values()]
-    assert all(child.is_running() for child in children)
+    started = [one for server in engine.servers.values() for one in family(server._process.pid)]
+    assert len(started) == 5  # a supervisor and a server each, and a helper
+    assert all(alive(one) for one in started)
     engine.close()
-    assert not any(child.is_running() for child in children)
+    assert not any(alive(one) for one in started)
     engine.close()  # once more does no harm
+
+
+def family(number: int) -> list[psutil.Process]:
+    """A process and all that it has started."""
+    parent = psutil.Process(number)
+    return [parent, *parent.children(recursive=True)]
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.process
 def test_a_killed_run_leaves_no_server(tmp_path):
-    words = json.dumps({})
+    words = json.dumps({"helper": True})
     script = (
         "import sys, time; from specbench.engines.server import Server\n"
         f"s = Server('plain', '', lambda port: [sys.executable, {str(SCRIPT)!r}, str(port), {words!r}])\n"
         "s.start(); s.wait(); print(s._process.pid, flush=True); time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    child = psutil.Process(int(parent.stdout.readline()))
+    started = family(int(parent.stdout.readline()))
+    assert len(started) == 3
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: not any(map(alive, started)))
 
 
 def test_restarts_have_an_end(pair, monkeypatch):

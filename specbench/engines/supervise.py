@@ -1,0 +1,32 @@
+"""Runs a command until it ends, or until standard input does: then everything that it has started is killed.
+
+`python supervise.py COMMAND ...`, as the leader of a process group, with a pipe as standard input. The pipe closes
+whatever ends the process that holds its other end, so that no server outlives a run that was killed. Only the standard
+library is used: it starts in a moment.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+
+def main() -> int:
+    """Runs the command; returns its exit code."""
+    process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # they are for the command, which may take its time
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    return process.wait()
+
+
+def _end_with_input() -> None:
+    # Not through sys.stdin, whose lock a thread that waits would still hold when this process ends.
+    while os.read(0, 1024):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
