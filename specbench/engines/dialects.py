@@ -115,11 +115,18 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
     raise EngineError("the stream ended before the answer did")
 
 
-def openai(url: str, request: Request, stops: frozenset[int], timeout: float, tops: bool = False) -> Reply:
+def openai(
+    url: str,
+    request: Request,
+    stops: frozenset[int],
+    timeout: float,
+    tops: bool = False,
+    model: str | None = None,
+) -> Reply:
     """Asks a server for completions as vLLM gives them, with token ids; as `llama_cpp`.
 
     It sends an event for each pass. What was drafted it tells at the end, if it was started with
-    `--per-request-spec-decode-metrics detailed`.
+    `--per-request-spec-decode-metrics detailed`. `model` is the name that the server has for it, where it wants one.
     """
     decoding = request.decoding
     body = {
@@ -133,6 +140,7 @@ def openai(url: str, request: Request, stops: frozenset[int], timeout: float, to
         "stop_token_ids": sorted(stops),
         "return_tokens_as_token_ids": True,
         "logprobs": TOP if tops else None,
+        **({} if model is None else {"model": model}),
     }
     reply, ended = Reply(), False
     for at, event in events(url, "/v1/completions", body, timeout):

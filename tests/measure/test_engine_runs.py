@@ -58,11 +58,12 @@ def run(tmp_path, monkeypatch, capfd, answer):
                 capfd,
                 *answer.arguments,
                 *(() if any(word.startswith("method=") for word in more) else ("method=sps",)),
-                "engine=url",
+                "engine=openai",
                 f"engine.plain_url={urls[0]}",
                 f"engine.speculative_url={urls[1]}",
                 f"engine.dialect={dialect}",
                 "engine.version=stub-1",
+                "engine.model=owl",
                 "threads=1",
                 *more,
             )
@@ -76,12 +77,14 @@ def run(tmp_path, monkeypatch, capfd, answer):
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["llama_cpp", "openai"])
 def test_a_run_has_three_verdicts_and_the_engines_numbers(run, answer, dialect):
-    code, out, _, folder = run(Stub(answer), Stub(answer, drafts=True), dialect=dialect)
+    plain = Stub(answer)
+    code, out, _, folder = run(plain, Stub(answer, drafts=True), dialect=dialect)
     assert code == 0
+    assert {body.get("model") for body in plain.bodies} == {"owl" if dialect == "openai" else None}
     summary = read_run(folder).summary
     assert summary["equivalence"] == summary["baseline"]["equivalence"] == EXACT
     engine = summary["engine"]
-    assert engine["name"] == "url" and engine["version"] == "stub-1" and engine["faults"] == []
+    assert engine["name"] == "openai" and engine["version"] == "stub-1" and engine["faults"] == []
     assert engine["again_equivalence"] == EXACT
     assert engine["own_tokens_per_second"] > 0 and engine["again"]["speedup"] > 0
     assert summary["baseline"]["quoted_against"] == "engine"
@@ -90,11 +93,12 @@ def test_a_run_has_three_verdicts_and_the_engines_numbers(run, answer, dialect):
     assert 0 < summary["overall"]["acceptance_rate"] < 1
     assert summary["settings"] == {} and summary["settings_source"] is None
     assert says(
-        " ".join(out.split()), "sps by url ... baseline: plain url ... against itself ... our loop ... stub-1"
+        " ".join(out.split()),
+        "sps by openai ... baseline: plain openai ... against itself ... our loop ... stub-1",
     )
     [record, *_] = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
     assert sorted(record["turns"][0]["arms"]) == ["again", "baseline", "method", "own_loop"]
-    assert "_sps_url_" in folder.name
+    assert "_sps_openai_" in folder.name
 
 
 @pytest.mark.slow
@@ -144,7 +148,7 @@ def test_a_batch_is_asked_for_at_once_and_compared_with_one_at_a_time(run, answe
     assert summary["overall"]["occupancy"] is None and summary["overall"]["mbsu"] is None
     assert 1 < summary["overall"]["acceptance_length"] < 4
     assert plain.most_at_once == 2
-    assert "sps by url" in out and "beside its own alone: 3/0/0" in " ".join(out.split())
+    assert "sps by openai" in out and "beside its own alone: 3/0/0" in " ".join(out.split())
 
 
 @pytest.mark.slow
@@ -167,7 +171,7 @@ def test_drawn_answers_that_are_not_the_targets_are_violations(run, answer):
         (["method=kangaroo", "engine=llama_cpp"], "llama_cpp does not draft as kangaroo ... known: pld, sps"),
         (["method=sps", "engine=llama_cpp", "+engine.cores=2"], "no parameter 'cores'"),
         (["method=sps", "engine=llama_cpp", "decoding.verify_width=8"], "verify_width"),
-        (["method=vocabtrim", "engine=url"], "vocab=trim"),
+        (["method=vocabtrim", "engine=openai"], "vocab=trim"),
     ],
 )
 def test_what_an_engine_cannot_decode_is_refused(words, message):

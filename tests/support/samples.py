@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 
 from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.records import run_folder as store
 from specbench.report.runs import Run, read_run
 from specbench.system.files import write_json
 from tests.support.synthetic import record
 
-NUMBERS = {
+# A metric that is not named here is one that was not measured.
+NUMBERS = dict.fromkeys(METRICS) | {
     "questions": 80,
     "pools": None,
     "tokens": 20000,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from specbench.engines.dialects import DIALECTS
+from specbench.engines.dialects import DIALECTS, openai
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import Server
 from specbench.system.errors import UserError, suggest
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from specbench.models.pairs import Pair
 
 
-class Url(ServedEngine):
+class OpenAI(ServedEngine):
     """Two servers at URLs: one decodes plainly, the other one speculates.
 
     Args:
@@ -24,6 +25,7 @@ class Url(ServedEngine):
         speculative_url: of the speculative one.
         speculative: by method, what is known of how it drafts; for tables alone.
         dialect: how they are asked: openai (vLLM), or llama_cpp.
+        model: the name that the servers have for it, where they want one.
         version: of the engine, for tables.
         start_seconds: to wait until they are ready.
         answer_seconds: without an event, after which a server counts as hung.
@@ -42,6 +44,7 @@ class Url(ServedEngine):
         speculative_url: str | None,
         speculative: dict | None,
         dialect: str = "openai",
+        model: str | None = None,
         version: str = "unknown",
         start_seconds: float = 10.0,
         answer_seconds: float = 120.0,
@@ -55,4 +58,6 @@ class Url(ServedEngine):
             raise UserError(f"unknown engine.dialect '{dialect}': {suggest(dialect, DIALECTS)}")
         servers = {name: Server(name, url or "", seconds=start_seconds) for name, url in urls.items()}
         super().__init__(pair, servers, dialect, answer_seconds, batch_size)
+        if model is not None and dialect == "openai":
+            self.dialect = partial(openai, model=model)
         self.version = version
