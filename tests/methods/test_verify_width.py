@@ -139,6 +139,7 @@ def test_generate_is_judged_by_the_noise_between_its_forward_and_ours(panels):
         reference="baseline",
         drafter=Drafter(),
         spec=SimpleNamespace(unit="question"),
+        served=None,
         answers=lambda arm, requests: engine.generate(requests),
     )
     certifier = Certifier(setup, SimpleNamespace(warm_up_requests=lambda tokens: warm_up))
