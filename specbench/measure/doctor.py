@@ -30,6 +30,7 @@ CLEAR = 3.0  # standard errors by which two rates must differ
 MARGIN = 0.1  # and by how much
 LEAST_ROUNDS = 20  # that a finding rests on
 COVERED = 0.8  # of the target's tokens, at least, must be among those that a drafter can draft
+NO_WORSE = 0.8  # of the rate with its states, which shuffled ones must reach before they count as no worse
 FALLS = 0.25  # of the rate at the first place, which the second may not be below
 
 
@@ -182,7 +183,7 @@ def state_findings(
     """Whether a drafter uses the states that it reads, and whether it would rather have others."""
     findings, target, taps = [], pair.staged, make().taps
     blind = observed(pair, Watched(make(), change=shuffled), requests)
-    if not clearly_above(base, blind):
+    if not clearly_above(base, blind) and blind.rate() >= NO_WORSE * base.rate():
         findings.append(
             f"acceptance at place 1 is that of the shuffled control ({base.rate():.2f}, {blind.rate():.2f}): it does "
             "not use the states that it reads"
