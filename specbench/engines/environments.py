@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COMPLETE = "installed"  # a file that says that an environment is complete
-# Prints what a distribution requires here, without what only its extras do.
+# Prints what a distribution requires, its extras included.
 REQUIRES = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1]) or []))"
 
 

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.engines.environments import interpreter
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
-from specbench.engines.server import Server
+from specbench.engines.server import Server, shared_cores
 from specbench.models.export import as_gguf
 from specbench.system.errors import UserError
 from specbench.system.paths import packaged
-from specbench.system.processes import own_cores
 
 if TYPE_CHECKING:
     from specbench.models.pairs import Pair
@@ -76,7 +75,7 @@ class LlamaCpp(ServedEngine):
         if of_draft is not None:
             threads_of_it = {"cpuparams": {"n_threads": threads}, "cpuparams_batch": {"n_threads": threads}}
             drafts["draft"] = {"mparams": {"path": str(of_draft)}, **threads_of_it, **drafts.get("draft", {})}
-        cores = sorted(own_cores())[-threads:]  # the same for both: one waits while the other works
+        cores = shared_cores(threads)
 
         def server(arm: str, parameters: dict[str, Any]) -> Server:
             words = json.dumps(parameters)

@@ -86,7 +86,7 @@ class ServedEngine:
         except EngineError as error:
             self.close()
             raise UserError(f"the engine cannot be measured: {error}") from error
-        except BaseException:
+        except BaseException:  # also where the run is stopped meanwhile: no server stays
             self.close()
             raise
 

@@ -19,6 +19,7 @@ import psutil
 
 from specbench.engines.client import is_ready
 from specbench.system.errors import UserError
+from specbench.system.processes import own_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -118,6 +119,11 @@ class Server:
         self._log.seek(0)
         lines = deque((line.decode(errors="replace").strip() for line in self._log), LAST_LINES)
         return " | ".join(filter(None, lines)) or "it printed nothing"
+
+
+def shared_cores(threads: int) -> list[int]:
+    """The cores of the servers of a run, the same for all: one waits while the other works."""
+    return sorted(own_cores())[-threads:]
 
 
 def free_port() -> int:

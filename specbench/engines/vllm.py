@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.engines.environments import interpreter
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
-from specbench.engines.server import HOST, Server
+from specbench.engines.server import HOST, Server, shared_cores
 from specbench.models.export import as_folder
 from specbench.system.paths import packaged
-from specbench.system.processes import own_cores
 
 if TYPE_CHECKING:
     from specbench.models.pairs import Pair
@@ -67,7 +66,7 @@ class Vllm(ServedEngine):
         elif pair.draft is not None:
             drafts["model"] = str(as_folder(pair.draft, pair.tokenizer, f"{pair.name}-draft"))
         folder = as_folder(pair.target, pair.tokenizer, f"{pair.name}-target")
-        cores = sorted(own_cores())[-threads:]  # the same for both: one waits while the other works
+        cores = shared_cores(threads)
         preloaded = [str(path) for name in PRELOADED if (path := program.parent.parent / name).exists()]
         environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
         if preloaded:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -43,14 +43,12 @@ class Counts:
         agreed: by shift, rounds among whose first draft tokens was the target's token so many places on.
         judged: rounds that judged each place of a draft.
         accepted: rounds that accepted it.
-        norms: by tap, the mean norm of the states that were read.
     """
 
     rounds: int
     agreed: Counter[int]
     judged: Counter[int]
     accepted: Counter[int]
-    norms: dict[int, float]
 
     def rate(self, shift: int = 0) -> float:
         """The share of the rounds that agreed at a shift."""
@@ -81,7 +79,6 @@ class Watched(WrappedDrafter):
         self.change = change
         self.taps = tuple(dict.fromkeys(self.read.values()))
         self.firsts: dict[int, list[tuple[int, set[int]]]] = {}  # by request: position and first draft tokens
-        self.norms: dict[int, list[float]] = {tap: [] for tap in self.read}
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Starts a sequence with the states that the drafter is to see."""
@@ -107,15 +104,13 @@ class Watched(WrappedDrafter):
 
     def _states(self, states: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         seen = {tap: states[depth] for tap, depth in self.read.items() if depth in states}
-        for tap, one in seen.items():
-            self.norms[tap].append(one.float().norm(dim=-1).mean().item())
         return seen if self.change is None else {tap: self.change(one) for tap, one in seen.items()}
 
 
 def observed(pair: Pair, watched: Watched, requests: Sequence[Request]) -> Counts:
     """Lets a drafter draft for some requests, one after the other."""
     engine = Engine(pair.staged, watched, pair.stop_ids, None, pair.context_length)
-    counts = Counts(0, Counter(), Counter(), Counter(), {})
+    counts = Counts(0, Counter(), Counter(), Counter())
     for index, (request, answer) in enumerate(zip(requests, engine.generate(list(requests)))):
         text = [*request.prompt, *answer.tokens]
         for position, firsts in watched.firsts.get(index, ()):
@@ -128,7 +123,6 @@ def observed(pair: Pair, watched: Watched, requests: Sequence[Request]) -> Count
                 if place < step.accepted or not stopped:
                     counts.judged[place] += 1
                     counts.accepted[place] += place < step.accepted
-    counts.norms = {tap: sum(some) / len(some) for tap, some in watched.norms.items() if some}
     return counts
 
 
@@ -317,14 +311,3 @@ def depth_name(depth: int, layers: int) -> str:
     if depth == NORMED:
         return "the final norm"
     return "the embeddings" if depth == 0 else f"layer {depth} of {layers}"
-
-
-def facts(base: Counts) -> dict[str, Any]:
-    """What was counted, for a program to read."""
-    places = sorted(base.judged)
-    return {
-        "rounds": base.rounds,
-        "acceptance_by_place": [base.at(place) for place in places],
-        "agreement_by_shift": {str(s): base.rate(s) for s in (0, *SHIFTS)},
-        "norms": {str(tap): norm for tap, norm in base.norms.items()},
-    }

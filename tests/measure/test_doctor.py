@@ -126,7 +126,7 @@ class TestPlantedFaults:
 
         def rates(pair, watched, requests):
             rate = 5 if watched.change else {12: 20, 11: 70, 13: 10}[watched.read[12]]
-            return doctor.Counts(100, Counter({0: rate}), Counter(), Counter(), {})
+            return doctor.Counts(100, Counter({0: rate}), Counter(), Counter())
 
         monkeypatch.setattr(doctor, "observed", rates)
         base = rates(eagle.pair, doctor.Watched(Reads()), ())
