@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from specbench.data.questions import TASKS
+from specbench.data.question_files import TASKS
 from specbench.decoding.drafter import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.agreement import check_staged

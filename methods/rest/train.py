@@ -15,7 +15,7 @@ from methods.rest.datastore import save_datastore
 from specbench.config.compose import with_hydra
 from specbench.data.contamination import MeasuredTexts
 from specbench.data.conversations import conversations, read, tokenizer_of
-from specbench.data.questions import find_questions_file, read_questions
+from specbench.data.questions import file_questions, find_questions_file
 from specbench.data.training import data_of
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError, one_line_errors
@@ -39,7 +39,7 @@ def train(cfg: DictConfig) -> Path:
     if cfg.conversations is None and cfg.tokens is None:
         raise UserError("the pair's own text has no end: say how many tokens=, or give conversations=FILE")
     questions = find_questions_file(cfg.data)
-    measured = MeasuredTexts(read_questions(questions, cfg.task.tasks))
+    measured = MeasuredTexts(file_questions(cfg.data, cfg.task, questions))
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False, weights=False)
     tokenize, left_out = tokenizer_of(pair), 0
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from specbench.config.compose import with_hydra
 from specbench.data.contamination import BenchmarkNgrams
-from specbench.data.questions import find_questions_file, read_questions
+from specbench.data.questions import file_questions
 from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_start
 from specbench.decoding.cpu.autotune import PassShape, choose_layouts
 from specbench.decoding.drafter import Drafter
@@ -332,7 +332,7 @@ def converse(cfg: DictConfig) -> Path:
 def benchmark_of(cfg: DictConfig) -> BenchmarkNgrams:
     """What no message may share words with. Raises UserError where the benchmark's questions cannot be had."""
     try:
-        questions = read_questions(find_questions_file(cfg.data), cfg.task.tasks)
+        questions = file_questions(cfg.data, cfg.task)
     except UserError as error:
         raise UserError(f"{error}; avoid_benchmark=false looks for no question in what is written") from error
     return BenchmarkNgrams(questions)

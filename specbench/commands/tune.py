@@ -25,7 +25,7 @@ from specbench import THREAD_VARIABLES
 from specbench.commands.run import run, run_locally, with_hydra
 from specbench.commands.sweep import Job
 from specbench.config.checks import check
-from specbench.data.questions import WARMUP
+from specbench.data.questions import SPEC_BENCH, WARMUP
 from specbench.measure.machine import provenance
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.source import source_sha256
@@ -87,6 +87,7 @@ def trial_config(overrides: list[str]) -> DictConfig:
     with open_dict(cfg):
         for key in OWN:
             del cfg[key]
+        cfg.data.schema = SPEC_BENCH
     cfg.data.path, cfg.data.sha256 = cfg.data.warmup or WARMUP, None
     cfg.data.name = f"{cfg.data.name}_warmup"
     return cfg

@@ -1,22 +1,14 @@
-"""Questions: where the file comes from, what a line must hold, which of them a run asks.
-
-A file has one JSON object per line, in Spec-Bench's format (Xia et al. 2024):
-{"question_id": int, "category": str, "turns": [str, ...], "reference": [...] (optional)}.
-"""
+"""Questions: where the file comes from, and which of them a run asks."""
 
 from __future__ import annotations
 
 import hashlib
 import http.client
-import json
 import os
 import urllib.request
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import yaml
-
-from specbench import CONF
+from specbench.data.question_files import PARQUET, TASKS, Question, read_questions, read_turns
 from specbench.system.errors import UserError, suggest
 from specbench.system.files import file_sha256, write_atomic
 from specbench.system.paths import cache_folder, packaged
@@ -27,34 +19,23 @@ if TYPE_CHECKING:
 
 DOWNLOAD_TIMEOUT_SECONDS = 30
 WARMUP = "specbench/tiny/warmup.jsonl"
-
-# Spec-Bench's tasks and the categories that each pools, in the order of its tables.
-TASKS: dict[str, list[str]] = yaml.safe_load((CONF / "task" / "all.yaml").read_text(encoding="utf-8"))[
-    "tasks"
-]
-
-
-@dataclass(frozen=True)
-class Question:
-    """One conversation: the user's turns, in order. `task` is the task that its category belongs to."""
-
-    question_id: int
-    category: str
-    turns: tuple[str, ...]
-    reference: list | None
-    task: str
+SPEC_BENCH, TURNS = SCHEMAS = ("spec_bench", "turns")  # see question_files
+SUFFIXES = (".jsonl", PARQUET)
+EVERY = "all"  # the task that asks for all that the file has
 
 
 def load_questions(data: Mapping, task: Mapping) -> list[Question]:
     """The questions of a run in the order of the file: those of the task, at most `data.limit` per task.
 
     `task.tasks` maps each task to its categories; where it holds `task.name`, that one alone is asked, and
-    all of them otherwise ("all"). A limit takes from the categories of a task in turn, so that each counts.
+    all of them otherwise ("all"). In the schema `turns` the file's own categories are the tasks.
+    A limit takes from the categories of a task in turn, so that each counts.
     Raises UserError for a file that is missing or malformed, and when no question is left.
     """
-    named = {task["name"]: task["tasks"][task["name"]]} if task["name"] in task["tasks"] else task["tasks"]
     path = find_questions_file(data)
-    questions = [q for q in read_questions(path, task["tasks"]) if q.task in named]
+    questions = file_questions(data, task, path)
+    named = _tasks(questions, data, task)
+    questions = [q for q in questions if q.task in named]
     if data["limit"] is not None:
         chosen = {q.question_id for name in named for q in _stratified(questions, name, data["limit"])}
         questions = [q for q in questions if q.question_id in chosen]
@@ -66,6 +47,17 @@ def load_questions(data: Mapping, task: Mapping) -> list[Question]:
     return questions
 
 
+def file_questions(data: Mapping, task: Mapping, path: Path | None = None) -> list[Question]:
+    """Every question of the file of `data`, in its order: of all tasks, without a limit. Raises UserError."""
+    path = find_questions_file(data) if path is None else path
+    schema = data.get("schema", SPEC_BENCH)
+    if schema == TURNS:
+        return read_turns(path, data.get("placeholder"))
+    if schema != SPEC_BENCH:
+        raise UserError(f"data.schema={schema}: {suggest(schema, SCHEMAS)}")
+    return read_questions(path, task["tasks"])
+
+
 def warmup_questions(data: Mapping) -> list[Question]:
     """Questions to warm up with, outside the measured set: those of `data.warmup`, else the embedded ones."""
     return read_questions(_existing(data["warmup"] or WARMUP, "data.warmup"), TASKS)
@@ -74,14 +66,15 @@ def warmup_questions(data: Mapping) -> list[Question]:
 def find_questions_file(data: Mapping) -> Path:
     """The file of `data`: its path, else the environment's, else the cached download (fetched when missing).
 
-    The variable is <NAME>_QUESTIONS, so SPEC_BENCH_QUESTIONS for data=spec_bench. Wherever the file comes
+    The variable is <NAME>_QUESTIONS, so SPEC_BENCH_QUESTIONS for data=spec_bench. In a folder it is the file of
+    `data.split`: <split>.jsonl, <split>.parquet or the one file in <split>/. Wherever the file comes
     from, it must have the checksum `data.sha256` unless that is null. Raises UserError.
     """
     variable = f"{data['name'].upper()}_QUESTIONS"
-    if data["path"]:
-        path = _existing(data["path"], "data.path")
-    elif os.environ.get(variable):
-        path = _existing(os.environ[variable], variable)
+    source = "data.path" if data["path"] else variable
+    if place := data["path"] or os.environ.get(variable):
+        folder = packaged(place)
+        path = _of_split(folder, data, source) if folder.is_dir() else _existing(place, source)
     else:
         path = cache_folder() / data["name"] / "question.jsonl"
         if not path.exists():
@@ -90,45 +83,17 @@ def find_questions_file(data: Mapping) -> Path:
     return path
 
 
-def read_questions(path: Path, tasks: Mapping) -> list[Question]:
-    """Every question of a file. Raises UserError with file and line number for a line that is not one."""
-    task_of = {category: name for group in (TASKS, tasks) for name in group for category in group[name]}
-    questions: list[Question] = []
-    seen: dict[int, int] = {}
-    # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        question = _parse(line, task_of, where)
-        if question.question_id in seen:
-            first = seen[question.question_id]
-            raise UserError(f"{where}: question_id {question.question_id} is a duplicate of line {first}")
-        seen[question.question_id] = number
-        questions.append(question)
-    return questions
-
-
-def _parse(line: bytes, task_of: Mapping[str, str], where: str) -> Question:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:  # bad JSON, or bytes that are not UTF-8
-        raise UserError(f"{where}: not valid JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise UserError(f"{where}: expected a JSON object, found {type(fields).__name__}")
-    for name, kind in (("question_id", int), ("category", str), ("turns", list)):
-        if name not in fields:
-            raise UserError(f"{where}: the field {name!r} is missing")
-        if type(fields[name]) is not kind:  # exact: True is an int too
-            raise UserError(f"{where}: {name!r} must be {kind.__name__}, not {type(fields[name]).__name__}")
-    category, turns, reference = fields["category"], fields["turns"], fields.get("reference")
-    if category not in task_of:
-        raise UserError(f"{where}: unknown category {category!r}: {suggest(category, task_of)}")
-    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise UserError(f"{where}: 'turns' must hold at least one text, and no empty one")
-    if not isinstance(reference, list | None):
-        raise UserError(f"{where}: 'reference' must be a list, not {type(reference).__name__}")
-    return Question(fields["question_id"], category, tuple(turns), reference, task_of[category])
+def _tasks(questions: list[Question], data: Mapping, task: Mapping) -> list[str]:
+    """The tasks that are asked."""
+    name = task["name"]
+    tasks = task["tasks"]
+    if data.get("schema") == TURNS:
+        tasks = dict.fromkeys(q.task for q in questions)
+        if name not in (EVERY, *tasks):
+            raise UserError(
+                f"task.name={name}: data={data['name']} has the tasks {', '.join(tasks)}; task=all: all"
+            )
+    return [name] if name in tasks else list(tasks)
 
 
 def _stratified(questions: list[Question], task: str, limit: int) -> list[Question]:
@@ -139,6 +104,25 @@ def _stratified(questions: list[Question], task: str, limit: int) -> list[Questi
             by_category.setdefault(question.category, []).append(question)
     ranked = [(rank, q) for of_category in by_category.values() for rank, q in enumerate(of_category)]
     return [q for _, q in sorted(ranked, key=lambda pair: pair[0])][: max(limit, 0)]
+
+
+def _of_split(folder: Path, data: Mapping, source: str) -> Path:
+    """The file of `data.split` in a folder."""
+    files = {
+        (file.parent.name if file.parent != folder else file.stem): file
+        for file in sorted((*folder.glob("*"), *folder.glob("*/*")))
+        if file.suffix in SUFFIXES
+    }
+    split = data.get("split")
+    if split not in files:
+        lacks = f"has no split {split}" if split else "is a folder"
+        there = (
+            f"set data.split to one of {', '.join(files)}"
+            if files
+            else f"it holds no {' or '.join(SUFFIXES)}"
+        )
+        raise UserError(f"{source}: {folder} {lacks}: {there}")
+    return files[split]
 
 
 def _existing(path: str | Path, source: str) -> Path:

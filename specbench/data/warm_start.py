@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.data.contamination import MeasuredTexts
-from specbench.data.questions import find_questions_file, read_questions
+from specbench.data.questions import file_questions
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256
 from specbench.system.paths import packaged
@@ -50,7 +50,7 @@ def check_warm(drafting: Mapping, data: Mapping, task: Mapping) -> None:
     path = packaged(named)
     if not path.is_file():
         raise UserError(f"{WARM}: there is no file {path}")
-    measured = MeasuredTexts(read_questions(find_questions_file(data), task["tasks"]))
+    measured = MeasuredTexts(file_questions(data, task))
     for number, messages in enumerate(read(str(path)), 1):
         if measured.in_messages(messages):
             raise UserError(

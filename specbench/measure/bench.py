@@ -20,7 +20,7 @@ from specbench.system.errors import JobError, one_line
 if TYPE_CHECKING:
     import torch
 
-    from specbench.data.questions import Question
+    from specbench.data.question_files import Question
     from specbench.decoding.state import Request
     from specbench.measure.arms import Setup
     from specbench.measure.certify import Certifier

@@ -15,7 +15,7 @@ from specbench.system.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from specbench.data.questions import Question
+    from specbench.data.question_files import Question
     from specbench.decoding.sampling import SamplingParams
     from specbench.models.pairs import Pair
 

@@ -16,13 +16,14 @@ from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from specbench.config.spec import POOL, RunSpec
-from specbench.data.questions import Question, find_questions_file, load_questions, warmup_questions
+from specbench.data.questions import find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
 from specbench.decoding.cpu import native
 from specbench.decoding.drafter import Drafter, make_drafter
@@ -48,6 +49,9 @@ from specbench.models.pairs import load_pair, with_part
 from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
 from specbench.system.settings import flat, parameters
+
+if TYPE_CHECKING:
+    from specbench.data.question_files import Question
 
 
 def prepare(cfg: DictConfig) -> Bench:

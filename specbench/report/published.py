@@ -11,7 +11,7 @@ from typing import cast
 import pandas as pd
 from omegaconf import OmegaConf
 
-from specbench.data.questions import TASKS
+from specbench.data.question_files import TASKS
 from specbench.system.errors import UserError, suggest
 
 FILE = Path(__file__).with_suffix(".yaml")

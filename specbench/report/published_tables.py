@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specbench.data.questions import TASKS
+from specbench.data.question_files import TASKS
 from specbench.report.published import NUMBERS, OVERALL, Published, beside
 from specbench.report.tables import SHORT, UNKNOWN, PlainTable
 

@@ -12,7 +12,7 @@ import pandas as pd
 import yaml
 
 from specbench.config.spec import OWN, POOL
-from specbench.data.questions import TASKS
+from specbench.data.question_files import TASKS
 from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS

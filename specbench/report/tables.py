@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specbench.config.spec import POOL, QUESTION
-from specbench.data.questions import TASKS
+from specbench.data.question_files import TASKS
 from specbench.data.warm_start import WARM, warmed_with
 from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.metrics.statistics import verdict
@@ -124,7 +124,9 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     title = "speedups by task, in Spec-Bench's form; its def.: overall as Spec-Bench itself defines it"
     table = PlainTable(title, "\n".join(settings_lines(summaries)), padding=0)
     table.add_columns("run", overflow="fold", min_width=12)
-    shown = list(dict.fromkeys((*TASKS, *task_names(summaries))))
+    measured = task_names(summaries)
+    # Spec-Bench's own table has all its tasks; other benchmarks have tasks of their own.
+    shown = list(TASKS) if {*measured} <= {*TASKS} else measured
     last = ("accept.\nlength", "overall", "its\ndef.", "MBSU", "exact/\ntie/viol.")
     table.add_columns(*(SHORT.get(task, task) for task in shown), *last, **NUMBER)
     for label, summary in zip(labels(summaries), summaries):
@@ -295,7 +297,7 @@ def acceptance_line(numbers: dict) -> str:
     by_answer, verified = numbers["acceptance_length_by_answer"], numbers["accepted_per_verified"]
     if by_answer is None or numbers["acceptance_rate"] is None:
         return ""
-    return f"acceptance length as a mean over answers {by_answer:.2f}; tokens said per token verified {verified:.2f}"
+    return f"acceptance length as a mean over answers {by_answer:.2f}; accepted per verified token {verified:.2f}"
 
 
 def machine_line(summary: dict) -> str:

@@ -23,7 +23,8 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
-from specbench.data.questions import TASKS, find_questions_file
+from specbench.data.question_files import TASKS
+from specbench.data.questions import find_questions_file
 from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.records import run_folder as store

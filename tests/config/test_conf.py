@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from specbench.config.checks import check_method, check_values
 from specbench.config.compose import CONF, check_overrides
-from specbench.data.questions import TASKS
+from specbench.data.question_files import TASKS
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.scheduler import Scheduler
 from specbench.system.errors import UserError

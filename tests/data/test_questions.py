@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specbench.data.questions import TASKS, find_questions_file, load_questions, warmup_questions
+from specbench.data.question_files import TASKS
+from specbench.data.questions import find_questions_file, load_questions, warmup_questions
 from specbench.system.errors import UserError
 from specbench.system.paths import packaged
 
@@ -236,3 +237,91 @@ def test_warmup_questions_in_english_hold_nothing_of_the_benchmark(real_file):
         for turn in question.turns:
             words = turn.lower().split()
             assert not {tuple(words[i : i + 8]) for i in range(len(words) - 7)} & measured
+
+
+# -- other benchmarks
+
+
+def open_data(path, **more) -> dict:
+    return data(path, name="jsonl", schema="turns", **more)
+
+
+def test_turns_alone_are_questions_whose_categories_are_tasks(file):
+    path = file(
+        json.dumps({"turns": ["one", "two"], "answer": "4"}),
+        "",
+        json.dumps({"question_id": "9f" * 16, "category": "math", "turns": ["three"]}),
+        json.dumps({"question_id": 70, "category": "qa", "messages": [{"role": "user", "content": "four"}]}),
+    )
+    questions = load_questions(open_data(path), ALL)
+    assert [(q.question_id, q.category, q.task, q.turns) for q in questions] == [
+        (1, "questions", "questions", ("one", "two")),  # not pooled as Spec-Bench pools its categories
+        (3, "math", "math", ("three",)),
+        (70, "qa", "qa", ("four",)),
+    ]
+    assert [q.question_id for q in load_questions(open_data(path), ALL | {"name": "math"})] == [3]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "why?", "answer": "so"}, "neither 'turns' nor 'messages', but answer, prompt"),
+        ({"turns": []}, "'turns' must hold at least one text"),
+        ({"turns": "why?"}, "'turns' must hold at least one text"),
+        ({"messages": [{"role": "system", "content": "be brief"}]}, "of the role 'system'"),
+        ({"messages": ["why?"]}, "must be a list of objects"),
+        ({"messages": [{"role": "user"}]}, "'messages' must hold at least one text"),
+        ({"turns": ["why?"], "category": 3}, "'category' must be a name"),
+        ({"turns": ["NOT HERE: fetch it"]}, "a placeholder instead of the question"),
+    ],
+)
+def test_a_row_that_is_no_question_is_named(file, row, says):
+    path = file(json.dumps({"turns": ["fine"]}), json.dumps(row))
+    with pytest.raises(UserError, match=says) as caught:
+        load_questions(open_data(path, placeholder="NOT HERE"), ALL)
+    assert f"{path}, line 2" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_id_that_meets_a_line_number_is_a_duplicate(file):
+    path = file(json.dumps({"question_id": 2, "turns": ["a"]}), json.dumps({"turns": ["b"]}))
+    with pytest.raises(UserError, match="line 2: question_id 2 is a duplicate of line 1"):
+        load_questions(open_data(path), ALL)
+
+
+def test_a_task_that_the_file_lacks_is_refused(file):
+    path = file(json.dumps({"turns": ["a"], "category": "math"}))
+    with pytest.raises(UserError, match=r"task.name=maths: data=jsonl has the tasks math"):
+        load_questions(open_data(path), ALL | {"name": "maths"})
+
+
+def test_a_folder_holds_splits_as_both_scripts_write_them(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"question_id": "ab" * 16, "category": "low_entropy", "turns": ["parquet"], "source": None}]
+    (tmp_path / "throughput_1k").mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "throughput_1k" / "test.parquet")
+    (tmp_path / "qualitative.jsonl").write_text(json.dumps({"turns": ["jsonl"], "category": "coding"}))
+    (tmp_path / "README.md").write_text("not questions")
+    of = {
+        split: load_questions(open_data(tmp_path, split=split), ALL)[0]
+        for split in ("qualitative", "throughput_1k")
+    }
+    assert of["throughput_1k"].turns == ("parquet",) and of["throughput_1k"].task == "low_entropy"
+    assert of["qualitative"].turns == ("jsonl",) and of["qualitative"].task == "coding"
+    with pytest.raises(UserError, match="has no split throughput_2k: set data.split to one of"):
+        load_questions(open_data(tmp_path, split="throughput_2k"), ALL)
+    with pytest.raises(UserError, match="sha256"):
+        load_questions(open_data(tmp_path, split="qualitative", sha256="0" * 64), ALL)
+
+
+def test_a_parquet_file_that_is_none_is_one_line(tmp_path):
+    (tmp_path / "questions.parquet").write_text("{}")
+    with pytest.raises(UserError, match="not a Parquet file") as caught:
+        load_questions(open_data(tmp_path / "questions.parquet"), ALL)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_schema_that_is_none_names_those_that_are(file):
+    with pytest.raises(UserError, match="data.schema=turn: did you mean turns"):
+        load_questions(data(file(line()), schema="turn"), ALL)

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from specbench import CONF
 from specbench.data.contamination import WORDS, BenchmarkNgrams, words_of
 from specbench.data.ngrams import distinct_share
-from specbench.data.questions import Question
+from specbench.data.question_files import Question
 from specbench.data.synthesis import (
     FIELD,
     LOOP,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.data.questions import TASKS
+from specbench.data.question_files import TASKS
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
 from specbench.measure.metrics.statistics import Speedup

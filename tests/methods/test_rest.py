@@ -21,7 +21,7 @@ from methods.rest.train import train
 from specbench import ROOT
 from specbench.data.contamination import WORDS, MeasuredTexts
 from specbench.data.conversations import tokenizer_of
-from specbench.data.questions import TASKS, Question, read_questions
+from specbench.data.question_files import TASKS, Question, read_questions
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair

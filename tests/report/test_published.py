@@ -3,7 +3,7 @@ import pytest
 from yaml.constructor import ConstructorError
 
 from specbench import ROOT
-from specbench.data.questions import TASKS
+from specbench.data.question_files import TASKS
 from specbench.report import published as module
 from specbench.report.published import Published, beside, frame, published, rows_of
 from specbench.system.errors import UserError
