@@ -73,8 +73,7 @@ class SpeculativeSampling(Drafter):
 
         tokens, *probs = self.model.run_batch(batch, self._layout.cache, ("draft", n, k), steps, entries=k)
         self._drafted = k
-        read = self._pass_bytes(batch.size * n) + (k - 1) * self._pass_bytes(batch.size)
-        return Draft(tokens, probs[0] if probs else None, bytes_read=read)
+        return Draft(tokens, probs[0] if probs else None, bytes_read=self._draft_bytes(batch, n, k))
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes how many of the known tokens the draft model has seen: no more than before where it did not draft."""
@@ -130,6 +129,10 @@ class SpeculativeSampling(Drafter):
         ctx = self._layout.place(batch, ids.shape[1], offset)
         hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, ctx)[:, -1]
         return self.head.logits(self.model.norm(hidden)), None, self._pass_bytes(ids.numel())
+
+    def _draft_bytes(self, batch: Batch, n: int, k: int) -> float:
+        """Bytes of weights that the passes of a draft of k tokens read, the first of which feeds the n newest ones."""
+        return self._pass_bytes(batch.size * n) + (k - 1) * self._pass_bytes(batch.size)
 
     def _pass_bytes(self, tokens: int) -> float:
         """Bytes of weights that a pass over so many tokens reads."""

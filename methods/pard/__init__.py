@@ -1,0 +1,5 @@
+"""PARD: a draft model that drafts several tokens in one pass."""
+
+from methods.pard.drafter import ParallelDraft
+
+__all__ = ["ParallelDraft"]

@@ -1,0 +1,92 @@
+"""PARD's drafter: a draft model that was tuned to fill several mask tokens in one pass (An et al. 2025).
+
+The pass sees the tokens that are new to the draft model, then copies of one mask token, with plain causal attention.
+The state of the last new token gives the first draft token, that of each mask a further one. Keys and values of masks
+lie past the sequence's end, where the next pass writes over them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from methods.sps import SpeculativeSampling
+from specbench.decoding.drafter import Needs
+from specbench.decoding.state import Batch, Draft, Verified
+from specbench.models.pairs import Pair
+from specbench.system.errors import UserError
+from specbench.system.settings import Count
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MASK = "pard_token"  # of config.json, as in the authors' checkpoints
+
+
+class ParallelDraft(SpeculativeSampling):
+    """The draft model is the pair's part `pard`; its config.json names the mask token.
+
+    A draft token does not depend on the draft tokens before it: when sampling, each is drawn from a distribution of its
+    own, which is the one it is verified with.
+
+    Args:
+        pair: with a draft model.
+        max_draft_tokens: draft length.
+        vocab_map: as in `SpeculativeSampling`.
+        vocab_size: as in `SpeculativeSampling`.
+
+    Raises:
+        UserError: the draft model names no mask token, or one that it has no embedding of.
+    """
+
+    needs = Needs(draft_model=True, part="pard")
+
+    def __init__(
+        self,
+        pair: Pair,
+        max_draft_tokens: Count = 12,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        super().__init__(pair, max_draft_tokens, 0.0, vocab_map, vocab_size)
+        self.mask = mask_token(self.model.config)
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Notes that the draft model has seen what was known when it drafted: of the draft it saw masks alone."""
+        if self._drafted:
+            for slot, length in enumerate(batch.lengths):
+                self._fed[slot] = length
+        self._drafted = 0
+
+    def _steps(self, batch: Batch, n: int, k: int) -> Draft:
+        """Drafts k tokens in one pass over the n newest tokens and k - 1 masks."""
+        newest = batch.last_tokens(n)
+        ids = torch.cat([newest, newest.new_full((batch.size, k - 1), self.mask)], dim=1)
+        ctx = self._layout.place(batch, n + k - 1, 1 - n)
+        hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, ctx)[:, n - 1 :]
+        logits = self.head.logits(self.model.norm(hidden))
+        self.head.begin(batch)
+        chosen = [self.head.choose(logits[:, j], batch.decoding, batch.draws(j)) for j in range(k)]
+        return Draft(
+            tokens=torch.stack([tokens for tokens, _ in chosen], dim=1),
+            probs=self.head.spread([probs for _, probs in chosen]),
+            bytes_read=self._draft_bytes(batch, n, k),
+        )
+
+    def _draft_bytes(self, batch: Batch, n: int, k: int) -> float:
+        """Bytes of weights that the one pass of a draft reads."""
+        return self._pass_bytes(batch.size * (n + k - 1))
+
+
+def mask_token(config: PretrainedConfig) -> int:
+    """The id of the mask token that a draft model was tuned with. Raises UserError where it names none."""
+    mask = getattr(config, MASK, None)
+    if mask is None:
+        raise UserError(
+            f"this draft model drafts one token a pass: its config.json has no {MASK}; "
+            "train one (specbench train pard), or set method=sps"
+        )
+    if not 0 <= mask < config.vocab_size:
+        raise UserError(f"{MASK}={mask} lies beyond the {config.vocab_size} embeddings of the draft model")
+    return int(mask)

@@ -1,0 +1,210 @@
+"""Tunes a draft model to fill masks: `python -m methods.pard.train pair=... [draft=MODEL layers=[0,1]]`.
+
+Of a row of tokens, place t with j masks after it gives token t + 1 + j. All are learned in one pass over the row and
+the masks of its places, where a mask sees the tokens up to its place and the masks before it there (section 3.2). Not
+every place keeps every mask: of each further one only a share does, and those have the ones before (section 3.3).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import torch
+
+from methods.common.losses import Guess, Head, Loss, teacher_of
+from methods.common.training import (
+    DRAFT_SETTINGS,
+    agreement,
+    batches,
+    begins_as,
+    held_out_batches,
+    pair_to_train,
+    save_model,
+    target_states,
+)
+from methods.pard.drafter import MASK
+from specbench.config.compose import with_hydra
+from specbench.data import training
+from specbench.decoding.state import NORMED
+from specbench.models.pairs import draft_of
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.settings import Count, Probability, Range, check_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+    from transformers import PreTrainedModel
+
+    from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.models.pairs import Pair
+
+SETTINGS = DRAFT_SETTINGS | {
+    "tokens_ahead": Annotated[int, Range(2)],
+    "retention": Probability,
+    "least_retention": Probability,
+    "mask_token": Count | None,
+}
+JUDGED = 4  # of held-out text, every so many places have all masks
+
+
+class Places(NamedTuple):
+    """The inputs of a pass over a row and its masks: S of them, the row's own T tokens first.
+
+    Attributes:
+        places: [S] of the row, that each stands at or is a mask of.
+        masks: [S] how many masks after its place it is; 0: a token.
+    """
+
+    places: torch.Tensor
+    masks: torch.Tensor
+
+    @classmethod
+    def of(cls, kept: list[torch.Tensor]) -> Places:
+        """From the places [n_j] that have j masks or more, for each j from 0 on."""
+        return cls(torch.cat(kept), torch.cat([torch.full_like(some, j) for j, some in enumerate(kept)]))
+
+    def attention(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to scores [S, S]: 0 where an input sees another, else the least number of `dtype`."""
+        place, mask = self.places.unsqueeze(1), self.masks.unsqueeze(1)
+        tokens = (self.masks == 0) & (self.places <= place)
+        masks = (self.masks > 0) & (self.places == place) & (self.masks <= mask)
+        return torch.zeros(tokens.shape, dtype=dtype, device=place.device).masked_fill(
+            ~(tokens | masks), torch.finfo(dtype).min
+        )
+
+
+class ParallelDistillation(torch.nn.Module):
+    """batch -> cross-entropy of guesses up to `ahead` tokens on against the target, which stays as it is.
+
+    Args:
+        draft: is tuned.
+        target: stays as it is.
+        mask: id of the mask token.
+        ahead: K, tokens that a pass gives.
+        retention: share of the places that keep one mask more.
+        least: share of the places that keep any mask, at least.
+        loss: what of a batch is judged.
+    """
+
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        target: StagedModel,
+        mask: int,
+        ahead: int,
+        retention: float,
+        least: float,
+        loss: Loss,
+    ):
+        super().__init__()
+        self.draft, self.target, self.mask, self.ahead = draft, target, mask, ahead
+        self.shares = [max(retention**j, least) if j else 1.0 for j in range(ahead)]
+        self.loss = loss
+        self.heads = (Head.of(draft), Head.of(target.model))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The weighted mean [] of the cross-entropies of all guesses: the size of a loss of one token ahead."""
+        length = batch["input_ids"].shape[1]
+        order = torch.randperm(length, device=batch["input_ids"].device)
+        kept = [order[: round(share * length)].sort().values for share in self.shares]
+        kept = [some[some < length - 1 - j] if j else some for j, some in enumerate(kept)]
+        draft_head, target_head = self.heads
+        truth = teacher_of(batch, target_head, self.teacher(batch))
+        total = torch.zeros((), device=order.device)
+        for j, (some, states) in enumerate(zip(kept, self.states(batch, kept))):
+            guessed = torch.zeros_like(batch["loss_weight"])
+            guessed[:, some[some < length - 1 - j] + 1 + j] = 1.0
+            judged = {**batch, "loss_weight": batch["loss_weight"] * guessed}
+            total = total + self.loss(
+                judged, self.loss.goals(judged, 1 + j), [Guess(1.0, states, draft_head, 1 + j)], truth
+            )
+        return total / sum(self.shares)
+
+    def teacher(self, batch: Batch) -> torch.Tensor:
+        """The target's states [B, T, d] after its final norm."""
+        return target_states(self.target, batch, (NORMED,))[NORMED].to(self.target.dtype)
+
+    def states(self, batch: Batch, kept: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The draft model's states in one pass.
+
+        Args:
+            batch: of B rows of T tokens.
+            kept: the places [n_j] that have j masks or more, for each j from 0 on.
+
+        Returns:
+            For each j [B, T, d] the states that guess token t + 1 + j at place t; zeros at places that lack the mask.
+        """
+        ids = batch["input_ids"]
+        inputs = Places.of(kept)
+        fed = ids[:, inputs.places].masked_fill(inputs.masks > 0, self.mask)
+        hidden = self.draft.model(
+            input_ids=fed,
+            attention_mask=inputs.attention(self.draft.dtype).expand(len(ids), 1, -1, -1),
+            position_ids=(inputs.places + inputs.masks).unsqueeze(0),
+            use_cache=False,
+        ).last_hidden_state
+        by_masks = hidden.split([len(some) for some in kept], dim=1)
+        room = hidden.new_zeros(*ids.shape, hidden.shape[-1])
+        return [room.index_copy(1, some, states) for some, states in zip(kept, by_masks)]
+
+    def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """First choices [K, n] of draft model and target, at some places that K more tokens of the assistant follow."""
+        length, k = batch["input_ids"].shape[1], self.ahead
+        every = torch.arange(length, device=batch["input_ids"].device)
+        places = every[: length - k : JUDGED]
+        states, teacher = self.states(batch, [every, *[places] * (k - 1)]), self.teacher(batch)
+        is_assistant = batch["loss_weight"] == 1.0
+        among = torch.stack([is_assistant[:, places + 1 + j] for j in range(k)]).all(0)
+        draft_head, target_head = self.heads
+        student = [draft_head(of[:, places][among]).argmax(-1) for of in states]
+        truth = [target_head(teacher[:, places + j][among]).argmax(-1) for j in range(k)]
+        return torch.stack(student), torch.stack(truth)
+
+
+def mask_of(cfg: DictConfig, pair: Pair, draft: PreTrainedModel) -> int:
+    """The mask token of a training. Raises UserError where the draft model has no embedding of it."""
+    tokenizer = pair.tokenizer
+    mask = cfg.mask_token
+    if mask is None:
+        mask = tokenizer.pad_token_id if tokenizer.unk_token_id is None else tokenizer.unk_token_id
+    if mask is None:
+        raise UserError("the tokenizer has neither an unknown nor a padding token: set mask_token=ID")
+    if mask >= draft.config.vocab_size:
+        raise UserError(f"mask_token={mask}: the draft model has {draft.config.vocab_size} embeddings")
+    return int(mask)
+
+
+def train(cfg: DictConfig) -> Path:
+    """Tunes as configured (conf/train_pard.yaml) and returns the folder of the finished draft model."""
+    check_all(cfg, SETTINGS)
+    pair = pair_to_train(cfg)
+    draft = draft_of(pair)
+    mask = mask_of(cfg, pair, draft)
+    setattr(draft.config, MASK, mask)
+    shares = cfg.retention, cfg.least_retention
+    module = ParallelDistillation(draft, pair.staged, mask, cfg.tokens_ahead, *shares, Loss.of(cfg))
+    held_out = held_out_batches(cfg, pair)
+
+    def evaluate() -> dict[str, float]:
+        shares = agreement(module.choices, held_out)
+        return {"held_out_agreement": shares[0]} | {
+            f"token_{j + 1}_agreement": share for j, share in enumerate(shares)
+        }
+
+    def save(out: Path, _figures: dict[str, float]) -> None:
+        save_model(draft, pair, cfg, out)
+
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_pard", one_line_errors()(train))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
