@@ -140,7 +140,7 @@ class ParallelDistillation(torch.nn.Module):
         ids = batch["input_ids"]
         inputs = Places.of(kept)
         fed = ids[:, inputs.places].masked_fill(inputs.masks > 0, self.mask)
-        hidden = self.draft.model(
+        hidden = self.draft.get_decoder()(
             input_ids=fed,
             attention_mask=inputs.attention(self.draft.dtype).expand(len(ids), 1, -1, -1),
             position_ids=(inputs.places + inputs.masks).unsqueeze(0),

@@ -62,7 +62,7 @@ class Distillation(torch.nn.Module):
     def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Final states [B, T, d] of the draft model and [B, T, D] of the target."""
         teacher = target_states(self.target, batch, (NORMED,))[NORMED].to(self.target.dtype)
-        return self.draft.model(batch["input_ids"], use_cache=False).last_hidden_state, teacher
+        return self.draft.get_decoder()(batch["input_ids"], use_cache=False).last_hidden_state, teacher
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of draft and target before each token that the assistant says."""
