@@ -162,6 +162,7 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
             part("kangaroo_shallow", 8, "kangaroo", "shallow", exit_layer, f"like_layer={size.like[1]}"),
             part("streaming", 8, "mirror_sd", "deep", start, steps=second),
             part("draft", 4, "sps", "deep", start, steps=second),
+            part("pard", 25, "pard", "deep", start, steps=second),
             Step("datastore", 0.2, weights / "rest" / "datastore.json", datastore),
             Step("soundness", 20, weights / RESULT, look),
             Step("vocabulary map", 2, weights / "vocab_map" / "vocab_map.json", calibrate),

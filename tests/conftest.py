@@ -3,13 +3,14 @@
 - fast (`make test-fast`): all that no marker below names; the heart of every part, in a minute or two on two cores.
 - `first_fast`: of its cases, the first is fast and the others are slow.
 - `nightly` (`make test-nightly`): what tests a stored artefact, a compiler or a simulation, not a change.
-- `one_in(k)`: of its cases, every k-th runs each time and the others are nightly. $SPECBENCH_TURN says which:
-  CI takes another one each day, so that all cases have their turn.
+- all markers below: of these tests every sixth runs each time, and the others are nightly. $SPECBENCH_TURN, a number,
+  says which: CI takes other ones each hour, so that all have their turn. SPECBENCH_TURN=all runs all of them.
+- `one_in(k)`: of its cases every k-th runs each time, where six are not few enough, or where the test is fast.
 - `slow`: training, long statistics, further architectures, and what takes half a second where finer tests are fast.
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
 - `model`: needs a real model, and is skipped where it was not fetched; SPECBENCH_MODELS=1 fetches it.
 - `cuda`: needs a GPU and is skipped without one; `make test ARGS="-m cuda"` runs these alone.
-- `make test`: all of them but `nightly`.
+- `make test`: all of them but `nightly`, in six minutes or so.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
+from zlib import crc32
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client
 os.environ["WANDB_MODE"] = "offline"
@@ -40,7 +42,9 @@ from specbench.system.files import make_folder
 from specbench.system.paths import cache_folder
 from tests.support.synthetic import QUIET
 
-TURN = int(os.environ.get("SPECBENCH_TURN", "0"))
+TURN = os.environ.get("SPECBENCH_TURN", "0")
+ALL = "all"  # as TURN: no test waits for its turn
+SLOW, SHARE = ("slow", "process", "cluster", "browser", "model"), 6
 USERS_CACHE = cache_folder()  # no test writes there but those of `model`, and what compiles the kernels
 
 hypothesis.settings.register_profile("specbench", deadline=None, derandomize=True)
@@ -55,7 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         function = item.nodeid.partition("[")[0]
         if item.get_closest_marker("first_fast") and cases[function]:
             item.add_marker("slow")
-        if (sampled := item.get_closest_marker("one_in")) and (cases[function] - TURN) % sampled.args[0]:
+        # Another start for each function: those of one case do not all have the same turn.
+        number = crc32(function.encode()) + cases[function]
+        if TURN != ALL and (number - int(TURN)) % one_in(item):
             item.add_marker("nightly")
         cases[function] += 1
     if torch.cuda.is_available():
@@ -63,6 +69,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def one_in(item: pytest.Item) -> int:
+    """Of how many cases, or tests, of its kind one runs each time."""
+    sampled = item.get_closest_marker("one_in")
+    share = SHARE if any(item.get_closest_marker(name) for name in SLOW) else 1
+    return max(share, sampled.args[0] if sampled else 1)
 
 
 def pytest_collection_finish() -> None:

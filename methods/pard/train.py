@@ -62,9 +62,11 @@ class Places(NamedTuple):
     masks: torch.Tensor
 
     @classmethod
-    def of(cls, kept: list[torch.Tensor]) -> Places:
+    def of(cls, by_masks: list[torch.Tensor]) -> Places:
         """From the places [n_j] that have j masks or more, for each j from 0 on."""
-        return cls(torch.cat(kept), torch.cat([torch.full_like(some, j) for j, some in enumerate(kept)]))
+        return cls(
+            torch.cat(by_masks), torch.cat([torch.full_like(some, j) for j, some in enumerate(by_masks)])
+        )
 
     def attention(self, dtype: torch.dtype) -> torch.Tensor:
         """What is added to scores [S, S]: 0 where an input sees another, else the least number of `dtype`."""
@@ -109,12 +111,12 @@ class ParallelDistillation(torch.nn.Module):
         """The weighted mean [] of the cross-entropies of all guesses: the size of a loss of one token ahead."""
         length = batch["input_ids"].shape[1]
         order = torch.randperm(length, device=batch["input_ids"].device)
-        kept = [order[: round(share * length)].sort().values for share in self.shares]
-        kept = [some[some < length - 1 - j] if j else some for j, some in enumerate(kept)]
+        by_masks = [order[: round(share * length)].sort().values for share in self.shares]
+        by_masks = [some[some < length - 1 - j] if j else some for j, some in enumerate(by_masks)]
         draft_head, target_head = self.heads
         truth = teacher_of(batch, target_head, self.teacher(batch))
         total = torch.zeros((), device=order.device)
-        for j, (some, states) in enumerate(zip(kept, self.states(batch, kept))):
+        for j, (some, states) in enumerate(zip(by_masks, self.states(batch, by_masks))):
             guessed = torch.zeros_like(batch["loss_weight"])
             guessed[:, some[some < length - 1 - j] + 1 + j] = 1.0
             judged = {**batch, "loss_weight": batch["loss_weight"] * guessed}
@@ -127,18 +129,18 @@ class ParallelDistillation(torch.nn.Module):
         """The target's states [B, T, d] after its final norm."""
         return target_states(self.target, batch, (NORMED,))[NORMED].to(self.target.dtype)
 
-    def states(self, batch: Batch, kept: list[torch.Tensor]) -> list[torch.Tensor]:
+    def states(self, batch: Batch, by_masks: list[torch.Tensor]) -> list[torch.Tensor]:
         """The draft model's states in one pass.
 
         Args:
             batch: of B rows of T tokens.
-            kept: the places [n_j] that have j masks or more, for each j from 0 on.
+            by_masks: the places [n_j] that have j masks or more, for each j from 0 on.
 
         Returns:
             For each j [B, T, d] the states that guess token t + 1 + j at place t; zeros at places that lack the mask.
         """
         ids = batch["input_ids"]
-        inputs = Places.of(kept)
+        inputs = Places.of(by_masks)
         fed = ids[:, inputs.places].masked_fill(inputs.masks > 0, self.mask)
         hidden = self.draft.get_decoder()(
             input_ids=fed,
@@ -146,9 +148,9 @@ class ParallelDistillation(torch.nn.Module):
             position_ids=(inputs.places + inputs.masks).unsqueeze(0),
             use_cache=False,
         ).last_hidden_state
-        by_masks = hidden.split([len(some) for some in kept], dim=1)
+        parts = hidden.split([len(some) for some in by_masks], dim=1)
         room = hidden.new_zeros(*ids.shape, hidden.shape[-1])
-        return [room.index_copy(1, some, states) for some, states in zip(kept, by_masks)]
+        return [room.index_copy(1, some, states) for some, states in zip(by_masks, parts)]
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [K, n] of draft model and target, at some places that K more tokens of the assistant follow."""

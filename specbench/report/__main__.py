@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specbench.report import claims, compare, formats, gate, page, plots, tables
+from specbench.report import claims, compare, decision, formats, gate, page, plots, tables
 from specbench.report.published_tables import published_tables
 from specbench.report.runs import Run, SkippedRun, finished_runs, is_run, summary_frame
 from specbench.report.training_data import differing_training, training_table
@@ -45,13 +45,14 @@ def report(runs: list[Run], left_out: list[SkippedRun], out: Path, first: list[T
     drawn = plots.figures(runs)
     make_folder(out)
     published = published_tables(dict.fromkeys(run.summary["method"] for run in runs))
-    every = [*side_by_side, *published]
+    decided = decision.decisions(runs)
+    every = [*map(decision.decision_table, decided), *side_by_side, *published]
     (out / "tables.md").write_text("\n".join(map(formats.markdown, every)), encoding="utf-8")
     (out / "tables.tex").write_text("\n".join(map(formats.latex, every)), encoding="utf-8")
     summary_frame(runs).to_csv(out / "runs.csv", index=False)
     images = plots.save(drawn, out / "plots")
     notes = [*tables.notes(runs), *differing_training(run.summary for run in runs)]
-    html = page.page(runs, left_out, side_by_side, images, notes, published)
+    html = page.page(runs, left_out, decided, side_by_side, images, notes, published)
     (out / "index.html").write_text(html, encoding="utf-8")
     return out / "index.html"
 
@@ -68,6 +69,8 @@ def print_report(runs: list[Run]) -> None:
         if trained := training_table(run.summary for run in runs):
             out.print(trained)
             tables.print_notes(differing_training(run.summary for run in runs))
+        for one in decision.decisions(runs):
+            out.print(decision.decision_table(one))
 
 
 @one_line_errors()

@@ -87,8 +87,13 @@ def latex(table: Table) -> str:
     return text.to_latex(caption=caption, column_format=layout, hrules=True)
 
 
-def html(table: Table) -> str:
-    """A table of a page. Cells that warn (a violation) or tell a verdict keep a class for their style."""
+def html(table: Table, alone: bool = False) -> str:
+    """A table of a page. Cells that warn (a violation) or tell a verdict keep a class for their style.
+
+    Args:
+        table: of a report.
+        alone: without its title and its caption.
+    """
     content = cells(table)
     sides = ["" if right else "left" for right in content.right]
     heads = "".join(
@@ -98,11 +103,11 @@ def html(table: Table) -> str:
         "<tr>" + "".join(map(_cell, row, styles, sides)) + "</tr>"
         for row, styles in zip(content.rows, content.styles)
     )
+    body = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    if alone:
+        return body
     caption = f"<p>{escape.escape(content.caption)}</p>" if content.caption else ""
-    return (
-        f"<h3>{escape.escape(content.title)}</h3><table><thead><tr>{heads}</tr></thead>"
-        f"<tbody>{rows}</tbody></table>{caption}"
-    )
+    return f"<h3>{escape.escape(content.title)}</h3>{body}{caption}"
 
 
 def _cell(text: str, style: str, side: str) -> str:

@@ -11,12 +11,14 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 
 from specbench.measure.machine import provenance
 from specbench.report import formats, tables
+from specbench.report.decision import Decision, decision_table, facts
 from specbench.report.runs import Run, SkippedRun, labels
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN_OF_A_DIGEST = 12
+FIRST_PLOT = ("speedup_by_task", "throughput")  # beside the verdict, the first that there is
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # ten times as fast, where PyYAML was built with it
 YAML: dict[str, Any] = {"sort_keys": False, "allow_unicode": True}
 
@@ -24,6 +26,7 @@ YAML: dict[str, Any] = {"sort_keys": False, "allow_unicode": True}
 def page(
     runs: list[Run],
     left_out: list[SkippedRun],
+    decided: list[Decision],
     side_by_side: list[Table],
     drawn: dict[str, bytes],
     notes: list[str],
@@ -42,6 +45,8 @@ def page(
         date=time.strftime("%Y-%m-%d %H:%M"),
         wrong=wrong,
         notes=notes,
+        first_plot=next((name for name in FIRST_PLOT if name in drawn), None),
+        decided=[(one.setting, facts(one), formats.html(decision_table(one), alone=True)) for one in decided],
         tables=[formats.html(table) for table in side_by_side],
         plots={name: base64.b64encode(image).decode() for name, image in drawn.items()},
         published=[formats.html(table) for table in published],

@@ -132,16 +132,16 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     for label, summary in zip(labels(summaries), summaries):
         label += _cores(summary)
         numbers, tasks = summary["overall"], summary["tasks"]
-        speedups = [_speedup(tasks[task], narrow=True) if task in tasks else UNKNOWN for task in shown]
-        accepted, overall = _number(numbers["acceptance_length"], 2), _speedup(numbers, narrow=True)
+        speedups = [speedup_text(tasks[task], narrow=True) if task in tasks else UNKNOWN for task in shown]
+        accepted, overall = number_text(numbers["acceptance_length"], 2), speedup_text(numbers, narrow=True)
         table.add_row(
             label,
             *speedups,
             accepted,
             overall,
-            _number(numbers["spec_bench_speedup"], 2),
-            _number(numbers["mbsu"], 2),
-            _equivalence(numbers["equivalence"]),
+            number_text(numbers["spec_bench_speedup"], 2),
+            number_text(numbers["mbsu"], 2),
+            equivalence_text(numbers["equivalence"]),
         )
     return table
 
@@ -153,7 +153,7 @@ def overview_table(summaries: Iterable[dict]) -> Table:
     _add_columns(table, "run", with_baseline=True)
     for label, summary in zip(labels(summaries), summaries):
         questions, rate, *rest = _cells(summary["overall"])
-        baseline = _number(baseline_rate(summary["baseline"]), 1)
+        baseline = number_text(baseline_rate(summary["baseline"]), 1)
         table.add_row(label + _cores(summary), questions, rate, baseline, *rest)
     return table
 
@@ -182,13 +182,13 @@ def engines_table(summaries: Iterable[dict]) -> Table | None:
         fraction = baseline["bandwidth_fraction"]
         table.add_row(
             label,
-            _number(baseline_rate(baseline), 1),
+            number_text(baseline_rate(baseline), 1),
             UNKNOWN if fraction is None else f"{fraction:.0%}",
             UNKNOWN if engine is None else _speedup_of_itself(engine),
-            _speedup(summary["overall"]),
-            _number(summary["overall"]["acceptance_length"], 2),
-            _equivalence(summary["equivalence"]),
-            _equivalence(baseline["equivalence"]),
+            speedup_text(summary["overall"]),
+            number_text(summary["overall"]["acceptance_length"], 2),
+            equivalence_text(summary["equivalence"]),
+            equivalence_text(baseline["equivalence"]),
         )
     return table
 
@@ -213,8 +213,8 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     for label, by_pair in cells.items():
         values = [by_pair[pair]["speedup"] for pair in pairs if pair in by_pair]
         mean = sum(values) / len(values) if len(values) == len(pairs) and None not in values else None
-        shown = [_speedup(by_pair[pair]) if pair in by_pair else Text(UNKNOWN) for pair in pairs]
-        table.add_row(label, *shown, _number(mean, 3))
+        shown = [speedup_text(by_pair[pair]) if pair in by_pair else Text(UNKNOWN) for pair in pairs]
+        table.add_row(label, *shown, number_text(mean, 3))
     return table
 
 
@@ -258,12 +258,12 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
         table.add_row(
             label,
             str(summary["batch_size"]),
-            _number(overall["tokens_per_second"], 1),
-            _number(gain(summary), 2),
-            _speedup(overall),
+            number_text(overall["tokens_per_second"], 1),
+            number_text(gain(summary), 2),
+            speedup_text(overall),
             _share(overall["occupancy"]),
             _share(overall["alignment_share"]),
-            _number(memory and memory / 1e9, 2),
+            number_text(memory and memory / 1e9, 2),
         )
     return table
 
@@ -276,7 +276,7 @@ def batch_line(summary: dict) -> str:
     return (
         f"batch of {summary['batch_size']}: occupancy {_share(overall['occupancy'])}, "
         f"{_share(overall['alignment_share'])} of the time spent on alignment, "
-        f"{_number(gain(summary), 2)} times the tokens/s of autoregressive decoding at batch size 1"
+        f"{number_text(gain(summary), 2)} times the tokens/s of autoregressive decoding at batch size 1"
     ) + (f"; {ONE_POOL}" if _of_one_pool(summary) else "")
 
 
@@ -426,8 +426,8 @@ def gain(summary: dict) -> float | None:
 def baseline_line(baseline: dict) -> Text:
     """What the speedups are quoted against, how fast it is, and how close to what the memory allows."""
     engine, generate = baseline["tokens_per_second"], baseline["hf_generate_tokens_per_second"]
-    beside = "not timed" if generate is None else _number(generate, 1)
-    text = Text(f"baseline: our loop {_number(engine, 1)} tokens/s, transformers generate {beside}; ")
+    beside = "not timed" if generate is None else number_text(generate, 1)
+    text = Text(f"baseline: our loop {number_text(engine, 1)} tokens/s, transformers generate {beside}; ")
     text.append(f"speedups are against {QUOTED[baseline['quoted_against']]}")
     if baseline["bandwidth_fraction"] is not None:
         text.append(f", at {baseline['bandwidth_fraction']:.0%} of the memory-bandwidth ceiling")
@@ -441,17 +441,17 @@ def engine_line(summary: dict) -> Text:
     engine, baseline = summary["engine"], summary["baseline"]
     name, loop = engine["name"], engine["own_tokens_per_second"]
     text = Text(
-        f"baseline: plain {name} {_number(baseline['tokens_per_second'], 1)} tokens/s, against itself "
+        f"baseline: plain {name} {number_text(baseline['tokens_per_second'], 1)} tokens/s, against itself "
     )
     text.append(_speedup_of_itself(engine))
-    text.append(f"; our loop {_number(loop, 1)} tokens/s; speedups are against plain {name}")
+    text.append(f"; our loop {number_text(loop, 1)} tokens/s; speedups are against plain {name}")
     if baseline["bandwidth_fraction"] is not None:
         text.append(f", at {baseline['bandwidth_fraction']:.0%} of the memory-bandwidth ceiling")
     settings = "".join(f", {setting}" for setting in as_text(engine["plain"]))
     text.append(f"\n{engine['version']}{settings}; plain answers beside our loop's: ")
-    text.append(_equivalence(baseline["equivalence"]))
+    text.append(equivalence_text(baseline["equivalence"]))
     again = "alone" if summary["unit"] == POOL else "again"
-    text.append(f", beside its own {again}: ").append(_equivalence(engine["again_equivalence"]))
+    text.append(f", beside its own {again}: ").append(equivalence_text(engine["again_equivalence"]))
     if likely := likelihood_line(engine):
         text.append(f"\n{likely}")
     if summary.get("processes", 1) == 1:
@@ -641,16 +641,16 @@ def _add_columns(table: PlainTable, first: str, with_baseline: bool = False) -> 
 def _cells(numbers: dict) -> list[str | Text]:
     return [
         str(numbers["questions"]),
-        _number(numbers["tokens_per_second"], 1),
-        _speedup(numbers),
-        _number(numbers["acceptance_length"], 2),
-        _number(numbers["acceptance_rate"], 2),
-        _number(numbers["mbsu"], 2),
-        _equivalence(numbers["equivalence"]),
+        number_text(numbers["tokens_per_second"], 1),
+        speedup_text(numbers),
+        number_text(numbers["acceptance_length"], 2),
+        number_text(numbers["acceptance_rate"], 2),
+        number_text(numbers["mbsu"], 2),
+        equivalence_text(numbers["equivalence"]),
     ]
 
 
-def _speedup(numbers: dict, narrow: bool = False) -> Text:
+def speedup_text(numbers: dict, narrow: bool = False) -> Text:
     """The speedup of a block of numbers as `ratio_text`."""
     return ratio_text(numbers["speedup"], numbers["speedup_low"], numbers["speedup_high"], narrow)
 
@@ -659,20 +659,22 @@ def ratio_text(value: float | None, low: float | None, high: float | None, narro
     """A ratio and its interval; without colour where it could as well be 1. narrow: in two lines."""
     outcome = verdict(low, high)
     if outcome is None:
-        return Text(_number(value, 2))
+        return Text(number_text(value, 2))
     style = {"faster": "green", "slower": "red", "no difference": ""}[outcome]
     interval = f"\n{low:.2f}–{high:.2f}" if narrow else f" [{low:.2f}, {high:.2f}]"
     return Text(f"{value:.2f}{interval}", style=style)
 
 
-def _equivalence(counts: dict) -> Text:
+def equivalence_text(counts: dict) -> Text:
+    """Answers that are exact, ties and violations."""
     if not counts["answers"]:
         return Text(UNKNOWN)
     text = f"{counts['exact']}/{counts['tie']}/{counts['violation']}"
     return Text(text, style=WRONG if counts["violation"] else "")
 
 
-def _number(value: float | None, digits: int) -> str:
+def number_text(value: float | None, digits: int) -> str:
+    """A number with so many digits after the point."""
     return UNKNOWN if value is None else f"{value:.{digits}f}"
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from specbench.measure.machine import provenance
 from specbench.report import page, tables
+from specbench.report.decision import decisions
 from specbench.report.runs import Run, SkippedRun
 from tests.support.samples import PROVENANCE, SUMMARY, changed, faster, nothing, run_of, wrong
 
@@ -46,7 +47,9 @@ def text(tmp_path_factory) -> str:
         SkippedRun(Path("x/begun"), "unfinished"),
     ]
     side_by_side = [tables.overview_table(one.summary for one in runs)]
-    return page.page(runs, left_out, side_by_side, {"some_plot": SVG}, [f"not comparable {ATTACK}"], [])
+    return page.page(
+        runs, left_out, decisions(runs), side_by_side, {"some_plot": SVG}, [f"not comparable {ATTACK}"], []
+    )
 
 
 class Elements(HTMLParser):
@@ -120,7 +123,7 @@ def test_a_secret_that_an_older_version_recorded_is_not_shown(tmp_path):
     url = "https://me:pw@host/q?token=abc"
     command = ["python", f"data.url={url}"]
     found = changed(PROVENANCE, command=command, config={"data": {"url": url}, "method": {"name": "pld"}})
-    text = page.page([run_of(tmp_path, "old", faster(2.0), found)], [], [], {}, [], [])
+    text = page.page([run_of(tmp_path, "old", faster(2.0), found)], [], [], [], {}, [], [])
     assert text.count("https://***@host/q?***") == 2 and "pw@host" not in text and "token=abc" not in text
 
 
@@ -141,7 +144,7 @@ def test_a_changed_tree_and_gpus_are_told(tmp_path):
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCRIPT = """
 <script>
-  const table = document.querySelector("table"), head = table.tHead.rows[0].cells;
+  const table = document.querySelector("#tables ~ .scroll table"), head = table.tHead.rows[0].cells;
   const order = () => [...table.tBodies[0].rows].map(row => row.cells[0].textContent);
   const place = [...head].findIndex(cell => cell.textContent.startsWith("speedup"));
   const found = {before: order()};

@@ -184,11 +184,17 @@ class Handler(BaseHTTPRequestHandler):
             stub.at_once += 1
             stub.most_at_once = max(stub.most_at_once, stub.at_once)
             stub.bodies.append(body)
+        self.counted = True
         try:
             self.answer(stub, body)
         finally:
-            with self.server.counting:
-                stub.at_once -= 1
+            self.leave(stub)
+
+    def leave(self, stub: Stub) -> None:
+        """Is answered no more: before its last event is sent, after which the next request may come at once."""
+        with self.server.counting:
+            stub.at_once -= self.counted
+            self.counted = False
 
     def answer(self, stub: Stub, body: dict) -> None:
         """Says what the stub says, or does wrong."""
@@ -200,13 +206,15 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
-        events = EVENTS[self.path](stub, body, wrong)
+        events = list(EVENTS[self.path](stub, body, wrong))
         for number, event in enumerate(events):
             if wrong == "tells" and number == 2:
                 event = {"error": {"message": "out of memory"}}
             line = f"data: {json.dumps(event)}\n\n".encode()
             if wrong == "half" and number == 2:
                 line = line[: len(line) // 2] + b"\n\n"
+            if number == len(events) - 1:
+                self.leave(stub)
             self.wfile.write(line)
             self.wfile.flush()
             if wrong == "hangs" and number == 1:

@@ -1,0 +1,262 @@
+"""Which method to take: what was measured as fastest, for each pair and way of decoding, and how sure that is.
+
+Runs are alternatives where all but the method and its settings is the same. A run with a violation or a failed
+question is none. Two of them are told apart where their intervals do not meet: a cautious rule, as it does not use that
+both asked the same questions (`specbench compare` does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from specbench.config.spec import OWN, POOL
+from specbench.measure.metrics.statistics import verdict
+from specbench.report.runs import Run, as_text, method_label, named, varied_settings
+from specbench.report.tables import (
+    NUMBER,
+    UNKNOWN,
+    WRONG,
+    PlainTable,
+    disturbed,
+    dtype_label,
+    equivalence_text,
+    faults,
+    number_text,
+    speedup_text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
+
+# What is the same for alternatives, and how a title says it.
+SETTING = {
+    "pair": "pair={}",
+    "data": "data={}",
+    "task": "task={}",
+    "temperature": "temperature {:g}",
+    "dtype": "{}",
+    "device": "{}",
+    "weights": "{} weights",
+    "anatomy": "{}",
+    "batch_size": "batch {}",
+    "protocol": "protocol {}",
+}
+USUAL = {
+    "temperature": 0.0,
+    "task": "all",
+    "weights": "pretrained",
+    "protocol": "paired",
+}  # goes without saying
+SHOWN = 12  # alternatives in a table
+NARROWEST = 12  # characters of a column of words
+LENGTH = "max_draft_tokens"
+FASTEST, AS_FAST, GAINS, UNSHOWN, SLOWER, NONE = (
+    "fastest",
+    "not told apart",
+    "gains",
+    "no gain shown",
+    "slower",
+    "no answer to trust",
+)
+OF_VERDICT = {"faster": GAINS, "slower": SLOWER, "no difference": UNSHOWN, None: UNSHOWN}
+
+
+@dataclass
+class Alternative:
+    """Runs of one method with the same settings: the last one speaks for all."""
+
+    label: str
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def summary(self) -> dict:
+        """Of the last run."""
+        return self.runs[-1].summary
+
+    @property
+    def speedup(self) -> float:
+        """Of the last run; 0 where it has none."""
+        return self.summary["overall"]["speedup"] or 0.0
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with any of the runs."""
+        return [line for run in self.runs for line in faults(run.summary)]
+
+    @property
+    def spread(self) -> str:
+        """The lowest and the highest speedup of several runs."""
+        speedups = [run.summary["overall"]["speedup"] for run in self.runs]
+        speedups = [speedup for speedup in speedups if speedup is not None]
+        return f"{min(speedups):.2f}–{max(speedups):.2f} in {len(speedups)}" if len(speedups) > 1 else UNKNOWN
+
+
+@dataclass
+class Decision:
+    """What was measured in one setting.
+
+    Attributes:
+        setting: what its runs share, in words.
+        alternatives: the fastest first.
+        itself: runs of the baseline against itself.
+    """
+
+    setting: str
+    alternatives: list[Alternative]
+    itself: list[Run]
+
+    @property
+    def ranks(self) -> list[str]:
+        """What each alternative is, beside the fastest of those that gain."""
+        alone = [_rank(one) for one in self.alternatives]
+        if GAINS not in alone:
+            return alone
+        best = alone.index(GAINS)
+        least = self.alternatives[best].summary["overall"]["speedup_low"]
+        return [
+            FASTEST
+            if i == best
+            else AS_FAST
+            if rank == GAINS and one.summary["overall"]["speedup_high"] >= least
+            else rank
+            for i, (one, rank) in enumerate(zip(self.alternatives, alone))
+        ]
+
+    @property
+    def sentence(self) -> str:
+        """The answer: which to take, or none."""
+        ranked: dict[str, list[str]] = {}
+        for one, rank in zip(self.alternatives, self.ranks):
+            ranked.setdefault(rank, []).append(one.label)
+        if FASTEST in ranked:
+            best = self.alternatives[self.ranks.index(FASTEST)]
+            drafts = _length(best.summary)
+            length = f", {drafts} draft tokens at most," if drafts != UNKNOWN else ""
+            parts = [
+                f"Take {best.label}{length} with {speedup_text(best.summary['overall'])} times the baseline's speed"
+            ]
+            if AS_FAST in ranked:
+                parts.append(f"Not told apart from it: {named(ranked[AS_FAST])}")
+        else:
+            parts = ["Stay with autoregressive decoding: no method is shown to be faster"]
+        if NONE in ranked:
+            parts.append(f"Not to be trusted: {named(ranked[NONE])}")
+        for run in self.itself:
+            overall = run.summary["overall"]
+            if verdict(overall["speedup_low"], overall["speedup_high"]) in ("faster", "slower"):
+                parts.append(
+                    f"The baseline against itself gave {speedup_text(overall)}: trust no speedup here"
+                )
+        return ". ".join(parts)
+
+
+def _rank(one: Alternative) -> str:
+    """What an alternative is beside the baseline."""
+    overall = one.summary["overall"]
+    return NONE if one.faults else OF_VERDICT[verdict(overall["speedup_low"], overall["speedup_high"])]
+
+
+def decisions(runs: Iterable[Run]) -> list[Decision]:
+    """A decision for each setting, in the order of the runs."""
+    runs = list(runs)
+    varied = varied_settings(run.summary for run in runs)
+    settings: dict[str, dict[str, Alternative]] = {}
+    itself: dict[str, list[Run]] = {}
+    for run, differing in zip(runs, varied):
+        setting = _setting(run.summary)
+        settings.setdefault(setting, {})
+        if run.summary["overall"]["acceptance_rate"] is None:  # nothing was drafted
+            itself.setdefault(setting, []).append(run)
+            continue
+        label = ", ".join([method_label(run.summary), *as_text(differing)])
+        settings[setting].setdefault(label, Alternative(label)).runs.append(run)
+    return [
+        Decision(setting, sorted(of_it.values(), key=lambda one: -one.speedup), itself.get(setting, []))
+        for setting, of_it in settings.items()
+        if of_it
+    ]
+
+
+def decision_table(decision: Decision) -> Table:
+    """The alternatives of a setting, the fastest first, and what a reader of them must know below."""
+    shown = list(zip(decision.alternatives, decision.ranks))[:SHOWN]
+    several = any(len(one.runs) > 1 for one, _ in shown)
+    table = PlainTable(f"which method: {decision.setting}", "\n".join(facts(decision)))
+    table.add_columns("method", overflow="fold", min_width=NARROWEST)
+    table.add_columns(
+        "drafts\nat most", "speedup\n[95 % interval]", *(("of runs",) if several else ()), **NUMBER
+    )
+    table.add_columns("accept.\nlength", "MBSU", "exact/tie/\nviolation", "trained on,\ntokens", **NUMBER)
+    table.add_columns("verdict", overflow="fold", min_width=NARROWEST)
+    for one, rank in shown:
+        summary, overall = one.summary, one.summary["overall"]
+        table.add_row(
+            one.label,
+            _length(summary),
+            speedup_text(overall),
+            *((one.spread,) if several else ()),
+            number_text(overall["acceptance_length"], 2),
+            number_text(overall["mbsu"], 2),
+            equivalence_text(summary["equivalence"]),
+            _trained(summary),
+            Text(rank, style={NONE: WRONG, FASTEST: "green"}.get(rank, "")),
+        )
+    return table
+
+
+def facts(decision: Decision) -> list[str]:
+    """What a reader of the alternatives must know, the answer first."""
+    shown = decision.alternatives[:SHOWN]
+    counts = sorted({one.summary["overall"]["questions"] for one in decision.alternatives})
+    lines = [
+        decision.sentence,
+        f"{'–'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} questions a run",
+    ]
+    if left_out := len(decision.alternatives) - len(shown):
+        lines[-1] += f"; the {left_out} slowest are not shown"
+    lines += [
+        f"the baseline against itself: {speedup_text(run.summary['overall'])}" for run in decision.itself[-1:]
+    ]
+    if busy := [one.label for one in shown if disturbed(one.summary)]:
+        lines.append(f"disturbed by other processes: {named(busy)}")
+    return lines
+
+
+def _setting(summary: dict) -> str:
+    """All that alternatives share, in words."""
+    shared = {key: summary.get(key) for key in SETTING}
+    if summary["unit"] != POOL:
+        shared["batch_size"] = 1
+    shared["dtype"] = dtype_label(summary)
+    words = [
+        form.format(shared[key])
+        for key, form in SETTING.items()
+        if shared[key] is not None and USUAL.get(key) != shared[key]
+    ]
+    if (threads := summary.get("threads")) is not None:
+        words.append(f"{threads} threads" if threads != 1 else "1 thread")
+    if (engine := (summary.get("engine") or {}).get("name", OWN)) != OWN:
+        words.append(engine)
+    return ", ".join(words)
+
+
+def _length(summary: dict) -> str:
+    """The most tokens of a draft, of a batch's drafter, too."""
+    settings = summary["settings"]
+    length = settings.get(LENGTH, settings.get(f"drafter.{LENGTH}"))
+    return UNKNOWN if length is None else str(length)
+
+
+def _trained(summary: dict) -> str:
+    """The most tokens that a part of the drafter was trained on, over all its stages."""
+    tokens = [
+        sum(stage["tokens"] for stage in (*record.get("earlier", []), record))
+        for record in summary.get("training", {}).values()
+        if "steps" in record
+    ]
+    return f"{max(tokens) / 1e6:.1f} M" if tokens else UNKNOWN

@@ -1,0 +1,130 @@
+"""The answer of a report: which method, for each setting, and when none is to be taken or trusted."""
+
+from __future__ import annotations
+
+from specbench.report import tables
+from specbench.report.decision import decision_table, decisions
+from tests.report.test_tables import shown
+from tests.support.samples import NUMBERS, SUMMARY, batched, changed, faster, runs_of, wrong
+
+
+def run(method: str, speedup: float, low: float, high: float, **changes) -> dict:
+    return faster(
+        speedup,
+        method=method,
+        overall__speedup_low=low,
+        overall__speedup_high=high,
+        **{"settings": {"max_draft_tokens": 5}} | changes,
+    )
+
+
+def one(**summaries: dict):
+    (decision,) = decisions(runs_of(**summaries))
+    return decision
+
+
+def test_the_fastest_is_named_with_those_that_are_not_told_apart_from_it():
+    decision = one(
+        a=run("slow", 0.8, 0.7, 0.9),
+        b=run("close", 1.5, 1.4, 1.65),
+        c=run("best", 1.7, 1.6, 1.8),
+        d=run("some", 1.2, 1.1, 1.3),
+        e=run("unclear", 1.75, 0.9, 3.0),
+    )
+    ranks = {alternative.label: rank for alternative, rank in zip(decision.alternatives, decision.ranks)}
+    assert ranks == {
+        "unclear": "no gain shown",
+        "best": "fastest",
+        "close": "not told apart",
+        "some": "gains",
+        "slow": "slower",
+    }
+    assert decision.sentence == (
+        "Take best, 5 draft tokens at most, with 1.70 [1.60, 1.80] times the baseline's speed. "
+        "Not told apart from it: close"
+    )
+
+
+def test_without_a_gain_there_is_none_to_take():
+    decision = one(a=run("sps", 1.2, 0.9, 1.5), b=run("pld", 0.8, 0.7, 0.9))
+    assert decision.sentence == "Stay with autoregressive decoding: no method is shown to be faster"
+
+
+def test_a_violation_is_no_alternative_however_fast():
+    decision = one(a=wrong() | {"method": "fast"}, b=run("sps", 1.2, 1.1, 1.3))
+    assert decision.sentence.startswith("Take sps") and decision.sentence.endswith("Not to be trusted: fast")
+    assert dict(zip([a.label for a in decision.alternatives], decision.ranks))["fast"] == "no answer to trust"
+    assert one(a=wrong()).sentence.startswith("Stay with autoregressive decoding")
+
+
+def test_a_baseline_that_differs_from_itself_takes_the_trust_away():
+    itself = {"overall__acceptance_rate": None, "overall__acceptance_length": 1.0}
+    told = one(a=run("ar", 1.0, 0.98, 1.02, **itself), b=run("sps", 1.5, 1.4, 1.6))
+    assert [a.label for a in told.alternatives] == ["sps"]
+    assert "trust no speedup" not in told.sentence
+    assert "the baseline against itself: 1.00 [0.98, 1.02]" in shown(decision_table(told))
+    untold = one(a=run("ar", 1.1, 1.05, 1.15, **itself), b=run("sps", 1.5, 1.4, 1.6))
+    assert "The baseline against itself gave 1.10 [1.05, 1.15]: trust no speedup here" in untold.sentence
+
+
+def test_runs_of_one_command_are_one_row_with_their_spread():
+    decision = one(a=run("sps", 1.5, 1.4, 1.6), b=run("sps", 1.3, 1.2, 1.4), c=run("pld", 1.1, 1.05, 1.2))
+    assert [(a.label, len(a.runs)) for a in decision.alternatives] == [("sps", 2), ("pld", 1)]
+    text = shown(decision_table(decision), 140)
+    assert "1.30 [1.20, 1.40]" in text and "1.30–1.50 in 2" in text
+
+
+def test_settings_that_were_varied_are_alternatives():
+    decision = one(
+        a=run("sps", 1.3, 1.25, 1.35),
+        b=run("sps", 1.5, 1.45, 1.55, settings={"max_draft_tokens": 3}),
+    )
+    assert decision.sentence.startswith("Take sps, max_draft_tokens=3, 3 draft tokens at most, with 1.50")
+
+
+def test_what_is_decoded_otherwise_has_a_decision_of_its_own():
+    greedy, drawn, batch, half = (
+        run("sps", 1.5, 1.4, 1.6),
+        run("sps", 1.2, 1.1, 1.3, temperature=1.0),
+        batched(batch_size=8),
+        run("sps", 1.1, 1.05, 1.2, dtype="bfloat16"),
+    )
+    settings = [one.setting for one in decisions(runs_of(a=greedy, b=drawn, c=batch, d=half))]
+    assert len(set(settings)) == 4
+    assert "temperature 1" in settings[1] and "batch 8" in settings[2] and "bfloat16" in settings[3]
+
+
+def test_runs_that_draft_nothing_leave_nothing_to_decide():
+    assert not decisions(runs_of(a=changed(SUMMARY, overall__acceptance_rate=None)))
+
+
+def test_a_table_says_what_drafters_were_trained_on_and_which_runs_were_disturbed(monkeypatch):
+    trained = {"kangaroo": {"steps": 5, "tokens": 2_000_000, "earlier": [{"tokens": 1_500_000}]}}
+    busy = {"still_disturbed_share": 2 * tables.WORST_DISTURBED}
+    text = shown(decision_table(one(a=run("kangaroo", 1.5, 1.4, 1.6, training=trained, machine=busy))), 140)
+    assert (
+        "3.5 M" in text and "disturbed by other processes: kangaroo" in text and "160 questions a run" in text
+    )
+
+
+def test_of_many_alternatives_the_fastest_are_shown():
+    many = {
+        f"r{i}": run("sps", 1 + i / 100, 1 + i / 200, 1 + i / 50, settings={"max_draft_tokens": i})
+        for i in range(1, 20)
+    }
+    text = shown(decision_table(one(**many)), 140)
+    assert (
+        "max_draft_tokens=19" in text
+        and "max_draft_tokens=2 " not in text
+        and "the 7 slowest are not shown" in text
+    )
+
+
+def test_a_speedup_that_was_not_measured_comes_last():
+    unknown = changed(
+        run("pld", 1.0, 0.9, 1.1),
+        overall=NUMBERS | {"speedup": None, "speedup_low": None, "speedup_high": None},
+    )
+    decision = one(a=unknown, b=run("sps", 0.9, 0.8, 1.1))
+    assert [a.label for a in decision.alternatives] == ["sps", "pld"]
+    assert decision.ranks == ["no gain shown", "no gain shown"]
