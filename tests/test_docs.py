@@ -61,6 +61,7 @@ COMPOSED = {
     "answer": "answer",
     "calibrate": "calibrate_vocab",
     "converse": "converse",
+    "lengthen": "lengthen",
 }
 MODULES = {  # python -m MODULE: the configuration that it composes
     "specbench.commands.run": "bench",

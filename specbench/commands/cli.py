@@ -184,6 +184,15 @@ COMMANDS = {
         "Let the target write conversations, questions and answers, as text to train on.",
         (("converse pair=smollm2-135m out=conversations.jsonl", "2 million tokens of answers; resumable"),),
     ),
+    "lengthen": Command(
+        "specbench.commands.lengthen",
+        KEYS,
+        "Write questions with long prompts, out of a target's own answers.",
+        (
+            ("lengthen pair=tiny lengths=[512,1024] out=long.jsonl", "of the embedded pair's own text"),
+            ("lengthen pair=smollm2-135m conversations=conversations.jsonl out=long.jsonl", "1k to 8k tokens"),
+        ),
+    ),
     "calibrate": Command(
         "methods.vocab_trim.calibrate",
         KEYS,

@@ -1,0 +1,131 @@
+"""Writes questions with long prompts: `specbench lengthen pair=... conversations=FILE [lengths=[1024,2048]]`.
+
+A prompt is a list of documents and the order to summarise one of them. The documents are answers out of
+conversations, such as those that `specbench converse` lets a target write by itself. The result is read by
+`data=jsonl`; each length is a task, so that every table has a row for it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from bisect import bisect_right
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from specbench.config.compose import with_hydra
+from specbench.data.conversations import conversations, read
+from specbench.models.pairs import Pair, load_pair
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.files import make_folder, write_atomic
+from specbench.system.settings import Count, Natural, Seed, check_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omegaconf import DictConfig
+
+SETTINGS = {
+    "conversations": str | None,
+    "lengths": list[Count],
+    "count": Count,
+    "words": Natural,
+    "room": Count,
+    "seed": Seed,
+}
+ORDER = "Summarize document {number} of the {total} documents above in a few sentences."
+ENOUGH = 2  # times the longest prompt: tokens of the documents to choose from, where the text has no end
+
+
+def lengthen(cfg: DictConfig) -> Path:
+    """Writes questions as configured (conf/lengthen.yaml) and returns the file.
+
+    Raises:
+        UserError: a setting is wrong, a prompt and its answer do not fit into the context, or there is too little text.
+    """
+    check_all(cfg, SETTINGS)
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=False, weights=False)
+    if max(cfg.lengths) + cfg.room > pair.context_length:
+        raise UserError(
+            f"lengths={max(cfg.lengths)} and room={cfg.room} for an answer do not fit into the context of "
+            f"{pair.context_length} tokens"
+        )
+    texts = documents(cfg, pair)
+    rows: list[dict] = []
+    for length in tqdm(cfg.lengths, unit="length"):
+        for number in range(cfg.count):
+            rng = random.Random(f"{cfg.seed} {length} {number}")
+            rows.append(
+                {
+                    "question_id": len(rows) + 1,
+                    "category": f"context_{length}",
+                    "turns": [prompt(rng.sample(texts, len(texts)), length, rng, pair)],
+                }
+            )
+    out = Path(cfg.out)
+    make_folder(out.parent)
+    write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    print(out)
+    return out
+
+
+def documents(cfg: DictConfig, pair: Pair) -> list[str]:
+    """Answers of so many words, each once; of a text without an end as many as are enough."""
+    rows = read(cfg.conversations) if cfg.conversations else conversations(None, cfg.pair, cfg.seed)
+    texts: dict[str, None] = {}
+    tokens, wanted = 0, ENOUGH * max(cfg.lengths)
+    for messages in rows:
+        for message in messages:
+            text = message["content"].strip()
+            if message["role"] == "assistant" and len(text.split()) >= cfg.words and text not in texts:
+                texts[text] = None
+                tokens += len(pair.encode(text))
+        if cfg.conversations is None and tokens >= wanted:
+            break
+    if tokens < max(cfg.lengths):
+        raise UserError(
+            f"the answers of at least {cfg.words} words have {tokens} tokens in all, fewer than a prompt of "
+            f"{max(cfg.lengths)}: give more conversations, or shorter lengths"
+        )
+    return list(texts)
+
+
+def prompt(texts: Sequence[str], length: int, rng: random.Random, pair: Pair) -> str:
+    """A turn of the user whose prompt has `length` tokens, or a word's tokens less.
+
+    Raises:
+        UserError: not even the first word of a document fits.
+    """
+
+    def tokens(documents: Sequence[str]) -> int:
+        return len(pair.prompt_ids([{"role": "user", "content": _turn(documents, len(documents))}]))
+
+    fitting = bisect_right(range(1, len(texts) + 1), length, key=lambda n: tokens(texts[:n]))
+    chosen = list(texts[:fitting])
+    if fitting < len(texts):  # as many words of the next one as fit
+        words = texts[fitting].split()
+        most = bisect_right(
+            range(1, len(words)), length, key=lambda n: tokens([*chosen, " ".join(words[:n])])
+        )
+        chosen += [" ".join(words[:most])] if most else []
+    if not chosen:
+        raise UserError(f"lengths={length}: not even one document fits")
+    return _turn(chosen, rng.randint(1, len(chosen)))
+
+
+def _turn(texts: Sequence[str], number: int) -> str:
+    listed = "\n\n".join(f"Document {i}: {text}" for i, text in enumerate(texts, 1))
+    return f"{listed}\n\n{ORDER.format(number=number, total=len(texts))}"
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("lengthen", one_line_errors()(lengthen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
