@@ -61,7 +61,7 @@ FASTEST, AS_FAST, GAINS, UNSHOWN, SLOWER, NONE = (
     "gains",
     "no gain shown",
     "slower",
-    "no answer to trust",
+    "not to be trusted",
 )
 OF_VERDICT = {"faster": GAINS, "slower": SLOWER, "no difference": UNSHOWN, None: UNSHOWN}
 

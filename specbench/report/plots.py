@@ -21,7 +21,8 @@ from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics.acceptance import STRETCHES
 from specbench.report.break_even import BreakEven, break_evens
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
-from specbench.report.runs import Run, grids, labels, latest, task_names
+from specbench.report.runs import Run, beside_engines, grids, labels, latest, task_names
+from specbench.report.tables import baseline_rate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -92,6 +93,7 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
             **{f"acceptance_by_{name}": (acceptance_over(single, name), cut_single) for name in STRETCHES},
             "throughput": (throughput(summaries), ""),
             "mbsu_and_speedup": (mbsu_and_speedup(single), cut_single),
+            "engines": (engines(summaries), ""),
             "break_even": (break_even(summaries), ""),
             "regimes": (regimes(summaries), ""),
         }
@@ -295,6 +297,39 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
     axes.set(xticks=sizes, xticklabels=sizes, xlabel="rows in a batch", ylabel="tokens per second")
     axes.set_ylim(bottom=0)
     return _legend(axes)
+
+
+def engines(summaries: Iterable[dict]) -> Figure | None:
+    """Other engines beside this project: what each decodes plainly, and what a method gains there. None without one.
+
+    A line at the end of a bar is where reading the weights alone would end, where that is known.
+    """
+    shown = beside_engines(summaries)
+    names = labels(shown)
+    if not shown:
+        return None
+    height = 0.9 + 0.45 * len(shown)
+    figure = Figure(figsize=(9, height), layout="constrained")
+    plain, gain = figure.subplots(1, 2, sharey=True)
+    for row, (name, summary) in enumerate(zip(names, shown)):
+        colour = PALETTE[0] if summary.get("engine") is None else PALETTE[1]
+        rate, fraction = baseline_rate(summary["baseline"]), summary["baseline"]["bandwidth_fraction"]
+        plain.barh(row, rate or 0.0, height=0.55, color=colour)
+        if rate and fraction:
+            plain.plot([rate / fraction] * 2, [row - 0.35, row + 0.35], color="black", linewidth=1.5)
+        _points(gain, PlottedRun(name, summary, colour, MARKERS[0]), [(summary["overall"], row)], across=True)
+        counts = summary["equivalence"]
+        verdicts = f"{counts['exact']}/{counts['tie']}/{counts['violation']}"
+        gain.annotate(verdicts, (1.0, row), xycoords=("axes fraction", "data"), xytext=(4, 0),
+                      textcoords="offset points", va="center", fontsize=LEGEND)  # fmt: skip
+    gain.axvline(1, color="black", linewidth=1)
+    plain.set(xlabel="plain decoding, tokens per second; line: memory ceiling", yticks=range(len(shown)))
+    plain.set_yticklabels([_wrapped(name) for name in names], fontsize=LEGEND)
+    gain.set(xlabel="speedup over it (95 % interval); exact/tie/violation")
+    plain.set_ylim(len(shown) - 0.5, -0.5)
+    for axes in (plain, gain):
+        axes.grid(axis="y", visible=False)
+    return figure
 
 
 def break_even(summaries: Iterable[dict]) -> Figure | None:

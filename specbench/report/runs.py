@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import yaml
 
-from specbench.config.spec import OWN, POOL
+from specbench.config.spec import OWN, POOL, QUESTION
 from specbench.data.question_files import TASKS
 from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
@@ -260,6 +260,18 @@ def method_label(summary: Mapping) -> str:
     if engine is not None:  # which schedules by itself
         return f"{drafter or summary['method']} by {engine['name']}"
     return summary["method"] if drafter in (None, "none") else f"{summary['method']} + {drafter}"
+
+
+def beside_engines(summaries: Iterable[dict]) -> list[dict]:
+    """The runs of other engines, and this project's own of a method and pair that another engine was measured with."""
+    of_questions = [summary for summary in summaries if summary["unit"] == QUESTION]
+    others = {_question(summary) for summary in of_questions if summary.get("engine") is not None}
+    return [summary for summary in of_questions if _question(summary) in others]
+
+
+def _question(summary: Mapping) -> tuple:
+    """What is the same for engines that are set side by side."""
+    return tuple(summary[key] for key in ("method", "pair", "data", "temperature"))
 
 
 def as_text(settings: Mapping) -> list[str]:

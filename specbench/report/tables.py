@@ -21,6 +21,7 @@ from specbench.report.runs import (
     Run,
     SkippedRun,
     as_text,
+    beside_engines,
     differing_by_pair,
     grids,
     labels,
@@ -51,12 +52,6 @@ QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
 DISTURBED = "others were busy on this machine for {} of the time that counts"
 WORST_DISTURBED = 0.1  # of the time that counts, above which a run warns of it first
 STOLEN_SHOWN = 0.001
-SAME_VERDICT = (
-    "method",
-    "pair",
-    "data",
-    "temperature",
-)  # runs that differ in the engine differ in none of these
 ONE_POOL = "interval over repeats of one pool: timing noise only"
 
 
@@ -163,13 +158,7 @@ def engines_table(summaries: Iterable[dict]) -> Table | None:
 
     Of this project's runs there are those of a method and pair that another engine was measured with. None without one.
     """
-    summaries = [summary for summary in summaries if summary["unit"] == QUESTION]
-    others = {
-        tuple(summary[key] for key in SAME_VERDICT)
-        for summary in summaries
-        if summary.get("engine") is not None
-    }
-    shown = [summary for summary in summaries if tuple(summary[key] for key in SAME_VERDICT) in others]
+    shown = beside_engines(summaries)
     if not shown:
         return None
     title = "one pair, several engines: speedups are over the plain decoding of the same engine"

@@ -53,7 +53,7 @@ def test_without_a_gain_there_is_none_to_take():
 def test_a_violation_is_no_alternative_however_fast():
     decision = one(a=wrong() | {"method": "fast"}, b=run("sps", 1.2, 1.1, 1.3))
     assert decision.sentence.startswith("Take sps") and decision.sentence.endswith("Not to be trusted: fast")
-    assert dict(zip([a.label for a in decision.alternatives], decision.ranks))["fast"] == "no answer to trust"
+    assert dict(zip([a.label for a in decision.alternatives], decision.ranks))["fast"] == "not to be trusted"
     assert one(a=wrong()).sentence.startswith("Stay with autoregressive decoding")
 
 

@@ -169,6 +169,29 @@ def test_batches_of_other_settings_are_lines_of_their_own():
     assert [line.get_label() for line in lines] == ["exspec + sps, window=16", "exspec + sps, window=32"]
 
 
+def test_engines_stand_beside_our_own_run_of_the_method():
+    engine = {"name": "llama_cpp", "faults": [], "again": {"speedup": 1.0, "low": 0.98, "high": 1.02}}
+    served = changed(
+        SUMMARY, engine=engine, overall__speedup=0.9, overall__speedup_low=0.8, overall__speedup_high=1.1
+    )
+    unknown = changed(served, engine__name="vllm", baseline__bandwidth_fraction=None)
+    figure = plots.engines([SUMMARY, served, unknown, changed(SUMMARY, method="pld")])
+    plain, gain = figure.axes
+    assert [label.get_text() for label in plain.get_yticklabels()] == [
+        *("kangaroo", "kangaroo by llama_cpp", "kangaroo by vllm")
+    ]
+    assert [bar.get_width() for bar in plain.patches] == [41.2] * 3
+    ceilings = [line.get_xdata()[0] for line in plain.lines]
+    assert ceilings == pytest.approx([41.2 / 0.71] * 2)  # of the third it is not known
+    assert [container.lines[0].get_xdata().tolist() for container in gain.containers] == [
+        [1.52],
+        [0.9],
+        [0.9],
+    ]
+    assert [note.get_text() for note in gain.texts] == ["79/1/0"] * 3
+    assert plots.engines([SUMMARY]) is None
+
+
 def test_the_heat_map_holds_the_speedups_of_the_grid(drawn):
     axes = drawn["heat_map_1"].axes[0]
     values = axes.images[0].get_array()
