@@ -47,7 +47,7 @@ KEYS = {
     "runs_root": str,
     "decoding.max_new_tokens": Count,
     "decoding.temperature": Temperature,
-    "decoding.verification": Literal["token", "block"],
+    "decoding.verification": Literal["token", "block", "typical"],
     "decoding.verify_width": Count | None,
     "pair.graphs": bool | None,
     "pair.compile": bool | None,
@@ -164,6 +164,10 @@ def check_method(cfg: DictConfig) -> RunSpec:
         raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
     if cfg.decoding.temperature == 0 and cfg.decoding.verification == values.BLOCK:
         raise UserError("decoding.verification=block is for drafts that are drawn: set decoding=sample")
+    if cfg.decoding.temperature > 0 and cfg.decoding.verification == values.TYPICAL:
+        raise UserError(
+            "decoding.verification=typical, which is lossy, is for greedy decoding: set decoding=greedy"
+        )
     return spec
 
 

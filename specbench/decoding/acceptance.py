@@ -10,6 +10,9 @@ norm(max(p - q, 0)) over the full vocabulary, so a drafter whose support is a pa
 tree the children of a node are tried one after the other (SpecInfer, Miao et al. 2024, algorithm 2). A chain may be
 judged as a whole instead: block verification (Sun et al. 2024, algorithm 2) keeps at least as many tokens on average.
 
+One rule is lossy and is there as a control, which the certificate must find: typical acceptance (Cai et al. 2024,
+section 2.3.2) keeps what the target finds likely enough, whether or not it is its own choice.
+
 Everything is for a batch of b sequences, without a loop over them or over the nodes of a tree, and without a wait.
 """
 
@@ -24,10 +27,12 @@ from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.sampling import ACCEPT, TARGET, SamplingParams, sample_inverse_cdf
 from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
-from specbench.system.settings import BLOCK
+from specbench.system.settings import BLOCK, TYPICAL
 
 if TYPE_CHECKING:
     from specbench.decoding.model.graphs import EagerRunner
+
+THRESHOLD, ALPHA = 0.09, 0.3  # of typical acceptance, in the authors' code
 
 
 @dataclass(slots=True)
@@ -117,6 +122,8 @@ def accept(
         return _accept_tree(logits, draft, draft.tree, decoding, uniforms, valid_mask)
     if uniforms is None or draft.probs is None:
         choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, : 1 + k, TARGET])
+        if decoding.verification == TYPICAL:
+            return typical_chain(logits, choices, draft.tokens, valid_mask)
         return greedy_chain(choices, draft.tokens, valid_mask)
     rule = block_chain if decoding.verification == BLOCK else sampled_chain
     count, rest = rule(decoding.probs(logits), draft.tokens, draft.probs, uniforms[:, :k, ACCEPT], valid_mask)
@@ -149,6 +156,9 @@ def _accept_tree(
             numbers = uniforms[..., TARGET].gather(1, tree.offsets().expand(b, -1))
         choices, _ = decoding.select(logits, numbers)
         fits = choices.gather(1, parents + 1) == draft.tokens
+        if decoding.verification == TYPICAL:
+            rows = (parents + 1).unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+            fits = fits | is_typical(logits.gather(1, rows), draft.tokens)
         fits = fits if valid_mask is None else fits & valid_mask
         count, path, last = longest_path(fits, tree)
         return outcome(draft.tokens, count, _at(choices, last), path)
@@ -193,6 +203,27 @@ def greedy_chain(
     count = (fits if valid_mask is None else fits & valid_mask).cumprod(-1).sum(-1)
     # What is kept are choices of the target, too.
     return Accepted(count, _at(choices, count), choices)
+
+
+def typical_chain(
+    logits: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor, valid_mask: torch.Tensor | None = None
+) -> Accepted:
+    """Accepts draft tokens while each is the target's own choice or typical of it; lossy. Arguments are of `accept`."""
+    fits = (choices[:, :-1] == tokens) | is_typical(logits[:, :-1], tokens)
+    count = (fits if valid_mask is None else fits & valid_mask).cumprod(-1).sum(-1)
+    return outcome(tokens, count, _at(choices, count))
+
+
+def is_typical(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Whether the target, at temperature 1, finds each token likelier than min(threshold, alpha * exp(-entropy)).
+
+    Args:
+        logits: [..., vocab] in front of each token.
+        tokens: [...].
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    entropy = torch.special.entr(logprobs.exp()).sum(-1)
+    return _at(logprobs, tokens).exp() > (ALPHA * (-entropy).exp()).clamp(max=THRESHOLD)
 
 
 def sampled_chain(

@@ -25,7 +25,8 @@ class SamplingParams:
     Attributes:
         max_new_tokens: exact cap on new tokens.
         temperature: 0 is greedy, above 0 samples.
-        verification: how drafts that were drawn are verified, `TOKEN` by token, or a chain as one `BLOCK`.
+        verification: how drafts are verified: `TOKEN` by token; where they were drawn, a chain as one `BLOCK`; greedily
+            by `TYPICAL` acceptance, which is lossy.
     """
 
     max_new_tokens: int

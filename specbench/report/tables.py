@@ -29,7 +29,7 @@ from specbench.report.runs import (
     named,
     task_names,
 )
-from specbench.system.settings import TOKEN
+from specbench.system.settings import TOKEN, TYPICAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -489,6 +489,8 @@ def faults(summary: dict, with_baseline: bool = True) -> list[str]:
     if counts["violation"]:
         whose = "the target's own" if summary.get("engine") is None else "those of its plain arm"
         lines.append(f"VIOLATION: {counts['violation']} of {counts['answers']} answers are not {whose}")
+    if summary["verification"] == TYPICAL:
+        lines.append("LOSSY: typical acceptance does not keep the target's answers; it is here as a control")
     if summary["failed"]:
         lines.append(f"FAILED: {summary['failed']} questions, left out of every number")
     if with_baseline and summary.get("engine") is None and baseline["equivalence"]["violation"]:
@@ -696,7 +698,9 @@ def _title(summary: dict) -> Text:
 
 def _verification(summary: dict) -> str:
     """How drafts were verified, where it is not token by token."""
-    return "" if summary["verification"] == TOKEN else f"{summary['verification']} verification, "
+    verification = summary["verification"]
+    lossy = " (LOSSY)" if verification == TYPICAL else ""
+    return "" if verification == TOKEN else f"{verification} verification{lossy}, "
 
 
 def dtype_label(summary: dict) -> str:

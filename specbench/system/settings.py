@@ -61,7 +61,8 @@ NAMES: dict[Any, str] = {
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
 NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats")
 WRAPPED = "drafter"  # of a drafter around another one: that one's configuration
-TOKEN, BLOCK = "token", "block"  # decoding.verification: how drafts that were drawn are verified
+# decoding.verification: how drafts are verified. The last one is lossy: a control that the certificate must find.
+TOKEN, BLOCK, TYPICAL = "token", "block", "typical"
 LEARNS = ("memory", "run")  # the setting, and its value, of a drafter that goes on with what it has learnt
 
 

@@ -15,6 +15,7 @@ from specbench.decoding import acceptance
 from specbench.decoding.acceptance import (
     accept,
     greedy_chain,
+    is_typical,
     residual,
     sampled_chain,
 )
@@ -354,3 +355,31 @@ def test_a_tree_without_nodes_is_an_empty_chain():
         torch.tensor([[[0.0, 2.0]]]), Draft(nothing, tree=Tree.of(nothing)), SamplingParams(1), None
     )
     assert (verdict.count.item(), verdict.next.item(), verdict.path) == (0, 1, None)
+
+
+# -- a rule that is lossy
+
+
+def test_what_is_typical_depends_on_how_sure_the_target_is():
+    sure, spread = torch.tensor([0.9, 0.06, 0.04]), torch.full((100,), 0.01)
+    assert is_typical(sure.log().expand(3, 3), torch.arange(3)).tolist() == [True, False, False]
+    bound = 0.3 / 100  # alpha * exp(-entropy) of 100 tokens that are alike
+    few = torch.cat([spread, torch.tensor([bound * 0.9])])
+    assert is_typical(few.log(), torch.tensor(5)) and not is_typical(few.log(), torch.tensor(100))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_typical_acceptance_keeps_tokens_that_are_not_the_targets_choice(tree):
+    logits = torch.zeros(1, 4, 10).log_softmax(-1)  # every token is typical
+    logits[..., 3] += 0.1  # and 3 is the choice
+    draft = Draft(torch.tensor([[5, 3, 7]]), tree=Tree.of(torch.tensor([-1, 0, 1])) if tree else None)
+    kept = accept(logits, draft, SamplingParams(9, verification="typical"), None)
+    assert kept.count.tolist() == [3] and kept.tokens.tolist() == [[5, 3, 7, 3]]
+    strict = accept(logits, draft, SamplingParams(9), None)
+    assert strict.count.tolist() == [0] and strict.next.tolist() == [3]
+
+
+def test_typical_acceptance_keeps_no_token_that_was_not_drafted():
+    logits = torch.zeros(1, 4, 10)
+    draft = Draft(torch.tensor([[5, 3, 7]]), candidates=1)
+    assert accept(logits, draft, SamplingParams(9, verification="typical"), None).count.tolist() == [1]

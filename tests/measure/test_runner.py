@@ -33,6 +33,7 @@ from specbench.measure.machine import speed
 from specbench.measure.machine.watch import Watch
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
+from specbench.report import tables
 from specbench.system import threads
 from specbench.system.errors import JobError, UserError
 from specbench.system.files import read_json
@@ -497,6 +498,16 @@ def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, fault):
     monkeypatch.setattr(runner, "prepare", prepare_and_spoil)
     _, summary, _ = measured(workplace, "sps", tmp_path, "decoding.max_new_tokens=24")
     assert summary["equivalence"]["violation"] > 0
+
+
+def test_a_lossy_rule_is_found(workplace, tmp_path):
+    """Typical acceptance: longer drafts survive, and the answers are not the target's."""
+    settings = ["decoding.max_new_tokens=24", "method.max_draft_tokens=4"]
+    _, exact, _ = measured(workplace, "sps", tmp_path / "exact", *settings)
+    _, lossy, _ = measured(workplace, "sps", tmp_path / "lossy", *settings, "decoding.verification=typical")
+    assert exact["equivalence"]["violation"] == 0 and lossy["equivalence"]["violation"] > 0
+    assert lossy["overall"]["acceptance_length"] > exact["overall"]["acceptance_length"]
+    assert any(line.startswith("LOSSY") for line in tables.faults(lossy))
 
 
 def test_tokens_after_the_stop_token_are_a_violation(workplace, tmp_path, monkeypatch):
