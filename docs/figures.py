@@ -52,6 +52,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "suffix": ("method=suffix",),
     "suffix (memory=run)": ("method=suffix", "method.memory=run"),
     "sps": ("method=sps",),
+    "pard": ("method=pard",),
     "sps_tree": ("method=sps_tree",),
     "kangaroo": ("method=kangaroo",),
     "kangaroo_tree": ("method=kangaroo_tree",),
