@@ -107,6 +107,12 @@ COMMANDS = {
             "              claims came to each verdict between <!-- claims-counts:begin --> and its end"
         ),
     ),
+    "schedule": Command(
+        "specbench.report.schedule",
+        "[RUN_OR_FOLDER ...]",
+        "Say how many tokens to draft at which batch size, in the forms that serving engines read.",
+        (("schedule runs/batches", "after a sweep over batch_size and drafter.max_draft_tokens"),),
+    ),
     "audit": Command(
         "specbench.commands.audit",
         f"FILE {KEYS}",

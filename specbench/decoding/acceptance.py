@@ -200,9 +200,14 @@ def greedy_chain(
         valid_mask: [..., k], which of the tokens were drafted at all; None for all of them.
     """
     fits = choices[..., :-1] == tokens
-    count = (fits if valid_mask is None else fits & valid_mask).cumprod(-1).sum(-1)
+    count = leading(fits, valid_mask)
     # What is kept are choices of the target, too.
     return Accepted(count, _at(choices, count), choices)
+
+
+def leading(fits: torch.Tensor, valid_mask: torch.Tensor | None) -> torch.Tensor:
+    """How many tokens [...] from the first on fit: of [..., k], and of those that `valid_mask` lets be accepted."""
+    return (fits if valid_mask is None else fits & valid_mask).cumprod(-1).sum(-1)
 
 
 def typical_chain(
@@ -210,7 +215,7 @@ def typical_chain(
 ) -> Accepted:
     """Accepts draft tokens while each is the target's own choice or typical of it; lossy. Arguments are of `accept`."""
     fits = (choices[:, :-1] == tokens) | is_typical(logits[:, :-1], tokens)
-    count = (fits if valid_mask is None else fits & valid_mask).cumprod(-1).sum(-1)
+    count = leading(fits, valid_mask)
     return outcome(tokens, count, _at(choices, count))
 
 
@@ -246,10 +251,7 @@ def sampled_chain(
         The kept count [...] and the (unnormalised) distribution [..., vocab] of the token that follows.
     """
     k, p, q = tokens.shape[-1], _at(probs[..., :-1, :], tokens), _at(draft_probs, tokens)
-    is_accepted = uniforms * q < p
-    if valid_mask is not None:
-        is_accepted = is_accepted & valid_mask
-    count = is_accepted.cumprod(-1).sum(-1)
+    count = leading(uniforms * q < p, valid_mask)
     following = _row(probs, count)
     if k == 0:
         return count, following

@@ -135,8 +135,8 @@ class Decision:
             ranked.setdefault(rank, []).append(one.label)
         if FASTEST in ranked:
             best = self.alternatives[self.ranks.index(FASTEST)]
-            drafts = _length(best.summary)
-            length = f", {drafts} draft tokens at most," if drafts != UNKNOWN else ""
+            drafts = draft_length(best.summary)
+            length = "" if drafts is None else f", {drafts} draft tokens at most,"
             parts = [
                 f"Take {best.label}{length} with {speedup_text(best.summary['overall'])} times the baseline's speed"
             ]
@@ -168,7 +168,7 @@ def decisions(runs: Iterable[Run]) -> list[Decision]:
     settings: dict[str, dict[str, Alternative]] = {}
     itself: dict[str, list[Run]] = {}
     for run, differing in zip(runs, varied):
-        setting = _setting(run.summary)
+        setting = setting_of(run.summary)
         settings.setdefault(setting, {})
         if run.summary["overall"]["acceptance_rate"] is None:  # nothing was drafted
             itself.setdefault(setting, []).append(run)
@@ -197,7 +197,7 @@ def decision_table(decision: Decision) -> Table:
         summary, overall = one.summary, one.summary["overall"]
         table.add_row(
             one.label,
-            _length(summary),
+            UNKNOWN if (drafts := draft_length(summary)) is None else str(drafts),
             speedup_text(overall),
             *((one.spread,) if several else ()),
             number_text(overall["acceptance_length"], 2),
@@ -227,11 +227,10 @@ def facts(decision: Decision) -> list[str]:
     return lines
 
 
-def _setting(summary: dict) -> str:
-    """All that alternatives share, in words."""
+def setting_of(summary: dict, batches: bool = True) -> str:
+    """All that alternatives share, in words; without the batch size, unless `batches`."""
     shared = {key: summary.get(key) for key in SETTING}
-    if summary["unit"] != POOL:
-        shared["batch_size"] = 1
+    shared["batch_size"] = None if not batches else summary["batch_size"] if summary["unit"] == POOL else 1
     shared["dtype"] = dtype_label(summary)
     words = [
         form.format(shared[key])
@@ -245,11 +244,10 @@ def _setting(summary: dict) -> str:
     return ", ".join(words)
 
 
-def _length(summary: dict) -> str:
-    """The most tokens of a draft, of a batch's drafter, too."""
+def draft_length(summary: dict) -> int | None:
+    """The most tokens of a draft, of a batch's drafter, too; None where it has no such setting."""
     settings = summary["settings"]
-    length = settings.get(LENGTH, settings.get(f"drafter.{LENGTH}"))
-    return UNKNOWN if length is None else str(length)
+    return settings.get(LENGTH, settings.get(f"drafter.{LENGTH}"))
 
 
 def _trained(summary: dict) -> str:

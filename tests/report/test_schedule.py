@@ -1,0 +1,70 @@
+"""Draft lengths by batch size: from the fastest runs that gain, in the forms of three engines."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbench.report.schedule import schedule_table, schedules
+from tests.report.test_tables import shown
+from tests.support.samples import SUMMARY, WRONG, batched, changed, runs_of
+
+
+def run(size: int, length: int, speedup: float, width: float = 0.05, **changes) -> dict:
+    numbers = {"speedup": speedup, "speedup_low": speedup - width, "speedup_high": speedup + width}
+    return changed(
+        batched("ragged", "sps", size, **numbers), settings={"drafter.max_draft_tokens": length}, **changes
+    )
+
+
+BATCHES = {
+    "a": run(1, 4, 1.6),
+    "b": run(1, 2, 1.4),
+    "c": run(4, 4, 1.2),
+    "d": run(4, 2, 1.3),
+    "e": run(16, 2, 1.02, 0.1),
+    "f": run(16, 4, 0.8),
+}
+
+
+def test_each_batch_size_has_the_length_of_its_fastest_gain():
+    (schedule,) = schedules(runs_of(**BATCHES))
+    assert schedule.drafter == "sps" and schedule.lengths == {1: 4, 4: 2, 16: 0}
+    assert "batch" not in schedule.setting
+    text = shown(schedule_table(schedule), 120)
+    assert "1.30 [1.25, 1.35]" in text and "no gain shown" in text and "2, 4" in text
+
+
+def test_the_forms_of_the_engines():
+    (schedule,) = schedules(runs_of(**BATCHES))
+    assert schedule.vllm() == {
+        "num_speculative_tokens": 4,
+        "num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 15, 2], [16, 16, 0]],
+    }
+    assert schedule.tensorrt_llm() == {"max_draft_len": 4, "draft_len_schedule": {1: 4, 4: 2, 16: 0}}
+    assert schedule.sglang() == {"1": {"candidate_steps": [4]}, "4": {"candidate_steps": [2]}}
+
+
+def test_tensorrt_llm_drafts_the_most_at_the_smallest_batch():
+    (schedule,) = schedules(runs_of(a=run(1, 2, 1.4), b=run(4, 4, 1.5)))
+    assert schedule.lengths == {1: 2, 4: 4}
+    assert schedule.tensorrt_llm() == {"max_draft_len": 2, "draft_len_schedule": {1: 2, 4: 2}}
+
+
+def test_a_fast_run_with_a_violation_is_not_taken():
+    wrong = run(1, 8, 3.0, equivalence=WRONG["equivalence"])
+    (schedule,) = schedules(runs_of(**BATCHES, z=wrong))
+    assert schedule.lengths[1] == 4 and schedule.measured[1] == [2, 4, 8]
+
+
+def test_questions_are_batches_of_one_and_drafters_have_schedules_of_their_own():
+    alone = changed(SUMMARY, method="sps", settings={"max_draft_tokens": 6})
+    other = changed(batched("ragged", "eagle2", 4), settings={"drafter.max_draft_tokens": 5})
+    both = schedules(runs_of(a=alone, b=run(4, 2, 1.3), c=other, d=changed(other, batch_size=8)))
+    assert [(one.drafter, one.lengths) for one in both] == [("sps", {1: 6, 4: 2}), ("eagle2", {4: 5, 8: 5})]
+
+
+@pytest.mark.parametrize(
+    "runs", [{"a": run(4, 2, 1.3)}, {"a": changed(SUMMARY, settings={}), "b": SUMMARY | {"settings": {}}}]
+)
+def test_one_run_or_runs_without_a_length_make_no_schedule(runs):
+    assert schedules(runs_of(**runs)) == []
