@@ -156,8 +156,8 @@ FAULTS = (
         "more is accepted than p / q",
         "sampling",
         f"{D}/acceptance.py",
-        "is_accepted = uniforms * q < p",
-        "is_accepted = uniforms * q < 1.2 * p",
+        "leading(uniforms * q < p, valid_mask)",
+        "leading(uniforms * q < 1.2 * p, valid_mask)",
         (*ACCEPT, "tests/methods/test_sampling.py"),
     ),
     Fault(
