@@ -57,6 +57,7 @@ def test_a_compiled_layer_gives_what_the_layer_gives(arch, dtype, capfd):
     assert target.stack.is_compiled, capfd.readouterr().err
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize(
     "layouts", [{1: "columns", 6: "rows"}, {1: "columns", 6: "packed"}, {1: "panels", 6: "rows"}]
