@@ -67,16 +67,16 @@ def test_layers(pair):
 
 def examples() -> dict[str, str]:
     """By path, the content of every example of a module or a YAML in the docs."""
-    lookups, cached, models_page = (
+    lookups, cached, *choices = (
         (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-        for page in ("adding-a-method", "drafting-models", "own-models")
+        for page in ("adding-a-method", "drafting-models", "own-models", "questions")
     )
     found = re.findall(
         r"^`((?:methods|conf)/[\w/.]+)`[^\n]*:\n\n```\w+\n(.*?)^```",
         lookups + cached,
         re.MULTILINE | re.DOTALL,
     )
-    for content in re.findall(r"^```yaml\n(.*?)^```", models_page, flags=re.MULTILINE | re.DOTALL):
+    for content in re.findall(r"^```yaml\n(.*?)^```", "".join(choices), flags=re.MULTILINE | re.DOTALL):
         group = "task" if "\ntasks:" in content else "pair"
         [name] = re.findall(r"^name: (\S+)", content, flags=re.MULTILINE)
         found.append((f"conf/{group}/{name}.yaml", content))
