@@ -25,7 +25,7 @@ FAST := $(EVERY) and not slow and not process and not cluster and not browser an
 PYTEST = unset PYTHONDONTWRITEBYTECODE; PYTHONPYCACHEPREFIX=$(CURDIR)/build/pycache $(PY) -m pytest -n auto --dist worksteal
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP) ## Make .venv and install into it: . .venv/bin/activate gives the command specbench
 
