@@ -854,12 +854,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="faults at once (%(default)s)")
     given = parser.parse_args()
     chosen = [fault for fault in FAULTS if not given.names or fault.name in given.names]
-    with ThreadPoolExecutor(given.jobs) as pool:
-        results = [*tqdm(pool.map(found_by, chosen), total=len(chosen), unit="fault")]
+    missed = 0
     print("| area | fault | found by |\n| --- | --- | --- |")
-    for fault, red in zip(chosen, results):
-        print(f"| {fault.area} | {fault.name} | {', '.join(f'`{one}`' for one in red) or '**not found**'} |")
-    missed = sum(not red for red in results)
+    with ThreadPoolExecutor(given.jobs) as pool:
+        results = tqdm(pool.map(found_by, chosen), total=len(chosen), unit="fault")
+        for fault, red in zip(chosen, results):
+            tests = ", ".join(f"`{one}`" for one in red) or "**not found**"
+            print(f"| {fault.area} | {fault.name} | {tests} |", flush=True)
+            missed += not red
     print(f"\n{len(chosen) - missed} of {len(chosen)} faults found")
     return int(missed > 0)
 
