@@ -16,6 +16,7 @@ from methods.common.losses import ALL, CHUNK, Guess, Head, Loss, teacher_of
 from methods.common.rank_trees import best_tree, counted_paths
 from methods.common.training import (
     agreement,
+    agreements,
     batches,
     batches_on,
     held_out_batches,
@@ -171,10 +172,7 @@ def train_heads(
     held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
-        agreements = agreement(module.choices, held_out)
-        return {"held_out_agreement": agreements[0]} | {
-            f"{name}_{i + 1}_agreement": value for i, value in enumerate(agreements)
-        }
+        return agreements(name, agreement(module.choices, held_out))
 
     def finish(out: Path, figures: dict[str, float]) -> None:
         path_counts: Counter[tuple[int, ...]] = Counter()

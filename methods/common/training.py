@@ -11,6 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from methods.states import batches_of_states, key_of, rows_of, states_of
+from specbench.data import training
 from specbench.data.conversations import batched, conversations
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
@@ -224,6 +225,28 @@ def agreement(choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], hel
     """
     pairs = [choices(batch) for batch in held_out]
     return torch.cat([student == target for student, target in pairs], dim=-1).float().mean(-1).tolist()
+
+
+def agreements(name: str, shares: list[float]) -> dict[str, float]:
+    """The figures of several guesses, of one token ahead, of two, ...: by themselves, and the first as held out."""
+    return {"held_out_agreement": shares[0]} | {
+        f"{name}_{i + 1}_agreement": share for i, share in enumerate(shares)
+    }
+
+
+def train_draft(
+    module: torch.nn.Module,
+    draft: PreTrainedModel,
+    evaluate: Callable[[], dict[str, float]],
+    cfg: DictConfig,
+    pair: Pair,
+) -> Path:
+    """Trains a draft model with a module's loss as configured, saves it as it is, and returns its folder."""
+
+    def save(out: Path, _figures: dict[str, float]) -> None:
+        save_model(draft, pair, cfg, out)
+
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
 
 
 def some_of(text: Iterable[Batch], places: int = FITTED_PLACES) -> Iterator[Batch]:

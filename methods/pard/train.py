@@ -16,16 +16,14 @@ from methods.common.losses import Guess, Head, Loss, teacher_of
 from methods.common.training import (
     DRAFT_SETTINGS,
     agreement,
-    batches,
-    begins_as,
+    agreements,
     held_out_batches,
     pair_to_train,
-    save_model,
     target_states,
+    train_draft,
 )
 from methods.pard.drafter import MASK
 from specbench.config.compose import with_hydra
-from specbench.data import training
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
 from specbench.system.errors import UserError, one_line_errors
@@ -191,15 +189,9 @@ def train(cfg: DictConfig) -> Path:
     held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
-        shares = agreement(module.choices, held_out)
-        return {"held_out_agreement": shares[0]} | {
-            f"token_{j + 1}_agreement": share for j, share in enumerate(shares)
-        }
+        return agreements("token", agreement(module.choices, held_out))
 
-    def save(out: Path, _figures: dict[str, float]) -> None:
-        save_model(draft, pair, cfg, out)
-
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
+    return train_draft(module, draft, evaluate, cfg, pair)
 
 
 @one_line_errors()

@@ -15,16 +15,13 @@ from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
 from methods.common.training import (
     DRAFT_SETTINGS,
     agreement,
-    batches,
-    begins_as,
     held_out_batches,
     pair_to_train,
     predicting,
-    save_model,
     target_states,
+    train_draft,
 )
 from specbench.config.compose import with_hydra
-from specbench.data import training
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
 from specbench.system.errors import one_line_errors
@@ -82,10 +79,7 @@ def train(cfg: DictConfig) -> Path:
     def evaluate() -> dict[str, float]:
         return {"held_out_agreement": agreement(module.choices, held_out)}
 
-    def save(out: Path, _figures: dict[str, float]) -> None:
-        save_model(draft, pair, cfg, out)
-
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
+    return train_draft(module, draft, evaluate, cfg, pair)
 
 
 @one_line_errors()

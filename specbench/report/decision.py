@@ -8,6 +8,7 @@ both asked the same questions (`specbench compare` does).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -27,6 +28,7 @@ from specbench.report.tables import (
     number_text,
     speedup_text,
 )
+from specbench.report.training_data import tokens_seen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -110,7 +112,7 @@ class Decision:
     alternatives: list[Alternative]
     itself: list[Run]
 
-    @property
+    @cached_property
     def ranks(self) -> list[str]:
         """What each alternative is, beside the fastest of those that gain."""
         alone = [_rank(one) for one in self.alternatives]
@@ -230,7 +232,7 @@ def facts(decision: Decision) -> list[str]:
 def setting_of(summary: dict, batches: bool = True) -> str:
     """All that alternatives share, in words; without the batch size, unless `batches`."""
     shared = {key: summary.get(key) for key in SETTING}
-    shared["batch_size"] = None if not batches else summary["batch_size"] if summary["unit"] == POOL else 1
+    shared["batch_size"] = batch_size(summary) if batches else None
     shared["dtype"] = dtype_label(summary)
     words = [
         form.format(shared[key])
@@ -244,6 +246,11 @@ def setting_of(summary: dict, batches: bool = True) -> str:
     return ", ".join(words)
 
 
+def batch_size(summary: dict) -> int:
+    """Sequences that were decoded together."""
+    return summary["batch_size"] if summary["unit"] == POOL else 1
+
+
 def draft_length(summary: dict) -> int | None:
     """The most tokens of a draft, of a batch's drafter, too; None where it has no such setting."""
     settings = summary["settings"]
@@ -252,9 +259,5 @@ def draft_length(summary: dict) -> int | None:
 
 def _trained(summary: dict) -> str:
     """The most tokens that a part of the drafter was trained on, over all its stages."""
-    tokens = [
-        sum(stage["tokens"] for stage in (*record.get("earlier", []), record))
-        for record in summary.get("training", {}).values()
-        if "steps" in record
-    ]
+    tokens = [tokens_seen(record) for record in summary.get("training", {}).values() if "steps" in record]
     return f"{max(tokens) / 1e6:.1f} M" if tokens else UNKNOWN

@@ -300,7 +300,7 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
 
 
 def engines(summaries: Iterable[dict]) -> Figure | None:
-    """Other engines beside this project: what each decodes plainly, and what a method gains there. None without one.
+    """Other engines beside this project: how fast each decodes without drafts, what a method gains there; or None.
 
     A line at the end of a bar is where reading the weights alone would end, where that is known.
     """
@@ -323,7 +323,9 @@ def engines(summaries: Iterable[dict]) -> Figure | None:
         gain.annotate(verdicts, (1.0, row), xycoords=("axes fraction", "data"), xytext=(4, 0),
                       textcoords="offset points", va="center", fontsize=LEGEND)  # fmt: skip
     gain.axvline(1, color="black", linewidth=1)
-    plain.set(xlabel="plain decoding, tokens per second; line: memory ceiling", yticks=range(len(shown)))
+    plain.set(
+        xlabel="autoregressive decoding, tokens per second; line: memory ceiling", yticks=range(len(shown))
+    )
     plain.set_yticklabels([_wrapped(name) for name in names], fontsize=LEGEND)
     gain.set(xlabel="speedup over it (95 % interval); exact/tie/violation")
     plain.set_ylim(len(shown) - 0.5, -0.5)

@@ -11,12 +11,12 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import verdict
-from specbench.report.decision import draft_length, setting_of
+from specbench.report.decision import batch_size, draft_length, setting_of
 from specbench.report.runs import Run, finished_runs
 from specbench.report.tables import NUMBER, PlainTable, console, faults, print_left_out, speedup_text
 from specbench.system.errors import UserError, file_errors, one_line_errors
@@ -43,7 +43,7 @@ class Schedule:
     fastest: dict[int, Run | None]
     measured: dict[int, list[int]]
 
-    @property
+    @cached_property
     def lengths(self) -> dict[int, int]:
         """Draft lengths by batch size; 0: do not draft."""
         return {
@@ -80,9 +80,8 @@ def schedules(runs: Iterable[Run]) -> list[Schedule]:
         summary = run.summary
         if summary["overall"]["acceptance_rate"] is None or not draft_length(summary):
             continue  # nothing is drafted, or no length is set
-        size = summary["batch_size"] if summary["unit"] == POOL else 1
         key = (summary["drafter"] or summary["method"], setting_of(summary, batches=False))
-        measured.setdefault(key, {}).setdefault(size, []).append(run)
+        measured.setdefault(key, {}).setdefault(batch_size(summary), []).append(run)
     return [
         Schedule(
             drafter,

@@ -161,7 +161,7 @@ def engines_table(summaries: Iterable[dict]) -> Table | None:
     shown = beside_engines(summaries)
     if not shown:
         return None
-    title = "one pair, several engines: speedups are over the plain decoding of the same engine"
+    title = "one pair, several engines: speedups are over autoregressive decoding by the same engine"
     table = PlainTable(title)
     table.add_columns("run", overflow="fold")
     rates = ("plain\ntokens/s", "of the\nceiling", "against\nitself", "speedup\n[95 % interval]")

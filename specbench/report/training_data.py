@@ -29,7 +29,7 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
                 name,
                 record.get("begins", UNKNOWN),
                 _text(record),
-                f"{_tokens(record):,}",
+                f"{tokens_seen(record):,}",
                 str(record.get("steps", UNKNOWN)),  # a text that is looked up has none
                 f"{record['loss']:.3f}" if "loss" in record else UNKNOWN,
                 ", ".join(f"{share:.3f}" for share in shares) or UNKNOWN,
@@ -56,7 +56,7 @@ def differing_training(summaries: Iterable[dict]) -> list[str]:
     for label, summary in zip(labels(summaries), summaries):
         for record in summary.get("training", {}).values():
             seen = trained if "steps" in record else stored
-            names = seen.setdefault((_tokens(record), _text(record)), [])
+            names = seen.setdefault((tokens_seen(record), _text(record)), [])
             if label not in names:
                 names.append(label)
     lines = []
@@ -82,7 +82,8 @@ def _stages(record: dict) -> list[dict]:
     return [*record.get("earlier", []), record]
 
 
-def _tokens(record: dict) -> int:
+def tokens_seen(record: dict) -> int:
+    """Tokens that a part was trained on, over all stages."""
     return sum(stage["tokens"] for stage in _stages(record))
 
 
