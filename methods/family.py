@@ -80,6 +80,7 @@ WHOLE = Size(
 TOY = Size(
     60, 8, 4, 3, 2, 50, 2, "[1,2]", 1, (1, 1), ("[1,2,4,5,-1]", "[1,2,3,-1]"), 60, 400, 60, (1, 1)
 )  # fmt: skip
+DSPARK = ("head=markov", "markov_rank=32", "block_size=7", "distance_share=0.9")
 TEXT = ("prompt_weight=0.2", "length=512", "precision=bf16")  # of every drafter
 
 
@@ -124,6 +125,7 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
         )
 
     start, exit_layer = f"draft={out / 'checkpoints' / 'draft'}", f"exit_layer={size.exit_layer}"
+    taps = f"taps={size.taps[0].replace(',-1', '')}"
     second = size.steps - size.first_steps
     counted = (
         *("source=raw_text", "tokens=null", "temperature=0"),
@@ -163,6 +165,8 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
             part("streaming", 8, "mirror_sd", "deep", start, steps=second),
             part("draft", 4, "sps", "deep", start, steps=second),
             part("pard", 25, "pard", "deep", start, steps=second),
+            part("dflash", 40, "dflash", "deep", taps),
+            part("dspark", 50, "dflash", "deep", taps, *DSPARK),
             Step("datastore", 0.2, weights / "rest" / "datastore.json", datastore),
             Step("soundness", 20, weights / RESULT, look),
             Step("vocabulary map", 2, weights / "vocab_map" / "vocab_map.json", calibrate),

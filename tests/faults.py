@@ -753,6 +753,66 @@ FAULTS = (
         ("tests/methods/test_pard.py",),
     ),
     Fault(
+        "a place of a block sees none after it",
+        "masks",
+        "methods/dflash/drafter.py",
+        "torch.ones(1, places, places, dtype=torch.bool, device=device)",
+        "torch.ones(1, places, places, dtype=torch.bool, device=device).tril()",
+        ("tests/methods/test_dflash.py",),
+    ),
+    Fault(
+        "a block guesses the token before it",
+        "masks",
+        "methods/dflash/drafter.py",
+        "return states[:, config.fills_in : config.fills_in + k]",
+        "return states[:, :k]",
+        ("tests/methods/test_dflash.py",),
+    ),
+    Fault(
+        "states of tokens that stay are written one entry too late",
+        "caches",
+        "methods/dflash/drafter.py",
+        "ctx = self._layers.layout.place(batch, n)",
+        "ctx = self._layers.layout.place(batch, n, 1)",
+        ("tests/methods/test_dflash.py",),
+    ),
+    Fault(
+        "an estimate of acceptance sees the token that it is of",
+        "sampling",
+        "methods/dflash/drafter.py",
+        "                before.append(self._before(token))\n"
+        "                corrected = logits[:, j] + self._after(before[-1])\n"
+        "                token, q = self.head.choose(corrected, batch.decoding, batch.draws(j))\n",
+        "                corrected = logits[:, j] + self._after(self._before(token))\n"
+        "                token, q = self.head.choose(corrected, batch.decoding, batch.draws(j))\n"
+        "                before.append(self._before(token))\n",
+        ("tests/methods/test_dflash.py",),
+    ),
+    Fault(
+        "a tree leaves out children of likely paths",
+        "trees",
+        "methods/common/dynamic_trees.py",
+        "for rank in range(width // (i + 1))]",
+        "for rank in range(max(1, width // (2 * i + 2)))]",
+        ("tests/methods/test_dflash.py",),
+    ),
+    Fault(
+        "a block in training sees the state of the token that it begins with",
+        "training",
+        "methods/dflash/train.py",
+        "in_front = positions < starts",
+        "in_front = positions <= starts",
+        ("tests/methods/test_dflash.py",),
+    ),
+    Fault(
+        "a block is judged beyond a token that the assistant does not say",
+        "training",
+        "methods/dflash/train.py",
+        "weights = weights * (weights > 0).long().cumprod(-1) * self.weights",
+        "weights = weights * self.weights",
+        ("tests/methods/test_dflash.py",),
+    ),
+    Fault(
         "a lossy rule keeps what the target finds unlikely",
         "acceptance",
         f"{D}/acceptance.py",

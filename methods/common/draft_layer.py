@@ -1,8 +1,8 @@
-"""One attention layer on the target's states, with a cache of its own."""
+"""Attention layers on the target's states, with a cache of their own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -11,21 +11,28 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from specbench.decoding.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, Qwen3Config
 
 
 class CachedLayer(nn.Module):
-    """Base of what drafts with one attention layer: its rotary positions, and a cache for its keys and values.
+    """Base of what drafts with attention layers: their rotary positions, and a cache for their keys and values.
+
+    Attributes:
+        depth: layers that attend.
 
     Args:
-        config: of the layer; heads and rotary settings are used.
+        config: of the layers; heads and rotary settings are used.
     """
 
-    def __init__(self, config: LlamaConfig):
+    depth: int = 1
+
+    config: Any
+
+    def __init__(self, config: LlamaConfig | Qwen3Config):
         super().__init__()
         config._attn_implementation = "sdpa"  # of the layer, too: it keeps the same config
         self.config = config
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.rotary = LlamaRotaryEmbedding(cast("LlamaConfig", config))
 
     @property
     def head_dim(self) -> int:
@@ -34,10 +41,10 @@ class CachedLayer(nn.Module):
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
-        """An empty cache of the one layer for `slots` sequences."""
+        """An empty cache for `slots` sequences."""
         config, weight = self.config, next(self.parameters())
         heads = config.num_key_value_heads or config.num_attention_heads
-        return KVCache([weight.device], heads, self.head_dim, slots, capacity, weight.dtype)
+        return KVCache([weight.device] * self.depth, heads, self.head_dim, slots, capacity, weight.dtype)
 
     def rope(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [1, n, head_dim] for positions [1, n], in the dtype of `like`."""

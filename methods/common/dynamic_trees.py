@@ -4,6 +4,9 @@ A path's score is the sum of the logarithms of its tokens' probabilities under t
 level the `width` nodes with the best scores get `width` children each. All of them are candidates, and those with the
 best scores become the tree.
 
+Where all tokens of a level are guessed at once, whatever stands before them, the best tree is found outright
+(`tree_of_marginals`; DDTree, arXiv 2604.12989).
+
 Nothing is read from the device: all sequences of a batch have equally many candidates, levels and nodes.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from methods.common.rank_trees import likeliest_ids
+from specbench.decoding.device import on_device
 from specbench.decoding.tree import Tree
 
 
@@ -46,14 +50,9 @@ class Growth:
         Args:
             logits: [b, n, rows] after the pending token (n is 1) or the nodes that `expand` gave.
         """
-        tokens = likeliest_ids(logits, self.width)
-        log_probs = logits.gather(-1, tokens).float() - logits.float().logsumexp(-1, keepdim=True)
-        # The difference is never above 0, as the sum is never below its largest part.
-        scores = log_probs.clamp(max=0)
+        tokens, scores = _likeliest(logits, self.width)
         if self._above is not None:
             scores = scores + self._above.unsqueeze(-1)
-        # What is no number must not win, nor come without its parent.
-        scores = scores.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
         if self._frontier is None:
             parents = torch.full_like(tokens, -1)
         else:
@@ -90,10 +89,77 @@ class Growth:
         Returns:
             Tokens [b, nodes], as rows of the drafter's head, and their tree.
         """
-        chosen = _best_first(torch.cat(self._scores, dim=1))[:, :nodes].sort(dim=1).values
-        parents = torch.cat(self._parents, dim=1).gather(1, chosen)
-        new_parents = torch.where(parents < 0, parents, torch.searchsorted(chosen, parents))
-        return torch.cat(self._tokens, dim=1).gather(1, chosen), Tree.of(new_parents)
+        return _best_nodes(self._tokens, self._scores, self._parents, nodes)
+
+
+def tree_of_marginals(
+    logits: torch.Tensor, children: torch.Tensor, width: int, nodes: int
+) -> tuple[torch.Tensor, Tree]:
+    """The tree of a number of nodes whose expected acceptance is the greatest, if each level guesses by itself.
+
+    A path's probability is the product of its tokens'. Of a level at most `nodes` paths can be among the best.
+
+    Args:
+        logits: [b, levels, rows] of the tokens after the pending one, as many levels as the tree may have.
+        children: what `candidate_children` gives for `width`.
+        width: paths of a level that are looked at, at least `nodes` and at most as many as rows.
+        nodes: of the tree.
+
+    Returns:
+        Tokens [b, nodes], as rows of the drafter's head, and their tree.
+    """
+    tokens, scores = _likeliest(logits, width)
+    above, ranks = children
+    all_tokens, all_scores = [tokens[:, 0]], [scores[:, 0]]
+    all_parents = [torch.full_like(tokens[:, 0], -1)]
+    for level in range(1, logits.shape[1]):
+        candidates = all_scores[-1][:, above] + scores[:, level, ranks]
+        best = _best_first(candidates)[:, :width]
+        all_scores.append(candidates.gather(1, best))
+        all_tokens.append(tokens[:, level].gather(1, ranks[best]))
+        all_parents.append((level - 1) * width + above[best])
+    return _best_nodes(all_tokens, all_scores, all_parents, nodes)
+
+
+def candidate_children(width: int, device: torch.device) -> torch.Tensor:
+    """Which children of a level's best paths may be among the `width` best paths of the next level.
+
+    The child of rank r of the i-th best path has (i + 1)(r + 1) - 1 paths beside it that are no worse.
+
+    Returns:
+        [2, n] indices of paths, and ranks of their children.
+    """
+    pairs = [(i, rank) for i in range(width) for rank in range(width // (i + 1))]
+    return on_device([*zip(*pairs)], device)
+
+
+def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest rows [..., count] of logits [..., rows], and the logarithms of their probabilities."""
+    tokens = likeliest_ids(logits, count)
+    log_probs = logits.gather(-1, tokens).float() - logits.float().logsumexp(-1, keepdim=True)
+    # The difference is never above 0, as the sum is never below its largest part. What is no number must not win, nor
+    # come without its parent.
+    return tokens, log_probs.clamp(max=0).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+
+
+def _best_nodes(
+    tokens: list[torch.Tensor], scores: list[torch.Tensor], parents: list[torch.Tensor], nodes: int
+) -> tuple[torch.Tensor, Tree]:
+    """The candidates with the best scores.
+
+    Args:
+        tokens: [b, n] of each level's candidates.
+        scores: of each level, likewise.
+        parents: of each level, likewise: indices among all candidates, -1 for children of the pending token.
+        nodes: how many, at most as many as there are.
+
+    Returns:
+        Tokens [b, nodes] and their tree.
+    """
+    chosen = _best_first(torch.cat(scores, dim=1))[:, :nodes].sort(dim=1).values
+    above = torch.cat(parents, dim=1).gather(1, chosen)
+    above = torch.where(above < 0, above, torch.searchsorted(chosen, above))
+    return torch.cat(tokens, dim=1).gather(1, chosen), Tree.of(above)
 
 
 def _best_first(scores: torch.Tensor) -> torch.Tensor:

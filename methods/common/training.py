@@ -191,6 +191,27 @@ def _changed(cfg: DictConfig, **settings: object) -> DictConfig:
     return cast("DictConfig", OmegaConf.merge(cfg, settings))
 
 
+def mask_to_fill(cfg: DictConfig, pair: Pair, embedded: int) -> int:
+    """The mask token of a drafter that fills masks.
+
+    Args:
+        cfg: its `mask_token`, or None: the tokenizer's unknown, else its padding token.
+        pair: that is trained for.
+        embedded: ids that there are embeddings of.
+
+    Raises:
+        UserError: there is no such token, or no embedding of it.
+    """
+    tokenizer, mask = pair.tokenizer, cfg.mask_token
+    if mask is None:
+        mask = tokenizer.pad_token_id if tokenizer.unk_token_id is None else tokenizer.unk_token_id
+    if mask is None:
+        raise UserError("the tokenizer has neither an unknown nor a padding token: set mask_token=ID")
+    if mask >= embedded:
+        raise UserError(f"mask_token={mask}: there are embeddings of {embedded} tokens")
+    return int(mask)
+
+
 def held_out_batches(cfg: DictConfig, pair: Pair) -> list[Batch]:
     """A few batches of conversations that are never trained on, on the pair's device."""
     return list(islice(batches_on(cfg, pair, held_out=True), HELD_OUT_BATCHES))

@@ -18,6 +18,7 @@ from methods.common.training import (
     agreement,
     agreements,
     held_out_batches,
+    mask_to_fill,
     pair_to_train,
     target_states,
     train_draft,
@@ -26,7 +27,7 @@ from methods.pard.drafter import MASK
 from specbench.config.compose import with_hydra
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
-from specbench.system.errors import UserError, one_line_errors
+from specbench.system.errors import one_line_errors
 from specbench.system.settings import Count, Probability, Range, check_all
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from specbench.data.training import Batch
     from specbench.decoding.model.staged_model import StagedModel
-    from specbench.models.pairs import Pair
 
 SETTINGS = DRAFT_SETTINGS | {
     "tokens_ahead": Annotated[int, Range(2)],
@@ -164,25 +164,12 @@ class ParallelDistillation(torch.nn.Module):
         return torch.stack(student), torch.stack(truth)
 
 
-def mask_of(cfg: DictConfig, pair: Pair, draft: PreTrainedModel) -> int:
-    """The mask token of a training. Raises UserError where the draft model has no embedding of it."""
-    tokenizer = pair.tokenizer
-    mask = cfg.mask_token
-    if mask is None:
-        mask = tokenizer.pad_token_id if tokenizer.unk_token_id is None else tokenizer.unk_token_id
-    if mask is None:
-        raise UserError("the tokenizer has neither an unknown nor a padding token: set mask_token=ID")
-    if mask >= draft.config.vocab_size:
-        raise UserError(f"mask_token={mask}: the draft model has {draft.config.vocab_size} embeddings")
-    return int(mask)
-
-
 def train(cfg: DictConfig) -> Path:
     """Tunes as configured (conf/train_pard.yaml) and returns the folder of the finished draft model."""
     check_all(cfg, SETTINGS)
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
-    mask = mask_of(cfg, pair, draft)
+    mask = mask_to_fill(cfg, pair, draft.config.vocab_size)
     setattr(draft.config, MASK, mask)
     shares = cfg.retention, cfg.least_retention
     module = ParallelDistillation(draft, pair.staged, mask, cfg.tokens_ahead, *shares, Loss.of(cfg))

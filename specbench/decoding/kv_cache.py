@@ -88,6 +88,11 @@ class KVCache:
         self.segments = [torch.zeros(layers, *shape, device=device, dtype=dtype) for device, layers in runs]
 
     @property
+    def layers(self) -> int:
+        """Layers, of all devices."""
+        return sum(segment.shape[0] for segment in self.segments)
+
+    @property
     def slots(self) -> int:
         """Sequences that fit."""
         return self.segments[0].shape[2]

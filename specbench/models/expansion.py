@@ -58,7 +58,11 @@ AXES = {
     "embed_tokens": ("tokens", "hidden"),
     "lm_head": ("tokens", "hidden"),
     "fc": ("hidden", "hidden"),  # of drafters, which join states with it
+    "markov_w1": ("tokens", "rank"),  # of DSpark
+    "markov_w2": ("tokens", "rank"),
 }
+# Norms of heads (Qwen3): the one of queries makes up for the attention's scale, too.
+HEAD_NORMS = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +174,7 @@ class Expansion:
             "attended": [head * new.head_dim + i for _, head in heads for i in range(old.head_dim)],
             "keys": [head * new.head_dim + i for head in range(old.kv_heads) for i in rotary],
             "values": [head * new.head_dim + i for head in range(old.kv_heads) for i in range(old.head_dim)],
+            "head": rotary,
         }
 
     def layers(self, count: int) -> int:
@@ -252,6 +257,12 @@ class Expansion:
             re.sub(r"(?<=layers\.)\d+", lambda number: str(self.layers(int(number[0]))), name)
         )
         kind = name.split(".")[-2]
+        if kind in HEAD_NORMS:
+            scale = 1.0 if kind == HEAD_NORMS[0] else (self.old.head_dim / self.new.head_dim) ** 0.5
+            into[self._along("head", weight.shape[0], into.device)] = (scale * weight).to(
+                into.device, into.dtype
+            )
+            return
         if kind not in AXES:  # a norm
             scaled = weight * (self.old.hidden / self.new.hidden) ** 0.5
             into[self._along("hidden", weight.shape[0], into.device)] = scaled.to(into.device, into.dtype)
@@ -267,6 +278,8 @@ class Expansion:
         """Where the old entries of an axis of a weight stand; along "hidden" several states may lie side by side."""
         import torch
 
+        if axis == "rank":
+            return torch.arange(length, device=device)
         indices = torch.tensor(self._indices[axis], device=device)
         states = length // len(indices)
         return torch.cat([indices + i * self.new.hidden for i in range(states)])

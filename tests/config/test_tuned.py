@@ -21,7 +21,18 @@ from tests.support.commands import run_main
 
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 TUNED = sorted((CONF / "tuned").glob("*/*.yaml"))
-WEIGHTS = ("kangaroo", "eagle3", "s2d", "pard", "streaming", "rest", "sps_tree", "vocab_map")
+WEIGHTS = (
+    "kangaroo",
+    "eagle3",
+    "s2d",
+    "pard",
+    "dflash",
+    "dspark",
+    "streaming",
+    "rest",
+    "sps_tree",
+    "vocab_map",
+)
 
 
 def composed(*overrides: str):

@@ -290,19 +290,19 @@ class CompiledLayer(torch.nn.Module):
             weight_class.times, linear_class.forward = times, forward
 
 
-def compiled_copy(module: M, layer_name: str | None) -> M:
-    """As `lean_copy`, of what drafts with one layer: its short passes go to our kernels, and to a compiled layer.
+def compiled_copy(module: M, *layers: str) -> M:
+    """As `lean_copy`, of what drafts with a few layers: short passes go to our kernels, and to compiled layers.
 
     Args:
         module: on one device, with a config.
-        layer_name: of the layer within the module, where it is to be compiled; it calls its cache `past_key_values`.
+        *layers: names of layers within the module that are to be compiled; they call their cache `past_key_values`.
     """
     weight = next(module.parameters())
     on_kernels = has_kernel(weight.device, weight.dtype)
     config: Any = module.config
     twin = lean_copy(module, grouped_attention_config(config) if on_kernels else None)
-    if on_kernels and layer_name is not None:
-        parent, _, leaf = layer_name.rpartition(".")
+    for name in layers if on_kernels else ():
+        parent, _, leaf = name.rpartition(".")
         owner = twin.get_submodule(parent)
         layer = CompiledLayer(owner.get_submodule(leaf), "past_key_values")
         owner._modules[leaf] = owner.__dict__[leaf] = layer

@@ -1,4 +1,4 @@
-"""One drafting layer with a cache of its own: what a drafter calls it with."""
+"""Drafting layers with a cache of their own: what a drafter calls them with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class DraftingLayer(Protocol):
-    """A layer that attends to its own keys and values."""
+    """A layer, or several in a row, that attend to their own keys and values."""
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
         """An empty cache."""
@@ -25,10 +25,10 @@ class DraftingLayer(Protocol):
 
 
 class LayerCache:
-    """Keys and values of a layer for every sequence, and the angles of its positions.
+    """Keys and values of drafting layers for every sequence, and the angles of their positions.
 
     Args:
-        layer: whose they are.
+        layer: whose they are, or several.
         slots: of the sequences.
         dtype: of the angles.
         extra: entries of each slot beyond the capacity of `slots`.
@@ -41,26 +41,24 @@ class LayerCache:
         self._rope = layer.rope(positions, torch.empty(1, dtype=dtype, device=slots.device))
 
     def arguments(
-        self, ctx: ForwardContext, states: torch.Tensor, cache: KVCache | None = None
+        self, ctx: ForwardContext, states: torch.Tensor, cache: KVCache | None = None, masked: bool = True
     ) -> dict[str, Any]:
-        """What the layer is called with in a pass over states [b, n, d], beside these.
+        """What the layers are called with in a pass over states [b, n, d], beside these.
 
         Args:
             ctx: of the pass.
             states: give size, dtype and device.
             cache: a view of the cache; None: the whole one.
+            masked: whether they attend; if not, keys and values are only written, and there is no mask.
         """
         b, n = states.shape[:2]
         cache = self.layout.cache if cache is None else cache
-        cache.begin_pass(0, 1, ctx, b, n)
-        return {
-            "position_embeddings": rope_of(self._rope, ctx, n),
-            "attention_mask": attention_mask(ctx, n, states),
-            "past_key_values": cache,
-        }
+        cache.begin_pass(0, cache.layers, ctx, b, n)
+        mask = {"attention_mask": attention_mask(ctx, n, states)} if masked else {}
+        return {"position_embeddings": rope_of(self._rope, ctx, n), "past_key_values": cache, **mask}
 
-    def prompt(self, slot: int, states: torch.Tensor) -> dict[str, Any]:
+    def prompt(self, slot: int, states: torch.Tensor, masked: bool = True) -> dict[str, Any]:
         """The same for a prompt with states [1, n, d], whose keys and values fill a slot."""
         n = states.shape[1]
         cache = self.layout.prefill_view(slot, n)
-        return self.arguments(ForwardContext.consecutive(0, n), states, cache)
+        return self.arguments(ForwardContext.consecutive(0, n), states, cache, masked)

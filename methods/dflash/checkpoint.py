@@ -1,0 +1,207 @@
+"""Checkpoints of block drafters: DFlash's own (z-lab) and DeepSpec's, of DFlash and DSpark; ours are written likewise.
+
+Whatever a config.json turns on is done here, too, or the checkpoint is refused by that name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import Qwen3Config
+
+from methods.common.checkpoints import (
+    WEIGHTS,
+    check_copy,
+    check_tensors,
+    check_width,
+    read_checkpoint,
+    write_checkpoint,
+)
+from methods.dflash.model import BlockConfig, BlockModel
+from specbench.decoding.cpu.packed_linear import pack_linears
+from specbench.decoding.device import place_weights
+from specbench.decoding.model.anatomy import check_rope
+from specbench.models.expansion import Expansion
+from specbench.system.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+    from transformers import LlamaConfig
+
+    from specbench.decoding.model.staged_model import StagedModel
+
+WHAT = "the weights of the block drafter"
+FILES = (WEIGHTS,)
+FILLS_IN, PREDICTS = "DFlashDraftModel", "Qwen3DSparkModel"  # z-lab's architecture, and DeepSpec's
+NESTED, LAYERS, MASK, FIGURES = "dflash_config", "target_layer_ids", "mask_token_id", "figures"
+MARKOV, ESTIMATE, WITH_MARKOV = "markov_rank", "enable_confidence_head", "confidence_head_with_markov"
+# The target's own, which DeepSpec's files hold, too.
+COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
+# What must have this value, if it is there.
+FIXED = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "markov_head_type": "vanilla",
+    "causal": False,
+    "is_causal": False,
+    "use_swa": False,
+    "use_sliding_window": False,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+}
+# What changes nothing in how the layers draft.
+HARMLESS = {
+    *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "num_target_layers"),
+    *("block_size", "num_anchors", "max_window_layers", "sliding_window", "layer_types", "rope_theta"),
+    *("rope_scaling", NESTED, LAYERS, MASK, FIGURES, MARKOV, ESTIMATE, WITH_MARKOV),
+}
+
+
+def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | None = None) -> BlockModel:
+    """Reads `config.json` and `model.safetensors` from a folder.
+
+    Args:
+        folder: where the files are.
+        target: that is drafted for; its device and dtype are the drafting model's.
+        expansion: how the target was expanded; the drafting model is, too.
+
+    Raises:
+        UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json turns on what is
+            not known here; the drafting model was made for another target.
+    """
+    settings, state = read_checkpoint(folder, WHAT, FILES)
+    flat = {**settings, **(settings.get(NESTED) or {})}
+    if problems := [*_problems(flat)]:
+        raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
+    width = target.hidden_size if expansion is None else expansion.old.hidden
+    layers = len(target.layers) if expansion is None else expansion.old.layers
+    check_width(folder, WHAT, flat["hidden_size"], width)
+    config = _config(flat)
+    taps = tuple(i + 1 for i in flat[LAYERS])
+    if not 0 <= min(taps) <= max(taps) < layers:
+        raise UserError(
+            f"{WHAT} in '{folder}' cannot be used: they read the states after layers {flat[LAYERS]}, the "
+            f"target has {layers} layers"
+        )
+    _drop_copies(folder, state, target, expansion)
+    model = BlockModel(config, taps)
+    check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    model.load_state_dict(state)
+    if not 0 <= config.mask_token_id < target.embed_tokens.weight.shape[0]:
+        raise UserError(
+            f"{WHAT} in '{folder}' were made for another target: it has no token {config.mask_token_id}"
+        )
+    if expansion is None:
+        place_weights(model, target.device, target.dtype)
+    else:
+        model = _expanded(model.float(), target, expansion)
+    model.eval().requires_grad_(False)
+    pack_linears(model)
+    model.join()
+    return model
+
+
+def save_blocks(model: BlockModel, folder: str | Path, dtype: torch.dtype, **figures: Any) -> None:
+    """Writes config.json (with figures of the training) and model.safetensors as the authors' code and vLLM read them.
+
+    A drafting model that fills in its masks is written as z-lab's, any other one as DeepSpec's.
+    """
+    config = model.config
+    layer_ids, mask = [tap - 1 for tap in model.taps], config.mask_token_id
+    special = BlockConfig.__annotations__
+    settings = {name: value for name, value in config.to_diff_dict().items() if name not in special}
+    settings |= {
+        "architectures": [FILLS_IN if config.fills_in else PREDICTS],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        FIGURES: figures,
+    }
+    if config.fills_in:
+        settings[NESTED] = {MASK: mask, LAYERS: layer_ids}
+    else:
+        settings |= {
+            MASK: mask,
+            LAYERS: layer_ids,
+            MARKOV: config.markov_rank,
+            "markov_head_type": "vanilla",
+            ESTIMATE: config.confidence,
+            WITH_MARKOV: config.confidence,
+        }
+    write_checkpoint(folder, settings, model.state_dict(), dtype)
+
+
+def _problems(flat: dict[str, Any]) -> Iterator[str]:
+    """What a config.json says that is not known here, or does not say."""
+    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "block_size", LAYERS)
+    yield from (f"lacks {name}" for name in needed if not flat.get(name))
+    if flat.get(MASK) is None:
+        yield f"lacks {MASK}"
+    valid = HARMLESS | FIXED.keys() | Qwen3Config().to_dict().keys()
+    yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in valid)
+    yield from (
+        f"sets {name}={flat[name]}, not {value}"
+        for name, value in FIXED.items()
+        if flat.get(name) not in (None, value)
+    )
+    for name in flat.get("architectures") or []:
+        if name not in (FILLS_IN, PREDICTS):
+            yield f"is of a {name}, not of a {FILLS_IN} or a {PREDICTS}"
+    if {*(flat.get("layer_types") or [])} - {"full_attention"}:
+        yield "sets a sliding window"
+    if flat.get(ESTIMATE) and not (flat.get(WITH_MARKOV) and flat.get(MARKOV)):
+        yield f"sets {ESTIMATE} without {WITH_MARKOV}"
+
+
+def _config(flat: dict[str, Any]) -> BlockConfig:
+    """The config of the drafting layers and heads."""
+    names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling", "block_size", MASK, MARKOV} - {"dtype"}
+    chosen = {name: value for name, value in flat.items() if name in names and value is not None}
+    config = BlockConfig(
+        **chosen
+        | {
+            "fills_in": PREDICTS not in (flat.get("architectures") or []),
+            "confidence": bool(flat.get(ESTIMATE)),
+            "layer_types": ["full_attention"] * flat["num_hidden_layers"],
+            "use_sliding_window": False,
+        }
+    )
+    check_rope(config)
+    return config
+
+
+def _drop_copies(
+    folder: str | Path,
+    state: dict[str, torch.Tensor],
+    target: StagedModel,
+    expansion: Expansion | None,
+) -> None:
+    """Leaves out embedding and head, which are the target's. Raises UserError if they are not."""
+    theirs = {"embedding": target.embed_tokens.weight, "head": target.lm_head.weight}
+    for name, what in COPIES.items():
+        tensor = state.pop(name, None)
+        if tensor is not None and expansion is None:
+            check_copy(folder, WHAT, name, tensor, theirs[what])
+
+
+def _expanded(model: BlockModel, target: StagedModel, expansion: Expansion) -> BlockModel:
+    """The drafting model at the width and heads of an expanded target."""
+    if model.config.attention_bias:
+        raise UserError(f"{WHAT} hold biases of queries, keys or values: they cannot be expanded")
+    special = {name: getattr(model.config, name) for name in BlockConfig.__annotations__}
+    # An estimate reads states that lie elsewhere now.
+    special["confidence"], model.confidence_head = False, None
+    settings = model.config.to_dict() | {"model_type": "llama"}
+    sizes = {"num_hidden_layers": model.depth, "tie_word_embeddings": False}
+    expander = Expansion(settings | sizes, target.config.to_dict() | sizes, "the block drafter")
+    taps = tuple(expansion.layers(tap) for tap in model.taps)
+
+    def make(wide: LlamaConfig) -> BlockModel:
+        types = {"model_type": "qwen3", "layer_types": ["full_attention"] * model.depth}
+        return BlockModel(BlockConfig(**wide.to_dict() | special | types), taps)
+
+    return expander.build(make, model, target.device, target.dtype)

@@ -1,0 +1,279 @@
+"""Drafters that fill a block in one pass over masks: DFlash, trees of its guesses (DDTree), and DSpark.
+
+A round: the drafting model sees the target's states of all known tokens but the pending one, as keys and values in its
+cache, and one pass over the pending token and masks gives the logits of every draft token. Once the target has verified
+them, its states of the tokens that stay are added to that cache; what the block left there is written over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+
+from methods.common.dynamic_trees import candidate_children, tree_of_marginals
+from methods.common.heads import draft_head
+from specbench.decoding.cpu.compiled_layers import compiled_copy
+from specbench.decoding.cpu.packed_linear import packed_linear
+from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.model.cost import weight_bytes
+from specbench.decoding.model.graphs import options_of, set_options
+from specbench.decoding.model.layer_cache import LayerCache
+from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
+from specbench.decoding.tree import Tree
+from specbench.models.pairs import Pair
+from specbench.system.errors import UserError
+from specbench.system.paths import packaged
+from specbench.system.settings import Count, Probability
+
+if TYPE_CHECKING:
+    from methods.dflash.model import MarkovHead
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
+
+
+class BlockDrafter(Drafter):
+    """Base of what fills a block in one pass; see the module.
+
+    Args:
+        pair: with the target.
+        weights: folder of the drafting model's checkpoint.
+        max_draft_tokens: draft length; None: what the drafting model was trained to guess.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
+        vocab_size: the size of the trimmed head; None for all tokens of the map.
+
+    Raises:
+        UserError: the checkpoint cannot be read, does not fit the target, or is of the other method.
+    """
+
+    corrected: ClassVar[bool] = False  # by DSpark's Markov head
+
+    def __init__(
+        self,
+        pair: Pair,
+        weights: str,
+        max_draft_tokens: Count | None = None,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        from methods.dflash.checkpoint import load_blocks  # late: transformers' models take seconds to import
+
+        model = load_blocks(packaged(weights), pair.staged, pair.expansion)
+        if self.corrected != bool(model.config.markov_rank):
+            names = (
+                ("without a Markov head", "dflash") if self.corrected else ("with a Markov head", "dspark")
+            )
+            raise UserError(f"the drafting model in '{weights}' is one {names[0]}: set method={names[1]}")
+        set_options(model, options_of(pair.target))
+        layers = [f"layers.{i}" for i in range(model.depth)] if options_of(model).compile else []
+        self.model = compiled_copy(model, *layers)
+        self.taps = model.taps
+        self.head = draft_head(pair, pair.staged, vocab_map, vocab_size)
+        self.max_draft_tokens = max_draft_tokens or model.config.most_guesses
+        self._bytes = weight_bytes(model) + self.head.bytes
+        self._places = self.max_draft_tokens + model.config.fills_in
+
+    def open(self, slots: Slots, target: StagedModel) -> None:
+        """Allocates the layers' cache; a block may reach further than the longest sequence."""
+        self.target = target
+        self._layers = LayerCache(self.model, slots, target.dtype, extra=self._places)
+        self._block = all_see_all(self._places, slots.device)
+
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
+        """Fills a slot of the cache with the prompt's states."""
+        features = self.model.features(prefill.hidden_states)
+        self.model.inject(features, **self._layers.prompt(slot, features, masked=False))
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Adds the target's states of the tokens that stay, the pending one in front, over the entries of the block."""
+        if all(sequence.done for sequence in batch.sequences):
+            return
+        n = 1 + max(verified.counts)
+
+        def inject(batch: Batch, *states: torch.Tensor) -> list[torch.Tensor]:
+            # A sequence that keeps fewer tokens than another gets entries after its end: the next round writes there.
+            features = self.model.features(dict(zip(self.taps, states, strict=True)))
+            ctx = self._layers.layout.place(batch, n)
+            self.model.inject(features, **self._layers.arguments(ctx, features, masked=False))
+            return []
+
+        states = [verified.accepted_states(verified.hidden_states[tap])[:, :n] for tap in self.taps]
+        self.target.run_batch(batch, self._layers.layout.cache, ("commit", n), inject, *states, entries=n)
+
+    def _as_one(self, batch: Batch, key: Any, function: Any) -> Any:
+        """Runs a whole draft, a function of the batch, as one."""
+        return self.target.run_batch(
+            batch, self._layers.layout.cache, ("draft", key), function, entries=self._places
+        )
+
+    def _states(self, batch: Batch, k: int) -> torch.Tensor:
+        """Normed states [b, k, d] of the places that guess the first k draft tokens.
+
+        The block is always a whole one: what a place guesses depends on how many there are.
+        """
+        config = self.model.config
+        pending = batch.last_tokens(1)
+        masks = pending.new_full((batch.size, self._places - 1), config.mask_token_id)
+        hidden = self.target.embed(torch.cat([pending, masks], dim=1))
+        ctx = self._layers.layout.place(batch, self._places, 0, self._block)
+        states = self.model(hidden, **self._layers.arguments(ctx, hidden))
+        return states[:, config.fills_in : config.fills_in + k]
+
+
+class DFlash(BlockDrafter):
+    """DFlash: a chain of the tokens that the places guess, each by itself.
+
+    When sampling, each token is drawn from the distribution of its place, which is the one it is verified with.
+    """
+
+    needs = Needs(part="dflash")
+
+    def draft(self, batch: Batch) -> Draft:
+        """Drafts all tokens in one pass."""
+        k = min(self.max_draft_tokens, batch.max_draft)
+
+        def filled(batch: Batch) -> list[torch.Tensor]:
+            logits = self.head.logits(self._states(batch, k))
+            self.head.begin(batch)
+            draws = [batch.draws(j) for j in range(k)]
+            uniforms = None if batch.uniforms is None else torch.stack(draws, dim=1).flatten()  # type: ignore[arg-type]
+            tokens, probs = self.head.choose(logits.flatten(0, 1), batch.decoding, uniforms)
+            shape = batch.size, k
+            widened = [] if probs is None else [self.head.widen(probs).unflatten(0, shape)]
+            return [tokens.view(shape), *widened]
+
+        tokens, *probs = self._as_one(batch, k, filled)
+        return Draft(tokens, probs[0] if probs else None, bytes_read=self._bytes)
+
+
+class DDTree(BlockDrafter):
+    """DDTree: of DFlash's guesses the tree whose nodes are likeliest, without training (arXiv 2604.12989).
+
+    Args:
+        pair: as in `BlockDrafter`.
+        weights: as in `BlockDrafter`.
+        nodes: of the tree.
+        max_draft_tokens: as in `BlockDrafter`: levels of the tree.
+        vocab_map: as in `BlockDrafter`.
+        vocab_size: as in `BlockDrafter`.
+    """
+
+    needs = Needs(part="dflash")
+    deterministic = True
+
+    def __init__(
+        self,
+        pair: Pair,
+        weights: str,
+        nodes: Count = 32,
+        max_draft_tokens: Count | None = None,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        super().__init__(pair, weights, max_draft_tokens, vocab_map, vocab_size)
+        self.max_nodes = min(nodes, self.head.rows)
+
+    def open(self, slots: Slots, target: StagedModel) -> None:
+        """Allocates the layers' cache, and notes which paths are looked at."""
+        super().open(slots, target)
+        self._children = candidate_children(self.max_nodes, slots.device)
+
+    def draft(self, batch: Batch) -> Draft:
+        """Drafts the likeliest paths, all from one pass."""
+        levels = min(self.max_draft_tokens, batch.max_draft)
+        nodes = min(self.max_nodes, batch.max_nodes)
+
+        def filled(batch: Batch) -> list[torch.Tensor]:
+            logits = self.head.logits(self._states(batch, levels))
+            rows, tree = tree_of_marginals(logits, self._children, self.max_nodes, nodes)
+            return [self.head.ids(rows), *tree.tensors]
+
+        tokens, *tree = self._as_one(batch, (levels, nodes), filled)
+        return Draft(tokens, tree=Tree.of_tensors(tree), bytes_read=self._bytes)
+
+
+class DSpark(BlockDrafter):
+    """DSpark: a chain whose tokens correct each other, and which may end where it is unsure.
+
+    Args:
+        pair: as in `BlockDrafter`.
+        weights: as in `BlockDrafter`.
+        max_draft_tokens: as in `BlockDrafter`.
+        confidence_threshold: what follows a place whose token the target accepts less likely than this, by the
+            drafting model's own estimate, is not drafted, nor is that token; 0 drafts all, and never waits for the
+            device. The estimate does not see the token itself, so that sampling stays exact.
+        vocab_map: as in `BlockDrafter`.
+        vocab_size: as in `BlockDrafter`.
+
+    Raises:
+        UserError: as `BlockDrafter`; or there is a threshold, and the drafting model has no estimate.
+    """
+
+    needs = Needs(part="dspark")
+    corrected = True
+
+    def __init__(
+        self,
+        pair: Pair,
+        weights: str,
+        max_draft_tokens: Count | None = None,
+        confidence_threshold: Probability = 0.0,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        super().__init__(pair, weights, max_draft_tokens, vocab_map, vocab_size)
+        if confidence_threshold and self.model.confidence_head is None:
+            raise UserError(
+                f"the drafting model in '{weights}' has no confidence head: set method.confidence_threshold=0"
+            )
+        self.threshold = confidence_threshold
+        markov, ids = cast("MarkovHead", self.model.markov_head), self.head.token_ids
+        output, self._before = markov.markov_w2, markov.markov_w1
+        self._after = output if ids is None else packed_linear(output.weight[ids], None)
+        # The correction's outputs are read for each token, its embeddings by single rows.
+        self._step_bytes = weight_bytes(self._after)
+        self._bytes -= weight_bytes(output) + weight_bytes(self._before)
+
+    def draft(self, batch: Batch) -> Draft:
+        """Drafts all tokens in one pass, and corrects them one after the other."""
+        k = min(self.max_draft_tokens, batch.max_draft)
+
+        def filled(batch: Batch) -> list[torch.Tensor]:
+            states = self._states(batch, k)
+            logits = self.head.logits(states)
+            self.head.begin(batch)
+            tokens, probs, before = [], [], []
+            token = batch.last_tokens(1)[:, 0]
+            for j in range(k):
+                before.append(self._before(token))
+                corrected = logits[:, j] + self._after(before[-1])
+                token, q = self.head.choose(corrected, batch.decoding, batch.draws(j))
+                tokens.append(token)
+                probs.append(q)
+            spread = self.head.spread(probs)
+            likely = [self.model.confidence(states, torch.stack(before, dim=1))] if self.threshold else []
+            return [torch.stack(tokens, dim=1), *likely, *([] if spread is None else [spread])]
+
+        tokens, *more = self._as_one(batch, k, filled)
+        draft = Draft(tokens, more[-1] if batch.uniforms is not None else None)
+        draft.bytes_read = self._bytes + k * self._step_bytes
+        if self.threshold:
+            goes_on = more[0].float().sigmoid() >= self.threshold
+            counts = goes_on.long().cumprod(dim=1).sum(dim=1)
+            most = int(counts.max())
+            draft.tokens = tokens[:, :most]
+            draft.probs = None if draft.probs is None else draft.probs[:, :most]
+            draft.candidates = counts if batch.size > 1 else None
+        return draft
+
+
+def all_see_all(places: int, device: torch.device) -> Tree:
+    """Places after each other that all see each other, in the form in which a layout takes trees.
+
+    Args:
+        places: the pending token's, and those after it.
+        device: of the batch.
+    """
+    depths = torch.arange(1, places, device=device).unsqueeze(0)
+    seen = torch.ones(1, places, places, dtype=torch.bool, device=device)
+    return Tree(depths - 2, seen[:, 1:, 1:], depths, seen)

@@ -1,0 +1,184 @@
+"""The drafting model of DFlash and DSpark: a few layers that fill a block of mask tokens in one pass.
+
+What the target computed of the known tokens stands in each layer as keys and values: c = hidden_norm(fc([states of some
+depths])) goes through the layer's own projections to keys and values, and through nothing else of it. The block is the
+pending token and masks after it, at their positions. All of a block see each other and everything before it
+(arXiv 2602.06036). Layers and names of the parts are those of the authors' checkpoints, which are Qwen3's.
+
+DSpark adds two small heads. A low-rank one corrects the logits of each place by the token in front of it, a Markov
+chain; another one estimates from state and that token how likely the target accepts the place's token.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, rms_norm
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    apply_rotary_pos_emb,
+)
+
+from methods.common.draft_layer import CachedLayer
+from specbench.decoding.cpu.packed_linear import packed_linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from specbench.decoding.kv_cache import KVCache
+
+    Rope = tuple[torch.Tensor, torch.Tensor]
+    # The projections of all layers to keys and values as one, and the weights [layers, 1, 1, 1, head_dim] of norms.
+    Joint = tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]
+
+
+class BlockConfig(Qwen3Config):
+    """A Qwen3 config of the drafting layers, and what is a block drafter's own.
+
+    Attributes:
+        block_size: places of a block that it was trained on, the pending token included.
+        mask_token_id: a token of the target's embedding that stands at the places to fill.
+        fills_in: a mask guesses the token at its own place, so that the pending token's place guesses nothing
+            (DFlash); otherwise each place guesses the token after it (DSpark).
+        markov_rank: of DSpark's correction; 0: there is none.
+        confidence: DSpark's estimate of acceptance is there.
+    """
+
+    block_size: int = 16
+    mask_token_id: int = 0
+    fills_in: bool = True
+    markov_rank: int = 0
+    confidence: bool = False
+
+    @property
+    def most_guesses(self) -> int:
+        """Tokens that a block of `block_size` places guesses."""
+        return self.block_size - self.fills_in
+
+
+class MarkovHead(nn.Module):
+    """What a token adds to the logits of the next one: a matrix of low rank [vocab, vocab]."""
+
+    def __init__(self, vocab: int, rank: int):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, vocab, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """States and embedded tokens before them, side by side [..., width] -> the logit of being accepted [..., 1]."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class BlockModel(CachedLayer):
+    """The drafting model; see the module.
+
+    Args:
+        config: of its layers and heads.
+        taps: depths of the target whose states it reads, as in `Drafter.taps`.
+    """
+
+    config: BlockConfig
+
+    def __init__(self, config: BlockConfig, taps: tuple[int, ...]):
+        super().__init__(config)
+        self.taps = taps
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(taps) * width, width, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(width, eps=eps)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(width, eps=eps)
+        rank = config.markov_rank
+        self.markov_head = MarkovHead(config.vocab_size, rank) if rank else None
+        self.confidence_head = ConfidenceHead(width + rank) if config.confidence else None
+        self.depth = len(self.layers)
+        self._joint: Joint | None = None
+
+    def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The target's states [b, n, d] of each tap -> what layers make keys and values of, [b, n, d]."""
+        return self.hidden_norm(self.fc(torch.cat([states[tap] for tap in self.taps], dim=-1)))
+
+    def context(self, features: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of known tokens in every layer, in one product.
+
+        Args:
+            features: [b, n, d].
+            rope: cosines and sines [b or 1, n, head_dim] of their positions.
+
+        Returns:
+            Keys and values [layers, b, kv_heads, n, head_dim].
+        """
+        product, norms = self._joint or self._joined()
+        both = product(features).unflatten(-1, (self.depth, 2, -1, self.head_dim)).permute(2, 3, 0, 4, 1, 5)
+        keys, values = both.unbind(1)
+        keys = norms * rms_norm(keys.float(), (self.head_dim,), eps=self.config.rms_norm_eps).to(keys.dtype)
+        return apply_rotary_pos_emb(keys, keys, *rope)[1], values
+
+    def inject(self, features: torch.Tensor, position_embeddings: Rope, past_key_values: KVCache) -> None:
+        """Writes keys and values of known tokens, by their features [b, n, d], to a cache."""
+        for i, entries in enumerate(zip(*self.context(features, position_embeddings))):
+            past_key_values.update(*entries, i)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        position_embeddings: Rope,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: KVCache | None = None,
+    ) -> torch.Tensor:
+        """Embedded blocks [b, n, d] -> normed states [b, n, d] for the target's head."""
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+            )
+        return self.norm(hidden)
+
+    def confidence(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Normed states [..., d] and embedded tokens in front of them [..., rank] -> logits of acceptance [...]."""
+        assert self.confidence_head is not None
+        return self.confidence_head.proj(torch.cat([states, before], dim=-1)).squeeze(-1)
+
+    def join(self) -> None:
+        """Lays the projections of `context` side by side, for good: the weights do not change any more."""
+        weight, bias = self._projections()
+        self._joint = packed_linear(weight, bias), self._joined()[1]
+
+    def _joined(self) -> Joint:
+        weight, bias = self._projections()
+        norms: list[torch.Tensor] = [layer.k_norm.weight for layer in self._attention]
+        return partial(linear, weight=weight, bias=bias), torch.stack(norms).view(self.depth, 1, 1, 1, -1)
+
+    def _projections(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight [layers * 2 * kv_heads * head_dim, d] and bias of all projections to keys and values."""
+        parts = [part for layer in self._attention for part in (layer.k_proj, layer.v_proj)]
+        weights: list[torch.Tensor] = [part.weight for part in parts]
+        biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
+        return torch.cat(weights), torch.cat(biases) if biases else None
+
+    @property
+    def _attention(self) -> list[Qwen3Attention]:
+        return [cast("Qwen3DecoderLayer", layer).self_attn for layer in self.layers]
+
+
+def default_taps(layers: int, count: int) -> tuple[int, ...]:
+    """The depths that the authors read of a target with so many layers: from 2 to layers - 2, evenly apart.
+
+    Args:
+        layers: of the target.
+        count: of depths; as many as there are, if the target has fewer.
+    """
+    first, last = min(2, layers - 1), max(layers - 2, 1)
+    steps = max(count - 1, 1)
+    return tuple(sorted({first + round(i * (last - first) / steps) for i in range(count)}))

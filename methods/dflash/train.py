@@ -1,0 +1,274 @@
+"""Trains the drafting model of DFlash or DSpark: `python -m methods.dflash.train pair=... [head=markov]`.
+
+Blocks begin at tokens of a text that the assistant says, drawn anew for each batch. Each holds that token and masks; it
+sees the target's states of what is in front of it, and itself. Place j is judged against the target's own distribution
+of the token that it guesses, with the weight exp(-j / decay). With the Markov head the logits are corrected by the
+text's own token in front (arXiv 2602.06036; DeepSpec's training).
+
+What is judged is the cross-entropy; of `distance_share`, the L1 distance of both distributions in place of it. The
+estimate of acceptance learns 1 minus half that distance, which is how likely the target accepts the token.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.checkpoint import checkpoint
+
+from methods.common.losses import CHUNK, Distribution, Goals, Head, cross_entropies, teacher_of
+from methods.common.training import (
+    SETTINGS,
+    agreement,
+    agreements,
+    batches,
+    held_out_batches,
+    mask_to_fill,
+    target_states,
+    training_pair,
+)
+from specbench.config.compose import with_hydra
+from specbench.data import training
+from specbench.decoding.state import NORMED
+from specbench.models.expansion import Sizes
+from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.settings import Count, Positive, Probability, Range, check_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from methods.dflash.model import BlockModel
+    from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
+
+BEGINS = "random weights"
+EVERY = 4  # of held-out text, every so many tokens begin a block
+MARKOV = "markov"
+
+
+class Injected:
+    """Keys and values of a text in every layer, in front of those of blocks; it stands where a cache is expected."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        self.keys, self.values = keys, values
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [b, kv_heads, n, head_dim] of blocks -> [b, kv_heads, T + n, head_dim]."""
+        return torch.cat([self.keys[layer_idx], keys], 2), torch.cat([self.values[layer_idx], values], 2)
+
+
+class BlockDistillation(torch.nn.Module):
+    """batch -> loss of a drafting model's blocks against the target, which stays as it is.
+
+    Args:
+        model: is trained.
+        target: stays as it is.
+        blocks: of each row.
+        decay: places after which a place's weight is 1 / e.
+        distance_share: see the module.
+    """
+
+    def __init__(
+        self, model: BlockModel, target: StagedModel, blocks: int, decay: float, distance_share: float
+    ):
+        super().__init__()
+        self.model, self.target, self.blocks = model, target, blocks
+        self.distance_share = distance_share
+        self.head = Head.of(target.model)
+        self.guesses = model.config.most_guesses
+        self.weights = torch.exp(-torch.arange(self.guesses, device=target.device) / decay)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The loss [] of a batch: a mean by place, times the weight of the batch, as of a loss of one token ahead."""
+        starts = self.drawn(batch)
+        states, finals = self.states(batch, starts)
+        goals = self.goals(batch, starts)
+        teacher = teacher_of(batch, self.head, finals)
+        before = batch["input_ids"][goals.batch_index, goals.positions - 1]
+        flat = states.flatten(0, 2)
+        total = torch.zeros((), device=finals.device)
+        for chunk, some, token in zip(goals.split(), flat.split(CHUNK), before.split(CHUNK)):
+            loss: Any = checkpoint(self.judged, teacher(chunk), some, token, use_reentrant=False)
+            total = total + chunk.weights @ loss
+        weights = goals.weights.sum()
+        return total / weights.clamp(min=1e-6) * batch["loss_weight"].sum() if weights > 0 else total
+
+    def drawn(self, batch: Batch) -> torch.Tensor:
+        """[B, blocks] the tokens that begin blocks: any whose next token is judged."""
+        judged = batch["loss_weight"][:, 1:] > 0
+        # A row without any gets blocks that weigh nothing.
+        return torch.multinomial(judged + 1e-9, self.blocks, replacement=True)
+
+    def goals(self, batch: Batch, starts: torch.Tensor) -> Goals:
+        """The B * blocks * guesses tokens that blocks guess; no weight beyond a row's end or a token without weight."""
+        rows, length = batch["loss_weight"].shape
+        positions = starts.unsqueeze(-1) + 1 + torch.arange(self.guesses, device=starts.device)
+        batch_index = torch.arange(rows, device=starts.device).view(-1, 1, 1).expand_as(positions)
+        inside = positions < length
+        positions = positions.clamp(max=length - 1)
+        weights = batch["loss_weight"][batch_index, positions] * inside
+        weights = weights * (weights > 0).long().cumprod(-1) * self.weights
+        return Goals(batch_index.flatten(), positions.flatten(), weights.flatten())
+
+    def states(self, batch: Batch, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fills blocks.
+
+        Args:
+            batch: B rows of T tokens.
+            starts: [B, blocks] the token that each block begins with.
+
+        Returns:
+            Normed states [B, blocks, guesses, d] of the places that guess, and the target's [B, T, d] after its norm.
+        """
+        model, config, ids = self.model, self.model.config, batch["input_ids"]
+        (rows, length), blocks = ids.shape, starts.shape[1]
+        dtype, device = model.fc.weight.dtype, ids.device
+        by_tap = target_states(self.target, batch, (*model.taps, NORMED))
+        features = model.features({tap: by_tap[tap].to(dtype) for tap in model.taps})
+        positions = torch.arange(length, device=device).unsqueeze(0)
+        keys, values = model.context(features, model.rope(positions, features))
+        places = config.block_size
+        fed = ids.new_full((rows, blocks, places), config.mask_token_id)
+        fed[..., 0] = ids.gather(1, starts)
+        with torch.no_grad():
+            hidden = self.target.embed(fed.flatten(1)).to(dtype)
+        at = (starts.unsqueeze(-1) + torch.arange(places, device=device)).flatten(1)
+        in_front = positions < starts.repeat_interleave(places, 1).unsqueeze(-1)
+        block = torch.arange(blocks, device=device).repeat_interleave(places)
+        within = (block.unsqueeze(1) == block).expand(rows, -1, -1)
+        mask = torch.cat([in_front, within], dim=-1).unsqueeze(1)
+        out = model(hidden, model.rope(at, hidden), mask, cast("Any", Injected(keys, values)))
+        return out.unflatten(1, (blocks, places))[:, :, config.fills_in :], by_tap[NORMED]
+
+    def judged(self, truth: Distribution, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """The losses [n] of normed states [n, d], with the tokens [n] in front of what they guess."""
+        logits, embedded = self.logits(states, before)
+        loss = (1 - self.distance_share) * cross_entropies(logits, truth)
+        if not self.distance_share and embedded is None:
+            return loss
+        guessed = logits.softmax(-1)
+        if truth.ids is None:
+            accepted = torch.minimum(guessed, truth.probs).sum(-1)
+        else:
+            accepted = torch.minimum(guessed.gather(1, truth.ids), truth.probs).sum(-1)
+        loss = loss + self.distance_share * 2 * (1 - accepted)
+        if embedded is not None and self.model.confidence_head is not None:
+            estimate = self.model.confidence(states, embedded).float()
+            goal = accepted.detach().clamp(0, 1)
+            loss = loss + binary_cross_entropy_with_logits(estimate, goal, reduction="none")
+        return loss
+
+    def logits(self, states: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [n, vocab] of normed states [n, d] and tokens [n] in front; and how the correction embeds these."""
+        logits, markov = self.head(states).float(), self.model.markov_head
+        if markov is None:
+            return logits, None
+        embedded = markov.markov_w1(before)
+        return logits + markov.markov_w2(embedded).float(), embedded
+
+    def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """First choices [guesses, n] of drafting model and target, each after the drafting model's own tokens before.
+
+        Of blocks at some tokens that as many tokens of the assistant follow as there are guesses.
+        """
+        ids, k = batch["input_ids"], self.guesses
+        starts = torch.arange(0, ids.shape[1] - k, EVERY, device=ids.device).expand(len(ids), -1)
+        states, finals = self.states(batch, starts)
+        goals = self.goals(batch, starts)
+        among = (goals.weights > 0).view(-1, k).all(-1)
+        states = states.flatten(0, 1)[among]
+        index, positions = (part.view(-1, k)[among] for part in (goals.batch_index, goals.positions))
+        truth = [self.first_choices(finals[index[:, j], positions[:, j] - 1]) for j in range(k)]
+        before, student = ids[index[:, 0], positions[:, 0] - 1], []
+        for j in range(k):
+            parts = zip(states[:, j].split(CHUNK), before.split(CHUNK))
+            before = torch.cat([self.logits(*part)[0].argmax(-1) for part in parts])
+            student.append(before)
+        return torch.stack(student), torch.stack(truth)
+
+    def first_choices(self, finals: torch.Tensor) -> torch.Tensor:
+        """The target's states [n, d] after its norm -> its likeliest token [n] of each."""
+        return torch.cat([self.head(chunk).argmax(-1) for chunk in finals.split(CHUNK)])
+
+
+def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
+    """A drafting model to train, of the target's width and heads, with random weights, as the authors begin."""
+    from methods.dflash.model import BlockConfig, BlockModel, default_taps  # late: it takes seconds to import
+
+    sizes, markov = Sizes.of(target.config.to_dict()), cfg.head == MARKOV
+    config = BlockConfig(
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=cfg.draft_layers,
+        num_attention_heads=sizes.kv_heads * sizes.group,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=getattr(target.config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=target.config.max_position_embeddings,
+        block_size=cfg.block_size,
+        mask_token_id=mask,
+        fills_in=not markov,
+        markov_rank=cfg.markov_rank if markov else 0,
+        confidence=markov,
+    )
+    layers = len(target.layers)
+    taps = default_taps(layers, cfg.taps) if isinstance(cfg.taps, int) else tuple(cfg.taps)
+    if not taps or not 0 <= min(taps) <= max(taps) < layers:
+        raise UserError(f"taps must be depths of the target, 0 to {layers - 1}, or how many; not {[*taps]}")
+    model = BlockModel(config, taps).to(target.device)
+    if model.markov_head is not None:
+        with torch.no_grad():
+            model.markov_head.markov_w2.weight.zero_()  # at first nothing is corrected
+    return model
+
+
+def train(cfg: DictConfig) -> Path:
+    """Trains as configured (conf/train_dflash.yaml) and returns the folder of the finished drafting model."""
+    settings = {
+        "head": Literal["independent", "markov"],
+        "block_size": Annotated[int, Range(2)],
+        "draft_layers": Count,
+        "taps": Count | list[int],
+        "blocks": Count,
+        "decay": Positive,
+        "markov_rank": Count,
+        "distance_share": Probability,
+        "mask_token": Count | None,
+    }
+    check_all(cfg, SETTINGS | settings)
+    if cfg.length <= cfg.block_size:
+        raise UserError(f"length={cfg.length} leaves no room for block_size={cfg.block_size}")
+    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    target = pair.staged
+    torch.manual_seed(cfg.seed)
+    model = fresh_model(cfg, target, mask_to_fill(cfg, pair, target.embed_tokens.weight.shape[0]))
+    from methods.dflash.checkpoint import save_blocks  # late, as above
+
+    module = BlockDistillation(model, target, cfg.blocks, cfg.decay, cfg.distance_share)
+    held_out = held_out_batches(cfg, pair)
+
+    def evaluate() -> dict[str, float]:
+        return agreements("place", agreement(module.choices, held_out))
+
+    def save(out: Path, figures: dict[str, float]) -> None:
+        save_blocks(model, out, getattr(torch, cfg.save_dtype), **figures)
+
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg, BEGINS)
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_dflash", one_line_errors()(train))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

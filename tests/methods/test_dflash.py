@@ -1,0 +1,574 @@
+"""DFlash, DDTree and DSpark: what is drafted, checked against transformers' own DFlash model; training; checkpoints."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+from methods.common.dynamic_trees import candidate_children, tree_of_marginals
+from methods.common.training import mask_to_fill
+from methods.dflash import DDTree, DFlash, DSpark
+from methods.dflash import train as dflash_train
+from methods.dflash.checkpoint import FILLS_IN, NESTED, PREDICTS, load_blocks, save_blocks
+from methods.dflash.drafter import all_see_all
+from methods.dflash.model import BlockConfig, BlockModel, default_taps
+from methods.dflash.train import BlockDistillation, fresh_model
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.ragged import RaggedBatch
+from specbench.data.training import RECORD
+from specbench.decoding.engine import Engine
+from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import SamplingParams
+from specbench.models.expansion import Expansion, expand_model
+from specbench.system.errors import UserError
+from tests.support import batches
+from tests.support.decoding import random_pair
+from tests.support.distribution import SHAPE, p_value_alone
+from tests.support.lossless import (
+    assert_lossless,
+    assert_rounds_of_every_kind,
+    assert_samples_like_plain_decoding,
+    cases,
+    sampled_requests,
+)
+from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.training import training_settings, training_workplace
+
+PROMPT = [3, 9, 27, 11, 33, 29, 17]
+BLOCK, MASK = 5, 1
+KINDS = {DFlash: "independent", DDTree: "independent", DSpark: "markov"}
+
+
+def settings_of(head: str, **changes: object):
+    class Settings:
+        block_size, draft_layers, taps, markov_rank = BLOCK, 2, 2, 6
+
+    found = Settings()
+    found.head = head
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+def drafting_model(pair, head: str, **changes: object) -> BlockModel:
+    """Random weights, as large as those of the target."""
+    torch.manual_seed(5)
+    model = fresh_model(settings_of(head, **changes), StagedModel(pair.target), MASK)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(
+                torch.rand_like(weight) + 0.5 if weight.dim() == 1 else torch.randn_like(weight) * 0.1
+            )
+            if name.startswith("markov"):
+                weight.mul_(5)
+    return model.eval()
+
+
+@cache
+@torch.inference_mode(False)
+def trained_model(arch: str, head: str) -> BlockModel:
+    """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
+    pair = random_pair(arch)
+    model = drafting_model(pair, head)
+    texts = [prompt + answer for prompt, _, _, answer in cases(arch)]
+    length = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (length - len(text)) for text in texts])
+    said = torch.tensor([[1.0] * len(text) + [0.0] * (length - len(text)) for text in texts])
+    module = BlockDistillation(model, StagedModel(pair.target), 8, 4.0, 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        loss = module({"input_ids": ids, "loss_weight": said}) / said.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.requires_grad_(False)
+
+
+def saved(arch: str, kind: type, folder) -> str:
+    save_blocks(trained_model(arch, KINDS[kind]), folder, torch.float32)
+    return str(folder)
+
+
+def drafter_of(kind: type, arch: str, folder, **settings: object):
+    return kind(random_pair(arch), saved(arch, kind, folder), **settings)
+
+
+def known_states(pair, taps: tuple[int, ...], known: list[int]) -> torch.Tensor:
+    """What transformers' target computed of all known tokens but the pending one, side by side."""
+    output = pair.target(torch.tensor([known[:-1]]), use_cache=False, output_hidden_states=True)
+    return torch.cat([output.hidden_states[tap] for tap in taps], dim=-1)
+
+
+def reference(model: BlockModel) -> MuseGlimmerAssistantModel:
+    """The same weights in transformers' own DFlash model."""
+    config = model.config
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    names += (
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "rope_parameters",
+        "block_size",
+    )
+    other = MuseGlimmerAssistantModel(
+        MuseGlimmerAssistantConfig(
+            **{name: getattr(config, name) for name in names},
+            layer_types=["full_attention"] * config.num_hidden_layers,
+            target_layer_ids=[tap - 1 for tap in model.taps],
+            mask_token_id=config.mask_token_id,
+            attn_implementation="sdpa",
+        )
+    ).eval()
+    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    state = {renamed.get(name, name): weight for name, weight in model.state_dict().items()}
+    other.load_state_dict({name: w for name, w in state.items() if "_head." not in name})
+    return other
+
+
+def filled_by_transformers(pair, model: BlockModel, known: list[int]) -> torch.Tensor:
+    """Normed states [places, d] of a block after known tokens, by transformers' own DFlash model, without a cache."""
+    places = model.config.block_size
+    block = torch.tensor([[known[-1], *[model.config.mask_token_id] * (places - 1)]])
+    states = known_states(pair, model.taps, known)
+    count = states.shape[1] + places
+    return reference(model)(
+        noise_embeds=pair.target.get_input_embeddings()(block),
+        context_hidden_states=states,
+        position_ids=torch.arange(count).unsqueeze(0),
+        attention_mask={"full_attention": torch.zeros(1, 1, places, count)},
+    ).last_hidden_state[0]
+
+
+# -- drafting
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_a_chain_is_what_transformers_own_model_guesses(arch, tmp_path):
+    pair = random_pair(arch)
+    drafter, compared = drafter_of(DFlash, arch, tmp_path), []
+    model, draft_of = trained_model(arch, "independent"), drafter.draft
+
+    def check(batch):
+        draft = draft_of(batch)
+        known, k = batch.sequences[0].tokens, draft.tokens.shape[1]
+        states = filled_by_transformers(pair, model, known)
+        logits = pair.target.lm_head(states[1 : 1 + k])
+        assert draft.tokens[0].tolist() == logits.argmax(-1).tolist()
+        compared.append(k)
+        return draft
+
+    drafter.draft = check
+    prompt, cap, *_ = cases(arch)[6]
+    steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap)).steps
+    assert len(compared) > 5 and {*compared} > {BLOCK - 1} and any(step.accepted for step in steps)
+
+
+def test_a_markov_chain_is_corrected_by_the_token_in_front(tmp_path):
+    pair = random_pair("llama")
+    drafter, compared = drafter_of(DSpark, "llama", tmp_path), []
+    model, draft_of = trained_model("llama", "markov"), drafter.draft
+    head = model.markov_head
+
+    def check(batch):
+        draft = draft_of(batch)
+        known, k = batch.sequences[0].tokens, draft.tokens.shape[1]
+        states = filled_by_transformers(pair, model, known)
+        token, expected = known[-1], []
+        for j in range(k):
+            correction = head.markov_w2.weight @ head.markov_w1.weight[token]
+            token = int((pair.target.lm_head(states[j]) + correction).argmax())
+            expected.append(token)
+        assert draft.tokens[0].tolist() == expected
+        compared.append(k)
+        return draft
+
+    drafter.draft = check
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(30))
+    assert len(compared) > 4 and max(compared) == BLOCK
+
+
+def by_hand(log_probs: torch.Tensor, nodes: int) -> set[tuple[int, ...]]:
+    """The likeliest paths [nodes] of levels that guess by themselves, by looking at all of them."""
+    levels, rows = log_probs.shape
+    paths = [p for depth in range(1, levels + 1) for p in product(range(rows), repeat=depth)]
+    scores = {p: float(sum(log_probs[level, token] for level, token in enumerate(p))) for p in paths}
+    return set(sorted(paths, key=lambda p: (-scores[p], len(p)))[:nodes])
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 7])
+def test_a_tree_of_marginals_holds_the_likeliest_paths(nodes):
+    torch.manual_seed(nodes)
+    logits = torch.randn(3, 4, 7) * 2
+    width = 7
+    tokens, tree = tree_of_marginals(logits, candidate_children(width, torch.device("cpu")), width, nodes)
+    for i in range(3):
+        parents, found = tree.parents[i].tolist(), tokens[i].tolist()
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(found, parents):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        assert set(paths) == by_hand(logits[i].log_softmax(-1), nodes) and len(set(paths)) == nodes
+
+
+def test_a_certain_path_and_what_is_no_number_make_a_tree():
+    children = candidate_children(4, torch.device("cpu"))
+    certain = torch.full((1, 3, 6), -1e9)
+    certain[..., 2] = 1e9
+    tokens, tree = tree_of_marginals(certain, children, 4, 4)
+    assert tree.depths.max() == 3 and tokens[0, :3].tolist().count(2) >= 1
+    broken = torch.full((1, 3, 6), float("nan"))
+    assert tree_of_marginals(broken, children, 4, 4)[1].parents.shape == (1, 4)
+
+
+def test_all_places_of_a_block_see_each_other():
+    block = all_see_all(4, torch.device("cpu"))
+    assert block.visible.all() and block.visible.shape == (1, 4, 4)
+    assert block.offsets().tolist() == [[0, 1, 2, 3]] and block.parents.tolist() == [[-1, 0, 1]]
+
+
+def test_a_block_does_not_depend_on_how_many_tokens_may_follow(tmp_path):
+    """A shorter draft is the beginning of a longer one: masks guess by how many there are."""
+    pair, folder = random_pair("llama"), saved("llama", DFlash, tmp_path)
+    firsts = []
+    for cap in (3, 20):
+        drafter = DFlash(pair, folder)
+        draft_of = drafter.draft
+        drafts: list[list[int]] = []
+        drafter.draft = lambda batch, d=draft_of, s=drafts: (
+            s.append((made := d(batch)).tokens[0].tolist()) or made
+        )
+        Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(cap))
+        firsts.append(drafts[0])
+    short, long = firsts
+    assert len(short) < len(long) == BLOCK - 1 and long[: len(short)] == short
+
+
+@pytest.mark.slow
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_lossless(arch, kind, tmp_path):
+    steps = assert_lossless(arch, drafter_of(kind, arch, tmp_path))
+    assert any(s.accepted for s in steps) and any(not s.accepted for s in steps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lossless_on_one_architecture(kind, tmp_path):
+    steps = assert_lossless("llama", drafter_of(kind, "llama", tmp_path))
+    if kind is DDTree:
+        assert {0, 1} <= {s.accepted for s in steps}
+    else:
+        assert_rounds_of_every_kind(steps, partly=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+def test_lossless_in_batches(scheduler, kind, tmp_path):
+    requests, expected = batches.cases("qwen2")
+    drafter = drafter_of(kind, "qwen2", tmp_path)
+    engine = Engine(StagedModel(random_pair("qwen2").target), drafter, frozenset(), scheduler(4))
+    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [DFlash, DSpark])
+def test_samples_follow_the_target(kind, tmp_path):
+    pair = random_pair("llama", **SHAPE)
+    save_blocks(drafting_model(pair, KINDS[kind]), tmp_path, torch.float32)
+    assert p_value_alone(pair, kind(pair, str(tmp_path), 3)) > 1e-3
+
+
+@pytest.mark.slow
+def test_samples_follow_the_target_where_drafts_end_early(tmp_path):
+    """The estimate may not see the token that it is of."""
+    pair = random_pair("llama", **SHAPE)
+    save_blocks(drafting_model(pair, "markov"), tmp_path, torch.float32)
+    assert p_value_alone(pair, DSpark(pair, str(tmp_path), 3, confidence_threshold=0.5)) > 1e-3
+
+
+@pytest.mark.slow
+def test_sampled_trees_give_the_text_of_autoregressive_decoding(tmp_path):
+    drafter = drafter_of(DDTree, "qwen2", tmp_path)
+    pair = random_pair("qwen2")
+    assert assert_samples_like_plain_decoding(pair, drafter, sampled_requests(pair, 16, 0.7))
+
+
+def test_a_threshold_ends_drafts(tmp_path):
+    pair, folder = random_pair("llama"), saved("llama", DSpark, tmp_path)
+    lengths = {}
+    for threshold in (0.0, 0.5, 1.0):
+        drafter = DSpark(pair, folder, confidence_threshold=threshold)
+        engine = Engine(StagedModel(pair.target), drafter, frozenset())
+        answer = engine.answer(PROMPT, SamplingParams(24))
+        lengths[threshold] = [step.drafted for step in answer.steps]
+    assert max(lengths[0.0]) == BLOCK and max(lengths[1.0]) == 0
+    assert sum(lengths[0.5]) / len(lengths[0.5]) < sum(lengths[0.0]) / len(lengths[0.0])
+
+
+def test_a_draft_reads_its_model_once(tmp_path):
+    pair = random_pair("llama")
+    head = pair.target.lm_head.weight.nbytes + pair.target.model.norm.weight.nbytes
+    for kind in KINDS:
+        drafter = drafter_of(kind, "llama", tmp_path / kind.__name__)
+        model = trained_model("llama", KINDS[kind])
+        steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(9)).steps
+        weights = {name: w.nbytes for name, w in model.state_dict().items()}
+        once = sum(size for name, size in weights.items() if not name.startswith("markov_head"))
+        again = BLOCK * weights.get("markov_head.markov_w2.weight", 0)
+        assert steps[0].draft_bytes == once + head + again
+
+
+# -- training
+
+
+def test_training_sees_what_drafting_sees():
+    """Blocks of a text, all at once, are those that transformers' own model fills after each beginning."""
+    for head, arch in product(("independent", "markov"), ("llama", "qwen2")):
+        pair = random_pair(arch)
+        model = drafting_model(pair, head)
+        module = BlockDistillation(model, StagedModel(pair.target), 2, 4.0, 0.0)
+        ids, starts = torch.tensor([PROMPT, PROMPT[::-1]]), torch.tensor([[2, 6], [1, 4]])
+        with torch.no_grad():
+            states, _ = module.states({"input_ids": ids}, starts)
+            for row, column in product(range(2), range(2)):
+                known = ids[row, : starts[row, column] + 1].tolist()
+                expected = filled_by_transformers(pair, model, known)[model.config.fills_in :]
+                torch.testing.assert_close(states[row, column], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_block_is_judged_by():
+    pair = random_pair("llama")
+    module = BlockDistillation(drafting_model(pair, "independent"), StagedModel(pair.target), 2, 4.0, 0.0)
+    weight = torch.tensor([[0, 0, 0, 1, 1, 0, 1, 1.0]])
+    goals = module.goals({"loss_weight": weight}, torch.tensor([[2, 5]]))
+    assert goals.positions.view(2, -1).tolist() == [[3, 4, 5, 6], [6, 7, 7, 7]]
+    e = torch.exp(torch.tensor(-0.25)).item()
+    # After a token that is not judged nothing of the block is, nor beyond the row's end.
+    assert goals.weights.view(2, -1).tolist() == [[1, pytest.approx(e), 0, 0], [1, pytest.approx(e), 0, 0]]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_the_loss_by_hand(share):
+    pair = random_pair("llama")
+    model = drafting_model(pair, "markov")
+    module = BlockDistillation(model, StagedModel(pair.target), 1, 4.0, share)
+    ids, start = torch.tensor([PROMPT]), 2
+    batch = {"input_ids": ids, "loss_weight": torch.ones(1, len(PROMPT))}
+    module.drawn = lambda _: torch.tensor([[start]])
+    found = module(batch)
+    states = filled_by_transformers(pair, model, PROMPT[: start + 1])
+    truth = pair.target(ids, use_cache=False).logits[0].softmax(-1)
+    total, weights = 0.0, 0.0
+    for j in range(len(PROMPT) - 1 - start):
+        before, weight = PROMPT[start + j], torch.exp(torch.tensor(-j / 4.0))
+        embedded = model.markov_head.markov_w1.weight[before]
+        logits = pair.target.lm_head(states[j]) + model.markov_head.markov_w2.weight @ embedded
+        goal, guessed = truth[start + j], logits.softmax(-1)
+        distance = (goal - guessed).abs().sum()
+        estimate = model.confidence(states[j], embedded).sigmoid()
+        accepted = (1 - distance / 2).detach()
+        loss = (1 - share) * -(goal * logits.log_softmax(-1)).sum() + share * distance
+        loss = loss - accepted * estimate.log() - (1 - accepted) * (1 - estimate).log()
+        total, weights = total + weight * loss, weights + weight
+    torch.testing.assert_close(found, total / weights * len(PROMPT), atol=1e-3, rtol=1e-4)
+    found.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    assert pair.target.lm_head.weight.grad is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["independent", "markov"])
+def test_training_teaches_blocks(head, tmp_path):
+    workplace = training_workplace(tmp_path / "pair")
+    more = (
+        "steps=60",
+        "save_every=20",
+        "block_size=4",
+        "mask_token=255",
+        "learning_rate=5e-3",
+        f"head={head}",
+    )
+    out = dflash_train.train(training_settings("train_dflash", workplace, tmp_path / "out", *more, "taps=2"))
+    rows = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    assert rows[-1]["place_1_agreement"] > rows[0]["place_1_agreement"]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert json.loads((out / RECORD).read_text())["place_3_agreement"] == rows[-1]["place_3_agreement"]
+    settings = json.loads((out / "config.json").read_text())
+    assert settings["architectures"] == [FILLS_IN if head == "independent" else PREDICTS]
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("mask_token=100000", "mask_token=100000"),
+        ("block_size=1", "block_size"),
+        ("head=other", "head"),
+        ("block_size=64", "no room"),
+        ("taps=[99]", "depths of the target"),
+    ],
+)
+def test_a_setting_of_the_training_that_cannot_work(tmp_path, setting, says):
+    workplace = training_workplace(tmp_path / "pair")
+    with pytest.raises(UserError, match=says):
+        dflash_train.train(training_settings("train_dflash", workplace, tmp_path / "out", setting))
+
+
+def test_the_mask_is_the_tokenizers_unknown_or_padding_token():
+    class Tokenizer:
+        unk_token_id, pad_token_id = None, 7
+
+    class Two:
+        mask_token, tokenizer = None, Tokenizer()
+
+    assert mask_to_fill(Two, Two, 8) == 7
+    with pytest.raises(UserError, match="embeddings of 7 tokens"):
+        mask_to_fill(Two, Two, 7)
+
+
+# -- checkpoints
+
+
+def z_lab(model: BlockModel, folder) -> dict:
+    save_blocks(model, folder, torch.float32)
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_files_are_those_of_the_authors(tmp_path):
+    """Keys and settings as the authors' code and vLLM read them."""
+    pair = random_pair("llama")
+    filled, chained = (drafting_model(pair, head) for head in ("independent", "markov"))
+    settings = z_lab(filled, tmp_path / "dflash")
+    assert settings[NESTED] == {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in filled.taps]}
+    layer = {f"self_attn.{name}_proj" for name in "qkvo"} | {"self_attn.q_norm", "self_attn.k_norm"}
+    layer |= {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    layer |= {"input_layernorm", "post_attention_layernorm"}
+    shared = {f"layers.{i}.{name}.weight" for i in range(2) for name in layer}
+    shared |= {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert set(filled.state_dict()) == shared
+    heads = {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+    heads |= {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    assert set(chained.state_dict()) == shared | heads
+    settings = z_lab(chained, tmp_path / "dspark")
+    assert settings["markov_rank"] == 6 and settings["markov_head_type"] == "vanilla"
+    assert settings["enable_confidence_head"] and settings["confidence_head_with_markov"]
+
+
+@pytest.mark.parametrize("head", ["independent", "markov"])
+def test_what_is_trained_drafts_the_same_when_loaded(head, tmp_path):
+    pair = random_pair("qwen2")
+    target, model = StagedModel(pair.target), drafting_model(random_pair("qwen2"), head)
+    save_blocks(model, tmp_path / "first", torch.bfloat16, loss=1.0)
+    loaded = load_blocks(tmp_path / "first", target)
+    save_blocks(loaded, tmp_path / "second", torch.bfloat16)
+    again = load_blocks(tmp_path / "second", target)
+    assert again.taps == model.taps and again.config.block_size == BLOCK
+    assert (again.config.fills_in, again.config.confidence) == (head == "independent", head == "markov")
+    hidden, features = torch.randn(2, 3, 64), torch.randn(2, 3, 64)
+    rope = model.rope(torch.arange(3)[None], hidden)
+    outputs = [(one(hidden, rope), *one.context(features, rope)) for one in (loaded, again)]
+    assert all(torch.equal(*pair) for pair in zip(*outputs))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight.bfloat16().float(), again.state_dict()[name]), name
+
+
+def test_files_may_hold_the_targets_embedding_and_head(tmp_path):
+    """As DeepSpec writes them; those of another target are refused."""
+    pair = random_pair("llama")
+    model, target = drafting_model(pair, "markov"), StagedModel(pair.target)
+    copies = {"embed_tokens.weight": target.embed_tokens.weight, "lm_head.weight": target.lm_head.weight}
+
+    class WithCopies:
+        config, taps = model.config, model.taps
+
+        def __init__(self, factor: float):
+            self.factor = factor
+
+        def state_dict(self):
+            return model.state_dict() | {name: weight * self.factor for name, weight in copies.items()}
+
+    save_blocks(WithCopies(1.0), tmp_path / "same", torch.bfloat16)
+    assert load_blocks(tmp_path / "same", target).markov_head is not None
+    save_blocks(WithCopies(1.5), tmp_path / "other", torch.bfloat16)
+    with pytest.raises(UserError, match="another target"):
+        load_blocks(tmp_path / "other", target)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"selector_rank": 256}, "selector_rank"),
+        ({NESTED: {"mask_token_id": MASK, "target_layer_ids": [0], "use_swa": True}}, "use_swa"),
+        ({NESTED: {"mask_token_id": MASK, "target_layer_ids": [50]}}, "states after layers"),
+        ({NESTED: {"target_layer_ids": [0, 1]}}, "lacks mask_token_id"),
+        ({NESTED: {"mask_token_id": 10**6, "target_layer_ids": [0, 1]}}, "no token 1000000"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
+        ({"hidden_size": 32}, "another target"),
+        ({"num_hidden_layers": 3}, "missing layers.2"),
+        ({"markov_rank": 4}, "markov_head"),
+        ({"model_type": "gemma"}, "model_type=gemma"),
+        ({"enable_confidence_head": True}, "enable_confidence_head without"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_its_name(change, says, tmp_path):
+    pair = random_pair("llama")
+    settings = z_lab(drafting_model(pair, "independent"), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(settings | change))
+    with pytest.raises(UserError, match=says):
+        load_blocks(tmp_path, StagedModel(pair.target))
+
+
+def test_weights_of_the_other_method_are_refused(tmp_path):
+    pair = random_pair("llama")
+    for kind, other in ((DFlash, DSpark), (DSpark, DFlash), (DDTree, DSpark)):
+        folder = saved("llama", kind, tmp_path / kind.__name__)
+        with pytest.raises(UserError, match="set method="):
+            other(pair, folder)
+    model = drafting_model(pair, "markov")
+    without = BlockModel(BlockConfig(**model.config.to_dict() | {"confidence": False}), model.taps)
+    save_blocks(without, tmp_path / "without", torch.float32)
+    with pytest.raises(UserError, match="no confidence head"):
+        DSpark(pair, str(tmp_path / "without"), confidence_threshold=0.5)
+
+
+def test_taps_of_the_authors():
+    assert default_taps(36, 5) == (2, 10, 18, 26, 34)  # after layers 1, 9, 17, 25, 33
+    assert default_taps(28, 5)[0] == 2 and default_taps(28, 5)[-1] == 26
+    for layers in range(2, 12):
+        taps = default_taps(layers, 3)
+        assert 0 < taps[0] <= taps[-1] < layers and len(set(taps)) == len(taps)
+
+
+@pytest.mark.parametrize("kind", [DFlash, DSpark])
+def test_the_drafter_of_an_expanded_target_drafts_the_same(kind, tmp_path):
+    pair, folder = random_pair("llama"), saved("llama", kind, tmp_path)
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 96,
+        "intermediate_size": 128,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 24,
+        "vocab_size": 120,
+    }
+    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
+    target = expand_model(pair.target, expansion, torch.device("cpu"), torch.float32)
+    wide = type(pair)(**(vars(pair) | {"target": target, "expansion": expansion}))
+    drafted = []
+    for which in (pair, wide):
+        drafter = kind(which, folder)
+        draft_of = drafter.draft
+        drafter.draft = lambda batch, draft_of=draft_of: drafted.append(made := draft_of(batch)) or made
+        prompt, cap, *_ = cases("llama")[6]
+        Engine(StagedModel(which.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
+    half = len(drafted) // 2
+    assert half > 2 and len(drafted) == 2 * half
+    for one, two in zip(drafted[:half], drafted[half:]):
+        assert torch.equal(one.tokens, two.tokens)
