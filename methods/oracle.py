@@ -1,10 +1,11 @@
 """An oracle: real draft passes at a chosen acceptance, to find the acceptance at which speculation pays off.
 
 It wraps another drafter. The passes of that one take their real time, but the tokens that come out of them are the
-oracle's: the target's own next token with the chosen probability, else another one. A drafter with a head gets its
-tokens there, so that it goes on from them: its cache, and the states that it may hand to the verification, belong to
-the tokens that are verified. The target's own answers are known beforehand (`Drafter.set_reference_answers`); they are
-verified and certified like those of any method.
+oracle's: the target's own next token with the chosen probability, else another one. The probability may differ by the
+token's place in the draft, so that a published acceptance can be timed where there is no such drafter. A drafter with a
+head gets its tokens there, so that it goes on from them: its cache, and the states that it may hand to the
+verification, belong to the tokens that are verified. The target's own answers are known beforehand
+(`Drafter.set_reference_answers`); they are verified and certified like those of any method.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from specbench.decoding.drafter import Needs, make_drafter
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
-from specbench.system.settings import Count, Probability, Seed
+from specbench.system.settings import Count, Positive, Probability, Seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,32 +38,27 @@ UNKNOWN = -1  # in place of a token: the wrapped drafter's own is proposed
 
 
 class Foretold:
-    """What is proposed for an answer that is known: one token for each of its positions, drawn once.
+    """What may be proposed for an answer that is known, drawn once for each of its positions.
 
     Args:
         prompt: token ids.
         answer: the target's own new token ids.
-        acceptance: probability of the target's own token, independent at each position.
         vocab_size: ids of which a wrong token is one.
         seed: with the prompt, of the draws: every repeat, draft length and scheduler gets the same ones.
         spare: arbitrary tokens after the end of the answer, so that the last draft is as long as the others.
+
+    Attributes:
+        right: [n] the target's own token at each position.
+        wrong: [n] another one.
+        draws: [n] numbers in [0, 1): the right one is proposed where its place in the draft has a higher acceptance.
     """
 
-    def __init__(
-        self,
-        prompt: list[int],
-        answer: list[int],
-        acceptance: float,
-        vocab_size: int,
-        seed: int,
-        spare: int,
-    ):
+    def __init__(self, prompt: list[int], answer: list[int], vocab_size: int, seed: int, spare: int):
         draws = np.random.default_rng([seed, *prompt]).random((len(answer) + spare, 2))
-        right_tokens = np.array([*answer, *[0] * spare], dtype=np.int64)
-        others = (right_tokens + 1 + (draws[:, 1] * (vocab_size - 1)).astype(np.int64)) % vocab_size
         self.answer = answer
-        self.right = (draws[:, 0] < acceptance).tolist()
-        self.tokens = np.where(self.right, right_tokens, others)
+        self.right = np.array([*answer, *[0] * spare], dtype=np.int64)
+        self.wrong = (self.right + 1 + (draws[:, 1] * (vocab_size - 1)).astype(np.int64)) % vocab_size
+        self.draws = draws[:, 0]
 
 
 class OracleHead:
@@ -97,13 +94,17 @@ class Oracle(WrappedDrafter):
         pair: with what the wrapped drafter needs.
         drafter: configuration of the wrapped drafter. Its draft length becomes `max_draft_tokens`, and it never stops
             early.
-        acceptance: probability that a draft token is accepted when all before it in the draft were.
+        acceptance: probability that a draft token is accepted when all before it in the draft were. Or, for each place
+            of a draft, the share of drafts whose token there is accepted, as engines print it; 0 at further places.
+        acceptance_length: in place of it the mean of tokens per target pass, as evenly as it can be: of every draft
+            one of two neighbouring numbers of tokens is accepted.
         cost_of: name of the wrapped drafter.
         max_draft_tokens: draft length, shorter only where the answer has less room.
         seed: of the draws.
 
     Raises:
-        UserError: the wrapped drafter drafts trees, or works during verification.
+        UserError: the wrapped drafter drafts trees, or works during verification; the shares by place rise; the length
+            is more than a draft can give.
     """
 
     needs = Needs(sampling=False, reference_answer=True)
@@ -112,7 +113,8 @@ class Oracle(WrappedDrafter):
         self,
         pair: Pair,
         drafter: dict,
-        acceptance: Probability = 0.8,
+        acceptance: Probability | list[Probability] = 0.8,
+        acceptance_length: Positive | None = None,
         cost_of: str = "sps",
         max_draft_tokens: Count = 5,
         seed: Seed = 0,
@@ -121,8 +123,9 @@ class Oracle(WrappedDrafter):
         if self.inner.max_nodes or self.inner.overlaps_verification:
             raise UserError(f"the oracle proposes chains in turn with the target, which {cost_of} does not")
         self.max_draft_tokens = max_draft_tokens
-        self.acceptance, self.vocab_size, self.seed = acceptance, pair.vocab_size, seed
-        self.device = pair.device
+        shares = acceptance if acceptance_length is None else evenly(acceptance_length, max_draft_tokens)
+        self.rates = rates_by_place(shares, max_draft_tokens)
+        self.vocab_size, self.seed, self.device = pair.vocab_size, seed, pair.device
         self.feeds = hasattr(self.inner, "head")  # whether the wrapped drafter goes on from what is proposed
         if self.feeds:
             self.inner.head = OracleHead(self.inner.head, self._propose, self._next)  # type: ignore[attr-defined]
@@ -130,14 +133,17 @@ class Oracle(WrappedDrafter):
 
     def set_reference_answers(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
         """Draws what will be proposed."""
-        drawn = (self.acceptance, self.vocab_size, self.seed, self.max_draft_tokens)
         self._foretold = {
-            tuple(prompt): Foretold(prompt, answer, *drawn) for prompt, answer in zip(prompts, answers)
+            tuple(prompt): Foretold(prompt, answer, self.vocab_size, self.seed, self.max_draft_tokens)
+            for prompt, answer in zip(prompts, answers)
         }
 
     def open(self, slots: Slots, target: StagedModel) -> None:
-        """Makes room for what is proposed, by position in the sequence."""
-        self._table = slots.tensor(slots.capacity + self.max_draft_tokens, fill=UNKNOWN)
+        """Makes room for what may be proposed, by position in the sequence."""
+        size = slots.capacity + self.max_draft_tokens
+        self._right, self._wrong = slots.tensor(size, fill=UNKNOWN), slots.tensor(size)
+        self._draws = slots.tensor(size, dtype=torch.float64)
+        self._rates = torch.tensor(self.rates, dtype=torch.float64, device=slots.device)
         # Of each sequence, while it is what was foretold.
         self._current: list[Foretold | None] = slots.values(lambda: None)
         super().open(slots, target)
@@ -146,10 +152,11 @@ class Oracle(WrappedDrafter):
         """Looks the answer up, and begins the wrapped drafter's."""
         prompt = sequence.request.prompt
         foretold = self._current[slot] = self._foretold.get(tuple(prompt))
-        self._table[slot] = UNKNOWN
+        self._right[slot] = UNKNOWN
         if foretold is not None:
-            proposed = torch.from_numpy(foretold.tokens).to(self.device)
-            self._table[slot, len(prompt) : len(prompt) + len(proposed)] = proposed
+            places = slice(len(prompt), len(prompt) + len(foretold.right))
+            for table, values in zip(self._tables, (foretold.right, foretold.wrong, foretold.draws)):
+                table[slot, places] = torch.from_numpy(values).to(self.device)
         self._compare(slot, 0, sequence.new_tokens)
         super().begin(slot, sequence, prefill)
 
@@ -183,7 +190,12 @@ class Oracle(WrappedDrafter):
         foretold = self._current[slot]
         if foretold is not None and foretold.answer[at : at + len(new)] != new:
             self._current[slot] = None
-            self._table[slot] = UNKNOWN
+            self._right[slot] = UNKNOWN
+
+    @property
+    def _tables(self) -> tuple[torch.Tensor, ...]:
+        """[slots, positions] of right tokens, wrong tokens and draws."""
+        return self._right, self._wrong, self._draws
 
     # -- the tokens of a draft
 
@@ -191,12 +203,15 @@ class Oracle(WrappedDrafter):
         """Looks up the tokens [b, k] of a draft; where `_unknown` [b, k], the wrapped drafter's own are proposed."""
         b, k = batch.size, self.max_draft_tokens
         if b == 1 and batch.kv_bucket is None:
-            proposed = self._table[:1, batch.lengths[0] : batch.lengths[0] + k]
+            first = batch.lengths[0]
+            right, wrong, draws = (table[:1, first : first + k] for table in self._tables)
         else:
-            proposed = self._table[:b].gather(1, span(batch.seq_lens, k))
+            places = span(batch.seq_lens, k)
+            right, wrong, draws = (table[:b].gather(1, places) for table in self._tables)
         # A captured function must also cover an answer that leaves the reference later.
         surely = batch.kv_bucket is None and None not in self._current[:b]
-        self._proposed, self._unknown, self._step = proposed, None if surely else proposed == UNKNOWN, 0
+        self._proposed = torch.where(draws < self._rates, right, wrong)
+        self._unknown, self._step = None if surely else right == UNKNOWN, 0
 
     def _next(self, inner_tokens: torch.Tensor) -> torch.Tensor:
         """The tokens [b] to propose in place of the wrapped drafter's own [b], each time at the next place."""
@@ -204,6 +219,33 @@ class Oracle(WrappedDrafter):
         if self._unknown is None:
             return self._proposed[:, j]
         return torch.where(self._unknown[:, j], inner_tokens, self._proposed[:, j])
+
+
+def rates_by_place(acceptance: float | Sequence[float], places: int) -> list[float]:
+    """The probability of each place of a draft that its token is accepted when all before it were.
+
+    Args:
+        acceptance: of every place; or the shares of drafts whose token at each place is accepted.
+        places: of a draft.
+
+    Raises:
+        UserError: a share is larger than the one before it.
+    """
+    if isinstance(acceptance, int | float):
+        return [float(acceptance)] * places
+    shares = [1.0, *acceptance, *[0.0] * places]
+    if any(after > before for before, after in pairwise(shares)):
+        raise UserError(
+            f"acceptance by place is the share of drafts that get so far: {[*acceptance]} may not rise"
+        )
+    return [after / before if before else 0.0 for before, after in pairwise(shares[: places + 1])]
+
+
+def evenly(length: float, places: int) -> list[float]:
+    """Shares by place whose acceptance length is given and varies least. Raises UserError if drafts cannot have it."""
+    if not 1 <= length <= 1 + places:
+        raise UserError(f"acceptance_length={length}: drafts of {places} tokens have from 1 to {1 + places}")
+    return [min(1.0, max(0.0, length - 1 - place)) for place in range(places)]
 
 
 def _fixed(config: dict, max_draft_tokens: int) -> dict[str, Any]:

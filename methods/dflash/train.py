@@ -89,16 +89,20 @@ class BlockDistillation(torch.nn.Module):
         """The loss [] of a batch: a mean by place, times the weight of the batch, as of a loss of one token ahead."""
         starts = self.drawn(batch)
         states, finals = self.states(batch, starts)
-        goals = self.goals(batch, starts)
+        every = self.goals(batch, starts)
+        # Of tokens that are not judged there may be no distribution.
+        judged = every.weights.nonzero().squeeze(1)
+        goals = Goals(every.batch_index[judged], every.positions[judged], every.weights[judged])
         teacher = teacher_of(batch, self.head, finals)
         before = batch["input_ids"][goals.batch_index, goals.positions - 1]
-        flat = states.flatten(0, 2)
+        flat = states.flatten(0, 2)[judged]
         total = torch.zeros((), device=finals.device)
         for chunk, some, token in zip(goals.split(), flat.split(CHUNK), before.split(CHUNK)):
             loss: Any = checkpoint(self.judged, teacher(chunk), some, token, use_reentrant=False)
             total = total + chunk.weights @ loss
-        weights = goals.weights.sum()
-        return total / weights.clamp(min=1e-6) * batch["loss_weight"].sum() if weights > 0 else total
+        if not len(judged):
+            return 0.0 * states.sum()  # every parameter has a gradient in every step
+        return total / goals.weights.sum() * batch["loss_weight"].sum()
 
     def drawn(self, batch: Batch) -> torch.Tensor:
         """[B, blocks] the tokens that begin blocks: any whose next token is judged."""

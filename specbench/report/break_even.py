@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Settings of the method, or of the drafter in a batch.
 ACCEPTANCE, LENGTH, COST = "acceptance", "max_draft_tokens", "cost_of"
+LENGTH_GIVEN = "acceptance_length"  # in place of an acceptance
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,11 @@ def break_evens(summaries: Iterable[Mapping]) -> dict[str, Curve]:
 
     Of runs that differ in nothing the last counts. A draft length and batch size with a single acceptance has no entry.
     """
-    chosen = [summary for summary in summaries if _setting(summary, ACCEPTANCE) is not None]
+    chosen = [
+        summary
+        for summary in summaries
+        if _setting(summary, ACCEPTANCE) is not None and _settings(summary).get(LENGTH_GIVEN) is None
+    ]
     chosen = [s for s in chosen if _setting(s, LENGTH) is not None and s["overall"]["speedup"] is not None]
     names = labels(map(_reduced, chosen), without=("batch_size", "pair"))
     speedups: dict[str, dict[tuple[int, int], dict[float, Mapping]]] = {}

@@ -382,6 +382,24 @@ def test_the_loss_by_hand(share):
     assert pair.target.lm_head.weight.grad is None
 
 
+@pytest.mark.parametrize("head", ["independent", "markov"])
+def test_stored_distributions_are_read_where_tokens_are_judged_alone(head):
+    """Elsewhere there may be none; and a batch in which nothing is judged costs nothing, but has gradients."""
+    pair = random_pair("llama")
+    model = drafting_model(pair, head)
+    module = BlockDistillation(model, StagedModel(pair.target), 3, 4.0, 0.5)
+    ids, weight = torch.tensor([PROMPT]), torch.tensor([[0, 0, 1, 1, 0, 0, 0.0]])
+    with torch.no_grad():
+        probs, likeliest = pair.target(ids, use_cache=False).logits.softmax(-1).topk(8)
+    probs = torch.cat([torch.zeros(1, 1, 8), probs[:, :-1]], 1).roll(-1, 1) * weight.roll(-1, 1).unsqueeze(-1)
+    batch = {"input_ids": ids, "loss_weight": weight, "probs": probs, "likeliest": likeliest}
+    loss = module(batch)
+    assert torch.isfinite(loss) and loss > 0
+    nothing = module(batch | {"loss_weight": torch.zeros(1, 7)})
+    assert nothing == 0 and nothing.requires_grad
+    nothing.backward()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["independent", "markov"])
 def test_training_teaches_blocks(head, tmp_path):
@@ -410,13 +428,22 @@ def test_training_teaches_blocks(head, tmp_path):
         ("block_size=1", "block_size"),
         ("head=other", "head"),
         ("block_size=64", "no room"),
-        ("taps=[99]", "depths of the target"),
     ],
 )
 def test_a_setting_of_the_training_that_cannot_work(tmp_path, setting, says):
     workplace = training_workplace(tmp_path / "pair")
     with pytest.raises(UserError, match=says):
         dflash_train.train(training_settings("train_dflash", workplace, tmp_path / "out", setting))
+
+
+def test_depths_that_the_target_lacks(tmp_path):
+    workplace = training_workplace(tmp_path / "pair")
+    for taps in ("[99]", "[]"):
+        settings = training_settings(
+            "train_dflash", workplace, tmp_path / "out", f"taps={taps}", "mask_token=9"
+        )
+        with pytest.raises(UserError, match="depths of the target, 0 to 3"):
+            dflash_train.train(settings)
 
 
 def test_the_mask_is_the_tokenizers_unknown_or_padding_token():

@@ -8,13 +8,14 @@ import random
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.kangaroo.adapter import save_adapter
-from methods.oracle import Foretold, Oracle
+from methods.oracle import Foretold, Oracle, evenly, rates_by_place
 from methods.ragged import RaggedBatch
 from specbench.decoding import acceptance as acceptance_rules
 from specbench.decoding.acceptance import Accepted, outcome
@@ -49,11 +50,20 @@ def config(cost: str, folder: Path) -> dict:
     return {"_target_": target, "name": cost, **settings}
 
 
-def oracle(cost: str, folder: Path, acceptance: float = 0.7, k: int = 4, seed: int = 0) -> Oracle:
+def oracle(
+    cost: str, folder: Path, acceptance: float | list[float] = 0.7, k: int = 4, length: float | None = None
+) -> Oracle:
     pair = sorted_pair("llama")
     if cost == "kangaroo":
         save_adapter(near_identity_adapter(pair), folder, torch.float32)
-    return Oracle(pair, config(cost, folder), acceptance, cost, k, seed)
+    return Oracle(pair, config(cost, folder), acceptance, length, cost, k)
+
+
+def drawn(prompt: list[int], answer: list[int], acceptance: float, vocab: int, seed: int, spare: int):
+    """Which places are right, and what is proposed at each."""
+    known = Foretold(prompt, answer, vocab, seed, spare)
+    right = known.draws < acceptance
+    return right.tolist(), np.where(right, known.right, known.wrong)
 
 
 @cache
@@ -82,19 +92,19 @@ def rounds_of(right: list[bool], length: int, k: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 1.0])
 def test_the_share_of_right_tokens_is_the_asked_one(acceptance):
     answer = [random.Random(1).randrange(50) for _ in range(40_000)]
-    known = Foretold([1, 2], answer, acceptance, 50, 0, spare=5)
-    own = known.tokens[: len(answer)] == answer
-    assert own.tolist() == known.right[: len(answer)]  # a wrong token is never the target's own
+    right, tokens = drawn([1, 2], answer, acceptance, 50, 0, spare=5)
+    own = tokens[: len(answer)] == answer
+    assert own.tolist() == right[: len(answer)]  # a wrong token is never the target's own
     error = math.sqrt(acceptance * (1 - acceptance) / len(answer))
     assert abs(own.mean() - acceptance) <= 4 * error
     after = own[1:][own[:-1]].mean() if acceptance else 0.0  # independent: also after a right one
     assert abs(after - acceptance) <= 4 * error / math.sqrt(max(acceptance, 0.1))
-    assert len(known.tokens) == len(answer) + 5 and known.tokens.min() >= 0 and known.tokens.max() < 50
+    assert len(tokens) == len(answer) + 5 and tokens.min() >= 0 and tokens.max() < 50
 
 
 def test_draws_belong_to_the_prompt_the_seed_and_the_place():
     def right(prompt: list[int], seed: int, spare: int, length: int = 200) -> list[bool]:
-        return Foretold(prompt, [3] * length, 0.5, 50, seed, spare).right[:100]
+        return drawn(prompt, [3] * length, 0.5, 50, seed, spare)[0][:100]
 
     first = right([1, 2], 0, 4)
     assert first == right([1, 2], 0, 8) == right([1, 2], 0, 4, length=100)
@@ -102,7 +112,55 @@ def test_draws_belong_to_the_prompt_the_seed_and_the_place():
     assert all(first != other for other in others)
 
 
+@pytest.mark.parametrize(
+    ("shares", "rates"),
+    [
+        (0.8, [0.8, 0.8, 0.8]),
+        ([0.8, 0.4, 0.4], [0.8, 0.5, 1.0]),
+        ([0.6], [0.6, 0.0, 0.0]),
+        ([0.0, 0.0], [0.0, 0.0, 0.0]),
+        ([1, 1, 0.5, 0.2], [1.0, 1.0, 0.5]),
+    ],
+)
+def test_shares_by_place_are_those_of_drafts_that_get_so_far(shares, rates):
+    assert rates_by_place(shares, 3) == pytest.approx(rates)
+
+
+def test_a_length_with_least_variance():
+    assert evenly(3.25, 4) == [1, 1, 0.25, 0] and evenly(1, 2) == [0, 0] and evenly(3, 2) == [1, 1]
+    with pytest.raises(UserError, match="from 1 to 4"):
+        evenly(4.5, 3)
+    with pytest.raises(UserError, match="may not rise"):
+        rates_by_place([0.4, 0.5], 2)
+
+
 # -- one sequence
+
+
+@pytest.mark.parametrize("cost", ["none", "sps"])
+def test_each_place_of_a_draft_has_its_acceptance(cost, tmp_path):
+    """Of many answers, alone and in a batch; a given length has drafts of two neighbouring numbers alone."""
+    pair, rng = random_pair("llama"), random.Random(3)
+    target, plain = StagedModel(pair.target), Drafter()
+    prompts = [random_prompt(rng, pair.vocab_size) for _ in range(12)]
+    requests = [Request(prompt, SamplingParams(LENGTH)) for prompt in prompts]
+    answers = [a.tokens for a in Engine(target, plain, frozenset(), RaggedBatch(4)).generate(requests)]
+
+    def accepted(drafter: Oracle) -> list[int]:
+        drafter.set_reference_answers(prompts, answers)
+        said = Engine(target, drafter, frozenset(), RaggedBatch(4)).generate(requests)
+        assert [answer.tokens for answer in said] == answers
+        alone = Engine(target, drafter, frozenset()).answer(prompts[0], SamplingParams(LENGTH))
+        assert [s.accepted for s in alone.steps] == [s.accepted for s in said[0].steps]
+        return [s.accepted for answer in said for s in answer.steps if s.drafted == 3]
+
+    shares = [0.9, 0.5, 0.1]
+    found = np.array(accepted(oracle(cost, tmp_path, shares, 3)))
+    for place, share in enumerate(shares):
+        error = 4 * math.sqrt(share * (1 - share) / len(found))
+        assert abs((found > place).mean() - share) <= error, place
+    even = np.array(accepted(oracle(cost, tmp_path, k=3, length=2.5)))
+    assert set(even.tolist()) == {1, 2} and abs(even.mean() - 1.5) <= 4 * 0.5 / math.sqrt(len(even))
 
 
 @pytest.mark.one_in(3)
@@ -116,7 +174,7 @@ def test_what_is_accepted_is_what_was_drawn(cost, tmp_path):
         engine = Engine(StagedModel(pair.target), drafter, frozenset())
         drafter.set_reference_answers(*zip(*answers))
         for prompt, answer in asked:
-            right = Foretold(prompt, answer, acceptance, pair.vocab_size, 0, k).right
+            right, _ = drawn(prompt, answer, acceptance, pair.vocab_size, 0, k)
             said = engine.answer(prompt, SamplingParams(LENGTH))
             assert said.tokens == answer
             assert [(s.drafted, s.accepted) for s in said.steps] == rounds_of(right, LENGTH, k)
