@@ -80,7 +80,8 @@ WHOLE = Size(
 TOY = Size(
     60, 8, 4, 3, 2, 50, 2, "[1,2]", 1, (1, 1), ("[1,2,4,5,-1]", "[1,2,3,-1]"), 60, 400, 60, (1, 1)
 )  # fmt: skip
-DSPARK = ("head=markov", "markov_rank=32", "block_size=7", "distance_share=0.9")
+BLOCKS = ("blocks=16",)  # whose tokens are as many as the others judge
+DSPARK = (*BLOCKS, "head=markov", "markov_rank=32", "block_size=7", "distance_share=0.9")
 TEXT = ("prompt_weight=0.2", "length=512", "precision=bf16")  # of every drafter
 
 
@@ -165,8 +166,8 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
             part("streaming", 8, "mirror_sd", "deep", start, steps=second),
             part("draft", 4, "sps", "deep", start, steps=second),
             part("pard", 25, "pard", "deep", start, steps=second),
-            part("dflash", 40, "dflash", "deep", taps),
-            part("dspark", 50, "dflash", "deep", taps, *DSPARK),
+            part("dflash", 25, "dflash", "deep", taps, *BLOCKS),
+            part("dspark", 35, "dflash", "deep", taps, *DSPARK),
             Step("datastore", 0.2, weights / "rest" / "datastore.json", datastore),
             Step("soundness", 20, weights / RESULT, look),
             Step("vocabulary map", 2, weights / "vocab_map" / "vocab_map.json", calibrate),

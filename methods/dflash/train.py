@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from specbench.data.training import Batch
     from specbench.decoding.model.staged_model import StagedModel
 
-BEGINS = "random weights"
+BEGINS = "random weights, the target's norm"
+UNSURE = 0.3  # of the target's logits, to begin with
 EVERY = 4  # of held-out text, every so many tokens begin a block
 MARKOV = "markov"
 
@@ -203,7 +204,11 @@ class BlockDistillation(torch.nn.Module):
 
 
 def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
-    """A drafting model to train, of the target's width and heads, with random weights, as the authors begin."""
+    """A drafting model to train, of the target's width and heads: random weights, and the target's norm, smaller.
+
+    The authors begin at random everywhere. Where embeddings are as large as the embedded family's, whose head they are,
+    too, logits would then be in the hundreds.
+    """
     from methods.dflash.model import BlockConfig, BlockModel, default_taps  # late: it takes seconds to import
 
     sizes, markov = Sizes.of(target.config.to_dict()), cfg.head == MARKOV
@@ -228,8 +233,9 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
     if not taps or not 0 <= min(taps) <= max(taps) < layers:
         raise UserError(f"taps must be depths of the target, 0 to {layers - 1}, or how many; not {[*taps]}")
     model = BlockModel(config, taps).to(target.device)
-    if model.markov_head is not None:
-        with torch.no_grad():
+    with torch.no_grad():
+        model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))
+        if model.markov_head is not None:
             model.markov_head.markov_w2.weight.zero_()  # at first nothing is corrected
     return model
 

@@ -113,6 +113,12 @@ COMMANDS = {
         "Say how many tokens to draft at which batch size, in the forms that serving engines read.",
         (("schedule runs/batches", "after a sweep over batch_size and drafter.max_draft_tokens"),),
     ),
+    "replay": Command(
+        "specbench.report.replay",
+        "[RUN_OR_FOLDER ...]",
+        "Say what other draft lengths would have given, from the rounds of finished runs.",
+        (("replay runs/lengths", "after a sweep over method.max_draft_tokens"),),
+    ),
     "audit": Command(
         "specbench.commands.audit",
         f"FILE {KEYS}",

@@ -1,0 +1,280 @@
+"""What other draft lengths would have given: `specbench replay RUNS`, from the rounds that runs recorded.
+
+The rounds of a chain tell for almost every place of an answer whether the drafter guesses its token: it does where a
+token was accepted, and does not where one was rejected. Only the target's token after a draft that was accepted whole
+was never guessed; whether it would have been is drawn, as often as the first guess after such a draft is right. Any
+length up to the recorded one, and any rule that chooses lengths, can then be played over the same answers.
+
+That is exact but for these draws where a guess depends on the text alone (a draft model, token by token). A drafter
+that guesses better in the first place of a draft than in the fourth has shorter drafts that are better than replayed.
+
+Costs are means of the recorded rounds by their number of draft tokens, each in rounds of the same run's baseline, which
+has no draft; between lengths that were measured they are interpolated. So one long run gives lengths, and a second,
+short one makes speedups good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specbench.config.spec import POOL
+from specbench.measure.arms import BASELINE, METHOD
+from specbench.measure.metrics.dataframes import steps_frame
+from specbench.report.decision import draft_length, setting_of
+from specbench.report.runs import Run, finished_runs
+from specbench.report.tables import NUMBER, PlainTable, console, number_text, print_left_out
+from specbench.system.errors import UserError, file_errors, one_line_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import pandas as pd
+    from rich.table import Table
+
+    # (length of the last draft, tokens accepted of it) -> length of the next one
+    Rule = Callable[[int, int], int]
+
+DRAWS = 20  # of the places that were not guessed
+LEAST_ROUNDS = 20  # of a length, for a mean of their costs
+ANSWER = ["process", "repeat", "question_id", "pool", "turn"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The places of an answer after its first token.
+
+    Attributes:
+        right: [n] 1 where the drafter guesses the token, 0 where it does not, NaN where it was not asked.
+        baseline_seconds: that autoregressive decoding took for it, prompt included.
+        prefill_seconds: that the method took for its prompt.
+    """
+
+    right: np.ndarray
+    baseline_seconds: float
+    prefill_seconds: float
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a rule gives over some answers.
+
+    Attributes:
+        length: acceptance length; None where nothing was drafted.
+        speedup: None where there are no costs.
+    """
+
+    length: float | None
+    speedup: float | None
+
+
+class Recorded:
+    """The rounds of one run.
+
+    Args:
+        run: of chains, one question at a time.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.longest = draft_length(run.summary) or 0
+        steps = steps_frame(run.records)
+        self._rounds = steps[steps["arm"] == METHOD]
+        plain = steps[steps["arm"] == BASELINE]
+        self.baseline_round = float(_seconds(plain).mean())
+        self.after_full = self._after_full()
+        self.answers = [*self._answers()]
+
+    @property
+    def measured(self) -> Played:
+        """What the run itself had."""
+        overall = self.run.summary["overall"]
+        return Played(overall["acceptance_length"], overall["speedup"])
+
+    def costs(self) -> dict[int, float]:
+        """Means of the rounds' seconds by draft tokens, in rounds of the baseline."""
+        seconds = _seconds(self._rounds) / self.baseline_round
+        by_length = seconds.groupby(self._rounds["drafted"]).agg(["mean", "size"])
+        usual = by_length[by_length["size"] >= LEAST_ROUNDS]["mean"]
+        return {0: 1.0} | {int(length): float(cost) for length, cost in usual.items() if length}
+
+    def _after_full(self) -> float:
+        """How often the first guess after a draft that was accepted whole is right."""
+        drafted = self._rounds[self._rounds["drafted"] > 0]
+        full = (drafted["accepted"] == drafted["drafted"]).groupby([drafted[key] for key in ANSWER]).shift()
+        after = drafted[full.fillna(False).astype(bool)]
+        return float((after["accepted"] > 0).mean()) if len(after) else 1.0
+
+    def _answers(self) -> Iterable[Answer]:
+        rounds = {key: part for key, part in self._rounds.groupby(ANSWER)}
+        for record in self.run.records:
+            for turn in record.get("turns") or ():
+                for i, answer in enumerate(turn["arms"].get(METHOD, ())):
+                    key = (
+                        record["process"],
+                        record["repeat"],
+                        record["question_id"],
+                        record["pool"],
+                        turn["turn"],
+                    )
+                    plain = turn["arms"][BASELINE][i]
+                    if key in rounds:
+                        right = _guesses(rounds[key], len(answer["tokens"]))
+                        yield Answer(right, plain["seconds"], answer["prefill_seconds"] or 0.0)
+
+
+def _seconds(rounds: pd.DataFrame) -> pd.Series:
+    return rounds["draft_seconds"] + rounds["verify_seconds"] + rounds["other_seconds"]
+
+
+def _guesses(rounds: pd.DataFrame, tokens: int) -> np.ndarray:
+    """As `Answer.right`, of an answer of so many tokens."""
+    right = np.full(tokens, np.nan)
+    for place, drafted, accepted in zip(rounds["place"], rounds["drafted"], rounds["accepted"]):
+        right[place : place + accepted] = 1.0
+        if accepted < drafted:
+            right[place + accepted : place + accepted + 1] = 0.0
+    return right[1:]
+
+
+def rounds_of(right: np.ndarray, rule: Rule, first: int) -> list[tuple[int, int]]:
+    """Plays a rule over an answer.
+
+    Args:
+        right: [n] whether each place is guessed.
+        rule: gives each next length.
+        first: length of the first draft.
+
+    Returns:
+        Draft tokens and accepted ones of each round.
+    """
+    rounds, at, length = [], 0, first
+    while at < len(right):
+        drafted = min(length, len(right) - at - 1)
+        window = right[at : at + drafted]
+        wrong = np.flatnonzero(window == 0)
+        accepted = int(wrong[0]) if len(wrong) else drafted
+        rounds.append((drafted, accepted))
+        at += accepted + 1
+        length = rule(length, accepted)
+    return rounds
+
+
+def constant(length: int) -> tuple[Rule, int]:
+    """Drafts of one length."""
+    return (lambda _last, _accepted: length), length
+
+
+def adaptive(longest: int) -> tuple[Rule, int]:
+    """As transformers' assisted generation adapts its length: two more after a whole draft, else one less."""
+    return (lambda last, accepted: min(last + 2, longest) if accepted >= last else max(last - 1, 1)), min(
+        5, longest
+    )
+
+
+def play(
+    recorded: Sequence[Recorded], costs: dict[int, float], rule: Rule | None, first: int, seed: int = 0
+) -> Played:
+    """Plays a rule over the answers of runs.
+
+    Args:
+        recorded: of these runs.
+        costs: of a round by draft tokens, in rounds of the baseline.
+        rule: gives each next length; None: an oracle, which drafts just what will be accepted, up to `first`.
+        first: length of the first draft.
+        seed: of the draws.
+    """
+    rng = np.random.default_rng(seed)
+    lengths, prices = [*map(np.array, zip(*sorted(costs.items())))]
+    tokens = passes = 0
+    ours = theirs = 0.0
+    for run in recorded:
+        for answer in run.answers:
+            for _ in range(DRAWS):
+                drawn = rng.random(len(answer.right)) < run.after_full
+                right = np.where(np.isnan(answer.right), drawn, answer.right)
+                if rule is None:
+                    rounds = [(a, a) for _, a in rounds_of(right, *constant(first))]
+                else:
+                    rounds = rounds_of(right, rule, first)
+                price = np.interp([drafted for drafted, _ in rounds], lengths, prices).sum()
+                tokens += len(right)
+                passes += len(rounds)
+                ours += answer.prefill_seconds + price * run.baseline_round
+                theirs += answer.baseline_seconds
+    return Played(tokens / passes if passes else None, theirs / ours if len(costs) > 1 and ours else None)
+
+
+def replay_table(recorded: Sequence[Recorded], title: str) -> Table:
+    """A row for each length up to the longest recorded one, and for each rule; measured figures beside them."""
+    longest = max(recorded, key=lambda one: one.longest)
+    costs: dict[int, list[float]] = {}
+    for one in recorded:
+        for length, cost in one.costs().items():
+            costs.setdefault(length, []).append(cost)
+    means = {length: sum(some) / len(some) for length, some in costs.items()}
+    measured = {one.longest: one.measured for one in recorded}
+    rows: list[tuple[str, Played, Played | None]] = [
+        (str(length), play([longest], means, *constant(length)), measured.get(length))
+        for length in range(1, longest.longest + 1)
+    ]
+    rows.append(("as transformers adapts", play([longest], means, *adaptive(longest.longest)), None))
+    rows.append(("oracle", play([longest], means, None, longest.longest), None))
+    table = PlainTable(title)
+    table.add_columns("draft length")
+    table.add_columns("accept. length\nreplayed", "measured", "speedup\nreplayed", "measured", **NUMBER)
+    for name, played, beside in rows:
+        beside = beside or Played(None, None)
+        numbers = (played.length, beside.length, played.speedup, beside.speedup)
+        table.add_row(name, *(number_text(number, 2) for number in numbers))
+    by_length = ", ".join(f"{length}: {cost:.2f}" for length, cost in sorted(means.items()) if length)
+    table.caption = (
+        f"from the drafts of {longest.longest} tokens in {longest.run.name}; a round costs, in rounds of the baseline, "
+        f"by draft tokens: {by_length or 'not measured'}"
+    )
+    return table
+
+
+def groups(runs: Iterable[Run]) -> dict[str, list[Recorded]]:
+    """The runs that can be replayed, by what they share but for their draft length."""
+    alike: dict[str, list[Recorded]] = {}
+    for run in runs:
+        summary = run.summary
+        chains = (summary["settings"].get("nodes"), summary["settings"].get("width")) == (None, None)
+        if summary["unit"] == POOL or not draft_length(summary) or not chains or summary["temperature"]:
+            continue
+        settings = {k: v for k, v in summary["settings"].items() if k != "max_draft_tokens" and v is not None}
+        words = ", ".join(f"{key}={value}" for key, value in sorted(settings.items()))
+        name = f"{summary['method']}{f' ({words})' if words else ''}: {setting_of(summary)}"
+        alike.setdefault(name, []).append(Recorded(run))
+    return alike
+
+
+@one_line_errors()
+@file_errors()
+def main() -> int:
+    """Prints a table for each drafter and setting of the runs of the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="specbench replay", description=__doc__)
+    parser.add_argument(
+        "runs", nargs="*", type=Path, default=[Path("runs")], help="run folders, or folders of them"
+    )
+    options = parser.parse_args()
+    runs, left_out = finished_runs(options.runs, with_records=True)
+    print_left_out(left_out)
+    if not (alike := groups(runs)):
+        raise UserError(
+            "a replay needs a greedy run of chains, one question at a time: "
+            "specbench sweep method=sps method.max_draft_tokens=2,8"
+        )
+    for name, recorded in alike.items():
+        console().print(replay_table(recorded, f"what other draft lengths would have given: {name}"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

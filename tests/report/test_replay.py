@@ -1,0 +1,167 @@
+"""Replay of draft lengths: against lengths that were played for real, over guesses that are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specbench.report.replay import (
+    LEAST_ROUNDS,
+    Recorded,
+    adaptive,
+    constant,
+    groups,
+    main,
+    play,
+    replay_table,
+    rounds_of,
+)
+from specbench.report.runs import Run
+from tests.report.test_tables import shown
+from tests.support.samples import SUMMARY, changed, runs_of
+from tests.support.synthetic import generation, record, turn
+
+TOKENS, ANSWERS = 300, 30
+COSTS = {0: 1.0, 1: 1.3, 2: 1.5, 4: 1.9, 6: 2.4}  # of a round by draft tokens
+
+
+def guesses(seed: int = 0) -> list[np.ndarray]:
+    """Easy and hard stretches of answers: which places a drafter guesses."""
+    rng = np.random.default_rng(seed)
+    easy = rng.random((ANSWERS, TOKENS)).cumsum(1) % 9 < 6
+    return [*(rng.random((ANSWERS, TOKENS)) < np.where(easy, 0.9, 0.4)).astype(float)]
+
+
+def played(right: np.ndarray, length: int) -> list[dict]:
+    """The rounds that an engine would record."""
+    return [
+        {
+            "drafted": drafted,
+            "accepted": accepted,
+            "draft_seconds": 0.0,
+            "verify_seconds": 0.01 * float(np.interp(drafted, [*COSTS], [*COSTS.values()])),
+            "other_seconds": 0.0,
+        }
+        for drafted, accepted in rounds_of(right, *constant(length))
+    ]
+
+
+def run(length: int, *, of: list[np.ndarray] | None = None, **changes) -> Run:
+    """A run whose drafter guesses these places, with drafts of one length; the baseline takes 10 ms a token."""
+    from tests.support import synthetic
+
+    records, passes, ours = [], 0, 0.0
+    some = guesses() if of is None else of
+    for number, right in enumerate(some):
+        rounds = played(right, length)
+        seconds = sum(r["verify_seconds"] for r in rounds)
+        passes, ours = passes + len(rounds), ours + 0.1 + seconds
+        method = generation(tokens=1 + len(right), seconds=0.1 + seconds)
+        method["steps"] = synthetic.columns([r | {"emitted": r["accepted"] + 1} for r in rounds])
+        plain = generation([0] * len(right), seconds=0.1 + 0.01 * len(right), drafted=0)
+        times = {"draft_seconds": 0.0, "verify_seconds": 0.01, "other_seconds": 0.0}
+        plain["steps"] |= {name: [value] * len(right) for name, value in times.items()}
+        records.append(record(number, turns=[turn(baseline=plain, method=method)]))
+    tokens = sum(map(len, some))
+    speedup = (0.1 * len(some) + 0.01 * tokens) / ours
+    summary = changed(
+        SUMMARY,
+        **{"method": "sps", "settings": {"max_draft_tokens": length}} | changes,
+        overall__acceptance_length=tokens / passes,
+        overall__speedup=speedup,
+    )
+    made = runs_of(**{f"run_{length}": summary})[0]
+    made.__dict__["records"] = records
+    return made
+
+
+def test_rounds_by_hand():
+    right = np.array([1, 1, 0, 1, 1, 1, 1, 0, 1.0])
+    assert rounds_of(right, *constant(2)) == [(2, 2), (2, 2), (2, 1), (0, 0)]
+    assert rounds_of(right, *constant(5)) == [(5, 2), (5, 4), (0, 0)]
+    assert rounds_of(np.array([]), *constant(3)) == []
+
+
+def test_the_rule_of_transformers():
+    rule, first = adaptive(8)
+    assert first == 5 and (rule(5, 5), rule(8, 8), rule(5, 4), rule(1, 0)) == (7, 8, 4, 1)
+    assert adaptive(3)[1] == 3
+
+
+def test_a_run_is_replayed_to_what_it_had():
+    recorded = Recorded(run(6))
+    again = play([recorded], recorded.costs(), *constant(6))
+    assert again.length == pytest.approx(recorded.measured.length, rel=0.005)
+    assert again.speedup == pytest.approx(recorded.measured.speedup, rel=0.01)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_shorter_drafts_are_what_they_would_have_been(length):
+    """Within 2 % of the length and 5 % of the speedup that drafts of that length really have."""
+    longest, really = Recorded(run(6)), Recorded(run(length)).measured
+    costs = longest.costs() | Recorded(run(2)).costs() | Recorded(run(4)).costs()
+    replayed = play([longest], costs, *constant(length))
+    assert replayed.length == pytest.approx(really.length, rel=0.02)
+    assert replayed.speedup == pytest.approx(really.speedup, rel=0.05)
+
+
+def test_what_was_never_guessed_is_drawn_by_what_follows_whole_drafts():
+    """Where a drafter is right everywhere, every place is; where half of them are, half of the unknown ones."""
+    always = Recorded(run(3, of=[np.ones(48)] * 4))
+    assert always.after_full == 1.0
+    assert np.isnan(always.answers[0].right).sum() == 12  # one of four places
+    assert play([always], always.costs(), *constant(1)).length == pytest.approx(2.0)
+    rng = np.random.default_rng(1)
+    half = Recorded(run(1, of=[*(rng.random((40, 200)) < 0.5).astype(float)]))
+    assert half.after_full == pytest.approx(0.5, abs=0.03)
+
+
+def test_an_oracle_is_as_fast_as_any_length_and_emits_as_much_as_the_longest():
+    recorded = Recorded(run(6))
+    costs = {int(k): v for k, v in COSTS.items()}
+    best = play([recorded], costs, None, 6)
+    lengths = [play([recorded], costs, *constant(k)) for k in range(1, 7)]
+    assert best.length == pytest.approx(lengths[-1].length)
+    assert best.speedup > max(one.speedup for one in lengths)
+    assert play([recorded], costs, *adaptive(6)).length < best.length
+
+
+def test_costs_are_in_rounds_of_the_baseline():
+    recorded = Recorded(run(4))
+    assert recorded.costs() == {0: 1.0, 4: pytest.approx(COSTS[4])}
+    few = Recorded(run(4, of=[np.ones(4 * (LEAST_ROUNDS - 2))]))
+    assert few.costs() == {0: 1.0}  # too few rounds for a mean
+    assert play([few], few.costs(), *constant(2)).speedup is None
+
+
+def test_the_table_sets_what_was_measured_beside():
+    table = shown(replay_table([Recorded(run(4)), Recorded(run(2))], "sps"), 120)
+    rows = {line.split()[0]: line.split() for line in table.splitlines() if line[:1].isdigit()}
+    assert [*rows] == ["1", "2", "3", "4"]
+    assert rows["1"][2] == rows["3"][2] == "–" != rows["2"][2]
+    assert (
+        "as transformers adapts" in table
+        and "oracle" in table
+        and "by draft tokens: 2: 1.50, 4: 1.90" in table
+    )
+
+
+def test_only_chains_of_single_questions_without_chance_are_replayed():
+    good = run(4)
+    others = [
+        run(4, unit="pool"),
+        run(4, temperature=0.7),
+        run(4, settings={"max_draft_tokens": 4, "nodes": 20}),
+        run(4, settings={}),
+    ]
+    found = groups([good, *others, run(2), run(2, settings={"max_draft_tokens": 2, "vocab_size": 9})])
+    assert [[one.longest for one in group] for group in found.values()] == [[4, 2], [2]]
+    first, second = found
+    assert first.startswith("sps: pair=tiny") and "vocab_size=9" in second
+
+
+def test_without_such_runs_it_says_what_to_run(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["specbench replay", str(tmp_path)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2 and "no finished run" in capfd.readouterr().err
