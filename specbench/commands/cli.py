@@ -107,6 +107,16 @@ COMMANDS = {
             "              claims came to each verdict between <!-- claims-counts:begin --> and its end"
         ),
     ),
+    "check-published": Command(
+        "specbench.commands.check_published",
+        f"NAME {KEYS}",
+        "Measure a published acceptance again, and set ours beside it.",
+        (
+            ("check-published qwen3-8b-eagle3", "vLLM's own regression check: 80 first turns of MT-bench"),
+            ("check-published qwen3-8b-eagle3 pair.target=/models/Qwen3-8B", "with a folder of yours"),
+        ),
+        notes="Without NAME: the list of checks. Exit code 1 where ours is further away than the tolerance.",
+    ),
     "schedule": Command(
         "specbench.report.schedule",
         "[RUN_OR_FOLDER ...]",

@@ -54,6 +54,7 @@ KEYS = {
     "data.schema": Literal["spec_bench", "turns"] | None,
     "data.split": str | None,
     "data.placeholder": str | None,
+    "data.turns": Count | None,
     "data.limit": Count | None,
     "data.path": str | None,
     "data.url": str | None,

@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import os
 import urllib.request
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specbench.data.question_files import PARQUET, TASKS, Question, read_questions, read_turns
@@ -29,7 +30,7 @@ def load_questions(data: Mapping, task: Mapping) -> list[Question]:
 
     `task.tasks` maps each task to its categories; where it holds `task.name`, that one alone is asked, and
     all of them otherwise ("all"). In the schema `turns` the file's own categories are the tasks.
-    A limit takes from the categories of a task in turn, so that each counts.
+    A limit takes from the categories of a task in turn, so that each counts. `data.turns` leaves out later turns.
     Raises UserError for a file that is missing or malformed, and when no question is left.
     """
     path = find_questions_file(data)
@@ -44,7 +45,8 @@ def load_questions(data: Mapping, task: Mapping) -> list[Question]:
             f"no questions for task={task['name']} with data.limit={data['limit']} in {path}: "
             "choose a task that the file has, and a limit of at least 1"
         )
-    return questions
+    turns = data.get("turns")
+    return [replace(question, turns=question.turns[:turns]) for question in questions]
 
 
 def file_questions(data: Mapping, task: Mapping, path: Path | None = None) -> list[Question]:

@@ -52,6 +52,12 @@ def file(tmp_path):
     return write
 
 
+def test_later_turns_are_left_out(file):
+    path = file(line(1, turns=("first", "second")), line(2))
+    asked = {n: [q.turns for q in load_questions(data(path, turns=n), ALL)] for n in (None, 1, 2)}
+    assert asked[1] == [("first",), ("why?",)] and asked[None] == asked[2] == [("first", "second"), ("why?",)]
+
+
 @pytest.fixture
 def served(file):
     """A server on this machine that holds one questions file; yields (url, path)."""
