@@ -81,7 +81,7 @@ TOY = Size(
     60, 8, 4, 3, 2, 50, 2, "[1,2]", 1, (1, 1), ("[1,2,4,5,-1]", "[1,2,3,-1]"), 60, 400, 60, (1, 1)
 )  # fmt: skip
 BLOCKS = ("blocks=16",)  # whose tokens are as many as the others judge
-DSPARK = (*BLOCKS, "head=markov", "markov_rank=32", "block_size=7", "distance_share=0.9")
+DSPARK = (*BLOCKS, "head=markov", "markov_rank=32", "block_size=7")
 TEXT = ("prompt_weight=0.2", "length=512", "precision=bf16")  # of every drafter
 
 

@@ -7,7 +7,7 @@ them, its states of the tokens that stay are added to that cache; what the block
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
@@ -27,6 +27,8 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
     from methods.dflash.model import MarkovHead
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
@@ -100,11 +102,12 @@ class BlockDrafter(Drafter):
         states = [verified.accepted_states(verified.hidden_states[tap])[:, :n] for tap in self.taps]
         self.target.run_batch(batch, self._layers.layout.cache, ("commit", n), inject, *states, entries=n)
 
-    def _as_one(self, batch: Batch, key: Any, function: Any) -> Any:
-        """Runs a whole draft, a function of the batch, as one."""
-        return self.target.run_batch(
-            batch, self._layers.layout.cache, ("draft", key), function, entries=self._places
-        )
+    def _as_one(
+        self, batch: Batch, key: Hashable, function: Callable[..., list[torch.Tensor]]
+    ) -> Sequence[torch.Tensor]:
+        """Runs a whole draft, a function of the batch that the key says, as one."""
+        cache = self._layers.layout.cache
+        return self.target.run_batch(batch, cache, ("draft", key), function, entries=self._places)
 
     def _states(self, batch: Batch, k: int) -> torch.Tensor:
         """Normed states [b, k, d] of the places that guess the first k draft tokens.

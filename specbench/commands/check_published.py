@@ -82,8 +82,8 @@ def compared(check: Check, overall: dict) -> list[tuple[str, float, float | None
         for place, share in enumerate(check.by_place or ())
     ]
     return [
-        (name, theirs, own, None if own is None else abs(own - theirs) <= check.tolerance * theirs)
-        for name, theirs, own in rows
+        (name, theirs, here, None if here is None else abs(here - theirs) <= check.tolerance * theirs)
+        for name, theirs, here in rows
     ]
 
 
@@ -98,9 +98,9 @@ def check_table(
     table.add_columns("published", "ours", "ours /\npublished", **NUMBER)
     table.add_columns(f"within\n{check.tolerance:.0%}")
     words = {True: "yes", False: "no", None: "not measured"}
-    for what, theirs, own, within in rows:
-        ratio = None if own is None else own / theirs
-        numbers = (number_text(theirs, 3), number_text(own, 3), number_text(ratio, 2))
+    for what, theirs, here, within in rows:
+        ratio = None if here is None else here / theirs
+        numbers = (number_text(theirs, 3), number_text(here, 3), number_text(ratio, 2))
         table.add_row(what, *numbers, words[within])
     table.caption = check.note
     return table

@@ -25,7 +25,10 @@ from tests.support.commands import exit_code
 from tests.support.conf import composed
 
 pytestmark = pytest.mark.slow  # answers of the embedded target
-TRAINED = ("sps", "vocabtrim", "kangaroo", "medusa", "hydra_heads", "eagle", "eagle2", "eagle3", "s2d")
+TRAINED = (
+    *("sps", "vocabtrim", "kangaroo", "medusa", "hydra_heads", "eagle", "eagle2", "eagle3", "s2d"),
+    *("dflash", "ddtree", "dspark"),
+)
 
 
 class Case:

@@ -311,6 +311,33 @@ def test_a_threshold_ends_drafts(tmp_path):
     assert sum(lengths[0.5]) / len(lengths[0.5]) < sum(lengths[0.0]) / len(lengths[0.0])
 
 
+def test_an_estimate_is_of_the_place_and_the_token_in_front(tmp_path):
+    """A draft ends in front of the first unsure place, whatever the token there: to look at it would bias samples."""
+    pair = random_pair("llama")
+    folder, model = saved("llama", DSpark, tmp_path), trained_model("llama", "markov")
+    drafter, compared = DSpark(pair, folder, confidence_threshold=0.5), []
+    draft_of, embedding = drafter.draft, model.markov_head.markov_w1.weight
+
+    def check(batch):
+        draft = draft_of(batch)
+        known = batch.sequences[0].tokens
+        states = filled_by_transformers(pair, model, known)
+        token, count = known[-1], 0
+        for j in range(min(BLOCK, batch.max_draft)):
+            if model.confidence(states[j], embedding[token]).sigmoid() < 0.5:
+                break
+            correction = model.markov_head.markov_w2.weight @ embedding[token]
+            token, count = int((pair.target.lm_head(states[j]) + correction).argmax()), count + 1
+        assert draft.tokens.shape[1] == count
+        compared.append(count)
+        return draft
+
+    drafter.draft = check
+    for prompt, cap, *_ in cases("llama"):
+        Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
+    assert len({*compared}) > 2
+
+
 def test_a_draft_reads_its_model_once(tmp_path):
     pair = random_pair("llama")
     head = pair.target.lm_head.weight.nbytes + pair.target.model.norm.weight.nbytes
