@@ -82,8 +82,8 @@ def compared(check: Check, overall: dict) -> list[tuple[str, float, float | None
         for place, share in enumerate(check.by_place or ())
     ]
     return [
-        (name, theirs, here, None if here is None else abs(here - theirs) <= check.tolerance * theirs)
-        for name, theirs, here in rows
+        (name, theirs, measured, None if measured is None else abs(measured - theirs) <= check.tolerance * theirs)
+        for name, theirs, measured in rows
     ]
 
 
@@ -98,9 +98,9 @@ def check_table(
     table.add_columns("published", "ours", "ours /\npublished", **NUMBER)
     table.add_columns(f"within\n{check.tolerance:.0%}")
     words = {True: "yes", False: "no", None: "not measured"}
-    for what, theirs, here, within in rows:
-        ratio = None if here is None else here / theirs
-        numbers = (number_text(theirs, 3), number_text(here, 3), number_text(ratio, 2))
+    for what, theirs, measured, within in rows:
+        ratio = None if measured is None else measured / theirs
+        numbers = (number_text(theirs, 3), number_text(measured, 3), number_text(ratio, 2))
         table.add_row(what, *numbers, words[within])
     table.caption = check.note
     return table
