@@ -82,7 +82,12 @@ def compared(check: Check, overall: dict) -> list[tuple[str, float, float | None
         for place, share in enumerate(check.by_place or ())
     ]
     return [
-        (name, theirs, measured, None if measured is None else abs(measured - theirs) <= check.tolerance * theirs)
+        (
+            name,
+            theirs,
+            measured,
+            None if measured is None else abs(measured - theirs) <= check.tolerance * theirs,
+        )
         for name, theirs, measured in rows
     ]
 

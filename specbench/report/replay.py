@@ -26,7 +26,7 @@ import numpy as np
 from specbench.config.spec import POOL
 from specbench.measure.arms import BASELINE, METHOD
 from specbench.measure.metrics.dataframes import steps_frame
-from specbench.report.decision import draft_length, setting_of
+from specbench.report.decision import setting_of
 from specbench.report.runs import Run, finished_runs
 from specbench.report.tables import NUMBER, PlainTable, console, number_text, print_left_out
 from specbench.system.errors import UserError, file_errors, one_line_errors
@@ -77,14 +77,22 @@ class Recorded:
     """The rounds of one run.
 
     Args:
-        run: of chains, one question at a time.
+        run: of one question at a time.
+
+    Attributes:
+        longest: draft tokens of a round at most.
+        is_chain: whether it drafted chains, and nothing else.
+        baseline_round: seconds of a round of the baseline.
+        after_full: how often the first guess after a draft that was accepted whole is right.
+        answers: of the method.
     """
 
     def __init__(self, run: Run):
         self.run = run
-        self.longest = draft_length(run.summary) or 0
         steps = steps_frame(run.records)
         self._rounds = steps[steps["arm"] == METHOD]
+        self.longest = int(self._rounds["drafted"].max())
+        self.is_chain = self.longest > 0 and bool((self._rounds["depth"] == self._rounds["drafted"]).all())
         plain = steps[steps["arm"] == BASELINE]
         self.baseline_round = float(_seconds(plain).mean())
         self.after_full = self._after_full()
@@ -245,13 +253,12 @@ def groups(runs: Iterable[Run]) -> dict[str, list[Recorded]]:
     alike: dict[str, list[Recorded]] = {}
     for run in runs:
         summary = run.summary
-        chains = (summary["settings"].get("nodes"), summary["settings"].get("width")) == (None, None)
-        if summary["unit"] == POOL or not draft_length(summary) or not chains or summary["temperature"]:
+        if summary["unit"] == POOL or summary["temperature"] or not (recorded := Recorded(run)).is_chain:
             continue
         settings = {k: v for k, v in summary["settings"].items() if k != "max_draft_tokens" and v is not None}
         words = ", ".join(f"{key}={value}" for key, value in sorted(settings.items()))
         name = f"{summary['method']}{f' ({words})' if words else ''}: {setting_of(summary)}"
-        alike.setdefault(name, []).append(Recorded(run))
+        alike.setdefault(name, []).append(recorded)
     return alike
 
 

@@ -147,15 +147,15 @@ def test_the_table_sets_what_was_measured_beside():
 
 
 def test_only_chains_of_single_questions_without_chance_are_replayed():
-    good = run(4)
-    others = [
-        run(4, unit="pool"),
-        run(4, temperature=0.7),
-        run(4, settings={"max_draft_tokens": 4, "nodes": 20}),
-        run(4, settings={}),
-    ]
-    found = groups([good, *others, run(2), run(2, settings={"max_draft_tokens": 2, "vocab_size": 9})])
-    assert [[one.longest for one in group] for group in found.values()] == [[4, 2], [2]]
+    tree, nothing = run(4), run(0)
+    for one in tree.records:
+        one["turns"][0]["arms"]["method"][0]["steps"]["depth"][3] = 2  # of four nodes
+    others = [run(4, unit="pool"), run(4, temperature=0.7), tree, nothing]
+    unset = run(3, settings={"max_draft_tokens": None})  # as many as a drafting model was trained to guess
+    found = groups(
+        [run(4), *others, run(2), unset, run(2, settings={"max_draft_tokens": 2, "vocab_size": 9})]
+    )
+    assert [[one.longest for one in group] for group in found.values()] == [[4, 2, 3], [2]]
     first, second = found
     assert first.startswith("sps: pair=tiny") and "vocab_size=9" in second
 
