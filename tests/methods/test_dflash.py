@@ -205,6 +205,7 @@ def by_hand(log_probs: torch.Tensor, nodes: int) -> set[tuple[int, ...]]:
 def test_a_tree_of_marginals_holds_the_likeliest_paths(nodes):
     torch.manual_seed(nodes)
     logits = torch.randn(3, 4, 7) * 2
+    logits[2, 0, 3], logits[2, 1] = 30.0, logits[2, 1] / 9  # one sure path, whose children are nearly alike
     width = 7
     tokens, tree = tree_of_marginals(logits, candidate_children(width, torch.device("cpu")), width, nodes)
     for i in range(3):
