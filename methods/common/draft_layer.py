@@ -19,14 +19,15 @@ class CachedLayer(nn.Module):
 
     Attributes:
         depth: layers that attend.
+        compiled_layers: names of layers that are nothing but called: on a CPU they are compiled.
 
     Args:
         config: of the layers; heads and rotary settings are used.
     """
 
-    depth: int = 1
-
     config: Any
+    depth: int = 1
+    compiled_layers: tuple[str, ...] = ()
 
     def __init__(self, config: LlamaConfig | Qwen3Config):
         super().__init__()

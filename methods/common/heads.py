@@ -105,6 +105,24 @@ class DraftHead:
         return widened
 
 
+def chosen_at_once(
+    head: DraftHead, logits: torch.Tensor, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Chooses all tokens of drafts whose places were guessed in one pass, each by itself, place by place.
+
+    Args:
+        head: of the drafter, or what stands in its place.
+        logits: [b, k, rows] of it.
+        batch: the running sequences.
+
+    Returns:
+        Token ids [b, k] of the target and, when sampling, their distributions [b, k, vocab_size].
+    """
+    head.begin(batch)
+    chosen = [head.choose(at, batch.decoding, batch.draws(j)) for j, at in enumerate(logits.unbind(1))]
+    return torch.stack([tokens for tokens, _ in chosen], dim=1), head.spread([probs for _, probs in chosen])
+
+
 def drawable(rows: torch.Tensor) -> torch.Tensor:
     """Rows as `SamplingParams.select` draws them with uniforms, with row 0 where nothing could be drawn (`NOT_DRAWN`).
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 
 from methods.common.dynamic_trees import candidate_children, tree_of_marginals
-from methods.common.heads import draft_head
+from methods.common.heads import chosen_at_once, draft_head
 from specbench.decoding.cpu.compiled_layers import compiled_copy
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
@@ -67,8 +67,7 @@ class BlockDrafter(Drafter):
             )
             raise UserError(f"the drafting model in '{weights}' is one {names[0]}: set method={names[1]}")
         set_options(model, options_of(pair.target))
-        layers = [f"layers.{i}" for i in range(model.depth)] if options_of(model).compile else []
-        self.model = compiled_copy(model, *layers)
+        self.model = compiled_copy(model, *(model.compiled_layers if options_of(model).compile else ()))
         self.taps = model.taps
         self.head = draft_head(pair, pair.staged, vocab_map, vocab_size)
         self.max_draft_tokens = max_draft_tokens or model.config.most_guesses
@@ -136,14 +135,8 @@ class DFlash(BlockDrafter):
         k = min(self.max_draft_tokens, batch.max_draft)
 
         def filled(batch: Batch) -> list[torch.Tensor]:
-            logits = self.head.logits(self._states(batch, k))
-            self.head.begin(batch)
-            draws = [batch.draws(j) for j in range(k)]
-            uniforms = None if batch.uniforms is None else torch.stack(draws, dim=1).flatten()  # type: ignore[arg-type]
-            tokens, probs = self.head.choose(logits.flatten(0, 1), batch.decoding, uniforms)
-            shape = batch.size, k
-            widened = [] if probs is None else [self.head.widen(probs).unflatten(0, shape)]
-            return [tokens.view(shape), *widened]
+            tokens, probs = chosen_at_once(self.head, self.head.logits(self._states(batch, k)), batch)
+            return [tokens] if probs is None else [tokens, probs]
 
         tokens, *probs = self._as_one(batch, k, filled)
         return Draft(tokens, probs[0] if probs else None, bytes_read=self._bytes)

@@ -101,6 +101,7 @@ class BlockModel(CachedLayer):
         self.markov_head = MarkovHead(config.vocab_size, rank) if rank else None
         self.confidence_head = ConfidenceHead(width + rank) if config.confidence else None
         self.depth = len(self.layers)
+        self.compiled_layers = tuple(f"layers.{i}" for i in range(self.depth))
         self._joint: Joint | None = None
 
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:

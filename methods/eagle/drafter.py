@@ -81,8 +81,7 @@ class EagleDrafter(Drafter):
     expanded = 0
 
     def __init__(self, model: DraftingModel, head: Head):
-        named = model.compiled_layer if options_of(model).compile else None
-        self.model = compiled_copy(model, *([named] if named else []))
+        self.model = compiled_copy(model, *(model.compiled_layers if options_of(model).compile else ()))
         self.head = head
         self.taps = model.taps
         self._bytes = weight_bytes(model) + head.bytes

@@ -66,14 +66,12 @@ class DraftingModel(CachedLayer):
 
     Attributes:
         taps: depths of the target whose states it reads, as in `Drafter`.
-        compiled_layer: name of the layer, where it is nothing but called: on a CPU it is compiled.
 
     Args:
         config: of the layer.
     """
 
     taps: tuple[int, ...] = ()
-    compiled_layer: str | None = None
 
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
         """The target's states [b, n, d] of each tap -> what stands for them in pairs, [b, n, h]."""

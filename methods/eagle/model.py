@@ -31,7 +31,7 @@ class EagleModel(DraftingModel):
     """
 
     taps = (NORMED,)
-    compiled_layer = "layers.0"
+    compiled_layers = ("layers.0",)
 
     def __init__(self, config: LlamaConfig):
         super().__init__(config)

@@ -66,6 +66,8 @@ class Adapter(DraftLayer):
         config: one layer; hidden size, heads, eps and rotary settings are used.
     """
 
+    compiled_layers = ("layers.0",)
+
     def __init__(self, config: LlamaConfig):
         super().__init__(config, AdapterLayer(config))
 

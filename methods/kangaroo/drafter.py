@@ -65,7 +65,9 @@ class Kangaroo(Drafter):
         from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
 
         loaded = load_adapter(packaged(weights), pair.target.config, pair.device, pair.dtype, pair.expansion)
-        self.adapter = compiled_copy(loaded, *(["layers.0"] if options_of(pair.target).compile else []))
+        self.adapter = compiled_copy(
+            loaded, *(loaded.compiled_layers if options_of(pair.target).compile else ())
+        )
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from methods.common.heads import chosen_at_once
 from methods.sps import SpeculativeSampling
 from specbench.decoding.drafter import Needs
 from specbench.decoding.state import Batch, Draft, Verified
@@ -65,14 +66,8 @@ class ParallelDraft(SpeculativeSampling):
         ids = torch.cat([newest, newest.new_full((batch.size, k - 1), self.mask)], dim=1)
         ctx = self._layout.place(batch, n + k - 1, 1 - n)
         hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, ctx)[:, n - 1 :]
-        logits = self.head.logits(self.model.norm(hidden))
-        self.head.begin(batch)
-        chosen = [self.head.choose(logits[:, j], batch.decoding, batch.draws(j)) for j in range(k)]
-        return Draft(
-            tokens=torch.stack([tokens for tokens, _ in chosen], dim=1),
-            probs=self.head.spread([probs for _, probs in chosen]),
-            bytes_read=self._draft_bytes(batch, n, k),
-        )
+        tokens, probs = chosen_at_once(self.head, self.head.logits(self.model.norm(hidden)), batch)
+        return Draft(tokens, probs, bytes_read=self._draft_bytes(batch, n, k))
 
     def _draft_bytes(self, batch: Batch, n: int, k: int) -> float:
         """Bytes of weights that the one pass of a draft reads."""

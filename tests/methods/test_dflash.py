@@ -20,6 +20,7 @@ from methods.dflash.model import BlockConfig, BlockModel, default_taps
 from methods.dflash.train import BlockDistillation, fresh_model
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
+from methods.oracle import Oracle
 from methods.ragged import RaggedBatch
 from specbench.data.training import RECORD
 from specbench.decoding.engine import Engine
@@ -37,6 +38,7 @@ from tests.support.lossless import (
     cases,
     sampled_requests,
 )
+from tests.support.methods import randomise, teach
 from tests.support.models import EVERY_ARCHITECTURE
 from tests.support.training import training_settings, training_workplace
 
@@ -58,15 +60,8 @@ def settings_of(head: str, **changes: object):
 
 def drafting_model(pair, head: str, **changes: object) -> BlockModel:
     """Random weights, as large as those of the target."""
-    torch.manual_seed(5)
     model = fresh_model(settings_of(head, **changes), StagedModel(pair.target), MASK)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(
-                torch.rand_like(weight) + 0.5 if weight.dim() == 1 else torch.randn_like(weight) * 0.1
-            )
-            if name.startswith("markov"):
-                weight.mul_(5)
+    randomise(model, "markov")
     return model.eval()
 
 
@@ -76,17 +71,7 @@ def trained_model(arch: str, head: str) -> BlockModel:
     """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
     pair = random_pair(arch)
     model = drafting_model(pair, head)
-    texts = [prompt + answer for prompt, _, _, answer in cases(arch)]
-    length = max(map(len, texts))
-    ids = torch.tensor([text + [0] * (length - len(text)) for text in texts])
-    said = torch.tensor([[1.0] * len(text) + [0.0] * (length - len(text)) for text in texts])
-    module = BlockDistillation(model, StagedModel(pair.target), 8, 4.0, 0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(40):
-        loss = module({"input_ids": ids, "loss_weight": said}) / said.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    teach(BlockDistillation(model, StagedModel(pair.target), 8, 4.0, 0.0), model, arch, 40)
     return model.requires_grad_(False)
 
 
@@ -265,6 +250,18 @@ def test_lossless_on_one_architecture(kind, tmp_path):
         assert {0, 1} <= {s.accepted for s in steps}
     else:
         assert_rounds_of_every_kind(steps, partly=True)
+
+
+@pytest.mark.parametrize("kind", [DFlash, DSpark])
+def test_an_oracle_proposes_its_tokens_in_place_of_these(kind, tmp_path):
+    """Token by token, though all places are guessed at once."""
+    pair, folder = random_pair("llama"), saved("llama", kind, tmp_path)
+    config = {"_target_": f"methods.dflash.{kind.__name__}", "name": "block", "weights": folder}
+    drafter = Oracle(pair, config, [1.0, 1.0, 0.0], cost_of="block", max_draft_tokens=4)
+    prompt, cap, _, answer = cases("llama")[6]
+    drafter.set_reference_answers([prompt], [answer])
+    said = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
+    assert said.tokens == answer and {s.accepted for s in said.steps if s.drafted > 2} == {2}
 
 
 @pytest.mark.slow

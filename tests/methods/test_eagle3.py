@@ -33,6 +33,7 @@ from tests.support.lossless import (
     cases,
     sampled_requests,
 )
+from tests.support.methods import randomise, teach
 from tests.support.models import EVERY_ARCHITECTURE
 
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -46,14 +47,7 @@ def drafting_model(pair, **flags) -> Eagle3Model:
     if flags:
         config = Eagle3Config(**model.config.to_dict() | flags)
         model = Eagle3Model(config, model.taps, kept)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(
-                torch.rand_like(weight) + 0.5 if weight.dim() == 1 else torch.randn_like(weight) * 0.1
-            )
-            if name.startswith("lm_head"):
-                weight.mul_(5)
+    randomise(model, "lm_head")
     return model.eval()
 
 
@@ -63,17 +57,7 @@ def trained_model(arch: str) -> Eagle3Model:
     """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
     pair = random_pair(arch)
     model = drafting_model(pair)
-    texts = [prompt + answer for prompt, _, _, answer in cases(arch)]
-    length = max(map(len, texts))
-    ids = [text + [0] * (length - len(text)) for text in texts]
-    said = [[1.0] * len(text) + [0.0] * (length - len(text)) for text in texts]
-    module = TrainingTimeTest(model, StagedModel(pair.target), 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(20):
-        loss = module(batch_of(ids, said)) / length
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    teach(TrainingTimeTest(model, StagedModel(pair.target), 3), model, arch, 20)
     return model.requires_grad_(False)
 
 

@@ -63,6 +63,30 @@ def saved_adapter(pair, folder: str | Path, **notes: object) -> str:
     return str(folder)
 
 
+@torch.no_grad()
+def randomise(model: torch.nn.Module, loud: str) -> None:
+    """Gives a drafting model weights at random; those whose name begins with `loud` are larger."""
+    torch.manual_seed(5)
+    for name, weight in model.named_parameters():
+        weight.copy_(torch.rand_like(weight) + 0.5 if weight.dim() == 1 else torch.randn_like(weight) * 0.1)
+        if name.startswith(loud):
+            weight.mul_(5)
+
+
+def teach(module: torch.nn.Module, model: torch.nn.Module, arch: str, steps: int) -> None:
+    """Teaches a drafting model the answers of `lossless.cases`, by the loss of a batch that a module gives."""
+    texts = [prompt + answer for prompt, _, _, answer in cases(arch)]
+    length = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (length - len(text)) for text in texts])
+    weights = torch.tensor([[1.0] * len(text) + [0.0] * (length - len(text)) for text in texts])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        loss = module({"input_ids": ids, "loss_weight": weights}) / length
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 def fit(model: DraftingModel, arch: str, steps: int = 15) -> DraftingModel:
     """Teaches a drafting model of EAGLE's kind some of the answers of `lossless.cases`, so that drafts are often right
     and often wrong. It drafts with the target's head."""
