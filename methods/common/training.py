@@ -18,6 +18,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
+from specbench.models.expansion import Sizes
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.models.surgery import SHARED, cut, embedding_names, saved_weights, shares_embeddings
 from specbench.system.errors import UserError
@@ -36,6 +37,7 @@ Answered = tuple[list[int], list[int]]  # token ids of a prompt and of its answe
 HELD_OUT_BATCHES = 8
 ANSWERS = 64  # that are written together, a quarter of them at a time
 FITTED_PLACES = 60_000  # of a text, for a fit by least squares
+UNSURE = 0.3  # of the target's logits, for a drafting layer to begin with
 RIDGE, TINY = 1e-3, 1e-30  # of least squares, on inputs of unit size; instead of a size of nothing
 
 # What the settings of every trainer take.
@@ -189,6 +191,22 @@ def training_pair(pair_cfg: DictConfig) -> DictConfig:
 def _changed(cfg: DictConfig, **settings: object) -> DictConfig:
     """A configuration with some of its settings changed."""
     return cast("DictConfig", OmegaConf.merge(cfg, settings))
+
+
+def layer_sizes(target: StagedModel) -> dict[str, Any]:
+    """What the config of a drafting layer of a target's width and heads says of sizes."""
+    config = target.config
+    sizes = Sizes.of(config.to_dict())
+    return {
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.inner,
+        "num_attention_heads": sizes.kv_heads * sizes.group,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": config.max_position_embeddings,
+    }
 
 
 def mask_to_fill(cfg: DictConfig, pair: Pair, embedded: int) -> int:

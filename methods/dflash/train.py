@@ -21,10 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from methods.common.losses import CHUNK, Distribution, Goals, Head, cross_entropies, teacher_of
 from methods.common.training import (
     SETTINGS,
+    UNSURE,
     agreement,
     agreements,
     batches,
     held_out_batches,
+    layer_sizes,
     mask_to_fill,
     target_states,
     training_pair,
@@ -32,7 +34,6 @@ from methods.common.training import (
 from specbench.config.compose import with_hydra
 from specbench.data import training
 from specbench.decoding.state import NORMED
-from specbench.models.expansion import Sizes
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.settings import Count, Positive, Probability, Range, check_all
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
 
 BEGINS = "random weights, the target's norm"
-UNSURE = 0.3  # of the target's logits, to begin with
 EVERY = 4  # of held-out text, every so many tokens begin a block
 MARKOV = "markov"
 
@@ -211,17 +211,10 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
     """
     from methods.dflash.model import BlockConfig, BlockModel, default_taps  # late: it takes seconds to import
 
-    sizes, markov = Sizes.of(target.config.to_dict()), cfg.head == MARKOV
+    markov = cfg.head == MARKOV
     config = BlockConfig(
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.inner,
+        **layer_sizes(target),
         num_hidden_layers=cfg.draft_layers,
-        num_attention_heads=sizes.kv_heads * sizes.group,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        vocab_size=target.vocab_size,
-        rms_norm_eps=getattr(target.config, "rms_norm_eps", 1e-6),
-        max_position_embeddings=target.config.max_position_embeddings,
         block_size=cfg.block_size,
         mask_token_id=mask,
         fills_in=not markov,

@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from methods.common.losses import ALL, CHUNK, Distribution, Head, Loss, cross_entropies, teacher_of
 from methods.common.training import (
     SETTINGS,
+    UNSURE,
     batches,
     held_out_batches,
+    layer_sizes,
     target_states,
     training_pair,
 )
@@ -30,7 +32,6 @@ from methods.eagle.chain import chained
 from specbench.config.compose import with_hydra
 from specbench.data import training
 from specbench.decoding.state import NORMED
-from specbench.models.expansion import Sizes
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.settings import Count, Range, check_all
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 DECAY = 0.8
 COUNTED_BATCHES = 500  # of training text, for the draft vocabulary
-UNSURE = 0.3  # of the target's logits, to begin with
 TINY = 1e-30  # instead of no probability at all
 
 
@@ -154,20 +154,9 @@ def fresh_model(target: StagedModel, token_ids: torch.Tensor, like_layer: int | 
         default_taps,
     )  # late: it takes seconds to import
 
-    sizes = Sizes.of(target.config.to_dict())
-    config = Eagle3Config(
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.inner,
-        num_hidden_layers=1,
-        num_attention_heads=sizes.kv_heads * sizes.group,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        vocab_size=target.vocab_size,
-        rms_norm_eps=getattr(target.config, "rms_norm_eps", 1e-6),
-        max_position_embeddings=target.config.max_position_embeddings,
-    )
+    config = Eagle3Config(**layer_sizes(target), num_hidden_layers=1)
     model = Eagle3Model(config, default_taps(len(target.layers)), token_ids).to(target.device)
-    model.fc.weight.zero_()[:, -sizes.hidden :].fill_diagonal_(1)
+    model.fc.weight.zero_()[:, -config.hidden_size :].fill_diagonal_(1)
     if like_layer is not None:
         _begin_like(cast("Any", model.midlayer), cast("Any", target.layers[like_layer]))
     model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))
