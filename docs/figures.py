@@ -29,7 +29,7 @@ from specbench.data.questions import load_questions
 from specbench.measure.machine.speed import Probes
 from specbench.measure.plan import RunPlan
 from specbench.measure.records import run_folder as store
-from specbench.report import formats, phases, plots, tables
+from specbench.report import formats, phases, plots, remarks, tables
 from specbench.report.runs import Run, finished_runs
 from specbench.report.training_data import SAME, differing_training, training_table
 from specbench.system.errors import UserError, one_line_errors
@@ -56,6 +56,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "dflash": ("method=dflash",),
     "ddtree": ("method=ddtree",),
     "dspark": ("method=dspark",),
+    "peagle": ("method=peagle",),
+    "mtp": ("method=mtp",),
     "sps_tree": ("method=sps_tree",),
     "kangaroo": ("method=kangaroo",),
     "kangaroo_tree": ("method=kangaroo_tree",),
@@ -161,8 +163,8 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
     parts = [measured_on(runs), body(tables.overview_table(summaries))]
     if by_task is not None:
         parts += ["Speedups by task, with intervals; *its def.* is Spec-Bench's own.", body(by_task)]
-        parts += [f"{line}." for line in dict.fromkeys(map(tables.repetition_line, summaries)) if line]
-    notes = [*tables.notes(runs), *differing_training(summaries)]
+        parts += [f"{line}." for line in dict.fromkeys(map(remarks.repetition_line, summaries)) if line]
+    notes = [*remarks.notes(runs), *differing_training(summaries)]
     if notes and not page.by_task:
         notes = ["; ".join(notes)]
     parts += [f"**{note}**" for note in notes]
@@ -197,7 +199,7 @@ def measured_on(runs: list[Run]) -> str:
     facts = [
         f"`make readme-figures`{shared}, {' to '.join(dict.fromkeys((days[0], days[-1])))}",
         f"{cpu}, {cores} cores" + (f", threads of torch: {threads.pop()}" if len(threads) == 1 else ""),
-        f"pair `{summary['pair']}`, {tables.dtype_label(summary)}, "
+        f"pair `{summary['pair']}`, {remarks.dtype_label(summary)}, "
         + ("greedy" if summary["temperature"] == 0 else f"temperature {summary['temperature']:g}"),
         f"{summary['overall']['questions']} questions"
         + (f", {answers.pop()} answers a method" if len(answers) == 1 else ""),

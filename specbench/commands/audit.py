@@ -23,7 +23,7 @@ from specbench.engines.audit import (
 )
 from specbench.measure.metrics.engine import SURPRISE
 from specbench.models.pairs import load_pair
-from specbench.report.tables import console
+from specbench.report.cells import console
 from specbench.system.errors import one_line_errors
 from specbench.system.files import write_json
 from specbench.system.settings import Count, NotNegative, Range, check_all

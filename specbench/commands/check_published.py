@@ -96,7 +96,7 @@ def check_table(
     name: str, check: Check, rows: Sequence[tuple[str, float, float | None, bool | None]]
 ) -> Table:
     """Ours beside theirs."""
-    from specbench.report.tables import NUMBER, PlainTable, number_text
+    from specbench.report.cells import NUMBER, PlainTable, number_text
 
     table = PlainTable(f"{name}: {check.source}")
     table.add_columns("")
@@ -121,8 +121,8 @@ def overview(all_checks: dict[str, Check]) -> str:
 @one_line_errors()
 def main() -> int:
     """Does what the command line says; returns the exit code."""
+    from specbench.report.cells import console
     from specbench.report.runs import read_run
-    from specbench.report.tables import console
 
     all_checks = checks()
     name, *more = sys.argv[1:] or ["--help"]

@@ -31,7 +31,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
-from specbench.report.tables import console
+from specbench.report.cells import console
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.files import make_folder, whole_lines
 from specbench.system.settings import Count, Natural, Probability, Range, Seed, check_all, plain

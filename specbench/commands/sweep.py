@@ -121,11 +121,11 @@ def print_failures(jobs: list[Job]) -> None:
         return
     from rich.text import Text
 
-    from specbench.report import tables  # late, as in specbench.commands.run
+    from specbench.report import cells  # late, as in specbench.commands.run
 
-    out = tables.console()
+    out = cells.console()
     count = f"{len(failed)} of {len(jobs)} jobs failed; the same command runs them again:"
-    out.print(Text(count, style=tables.WRONG))
+    out.print(Text(count, style=cells.WRONG))
     for job in failed:
         where = f" ({job.run_dir})" if job.run_dir else ""
         out.print(Text(f"  {label(job, jobs)}: {job.reason}{where}", style="red"), soft_wrap=True)

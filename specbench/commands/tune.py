@@ -29,7 +29,7 @@ from specbench.data.questions import SPEC_BENCH, WARMUP
 from specbench.measure.machine import provenance
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.source import source_sha256
-from specbench.report import tables
+from specbench.report import cells, tables
 from specbench.report.runs import read_run
 from specbench.system import settings as values
 from specbench.system.errors import UserError, import_optional, one_line_errors
@@ -200,7 +200,7 @@ def report(study: Any, folder: Path, overrides: list[str]) -> int:
     """Prints all trials, the best first, and the command that measures the best one; returns how many failed."""
     trials = ended(study)
     scored = [trial for trial in trials if trial.value is not None]
-    out = tables.console()
+    out = cells.console()
     if scored:
         out.print(tables.overview_table(read_run(folder / trial.user_attrs[RUN]).summary for trial in scored))
     for trial in trials[len(scored) :]:

@@ -48,6 +48,8 @@ KEYS = {
     "decoding.max_new_tokens": Count,
     "decoding.temperature": Temperature,
     "decoding.verification": Literal["token", "block", "typical"],
+    "decoding.draft_length": Literal["constant", "adaptive", "goodput"],
+    "decoding.round_costs": list[Positive] | None,
     "decoding.verify_width": Count | None,
     "pair.graphs": bool | None,
     "pair.compile": bool | None,
@@ -153,10 +155,12 @@ def check_method(cfg: DictConfig) -> RunSpec:
     required = [key for key, parameter in takes.items() if parameter.default is parameter.empty]
     by_hand = required and all(inner.get(key) is not None for key in required)
     if needs.part is not None and cfg.pair.parts.get(needs.part) is None and not by_hand:
-        training = f"python -m {inner['_target_'].rpartition('.')[0]}.train pair={cfg.pair.name}"
+        words = (
+            f"python -m {inner['_target_'].rpartition('.')[0]}.train pair={cfg.pair.name} {needs.training}"
+        )
         raise LackingError(
             f"pair {cfg.pair.name} has no part '{needs.part}', which {what} {name} needs: "
-            f"train it with `{training}`, then name it with ++pair.parts.{needs.part}=FOLDER"
+            f"train it with `{words.strip()}`, then name it with ++pair.parts.{needs.part}=FOLDER"
         )
     check_vocab(cfg, what, inner, takes)
     check_batch(cfg, spec)
@@ -191,8 +195,11 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
             f"engine {name} does not draft as {spec.drafter['name']}: {suggest(spec.drafter['name'], drafts)}; "
             f"or say how it does with +engine.speculative.{spec.drafter['name']}={{...}}"
         )
-    if cfg.vocab.name != "full" or cfg.decoding.verify_width is not None:
-        raise UserError(f"engine {name} knows neither vocab=trim nor decoding.verify_width: leave them out")
+    ours = cfg.vocab.name != "full" or cfg.decoding.verify_width is not None
+    if ours or cfg.decoding.draft_length != values.CONSTANT:
+        raise UserError(
+            f"engine {name} knows none of vocab=trim, decoding.verify_width and decoding.draft_length: leave them out"
+        )
 
 
 def check_batch(cfg: DictConfig, spec: RunSpec) -> None:

@@ -26,6 +26,7 @@ from specbench.config.spec import POOL, RunSpec
 from specbench.data.questions import find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
 from specbench.decoding.cpu import native
+from specbench.decoding.draft_length import RuledDrafter, rule_of
 from specbench.decoding.drafter import Drafter, make_drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.agreement import check_staged
@@ -48,7 +49,7 @@ from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
 from specbench.models.pairs import load_pair, with_part
 from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
-from specbench.system.settings import flat, parameters
+from specbench.system.settings import CONSTANT, flat, parameters
 
 if TYPE_CHECKING:
     from specbench.data.question_files import Question
@@ -67,6 +68,9 @@ def prepare(cfg: DictConfig) -> Bench:
     target = pair.staged
     check_staged(target, pair.sample_ids())
     drafter = make_drafter(spec.drafter, pair=pair)
+    if (name := cfg.decoding.draft_length) != CONSTANT:
+        rule = rule_of(name, drafter.max_draft_tokens, cfg.decoding.round_costs)
+        drafter = RuledDrafter(drafter, rule)
 
     def engine(drafter: Drafter, scheduler: Scheduler | None = None) -> Engine:
         return Engine(target, drafter, pair.stop_ids, scheduler, pair.context_length)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specbench.report import claims, compare, decision, formats, gate, page, plots, tables
+from specbench.report import cells, claims, compare, decision, formats, gate, page, plots, remarks, tables
 from specbench.report.published_tables import published_tables
 from specbench.report.runs import Run, SkippedRun, finished_runs, is_run, summary_frame
 from specbench.report.training_data import differing_training, training_table
@@ -51,7 +51,7 @@ def report(runs: list[Run], left_out: list[SkippedRun], out: Path, first: list[T
     (out / "tables.tex").write_text("\n".join(map(formats.latex, every)), encoding="utf-8")
     summary_frame(runs).to_csv(out / "runs.csv", index=False)
     images = plots.save(drawn, out / "plots")
-    notes = [*tables.notes(runs), *differing_training(run.summary for run in runs)]
+    notes = [*remarks.notes(runs), *differing_training(run.summary for run in runs)]
     html = page.page(runs, left_out, decided, side_by_side, images, notes, published)
     (out / "index.html").write_text(html, encoding="utf-8")
     return out / "index.html"
@@ -59,9 +59,9 @@ def report(runs: list[Run], left_out: list[SkippedRun], out: Path, first: list[T
 
 def print_report(runs: list[Run]) -> None:
     """Prints the runs side by side, and one by one those that something is wrong with or, if they are few, all."""
-    out = tables.console()
-    for run in sorted(runs, key=lambda run: not tables.faults(run.summary)):
-        if len(runs) <= MAX_SINGLE_TABLES or tables.faults(run.summary):
+    out = cells.console()
+    for run in sorted(runs, key=lambda run: not remarks.faults(run.summary)):
+        if len(runs) <= MAX_SINGLE_TABLES or remarks.faults(run.summary):
             out.print(tables.run_table(run.summary))
             out.print(Text(f"{run.folder}\n", style="dim"))
     if len(runs) > 1:
@@ -168,7 +168,7 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
     else:
         print_report(runs)
         for table in first_tables:
-            tables.console().print(table)
+            cells.console().print(table)
         tables.print_left_out(left_out)
         print(report(runs, left_out, out, first_tables))
     return int(any(one.fitting.verdict == "not measured" for one in checked))

@@ -13,7 +13,7 @@ from rich.text import Text
 from specbench.config.spec import POOL
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import Speedup
-from specbench.report import formats, tables
+from specbench.report import cells, formats, remarks
 from specbench.report.runs import Run, method_label, named
 from specbench.system.errors import UserError
 
@@ -164,7 +164,7 @@ def counts(checked: list[Checked]) -> str:
 
 def claims_table(checked: list[Checked]) -> Table:
     """A row for each claim: the verdict, and beside it what other settings and the small embedded pairs say."""
-    table = tables.PlainTable("the papers' claims, checked", counts(checked))
+    table = cells.PlainTable("the papers' claims, checked", counts(checked))
     heads = ("claim", "whose bound", "paper", "here", "verdict", "on", "other settings", "small pairs (tiny)")
     table.add_columns(*heads, overflow="fold")
     for one in checked:
@@ -179,8 +179,8 @@ def claims_table(checked: list[Checked]) -> Table:
             Text(one.fitting.verdict, style=STYLES[one.fitting.verdict]),
             f"{settings if one.fitting.estimate else ''}{one.fitting.remark}",
             "\n".join(f"{name}: {_shown(other.estimate)}" for name, other in one.beside.items())
-            or tables.UNKNOWN,
-            tables.UNKNOWN if one.small is None else f"{_shown(one.small.estimate)}\n{one.small.verdict}",
+            or cells.UNKNOWN,
+            cells.UNKNOWN if one.small is None else f"{_shown(one.small.estimate)}\n{one.small.verdict}",
         )
     return table
 
@@ -280,7 +280,7 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     batch = f", batch {against.summary['batch_size']}" if against.unit == POOL else ""
     means = f", means over {len(values)} values of {key}" if key else ""
     first = f"{_named(ours[0])} " if _form(ours[0]) else ""
-    return ratio, f"{first}against {_named(against)}{batch}; {tables.paired_over(count, unit)}{means}"
+    return ratio, f"{first}against {_named(against)}{batch}; {remarks.paired_over(count, unit)}{means}"
 
 
 def exact(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -379,6 +379,6 @@ def _question_count(run: Run) -> str:
 
 def _shown(estimate: Speedup | None) -> str:
     if estimate is None or estimate.value is None:
-        return tables.UNKNOWN
+        return cells.UNKNOWN
     value = f"{estimate.value:.3g}" if estimate.value < 0.1 else f"{estimate.value:.2f}"
     return value if estimate.low is None else f"{value} [{estimate.low:.2f}, {estimate.high:.2f}]"

@@ -9,7 +9,7 @@ from rich.text import Text
 from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import LEAST_PASSES
-from specbench.report import tables
+from specbench.report import cells, remarks, tables
 from specbench.report.phases import different_phases, slow_machines
 from specbench.report.runs import Run, not_comparable, row_names, task_names
 from specbench.report.training_data import differing_training
@@ -32,9 +32,9 @@ def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
     at_least_two(runs)
     hindrances = [*not_comparable(runs), *differing_questions(runs), *without_difference(runs)]
     apart = differing_turns(runs) + differing_training(run.summary for run in runs)
-    machine = [*different_phases(runs), *slow_machines(runs), *tables.disturbances(runs)]
+    machine = [*different_phases(runs), *slow_machines(runs), *remarks.disturbances(runs)]
     tables.print_notes(hindrances + apart + machine)
-    out = tables.console()
+    out = cells.console()
     out.print(tables.overview_table(run.summary for run in runs))
     out.print(difference_table(runs, metric))
 
@@ -69,7 +69,7 @@ def differing_questions(runs: list[Run]) -> list[str]:
 def differing_turns(runs: list[Run]) -> list[str]:
     """One line for each run whose arms took turns in another way than those of the first."""
     first, *others = runs
-    ways = {run.name: tables.turns(run.summary) for run in runs}
+    ways = {run.name: remarks.turns(run.summary) for run in runs}
     return [
         f"arms took turns by {ways[run.name]} in {run.name}, by {ways[first.name]} in {first.name}"
         for run in others
@@ -93,7 +93,7 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     names = row_names(runs)
     title = "times as fast as" if metric == SPEEDUP else f"{metric} / that of"
     foot = ONE_PROCESS if metric == SPEEDUP and _alone(runs) else ""
-    table = tables.PlainTable(f"{title} {names[0]}", foot)
+    table = cells.PlainTable(f"{title} {names[0]}", foot)
     table.add_columns("task", no_wrap=True)
     table.add_columns(*names[1:], justify="right", overflow="fold")
     by_run = [relative(first, run, metric) for run in others]
@@ -150,8 +150,8 @@ def _prompts(run: Run) -> dict[tuple[int, int], str]:
 
 def _difference(difference: metrics.Relative | None) -> Text:
     if difference is None or difference.ratio.value is None:
-        return Text(tables.UNKNOWN)
+        return Text(cells.UNKNOWN)
     ratio, count, unit = difference
-    return tables.ratio_text(ratio.value, ratio.low, ratio.high).append(
-        f", {tables.paired_over(count, unit)}"
+    return cells.ratio_text(ratio.value, ratio.low, ratio.high).append(
+        f", {remarks.paired_over(count, unit)}"
     )

@@ -15,19 +15,17 @@ from rich.text import Text
 
 from specbench.config.spec import OWN, POOL
 from specbench.measure.metrics.statistics import verdict
-from specbench.report.runs import Run, as_text, method_label, named, varied_settings
-from specbench.report.tables import (
+from specbench.report.cells import (
     NUMBER,
     UNKNOWN,
     WRONG,
     PlainTable,
-    disturbed,
-    dtype_label,
     equivalence_text,
-    faults,
     number_text,
     speedup_text,
 )
+from specbench.report.remarks import disturbed, dtype_label, faults
+from specbench.report.runs import Run, as_text, method_label, named, varied_settings
 from specbench.report.training_data import tokens_seen
 
 if TYPE_CHECKING:

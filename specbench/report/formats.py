@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 from rich.text import Text
 
-from specbench.report.tables import WRONG
+from specbench.report.cells import WRONG
 
 if TYPE_CHECKING:
     from rich.table import Table

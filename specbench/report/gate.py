@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from specbench.measure.machine import provenance
-from specbench.report import tables
+from specbench.report import remarks
 from specbench.report.compare import SPEEDUP, differing_questions, relative, without_difference
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Judged:
         value = "unknown" if self.ratio is None else f"{self.ratio:.3f}"
         if self.low is not None:
             value += f" [{self.low:.3f}, {self.high:.3f}]"
-        line = f"{self.metric} of {self.run} / {self.first}: {value}, {tables.paired_over(self.count, self.unit)}"
+        line = f"{self.metric} of {self.run} / {self.first}: {value}, {remarks.paired_over(self.count, self.unit)}"
         if self.verdict:
             line = f"{self.verdict}: {line}, limit {self.fail_below:g}"
         return "; ".join([line, *self.reasons])

@@ -10,7 +10,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from specbench.measure.machine import provenance
-from specbench.report import formats, tables
+from specbench.report import formats, remarks, tables
 from specbench.report.decision import Decision, decision_table, facts
 from specbench.report.runs import Run, SkippedRun, labels
 
@@ -39,7 +39,7 @@ def page(
         trim_blocks=True,
     )
     named = list(zip(labels(run.summary for run in runs), runs))
-    wrong = [f"{label} ({run.name}): {line}" for label, run in named for line in tables.faults(run.summary)]
+    wrong = [f"{label} ({run.name}): {line}" for label, run in named for line in remarks.faults(run.summary)]
     return environment.get_template("page.html").render(
         title="Speculative decoding, measured",
         date=time.strftime("%Y-%m-%d %H:%M"),

@@ -21,8 +21,8 @@ from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics.acceptance import STRETCHES
 from specbench.report.break_even import BreakEven, break_evens
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
+from specbench.report.remarks import baseline_rate
 from specbench.report.runs import Run, beside_engines, grids, labels, latest, task_names
-from specbench.report.tables import baseline_rate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specbench.data.question_files import TASKS
+from specbench.report.cells import UNKNOWN, PlainTable
 from specbench.report.published import NUMBERS, OVERALL, Published, beside
-from specbench.report.tables import SHORT, UNKNOWN, PlainTable
+from specbench.report.tables import SHORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -24,21 +24,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specbench.config.spec import POOL
+from specbench.decoding.draft_length import Adaptive, Constant, Goodput
 from specbench.measure.arms import BASELINE, METHOD
 from specbench.measure.metrics.dataframes import steps_frame
+from specbench.report.cells import NUMBER, PlainTable, console, number_text
 from specbench.report.decision import setting_of
 from specbench.report.runs import Run, finished_runs
-from specbench.report.tables import NUMBER, PlainTable, console, number_text, print_left_out
+from specbench.report.tables import print_left_out
 from specbench.system.errors import UserError, file_errors, one_line_errors
+from specbench.system.settings import ADAPTIVE, CONSTANT, GOODPUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     import pandas as pd
     from rich.table import Table
 
-    # (length of the last draft, tokens accepted of it) -> length of the next one
-    Rule = Callable[[int, int], int]
+    from specbench.decoding.draft_length import Rule
 
 DRAWS = 20  # of the places that were not guessed
 LEAST_ROUNDS = 20  # of a length, for a mean of their costs
@@ -81,6 +83,7 @@ class Recorded:
 
     Attributes:
         longest: draft tokens of a round at most.
+        rule: that chose lengths (`decoding.draft_length`).
         is_chain: whether it drafted chains, and nothing else.
         baseline_round: seconds of a round of the baseline.
         after_full: how often the first guess after a draft that was accepted whole is right.
@@ -88,7 +91,7 @@ class Recorded:
     """
 
     def __init__(self, run: Run):
-        self.run = run
+        self.run, self.rule = run, run.summary["draft_length"]
         steps = steps_frame(run.records)
         self._rounds = steps[steps["arm"] == METHOD]
         self.longest = int(self._rounds["drafted"].max())
@@ -150,18 +153,17 @@ def _guesses(rounds: pd.DataFrame, tokens: int) -> np.ndarray:
     return right[1:]
 
 
-def rounds_of(right: np.ndarray, rule: Rule, first: int) -> list[tuple[int, int]]:
+def rounds_of(right: np.ndarray, rule: Rule) -> list[tuple[int, int]]:
     """Plays a rule over an answer.
 
     Args:
         right: [n] whether each place is guessed.
-        rule: gives each next length.
-        first: length of the first draft.
+        rule: chooses the lengths, as it does in `draft_length.RuledDrafter`.
 
     Returns:
         Draft tokens and accepted ones of each round.
     """
-    rounds, at, length = [], 0, first
+    rounds, at, length, memory = [], 0, rule.first, np.zeros(2)
     while at < len(right):
         drafted = min(length, len(right) - at - 1)
         window = right[at : at + drafted]
@@ -169,32 +171,21 @@ def rounds_of(right: np.ndarray, rule: Rule, first: int) -> list[tuple[int, int]
         accepted = int(wrong[0]) if len(wrong) else drafted
         rounds.append((drafted, accepted))
         at += accepted + 1
-        length = rule(length, accepted)
+        if drafted:
+            length = rule.following(drafted, accepted, memory)
     return rounds
 
 
-def constant(length: int) -> tuple[Rule, int]:
-    """Drafts of one length."""
-    return (lambda _last, _accepted: length), length
-
-
-def adaptive(longest: int) -> tuple[Rule, int]:
-    """As transformers' assisted generation adapts its length: two more after a whole draft, else one less."""
-    return (lambda last, accepted: min(last + 2, longest) if accepted >= last else max(last - 1, 1)), min(
-        5, longest
-    )
-
-
 def play(
-    recorded: Sequence[Recorded], costs: dict[int, float], rule: Rule | None, first: int, seed: int = 0
+    recorded: Sequence[Recorded], costs: dict[int, float], rule: Rule, oracle: bool = False, seed: int = 0
 ) -> Played:
     """Plays a rule over the answers of runs.
 
     Args:
         recorded: of these runs.
         costs: of a round by draft tokens, in rounds of the baseline.
-        rule: gives each next length; None: an oracle, which drafts just what will be accepted, up to `first`.
-        first: length of the first draft.
+        rule: chooses the lengths.
+        oracle: of its drafts just what will be accepted is drafted.
         seed: of the draws.
     """
     rng = np.random.default_rng(seed)
@@ -206,10 +197,9 @@ def play(
             for _ in range(DRAWS):
                 drawn = rng.random(len(answer.right)) < run.after_full
                 right = np.where(np.isnan(answer.right), drawn, answer.right)
-                if rule is None:
-                    rounds = [(a, a) for _, a in rounds_of(right, *constant(first))]
-                else:
-                    rounds = rounds_of(right, rule, first)
+                rounds = rounds_of(right, rule)
+                if oracle:
+                    rounds = [(accepted, accepted) for _, accepted in rounds]
                 price = np.interp([drafted for drafted, _ in rounds], lengths, prices).sum()
                 tokens += len(right)
                 passes += len(rounds)
@@ -220,19 +210,25 @@ def play(
 
 def replay_table(recorded: Sequence[Recorded], title: str) -> Table:
     """A row for each length up to the longest recorded one, and for each rule; measured figures beside them."""
-    longest = max(recorded, key=lambda one: one.longest)
+    fixed = [one for one in recorded if one.rule == CONSTANT]
+    longest = max(fixed or recorded, key=lambda one: one.longest)
     costs: dict[int, list[float]] = {}
     for one in recorded:
         for length, cost in one.costs().items():
             costs.setdefault(length, []).append(cost)
     means = {length: sum(some) / len(some) for length, some in costs.items()}
-    measured = {one.longest: one.measured for one in recorded}
+    measured = {one.longest if one.rule == CONSTANT else one.rule: one.measured for one in recorded}
+    most = longest.longest
+    lengths = sorted(means)
+    prices = np.interp(range(most + 1), lengths, [means[length] for length in lengths]).tolist()
     rows: list[tuple[str, Played, Played | None]] = [
-        (str(length), play([longest], means, *constant(length)), measured.get(length))
-        for length in range(1, longest.longest + 1)
+        (str(length), play([longest], means, Constant(length)), measured.get(length))
+        for length in range(1, most + 1)
     ]
-    rows.append(("as transformers adapts", play([longest], means, *adaptive(longest.longest)), None))
-    rows.append(("oracle", play([longest], means, None, longest.longest), None))
+    rows.append((ADAPTIVE, play([longest], means, Adaptive(most)), measured.get(ADAPTIVE)))
+    if len(means) > 1:
+        rows.append((GOODPUT, play([longest], means, Goodput(most, prices)), measured.get(GOODPUT)))
+    rows.append(("oracle", play([longest], means, Constant(most), oracle=True), None))
     table = PlainTable(title)
     table.add_columns("draft length")
     table.add_columns("accept. length\nreplayed", "measured", "speedup\nreplayed", "measured", **NUMBER)
@@ -242,9 +238,13 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> Table:
         table.add_row(name, *(number_text(number, 2) for number in numbers))
     by_length = ", ".join(f"{length}: {cost:.2f}" for length, cost in sorted(means.items()) if length)
     table.caption = (
-        f"from the drafts of {longest.longest} tokens in {longest.run.name}; a round costs, in rounds of the baseline, "
+        f"from the drafts of {most} tokens in {longest.run.name}; a round costs, in rounds of the baseline, "
         f"by draft tokens: {by_length or 'not measured'}"
     )
+    if len(means) > 1:
+        table.caption += (
+            f"; decoding.draft_length={GOODPUT} decoding.round_costs=[{','.join(f'{p:.2f}' for p in prices)}]"
+        )
     return table
 
 

@@ -56,6 +56,7 @@ DIFFERING = {
     "task": "{}",
     "temperature": "T={:g}",
     "verification": "{} verification",
+    "draft_length": "{} draft length",
     "dtype": "{}",
     "device": "{}",
     "protocol": "protocol {}",

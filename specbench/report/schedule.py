@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.measure.metrics.statistics import verdict
+from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
 from specbench.report.decision import batch_size, draft_length, setting_of
+from specbench.report.remarks import faults
 from specbench.report.runs import Run, finished_runs
-from specbench.report.tables import NUMBER, PlainTable, console, faults, print_left_out, speedup_text
+from specbench.report.tables import print_left_out
 from specbench.system.errors import UserError, file_errors, one_line_errors
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specbench.data.warm_start import WARM
+from specbench.report.cells import NUMBER, UNKNOWN, PlainTable
 from specbench.report.runs import labels, named
-from specbench.report.tables import NUMBER, UNKNOWN, PlainTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from specbench.data.ngrams import distinct_share
-from specbench.report.tables import NUMBER, PlainTable, console
+from specbench.report.cells import NUMBER, PlainTable, console
 from specbench.tiny import models, world
 from specbench.tiny.evaluate import target_answers
 from specbench.tiny.tokenizer import load_tokenizer

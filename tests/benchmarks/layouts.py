@@ -25,7 +25,7 @@ from specbench.decoding.cpu.autotune import Choice, PassShape, choose_layouts
 from specbench.decoding.cpu.packed_linear import default
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.report.tables import layouts_line
+from specbench.report.remarks import layouts_line
 from specbench.system.paths import packaged
 
 SHAPES = ["128x128", "16384x128", "512x512", "1536x512", "512x1536", "1024x3072", "3072x1024"]

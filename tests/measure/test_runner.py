@@ -33,7 +33,7 @@ from specbench.measure.machine import speed
 from specbench.measure.machine.watch import Watch
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
-from specbench.report import tables
+from specbench.report import remarks
 from specbench.system import threads
 from specbench.system.errors import JobError, UserError
 from specbench.system.files import read_json
@@ -507,7 +507,7 @@ def test_a_lossy_rule_is_found(workplace, tmp_path):
     _, lossy, _ = measured(workplace, "sps", tmp_path / "lossy", *settings, "decoding.verification=typical")
     assert exact["equivalence"]["violation"] == 0 and lossy["equivalence"]["violation"] > 0
     assert lossy["overall"]["acceptance_length"] > exact["overall"]["acceptance_length"]
-    assert any(line.startswith("LOSSY") for line in tables.faults(lossy))
+    assert any(line.startswith("LOSSY") for line in remarks.faults(lossy))
 
 
 def test_tokens_after_the_stop_token_are_a_violation(workplace, tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbench.report import tables
+from specbench.report import remarks
 from specbench.report.decision import decision_table, decisions
 from tests.report.test_tables import shown
 from tests.support.samples import NUMBERS, SUMMARY, batched, changed, faster, runs_of, wrong
@@ -100,7 +100,7 @@ def test_runs_that_draft_nothing_leave_nothing_to_decide():
 
 def test_a_table_says_what_drafters_were_trained_on_and_which_runs_were_disturbed(monkeypatch):
     trained = {"kangaroo": {"steps": 5, "tokens": 2_000_000, "earlier": [{"tokens": 1_500_000}]}}
-    busy = {"still_disturbed_share": 2 * tables.WORST_DISTURBED}
+    busy = {"still_disturbed_share": 2 * remarks.WORST_DISTURBED}
     text = shown(decision_table(one(a=run("kangaroo", 1.5, 1.4, 1.6, training=trained, machine=busy))), 140)
     assert (
         "3.5 M" in text and "disturbed by other processes: kangaroo" in text and "160 questions a run" in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbench.measure.metrics.summary import OF_NEWER_FACTS
-from specbench.report.tables import layouts_line
+from specbench.report.remarks import layouts_line
 
 GROUPS = {"groups": {"head 8x4 float32": {"1": {"layout": "panels"}, "6": {"layout": "panels"}}}}
 

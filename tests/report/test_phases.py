@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbench.measure.metrics import summary as metrics
-from specbench.report import compare, formats, phases, tables
+from specbench.report import compare, formats, phases, remarks, tables
 from specbench.report.runs import Run
 from tests.support.messages import says
 from tests.support.samples import SUMMARY, changed, faster, run_of, runs_of
@@ -83,7 +83,7 @@ def test_rows_of_another_phase_are_named():
         line, "DIFFERENT PHASES ... a matrix product ... slower than for sps in pld (30%), suffix (40%)"
     )
     assert "rest" not in line
-    assert line in tables.cautions(runs)
+    assert line in remarks.cautions(runs)
     assert phases.different_phases(rows(sps=QUIET, rest=slowed(bandwidth=0.1))) == []
 
 
@@ -117,9 +117,9 @@ def test_many_disturbed_runs_share_a_line():
             for i, share in enumerate(shares)
         }
     )
-    (line,) = tables.disturbances(runs)
+    (line,) = remarks.disturbances(runs)
     assert says(line, "DISTURBED in 4 of 5 runs: ... for 30 to 90% of the time")
-    assert len(tables.disturbances(runs[:3])) == 3
+    assert len(remarks.disturbances(runs[:3])) == 3
 
 
 def test_rows_of_other_machines_and_of_none_are_no_phases():

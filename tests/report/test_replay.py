@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from specbench.decoding.draft_length import Adaptive, Constant
 from specbench.report.replay import (
     LEAST_ROUNDS,
     Recorded,
-    adaptive,
-    constant,
     groups,
     main,
     play,
@@ -42,7 +41,7 @@ def played(right: np.ndarray, length: int) -> list[dict]:
             "verify_seconds": 0.01 * float(np.interp(drafted, [*COSTS], [*COSTS.values()])),
             "other_seconds": 0.0,
         }
-        for drafted, accepted in rounds_of(right, *constant(length))
+        for drafted, accepted in rounds_of(right, Constant(length))
     ]
 
 
@@ -77,20 +76,14 @@ def run(length: int, *, of: list[np.ndarray] | None = None, **changes) -> Run:
 
 def test_rounds_by_hand():
     right = np.array([1, 1, 0, 1, 1, 1, 1, 0, 1.0])
-    assert rounds_of(right, *constant(2)) == [(2, 2), (2, 2), (2, 1), (0, 0)]
-    assert rounds_of(right, *constant(5)) == [(5, 2), (5, 4), (0, 0)]
-    assert rounds_of(np.array([]), *constant(3)) == []
-
-
-def test_the_rule_of_transformers():
-    rule, first = adaptive(8)
-    assert first == 5 and (rule(5, 5), rule(8, 8), rule(5, 4), rule(1, 0)) == (7, 8, 4, 1)
-    assert adaptive(3)[1] == 3
+    assert rounds_of(right, Constant(2)) == [(2, 2), (2, 2), (2, 1), (0, 0)]
+    assert rounds_of(right, Constant(5)) == [(5, 2), (5, 4), (0, 0)]
+    assert rounds_of(np.array([]), Constant(3)) == []
 
 
 def test_a_run_is_replayed_to_what_it_had():
     recorded = Recorded(run(6))
-    again = play([recorded], recorded.costs(), *constant(6))
+    again = play([recorded], recorded.costs(), Constant(6))
     assert again.length == pytest.approx(recorded.measured.length, rel=0.005)
     assert again.speedup == pytest.approx(recorded.measured.speedup, rel=0.01)
 
@@ -100,7 +93,7 @@ def test_shorter_drafts_are_what_they_would_have_been(length):
     """Within 2 % of the length and 5 % of the speedup that drafts of that length really have."""
     longest, really = Recorded(run(6)), Recorded(run(length)).measured
     costs = longest.costs() | Recorded(run(2)).costs() | Recorded(run(4)).costs()
-    replayed = play([longest], costs, *constant(length))
+    replayed = play([longest], costs, Constant(length))
     assert replayed.length == pytest.approx(really.length, rel=0.02)
     assert replayed.speedup == pytest.approx(really.speedup, rel=0.05)
 
@@ -110,7 +103,7 @@ def test_what_was_never_guessed_is_drawn_by_what_follows_whole_drafts():
     always = Recorded(run(3, of=[np.ones(48)] * 4))
     assert always.after_full == 1.0
     assert np.isnan(always.answers[0].right).sum() == 12  # one of four places
-    assert play([always], always.costs(), *constant(1)).length == pytest.approx(2.0)
+    assert play([always], always.costs(), Constant(1)).length == pytest.approx(2.0)
     rng = np.random.default_rng(1)
     half = Recorded(run(1, of=[*(rng.random((40, 200)) < 0.5).astype(float)]))
     assert half.after_full == pytest.approx(0.5, abs=0.03)
@@ -119,11 +112,11 @@ def test_what_was_never_guessed_is_drawn_by_what_follows_whole_drafts():
 def test_an_oracle_is_as_fast_as_any_length_and_emits_as_much_as_the_longest():
     recorded = Recorded(run(6))
     costs = {int(k): v for k, v in COSTS.items()}
-    best = play([recorded], costs, None, 6)
-    lengths = [play([recorded], costs, *constant(k)) for k in range(1, 7)]
+    best = play([recorded], costs, Constant(6), oracle=True)
+    lengths = [play([recorded], costs, Constant(k)) for k in range(1, 7)]
     assert best.length == pytest.approx(lengths[-1].length)
     assert best.speedup > max(one.speedup for one in lengths)
-    assert play([recorded], costs, *adaptive(6)).length < best.length
+    assert play([recorded], costs, Adaptive(6)).length < best.length
 
 
 def test_costs_are_in_rounds_of_the_baseline():
@@ -131,7 +124,7 @@ def test_costs_are_in_rounds_of_the_baseline():
     assert recorded.costs() == {0: 1.0, 4: pytest.approx(COSTS[4])}
     few = Recorded(run(4, of=[np.ones(4 * (LEAST_ROUNDS - 2))]))
     assert few.costs() == {0: 1.0}  # too few rounds for a mean
-    assert play([few], few.costs(), *constant(2)).speedup is None
+    assert play([few], few.costs(), Constant(2)).speedup is None
 
 
 def test_the_table_sets_what_was_measured_beside():
@@ -140,10 +133,21 @@ def test_the_table_sets_what_was_measured_beside():
     assert [*rows] == ["1", "2", "3", "4"]
     assert rows["1"][2] == rows["3"][2] == "–" != rows["2"][2]
     assert (
-        "as transformers adapts" in table
+        "adaptive" in table
+        and "goodput" in table
         and "oracle" in table
         and "by draft tokens: 2: 1.50, 4: 1.90" in table
+        and "decoding.round_costs=[1.00,1.25,1.50,1.70,1.90]" in table.replace("\n", "")
     )
+
+
+def test_a_run_of_a_rule_stands_beside_its_replay():
+    """And gives no lengths to replay where another run has constant ones."""
+    recorded = [Recorded(run(2)), Recorded(run(4, draft_length="adaptive"))]
+    table = shown(replay_table(recorded, "sps"), 120)
+    rows = {line.split()[0]: line.split() for line in table.splitlines()}
+    assert [key for key in rows if key.isdigit()] == ["1", "2"]
+    assert rows["adaptive"][2] != "–" == rows["goodput"][2]
 
 
 def test_only_chains_of_single_questions_without_chance_are_replayed():

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from specbench import ROOT
-from specbench.report import formats, tables
+from specbench.report import cells, formats, remarks, tables
 from tests.support.messages import says
 from tests.support.samples import (
     BASELINE,
@@ -83,7 +83,7 @@ def test_how_much_answers_repeat_themselves_is_told_by_task():
     repeats = changed(SUMMARY, tasks__qa__distinct_4grams=0.625)
     told = "4-grams of the answers that do not occur earlier in the answer: qa 62%"
     assert told in " ".join(shown(tables.run_table(repeats)).split())
-    assert tables.repetition_line(SUMMARY) == ""
+    assert remarks.repetition_line(SUMMARY) == ""
 
 
 def lying(**groups: dict[str, str]) -> dict:
@@ -104,18 +104,18 @@ def test_how_weights_lie_in_memory_is_told_below_the_table():
     found = lying(
         layers_8x8=columns, layers_24x8={"1": "bags_256", "6": "rows"}, drafter_9x9={"1": "rows", "6": "rows"}
     )
-    assert tables.layouts_line({"layouts": found}) == (
+    assert remarks.layouts_line({"layouts": found}) == (
         "weights: layers 8x8 columns; layers 24x8 bags_256 (1 token), rows (6); drafter rows"
     )
     for nothing_known in ({}, {"layouts": None}, {"layouts": lying()}):
-        assert tables.layouts_line(nothing_known) == ""
+        assert remarks.layouts_line(nothing_known) == ""
 
 
 def test_an_interval_over_repeats_of_one_pool_says_so():
     """Every table in which it stands."""
     said = "interval over repeats of one pool: timing noise only"
     one, several = batched(pools=1), batched(pools=2)
-    after = tables.acceptance_line(one["overall"])
+    after = remarks.acceptance_line(one["overall"])
     assert formats.cells(tables.run_table(one)).caption.endswith(f"at batch size 1; {said}; {after}")
     on_pairs = [one, one | {"pair": "big"}]
     for table in (tables.batches_table([one]), tables.overview_table([one]), tables.pairs_table(on_pairs)):
@@ -127,11 +127,11 @@ def test_an_interval_over_repeats_of_one_pool_says_so():
 
 
 def test_an_interval_that_holds_1_hides_no_number():
-    wide = tables.ratio_text(1.414, 0.97, 2.051)
+    wide = cells.ratio_text(1.414, 0.97, 2.051)
     assert (wide.plain, wide.style) == ("1.41 [0.97, 2.05]", "")
-    assert tables.ratio_text(1.414, 0.97, 2.051, narrow=True).plain == "1.41\n0.97–2.05"
-    assert tables.ratio_text(1.414, 1.1, 2.051).style == "green"
-    assert tables.ratio_text(0.5, 0.4, 0.6, narrow=True).style == "red"
+    assert cells.ratio_text(1.414, 0.97, 2.051, narrow=True).plain == "1.41\n0.97–2.05"
+    assert cells.ratio_text(1.414, 1.1, 2.051).style == "green"
+    assert cells.ratio_text(0.5, 0.4, 0.6, narrow=True).style == "red"
 
 
 def test_labels_are_no_markup():
@@ -206,12 +206,12 @@ def test_the_baseline_is_told():
     text = " ".join(shown(tables.run_table(SUMMARY)).split())
     assert "our loop 41.2 tokens/s, transformers generate 36.0" in text
     assert "speedups are against our loop, at 71% of the memory-bandwidth ceiling" in text
-    other = tables.baseline_line(BASELINE | {"quoted_against": "hf_generate"}).plain
+    other = remarks.baseline_line(BASELINE | {"quoted_against": "hf_generate"}).plain
     assert "against transformers generate" in other
-    alone = tables.baseline_line(BASELINE | {"hf_generate_tokens_per_second": None}).plain
+    alone = remarks.baseline_line(BASELINE | {"hf_generate_tokens_per_second": None}).plain
     assert "transformers generate not timed; speedups are against our loop" in alone
     disagreeing = BASELINE | {"equivalence": BASELINE["equivalence"] | {"violation": 2}}
-    said = tables.baseline_line(disagreeing).plain
+    said = remarks.baseline_line(disagreeing).plain
     assert "VIOLATION: our loop and transformers generate differ in 2 answers" in said
 
 
@@ -246,11 +246,11 @@ def test_an_overview_names_what_varies():
     other = SUMMARY | {"settings": SUMMARY["settings"] | {"max_draft_tokens": 3}}
     text = shown(
         tables.overview_table([SUMMARY, other, SUMMARY | {"method": "pld", "settings": {"ngram": 3}}]),
-        tables.PIPED_WIDTH,
+        cells.PIPED_WIDTH,
     )
     assert "max_draft_tokens=6" in text and "max_draft_tokens=3" in text
     assert "exit_layer" not in text and "ngram" not in text
-    assert max(len(line) for line in text.splitlines()) <= tables.PIPED_WIDTH
+    assert max(len(line) for line in text.splitlines()) <= cells.PIPED_WIDTH
 
 
 def on(pair: str, method: str, speedup: float, **settings) -> dict:
@@ -328,7 +328,7 @@ def test_as_wide_as_it_is_piped_no_table_cuts_a_count():
         "method": "a_method_of_some_length",
     }
     for table in tables.overview([run, run | {"pair": "a-pair-of-models"}, batched()]):
-        text = shown(table, tables.PIPED_WIDTH)
+        text = shown(table, cells.PIPED_WIDTH)
         assert "…" not in text
         if table.title.plain not in ("batches", "speedups by pair"):
             assert text.count(" 550/7/13") == 2
@@ -341,16 +341,16 @@ def test_batches_of_other_settings_have_names_of_their_own():
 
 
 def test_what_is_wrong_with_a_run():
-    assert tables.faults(SUMMARY) == []
-    assert tables.faults(wrong())[0].startswith("VIOLATION: 3 of 80 ")
-    assert tables.faults(changed(SUMMARY, failed=2))[0].startswith("FAILED: 2 ")
+    assert remarks.faults(SUMMARY) == []
+    assert remarks.faults(wrong())[0].startswith("VIOLATION: 3 of 80 ")
+    assert remarks.faults(changed(SUMMARY, failed=2))[0].startswith("FAILED: 2 ")
     disagreeing = changed(SUMMARY, baseline__equivalence__violation=4)
-    assert says(tables.faults(disagreeing)[0], "VIOLATION: ... generate ... 4")
-    assert tables.faults(nothing()) == []
+    assert says(remarks.faults(disagreeing)[0], "VIOLATION: ... generate ... 4")
+    assert remarks.faults(nothing()) == []
 
 
 def test_what_a_ratio_rests_on():
-    said = [tables.paired_over(n, unit) for unit in ("question", "pool", "repeat") for n in (1, 2)]
+    said = [remarks.paired_over(n, unit) for unit in ("question", "pool", "repeat") for n in (1, 2)]
     assert said[:4] == ["1 question", "2 questions", "1 pool", "2 pools"]
     assert said[4:] == ["1 repeat of one pool", "2 repeats of one pool: timing noise only"]
 
@@ -367,15 +367,15 @@ def test_an_overview_tells_of_random_weights(capsys):
     random = SUMMARY | {"weights": "random"}
     tables.print_overview(runs_of(a=random, b=SUMMARY))
     assert says(capsys.readouterr().out, "random weights ... acceptance ... : a")
-    assert tables.cautions(runs_of(a=SUMMARY)) == []
-    assert tables.cautions(runs_of(**dict.fromkeys("abcde", random)))[0].endswith("a, b, c and 2 more")
+    assert remarks.cautions(runs_of(a=SUMMARY)) == []
+    assert remarks.cautions(runs_of(**dict.fromkeys("abcde", random)))[0].endswith("a, b, c and 2 more")
 
 
 def test_an_overview_tells_what_speedups_are_against():
     slower = changed(SUMMARY, baseline__quoted_against="hf_generate")
-    (told,) = tables.cautions(runs_of(a=slower, b=SUMMARY))
+    (told,) = remarks.cautions(runs_of(a=slower, b=SUMMARY))
     assert says(told, "transformers generate ... our loop ... : a")
-    assert tables.cautions(runs_of(a=slower, b=slower)) == []
+    assert remarks.cautions(runs_of(a=slower, b=slower)) == []
 
 
 def test_of_many_notes_the_first_are_printed(capsys):
@@ -411,7 +411,7 @@ def test_a_run_that_stayed_disturbed_says_so_first():
     stayed = SUMMARY | {"machine": MACHINE | {"still_disturbed_share": 0.25}}
     first, *_ = shown(tables.run_table(stayed)).splitlines()
     assert first.startswith("DISTURBED: others were busy") and "25% of the time that counts" in first
-    noted = tables.cautions(runs_of(calm=SUMMARY | {"machine": MACHINE}, busy=stayed))
+    noted = remarks.cautions(runs_of(calm=SUMMARY | {"machine": MACHINE}, busy=stayed))
     assert [line.split(":")[0] for line in noted] == ["busy"]
 
 
@@ -446,7 +446,7 @@ def of_source(source: str | None, **more) -> dict:
     ],
 )
 def test_a_title_says_whether_settings_are_the_published_ones(summary, line):
-    assert tables.settings_line(summary) == line
+    assert remarks.settings_line(summary) == line
     text = " ".join(shown(tables.run_table(summary)).split())
     assert f"cpu; {line} " in text if line else "settings" not in text
 
@@ -513,7 +513,7 @@ def test_another_engine_is_named_with_its_baseline_and_what_it_has_against_itsel
     ],
 )
 def test_what_is_wrong_with_another_engine_stands_first(changes, message):
-    lines = tables.faults(changed(SERVED, **changes))
+    lines = remarks.faults(changed(SERVED, **changes))
     assert len(lines) == (message is not None)
     assert message is None or says(lines[0], message)
 

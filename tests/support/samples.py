@@ -67,6 +67,7 @@ BASELINE = {
 SUMMARY = {
     "schema": metrics.SCHEMA,
     "verification": "token",
+    "draft_length": "constant",
     "engine": None,
     "status": "complete",
     "failed": 0,

@@ -30,7 +30,7 @@ from specbench.measure.metrics.timing import (
     turn_means,
     unit_seconds,
 )
-from specbench.system.settings import TOKEN
+from specbench.system.settings import CONSTANT, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,6 +91,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         **{key: config[key] for key in ("batch_size", "experiment", "protocol")},
         "temperature": config["decoding"]["temperature"],
         "verification": config["decoding"].get("verification", TOKEN),  # older folders have none
+        "draft_length": config["decoding"].get("draft_length", CONSTANT),
         "repeats": len(repeats(records)) or config["repeats"],
         "processes": len({record["process"] for record in records}),
         **{key: facts[key] for key in OF_FACTS},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.spec import POOL, QUESTION
-from specbench.system.settings import TOKEN
+from specbench.system.settings import CONSTANT, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ def migrated_summary(summary: Any) -> Any:
     """
     if not isinstance(summary, dict):
         return summary
-    summary = {"verification": TOKEN, "engine": None} | summary
+    summary = {"verification": TOKEN, "draft_length": CONSTANT, "engine": None} | summary
     if "unit" in summary or "drafter" not in summary:
         return summary
     return summary | {"unit": QUESTION if summary["drafter"] is None else POOL}

@@ -1,0 +1,389 @@
+"""Lines about a run: what was measured how, what stands below its table, and what is wrong with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from specbench.config.spec import POOL
+from specbench.data.warm_start import WARM, warmed_with
+from specbench.measure.metrics.engine import SURPRISE
+from specbench.measure.metrics.statistics import verdict
+from specbench.report.cells import WRONG, equivalence_text, number_text, ratio_text, share_text
+from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
+from specbench.report.runs import Run, as_text, differing_by_pair, method_label, named
+from specbench.system.settings import CONSTANT, TOKEN, TYPICAL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+RANDOM = "random weights: times and sizes are real, acceptance is not"
+EXPANDED = "text and acceptance are those of the embedded family, times and sizes those of the dimensions"
+QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
+DISTURBED = "others were busy on this machine for {} of the time that counts"
+WORST_DISTURBED = 0.1  # of the time that counts, above which a run warns of it first
+STOLEN_SHOWN = 0.001
+ONE_POOL = "interval over repeats of one pool: timing noise only"
+
+
+def batch_line(summary: dict) -> str:
+    """One line on a run of pools: occupancy, time, gain over batch size 1, and what its interval does not cover."""
+    if summary["unit"] != POOL:
+        return ""
+    overall = summary["overall"]
+    return (
+        f"batch of {summary['batch_size']}: occupancy {share_text(overall['occupancy'])}, "
+        f"{share_text(overall['alignment_share'])} of the time spent on alignment, "
+        f"{number_text(gain(summary), 2)} times the tokens/s of autoregressive decoding at batch size 1"
+    ) + (f"; {ONE_POOL}" if is_one_pool(summary) else "")
+
+
+def passes_line(summary: dict) -> str:
+    """How far the overall speedup moves when the same questions are measured again; nothing of a single pass."""
+    overall, passes, processes = summary["overall"], summary["repeats"], summary.get("processes", 1)
+    if overall.get("passes_low") is None:
+        return ""
+    over = f"{passes} passes" if processes == 1 else f"{passes} passes in {processes} processes"
+    return (
+        f"over {over} the speedup of the same questions lies in "
+        f"[{overall['passes_low']:.3f}, {overall['passes_high']:.3f}]"
+    )
+
+
+def acceptance_line(numbers: dict) -> str:
+    """Acceptance as other tools count it, beside the table's own; nothing for a method that does not draft."""
+    by_answer, verified = numbers["acceptance_length_by_answer"], numbers["accepted_per_verified"]
+    if by_answer is None or numbers["acceptance_rate"] is None:
+        return ""
+    return f"acceptance length as a mean over answers {by_answer:.2f}; accepted per verified token {verified:.2f}"
+
+
+def machine_line(summary: dict) -> str:
+    """What others did on the machine during a run; nothing where it was not watched, as in older runs."""
+    machine = summary.get("machine") or {}
+    if machine.get("disturbed_share") is None:
+        return ""
+    text = f"others disturbed {share_text(machine['disturbed_share'])} of the time"
+    if machine["measured_again"]:
+        still = share_text(machine["still_disturbed_share"])
+        text += f" ({still} after measuring {machine['measured_again']} turns again)"
+    if machine["others_cores"] is not None:
+        text += f" and used {max(machine['others_cores'], 0.0):.2f} cores on average"
+    stolen = machine["stolen_share"]
+    return text + (f"; {share_text(stolen)} was stolen" if stolen and stolen > STOLEN_SHOWN else "")
+
+
+def layouts_line(summary: dict) -> str:
+    """How the weights lie in memory, by whose they are; nothing on a GPU and for older runs."""
+    lying: dict[str, dict[str, list[str]]] = {}  # shapes, by whose and by how they lie
+    for name, choices in ((summary.get("layouts") or {}).get("groups") or {}).items():
+        whose, shape, _ = name.split()
+        lying.setdefault(whose, {}).setdefault(_lying(choices), []).append(shape)
+    parts = []
+    for whose, shapes in lying.items():
+        alone = len(shapes) == 1
+        parts += [
+            f"{whose} {how}" if alone else f"{whose} {', '.join(of)} {how}" for how, of in shapes.items()
+        ]
+    if not parts:
+        return ""
+    layers = "; layers compiled" if summary.get("compiled") else ""
+    kernels = f"; torch's kernels: {summary['kernels']}" if summary.get("kernels") else ""
+    return f"weights: {'; '.join(parts)}{layers}{kernels}"
+
+
+def _lying(choices: dict[str, dict]) -> str:
+    """Layouts in words, such as "columns (1 token), packed (6, 17)"; without numbers where there is one layout."""
+    numbers: dict[str, list[str]] = {}
+    for n, choice in sorted(choices.items(), key=lambda item: int(item[0])):
+        numbers.setdefault(choice["layout"], []).append("1 token" if n == "1" else n)
+    if len(numbers) == 1:
+        return next(iter(numbers))
+    return ", ".join(f"{layout} ({', '.join(of)})" for layout, of in numbers.items())
+
+
+def repetition_line(summary: dict) -> str:
+    """How much the answers repeat themselves, by task; nothing for older runs."""
+    shares = {name: numbers.get("distinct_4grams") for name, numbers in summary["tasks"].items()}
+    parts = [f"{name} {share:.0%}" for name, share in shares.items() if share is not None]
+    return (
+        f"4-grams of the answers that do not occur earlier in the answer: {', '.join(parts)}" if parts else ""
+    )
+
+
+def disturbed(summary: dict) -> str:
+    """A warning of a run that stayed disturbed; nothing for others."""
+    share = _disturbed_share(summary)
+    return f"DISTURBED: {DISTURBED.format(f'{share:.0%}')}" if share else ""
+
+
+def _disturbed_share(summary: dict) -> float:
+    """The share of the time that counts in which others were busy; 0 where it is too small for a warning."""
+    share = (summary.get("machine") or {}).get("still_disturbed_share")
+    return 0.0 if share is None or share <= WORST_DISTURBED else share
+
+
+def disturbances(runs: Iterable[Run]) -> list[str]:
+    """A line for each run that stayed disturbed; where they are many, one for all of them."""
+    runs = list(runs)
+    lines = [f"{run.name}: {line}" for run in runs if (line := disturbed(run.summary))]
+    if len(lines) <= FEW:
+        return lines
+    shares = spread([share for run in runs if (share := _disturbed_share(run.summary))])
+    return [f"DISTURBED in {len(lines)} of {len(runs)} runs: {DISTURBED.format(shares)}"]
+
+
+def paired_over(count: int, unit: str) -> str:
+    """On how many pairs of times a ratio rests; unit: as in `metrics.Relative`."""
+    text = f"{count} {unit}" if count == 1 else f"{count} {unit}s"
+    if unit != "repeat":
+        return text
+    return f"{text} of one pool" if count == 1 else f"{text} of one pool: timing noise only"
+
+
+def settings_line(summary: dict) -> str:
+    """What the settings of a run are; nothing where it is not known, as of older runs, or there are none."""
+    source, published = summary.get("settings_source"), summary.get("settings_published") or {}
+    if source == "changed":
+        changes = [
+            f"{key}={_plain(summary['settings'].get(key))} (published {_plain(value)})"
+            for key, value in published.items()
+        ]
+        return f"settings changed: {', '.join(changes)}"
+    if source == "tuned":
+        return f"settings tuned on {summary['settings_tuned_on']}"
+    return "published settings" if source == "published" else ""
+
+
+def settings_lines(summaries: Iterable[dict]) -> list[str]:
+    """What the settings of several runs are, a line for each kind, with the methods that have it."""
+    methods: dict[str, list[str]] = {}
+    for summary in summaries:
+        line = settings_line(summary).partition(":")[0]
+        if line and method_label(summary) not in methods.setdefault(line, []):
+            methods[line].append(method_label(summary))
+    return [f"{line}: {', '.join(names)}" for line, names in sorted(methods.items())]
+
+
+def _plain(value: object) -> str:
+    """A setting as a command line takes it."""
+    return "null" if value is None else str(value)
+
+
+def turns(summary: dict) -> str:
+    """How arms took turns, in words; older runs, which do not tell, did so by whole answers."""
+    seconds = summary.get("slice_seconds")
+    return "whole answers" if seconds is None else f"slices of {seconds * 1000:.0f} ms"
+
+
+def gain(summary: dict) -> float | None:
+    """Tokens per second of a batch method / those of autoregressive decoding at batch size 1 in the same run."""
+    rate, single = summary["overall"]["tokens_per_second"], summary["baseline"]["single_tokens_per_second"]
+    return rate / single if rate and single else None
+
+
+def baseline_line(baseline: dict) -> Text:
+    """What the speedups are quoted against, how fast it is, and how close to what the memory allows."""
+    engine, generate = baseline["tokens_per_second"], baseline["hf_generate_tokens_per_second"]
+    beside = "not timed" if generate is None else number_text(generate, 1)
+    text = Text(f"baseline: our loop {number_text(engine, 1)} tokens/s, transformers generate {beside}; ")
+    text.append(f"speedups are against {QUOTED[baseline['quoted_against']]}")
+    if baseline["bandwidth_fraction"] is not None:
+        text.append(f", at {baseline['bandwidth_fraction']:.0%} of the memory-bandwidth ceiling")
+    if baseline["equivalence"]["violation"]:
+        text.append(f"\n{_baseline_fault(baseline)}", style=WRONG)
+    return text
+
+
+def engine_line(summary: dict) -> Text:
+    """As `baseline_line`, of another engine: its plain arm, the same once more, and our own loop beside it."""
+    engine, baseline = summary["engine"], summary["baseline"]
+    name, loop = engine["name"], engine["own_tokens_per_second"]
+    text = Text(
+        f"baseline: plain {name} {number_text(baseline['tokens_per_second'], 1)} tokens/s, against itself "
+    )
+    text.append(itself_text(engine))
+    text.append(f"; our loop {number_text(loop, 1)} tokens/s; speedups are against plain {name}")
+    if baseline["bandwidth_fraction"] is not None:
+        text.append(f", at {baseline['bandwidth_fraction']:.0%} of the memory-bandwidth ceiling")
+    settings = "".join(f", {setting}" for setting in as_text(engine["plain"]))
+    text.append(f"\n{engine['version']}{settings}; plain answers beside our loop's: ")
+    text.append(equivalence_text(baseline["equivalence"]))
+    again = "alone" if summary["unit"] == POOL else "again"
+    text.append(f", beside its own {again}: ").append(equivalence_text(engine["again_equivalence"]))
+    if likely := likelihood_line(engine):
+        text.append(f"\n{likely}")
+    if summary.get("processes", 1) == 1:
+        text.append("\none start of its servers: another one may differ (processes=2 has two)")
+    return text
+
+
+def likelihood_line(engine: dict) -> str:
+    """How likely the target finds what another engine drew; nothing of greedy answers."""
+    parts = [
+        f"{'plain' if arm == 'baseline' else arm} {one['logprob']:.3f}, "
+        f"{one['standard_errors']:+.1f} standard errors off"
+        for arm, one in (engine.get("likelihood") or {}).items()
+        if one is not None
+    ]
+    return f"mean log p of drawn tokens: {'; '.join(parts)}" if parts else ""
+
+
+def _tells_speeds_apart(again: dict, overall: dict) -> bool:
+    """Whether an engine has one speed against itself, and a method that is faster or slower has another."""
+    clear = ("faster", "slower")
+    if verdict(again["low"], again["high"]) in clear:
+        return False
+    judged = verdict(overall["speedup_low"], overall["speedup_high"]) in clear
+    return not (judged and again["low"] is not None and again["low"] <= overall["speedup"] <= again["high"])
+
+
+def itself_text(engine: dict) -> Text:
+    """What an engine's plain arm gains over itself."""
+    again = engine["again"]
+    return ratio_text(again["speedup"], again["low"], again["high"])
+
+
+def baseline_rate(baseline: dict) -> float | None:
+    """Tokens per second of what the speedups are quoted against."""
+    rates = {
+        "engine": baseline["tokens_per_second"],
+        "hf_generate": baseline["hf_generate_tokens_per_second"],
+    }
+    return rates[baseline["quoted_against"]]
+
+
+def faults(summary: dict, with_baseline: bool = True) -> list[str]:
+    """What is wrong with a run, a line each; of its baseline too, unless that is told elsewhere."""
+    lines, counts, baseline = engine_faults(summary), summary["equivalence"], summary["baseline"]
+    if counts["violation"]:
+        whose = "the target's own" if summary.get("engine") is None else "those of its plain arm"
+        lines.append(f"VIOLATION: {counts['violation']} of {counts['answers']} answers are not {whose}")
+    if summary["verification"] == TYPICAL:
+        lines.append("LOSSY: typical acceptance does not keep the target's answers; it is here as a control")
+    if summary["failed"]:
+        lines.append(f"FAILED: {summary['failed']} questions, left out of every number")
+    if with_baseline and summary.get("engine") is None and baseline["equivalence"]["violation"]:
+        lines.append(_baseline_fault(baseline))
+    return lines
+
+
+def engine_faults(summary: dict) -> list[str]:
+    """What is wrong with another engine; nothing of this project's own."""
+    engine = summary.get("engine")
+    if engine is None:
+        return []
+    name, lines = engine["name"], []
+    differing, unlike = summary["baseline"]["equivalence"], engine["again_equivalence"]
+    if differing["violation"]:
+        lines.append(f"VIOLATION: {differing['violation']} plain answers of {name} are not the target's")
+    if unlike["violation"]:
+        lines.append(f"VIOLATION: {unlike['violation']} plain answers of {name} are not what it said before")
+    for arm, one in (engine.get("likelihood") or {}).items():
+        if one is not None and abs(one["standard_errors"]) > SURPRISE:
+            whose = "plain" if arm == "baseline" else "speculative"
+            lines.append(
+                f"VIOLATION: {whose} answers of {name} are not drawn from the target's distributions"
+            )
+    if not _tells_speeds_apart(engine["again"], summary["overall"]):
+        lines.append(f"NO VERDICT ON SPEED: plain {name} against itself has {itself_text(engine)}")
+    if faults_met := engine["faults"]:
+        lines.append(f"FAULTS of {name}: {len(faults_met)}, the first: {faults_met[0]}")
+    return lines
+
+
+def notes(runs: list[Run]) -> list[str]:
+    """What a reader of several runs should be warned of."""
+    return [*cautions(runs), *differing_by_pair(runs)]
+
+
+def cautions(runs: Iterable[Run]) -> list[str]:
+    """What a reader of several runs would else see only in the tables of each."""
+    runs = list(runs)
+    made = {"random": RANDOM, "expanded": f"expanded weights: {EXPANDED}"}
+    slower = [run.name for run in runs if run.summary["baseline"]["quoted_against"] == "hf_generate"]
+    lines = []
+    for weights, remark in made.items():
+        if names := [run.name for run in runs if run.summary["weights"] == weights]:
+            lines.append(f"{remark}: {named(names)}")
+    lines += memories(runs)
+    lines += [*different_phases(runs), *slow_machines(runs), *disturbances(runs)]
+    if 0 < len(slower) < len(runs):
+        lines.append(
+            f"speedups against {QUOTED['hf_generate']}, which was the faster, those of the others against "
+            f"{QUOTED['engine']}: {named(slower)}"
+        )
+    return lines
+
+
+def memories(runs: Iterable[Run]) -> list[str]:
+    """A line for each kind of state that was not empty when an answer began, with the runs that had it."""
+    names_by_kind: dict[str, list[str]] = {}
+    for run in runs:
+        if run.summary.get("thirds"):
+            names_by_kind.setdefault("goes on from answer to answer", []).append(run.name)
+        if (record := run.summary.get("training", {}).get(WARM)) is not None:
+            names_by_kind.setdefault(warmed_with(record), []).append(run.name)
+    return [f"memory {kind}: {named(names)}" for kind, names in names_by_kind.items()]
+
+
+def _baseline_fault(baseline: dict) -> str:
+    differing = baseline["equivalence"]["violation"]
+    return f"VIOLATION: our loop and transformers generate differ in {differing} answers"
+
+
+def is_one_pool(summary: dict) -> bool:
+    """Whether the interval of a batch run rests on repeats of one pool."""
+    overall = summary["overall"]
+    return overall["pools"] == 1 and overall["speedup_low"] is not None
+
+
+def title_text(summary: dict) -> Text:
+    """What stands above a run's table: its faults, and what was measured how."""
+    text = Text()
+    sliced = f", {turns(summary)}" if "slice_seconds" in summary else ""
+    for line in faults(summary, with_baseline=False):
+        text.append(f"{line}\n", style=WRONG)
+    for warning in filter(None, (slow_machine(summary), disturbed(summary))):
+        text.append(f"{warning}\n", style=WRONG)
+    settings = f" ({', '.join(as_text(summary['settings']))})" if summary["settings"] else ""
+    text.append(f"{method_label(summary)}{settings}", style="bold").append(
+        f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
+        f"{_drafting(summary)}batch {summary['batch_size']}, {dtype_label(summary)}, "
+        f"{summary['device']}{_threads(summary)}{sliced}"
+    )
+    if source := settings_line(summary):
+        text.append(f"; {source}")
+    if summary["weights"] == "random":
+        text.append(f"\n{RANDOM}", style="yellow")
+    if summary["weights"] == "expanded":
+        built = f"expanded, {summary['anatomy']} at {summary['pair']}'s dimensions"
+        text.append(f"\n{built}: {EXPANDED}", style="yellow")
+    return text
+
+
+def _drafting(summary: dict) -> str:
+    """How drafts were verified and how long they were, where that is not token by token and as the method says."""
+    verification, length = summary["verification"], summary["draft_length"]
+    lossy = " (LOSSY)" if verification == TYPICAL else ""
+    words = "" if verification == TOKEN else f"{verification} verification{lossy}, "
+    return words if length == CONSTANT else f"{words}{length} draft length, "
+
+
+def dtype_label(summary: dict) -> str:
+    """The dtype of a run, and what its target's weights were made from where that is not their own form."""
+    source = summary.get("weights_source")
+    return f"{summary['dtype']} ({source})" if source else summary["dtype"]
+
+
+def _threads(summary: dict) -> str:
+    """The threads of a run on a CPU; nothing for an older run, which does not tell."""
+    threads = summary.get("threads") if summary["device"] == "cpu" else None
+    return "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}{cores_label(summary)}"
+
+
+def cores_label(summary: dict) -> str:
+    """How many cores a method takes that drafts on some of its own, beside those of torch's threads; else nothing."""
+    extra, threads = summary.get("extra_cores"), summary.get("threads")
+    return f" ({threads + extra} cores)" if extra and threads else ""
