@@ -22,7 +22,7 @@ from methods.common.build import Step, run_all
 from methods.sps_tree.drafter import FILE as TREE
 from methods.states import RECORD as STATES
 from specbench.data.training import RECORD
-from specbench.report.tables import console
+from specbench.report.cells import console
 from specbench.system.errors import one_line_errors
 from specbench.tiny.soundness import RESULT, faults, table
 from specbench.tiny.train import FULL, SHIPPED, SMOKE, Build, Stage, checksums, install
@@ -154,6 +154,8 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
         [
             part("eagle3", 35, "eagle3", "deep", f"like_layer={size.like[0]}"),
             part("eagle3_shallow", 35, "eagle3", "shallow", f"like_layer={size.like[1]}"),
+            part("peagle", 40, "peagle", "deep", "draft_layers=1", f"like_layer={size.like[0]}"),
+            part("mtp", 25, "mtp", "deep"),
             part("eagle", 15, "eagle", "deep"),
             part("eagle_shallow", 15, "eagle", "shallow"),
             part("hydra_heads", 20, "hydra_heads", "deep"),

@@ -99,6 +99,57 @@ def check_tensors(
         raise UserError(f"{what} in '{folder}' do not fit: {message}")
 
 
+def draft_token_ids(
+    folder: str | Path, what: str, state: dict[str, torch.Tensor], vocab_size: int, vocab: int
+) -> torch.Tensor:
+    """Takes the mapping of a draft vocabulary out of the tensors.
+
+    Args:
+        folder: where they were read.
+        what: that is in it, for messages.
+        state: with `lm_head.weight`; `d2t` holds for each of its rows how far its token's id follows the row's index,
+            `t2d` which ids have a row.
+        vocab_size: ids of the checkpoint's target.
+        vocab: ids of the target that is drafted for.
+
+    Returns:
+        [rows] token ids of the target, by row of the head.
+    """
+
+    def refuse(why: str) -> UserError:
+        return UserError(f"{what} in '{folder}' cannot be used: {why}")
+
+    rows = state["lm_head.weight"].shape[0]
+    offsets, t2d = state.pop("d2t", None), state.pop("t2d", None)
+    index = torch.arange(rows)
+    if offsets is None:
+        if rows != vocab_size:
+            raise refuse(f"d2t is missing, and the head has {rows} rows for {vocab_size} tokens")
+        offsets = torch.zeros_like(index)
+    if offsets.shape != index.shape or offsets.is_floating_point():
+        raise refuse(f"d2t is {offsets.dtype} {tuple(offsets.shape)}, not whole numbers ({rows},)")
+    ids = index + offsets.long()
+    if t2d is not None and t2d.shape != (vocab_size,):
+        raise refuse(f"t2d is {tuple(t2d.shape)}, not ({vocab_size},)")
+    scored = torch.zeros(vocab_size, dtype=torch.bool)
+    fitting = int(ids.min()) >= 0 and int(ids.max()) < vocab_size
+    if fitting:
+        scored[ids] = True
+    agrees = fitting and int(scored.sum()) == rows and (t2d is None or torch.equal(scored, t2d.bool()))
+    # Without t2d nothing but its form tells a table: no two kept ids that follow one another, or no kept id beyond.
+    unsure = t2d is None and rows < vocab_size and rows > 1
+    if not agrees or (unsure and (bool((offsets.diff() > 0).all()) or not offsets.any())):
+        raise refuse(
+            "d2t does not hold how far each token's id follows its row (ids in place of distances, an empty table, "
+            "or one of another checkpoint)"
+        )
+    if int(ids.max()) >= vocab:
+        raise refuse(
+            f"it drafts token {int(ids.max())}, the target has {vocab}: they were made for another target"
+        )
+    return ids
+
+
 def write_checkpoint(
     folder: str | Path, settings: Mapping[str, Any], state: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:

@@ -7,7 +7,7 @@ probability 0, so that acceptance over the full vocabulary stays exact.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -103,6 +103,32 @@ class DraftHead:
         else:
             widened[..., self.token_ids] = rows
         return widened
+
+
+class HasHead(Protocol):
+    """A drafting model with a head of its own over some tokens of the target."""
+
+    token_ids: torch.Tensor
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., h] of the model -> logits [..., rows]."""
+
+
+class OwnHead(DraftHead):
+    """The head that a drafting model has over some tokens of the target.
+
+    Args:
+        model: whose head it is; its weights are counted with the model's.
+        vocab_size: ids that the target has.
+    """
+
+    def __init__(self, model: HasHead, vocab_size: int):
+        self.drafting, self.vocab_size, self.token_ids = model, vocab_size, model.token_ids
+        self.bytes = 0.0
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., h] of the model -> logits [..., rows]."""
+        return self.drafting.logits(normed)
 
 
 def chosen_at_once(

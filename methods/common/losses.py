@@ -51,12 +51,15 @@ class Goals:
         """
         weights = batch["loss_weight"][:, ahead:]
         batch_index, positions = weights.nonzero().unbind(1)
-        weights = weights[batch_index, positions]
-        if count is not None and count < len(weights):
-            drawn = torch.multinomial(weights, count, replacement=True)
-            batch_index, positions = batch_index[drawn], positions[drawn]
-            weights = (weights.sum() / count).expand(count)
-        return cls(batch_index, positions + ahead, weights)
+        return cls(batch_index, positions + ahead, weights[batch_index, positions]).drawn(count)
+
+    def drawn(self, count: int | None) -> Goals:
+        """So many of them, drawn in proportion to their weights, with the same sum; all, where there are no more."""
+        if count is None or count >= len(self.weights):
+            return self
+        drawn = torch.multinomial(self.weights, count, replacement=True)
+        weights = (self.weights.sum() / count).expand(count)
+        return Goals(self.batch_index[drawn], self.positions[drawn], weights)
 
     def before(self, states: torch.Tensor, ahead: int = 1) -> torch.Tensor:
         """States [B, at least T - ahead, d] -> [n, d], `ahead` tokens in front of each."""

@@ -297,21 +297,24 @@ def some_of(text: Iterable[Batch], places: int = FITTED_PLACES) -> Iterator[Batc
             return
 
 
-def least_squares(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def least_squares(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], bias: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The linear layer that estimates outputs [..., m] from inputs [..., n] best, with a small ridge.
 
     What is trained may begin as it: on states of a real model that saves most of the steps.
 
     Args:
         pairs: inputs and outputs of some places.
+        bias: whether it has one.
 
     Returns:
-        Its weight [m, n] and bias [m].
+        Its weight [m, n] and bias [m], which is zero where it has none.
     """
     moments: Any = None
     products: Any = None
     for inputs, outputs in pairs:
-        ones = inputs.new_ones(*inputs.shape[:-1], 1, dtype=torch.float)
+        ones = inputs.new_full((*inputs.shape[:-1], 1), float(bias), dtype=torch.float)
         x = torch.cat([inputs.float(), ones], dim=-1).flatten(0, -2)
         y = outputs.float().flatten(0, -2)
         # Sums over many places in float64; the products of one batch do not need it.

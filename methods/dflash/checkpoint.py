@@ -1,5 +1,6 @@
-"""Checkpoints of block drafters: DFlash's own (z-lab) and DeepSpec's, of DFlash and DSpark; ours are written likewise.
+"""Checkpoints of block drafters: DFlash's own (z-lab), DeepSpec's and speculators', of DFlash and DSpark.
 
+Ours are written as the first two are. Those of speculators may have a head of their own over a draft vocabulary.
 Whatever a config.json turns on is done here, too, or the checkpoint is refused by that name.
 """
 
@@ -14,6 +15,7 @@ from methods.common.checkpoints import (
     check_copy,
     check_tensors,
     check_width,
+    draft_token_ids,
     read_checkpoint,
     write_checkpoint,
 )
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
 WHAT = "the weights of the block drafter"
 FILES = (WEIGHTS,)
 FILLS_IN, PREDICTS = "DFlashDraftModel", "Qwen3DSparkModel"  # z-lab's architecture, and DeepSpec's
+# Of speculators: by kind, whether each place guesses the token after it where nothing else is said.
+KIND, KINDS = "speculators_model_type", {"dflash": False, "dspark": True}
+LAYER, STATES, AFTER = "transformer_layer_config", "aux_hidden_state_layer_ids", "sample_from_anchor"
+ARCHITECTURES = (FILLS_IN, PREDICTS, "DFlashSpeculator", "DSparkSpeculator", "DSparkDraftModel")
 NESTED, LAYERS, MASK, FIGURES = "dflash_config", "target_layer_ids", "mask_token_id", "figures"
 MARKOV, ESTIMATE, WITH_MARKOV = "markov_rank", "enable_confidence_head", "confidence_head_with_markov"
 # The target's own, which DeepSpec's files hold, too.
@@ -52,12 +58,18 @@ FIXED = {
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
+    "projector_type": "dflash",
+    "shift_label": False,
 }
 # What changes nothing in how the layers draft.
 HARMLESS = {
     *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "num_target_layers"),
     *("block_size", "num_anchors", "max_window_layers", "sliding_window", "layer_types", "rope_theta"),
     *("rope_scaling", NESTED, LAYERS, MASK, FIGURES, MARKOV, ESTIMATE, WITH_MARKOV),
+    *(LAYER, KIND, STATES, AFTER, "speculators_config", "speculators_version", "has_no_defaults_at_init"),
+    *("draft_vocab_size", "sliding_window_non_causal", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"),
+    *("confidence_head_alpha", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "lambda_base_start"),
+    *("lambda_base_decay_ratio", "auf"),
 }
 
 
@@ -74,7 +86,9 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
             not known here; the drafting model was made for another target.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
-    flat = {**settings, **(settings.get(NESTED) or {})}
+    flat = {**settings, **(settings.get(NESTED) or {}), **(settings.get(LAYER) or {})}
+    if flat.get(STATES):  # layers in front of which states are taken
+        flat[LAYERS] = [i - 1 for i in flat[STATES]]
     if problems := [*_problems(flat)]:
         raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
     width = target.hidden_size if expansion is None else expansion.old.hidden
@@ -82,13 +96,17 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
     check_width(folder, WHAT, flat["hidden_size"], width)
     config = _config(flat)
     taps = tuple(i + 1 for i in flat[LAYERS])
-    if not 0 <= min(taps) <= max(taps) < layers:
+    if not 0 <= min(taps) <= max(taps) <= layers:
         raise UserError(
             f"{WHAT} in '{folder}' cannot be used: they read the states after layers {flat[LAYERS]}, the "
             f"target has {layers} layers"
         )
-    _drop_copies(folder, state, target, expansion)
-    model = BlockModel(config, taps)
+    vocab = target.vocab_size if expansion is None else expansion.old.vocab
+    token_ids = None
+    if "d2t" in state:
+        token_ids = draft_token_ids(folder, WHAT, state, config.vocab_size, vocab)
+    _drop_copies(folder, state, target, expansion, token_ids is not None)
+    model = BlockModel(config, taps, token_ids)
     check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
     model.load_state_dict(state)
     if not 0 <= config.mask_token_id < target.embed_tokens.weight.shape[0]:
@@ -148,9 +166,11 @@ def _problems(flat: dict[str, Any]) -> Iterator[str]:
         for name, value in FIXED.items()
         if flat.get(name) not in (None, value)
     )
+    if (kind := flat.get(KIND)) is not None and kind not in KINDS:
+        yield f"is of speculators' {kind}, not of one of {', '.join(KINDS)}"
     for name in flat.get("architectures") or []:
-        if name not in (FILLS_IN, PREDICTS):
-            yield f"is of a {name}, not of a {FILLS_IN} or a {PREDICTS}"
+        if name not in ARCHITECTURES:
+            yield f"is of a {name}, not of one of {', '.join(ARCHITECTURES)}"
     if {*(flat.get("layer_types") or [])} - {"full_attention"}:
         yield "sets a sliding window"
     if flat.get(ESTIMATE) and not (flat.get(WITH_MARKOV) and flat.get(MARKOV)):
@@ -159,12 +179,15 @@ def _problems(flat: dict[str, Any]) -> Iterator[str]:
 
 def _config(flat: dict[str, Any]) -> BlockConfig:
     """The config of the drafting layers and heads."""
+    predicts = PREDICTS in (flat.get("architectures") or [])
+    if (kind := flat.get(KIND)) is not None:
+        predicts = flat.get(AFTER, KINDS[kind])
     names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling", "block_size", MASK, MARKOV} - {"dtype"}
     chosen = {name: value for name, value in flat.items() if name in names and value is not None}
     config = BlockConfig(
         **chosen
         | {
-            "fills_in": PREDICTS not in (flat.get("architectures") or []),
+            "fills_in": not predicts,
             "confidence": bool(flat.get(ESTIMATE)),
             "layer_types": ["full_attention"] * flat["num_hidden_layers"],
             "use_sliding_window": False,
@@ -179,10 +202,13 @@ def _drop_copies(
     state: dict[str, torch.Tensor],
     target: StagedModel,
     expansion: Expansion | None,
+    own_head: bool,
 ) -> None:
-    """Leaves out embedding and head, which are the target's. Raises UserError if they are not."""
+    """Leaves out embedding and head, unless it is its own. Raises UserError if they are not the target's."""
     theirs = {"embedding": target.embed_tokens.weight, "head": target.lm_head.weight}
     for name, what in COPIES.items():
+        if own_head and what == "head":
+            continue
         tensor = state.pop(name, None)
         if tensor is not None and expansion is None:
             check_copy(folder, WHAT, name, tensor, theirs[what])
@@ -190,8 +216,10 @@ def _drop_copies(
 
 def _expanded(model: BlockModel, target: StagedModel, expansion: Expansion) -> BlockModel:
     """The drafting model at the width and heads of an expanded target."""
-    if model.config.attention_bias:
-        raise UserError(f"{WHAT} hold biases of queries, keys or values: they cannot be expanded")
+    if model.config.attention_bias or model.lm_head is not None:
+        raise UserError(
+            f"{WHAT} hold biases of queries, keys or values, or a head of their own: they cannot be expanded"
+        )
     special = {name: getattr(model.config, name) for name in BlockConfig.__annotations__}
     # An estimate reads states that lie elsewhere now.
     special["confidence"], model.confidence_head = False, None

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 
 from methods.common.dynamic_trees import candidate_children, tree_of_marginals
-from methods.common.heads import chosen_at_once, draft_head
+from methods.common.heads import OwnHead, chosen_at_once, draft_head, target_ids
 from specbench.decoding.cpu.compiled_layers import compiled_copy
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
-from specbench.decoding.model.graphs import options_of, set_options
+from specbench.decoding.model.graphs import options_of
 from specbench.decoding.model.layer_cache import LayerCache
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.tree import Tree
@@ -66,10 +66,17 @@ class BlockDrafter(Drafter):
                 ("without a Markov head", "dflash") if self.corrected else ("with a Markov head", "dspark")
             )
             raise UserError(f"the drafting model in '{weights}' is one {names[0]}: set method={names[1]}")
-        set_options(model, options_of(pair.target))
-        self.model = compiled_copy(model, *(model.compiled_layers if options_of(model).compile else ()))
+        compiles = options_of(pair.target).compile
+        self.model = compiled_copy(model, *(model.compiled_layers if compiles else ()))
         self.taps = model.taps
-        self.head = draft_head(pair, pair.staged, vocab_map, vocab_size)
+        if model.lm_head is None:
+            self.head = draft_head(pair, pair.staged, vocab_map, vocab_size)
+        elif vocab_map is None:
+            self.head = OwnHead(self.model, target_ids(pair))
+        else:
+            raise UserError(
+                f"the drafting model in '{weights}' has a head of its own, which is not trimmed: set vocab=full"
+            )
         self.max_draft_tokens = max_draft_tokens or model.config.most_guesses
         self._bytes = weight_bytes(model) + self.head.bytes
         self._places = self.max_draft_tokens + model.config.fills_in
@@ -205,7 +212,7 @@ class DSpark(BlockDrafter):
         UserError: as `BlockDrafter`; or there is a threshold, and the drafting model has no estimate.
     """
 
-    needs = Needs(part="dspark")
+    needs = Needs(part="dspark", training="head=markov")
     corrected = True
 
     def __init__(
@@ -225,7 +232,8 @@ class DSpark(BlockDrafter):
         self.threshold = confidence_threshold
         markov, ids = cast("MarkovHead", self.model.markov_head), self.head.token_ids
         output, self._before = markov.markov_w2, markov.markov_w1
-        self._after = output if ids is None else packed_linear(output.weight[ids], None)
+        all_rows = ids is None or self.model.lm_head is not None
+        self._after = output if all_rows else packed_linear(output.weight[ids], None)
         # The correction's outputs are read for each token, its embeddings by single rows.
         self._step_bytes = weight_bytes(self._after)
         self._bytes -= weight_bytes(output) + weight_bytes(self._before)

@@ -63,12 +63,12 @@ class BlockConfig(Qwen3Config):
 
 
 class MarkovHead(nn.Module):
-    """What a token adds to the logits of the next one: a matrix of low rank [vocab, vocab]."""
+    """What a token adds to the logits of the next one: a matrix of low rank [vocab, rows of the head]."""
 
-    def __init__(self, vocab: int, rank: int):
+    def __init__(self, vocab: int, rank: int, rows: int):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab, rank)
-        self.markov_w2 = nn.Linear(rank, vocab, bias=False)
+        self.markov_w2 = nn.Linear(rank, rows, bias=False)
 
 
 class ConfidenceHead(nn.Module):
@@ -85,11 +85,14 @@ class BlockModel(CachedLayer):
     Args:
         config: of its layers and heads.
         taps: depths of the target whose states it reads, as in `Drafter.taps`.
+        token_ids: [draft vocabulary] tokens of the target that a head of its own scores, by row; None: it has none, and
+            the target's is used.
     """
 
     config: BlockConfig
+    token_ids: torch.Tensor
 
-    def __init__(self, config: BlockConfig, taps: tuple[int, ...]):
+    def __init__(self, config: BlockConfig, taps: tuple[int, ...], token_ids: torch.Tensor | None = None):
         super().__init__(config)
         self.taps = taps
         width, eps = config.hidden_size, config.rms_norm_eps
@@ -97,8 +100,10 @@ class BlockModel(CachedLayer):
         self.hidden_norm = Qwen3RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(width, eps=eps)
-        rank = config.markov_rank
-        self.markov_head = MarkovHead(config.vocab_size, rank) if rank else None
+        rank, rows = config.markov_rank, config.vocab_size if token_ids is None else token_ids.shape[0]
+        self.markov_head = MarkovHead(config.vocab_size, rank, rows) if rank else None
+        self.lm_head = None if token_ids is None else nn.Linear(width, rows, bias=False)
+        self.register_buffer("token_ids", token_ids, persistent=False)
         self.confidence_head = ConfidenceHead(width + rank) if config.confidence else None
         self.depth = len(self.layers)
         self.compiled_layers = tuple(f"layers.{i}" for i in range(self.depth))
@@ -145,6 +150,11 @@ class BlockModel(CachedLayer):
                 position_embeddings=position_embeddings,
             )
         return self.norm(hidden)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Normed states [..., d] -> logits [..., draft vocabulary] of its own head."""
+        assert self.lm_head is not None
+        return self.lm_head(states)
 
     def confidence(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Normed states [..., d] and embedded tokens in front of them [..., rank] -> logits of acceptance [...]."""

@@ -63,16 +63,16 @@ class Steps:
     """Keys and values of all steps so far, with gradients; it stands where attention expects a cache."""
 
     def __init__(self) -> None:
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._layers: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds those of a step, [b, kv_heads, n, head_dim]; returns those of all, one after the other."""
-        self._keys.append(keys)
-        self._values.append(values)
-        return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
+        all_keys, all_values = self._layers.setdefault(layer_idx, ([], []))
+        all_keys.append(keys)
+        all_values.append(values)
+        return torch.cat(all_keys, dim=2), torch.cat(all_values, dim=2)
 
 
 def chained(

@@ -13,18 +13,16 @@ now with the target's own states.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from methods.common.dynamic_trees import Growth, most_nodes
-from methods.common.heads import draft_head
+from methods.common.heads import DraftHead, draft_head
 from methods.common.rank_trees import fill_tree, grown, likeliest_of, rank_tree
 from specbench.decoding.cpu.compiled_layers import compiled_copy
 from specbench.decoding.device import on_device, span
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
-from specbench.decoding.model.graphs import options_of, set_options
+from specbench.decoding.model.graphs import options_of
 from specbench.decoding.model.layer_cache import LayerCache
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.tree import Tree
@@ -35,8 +33,9 @@ from specbench.system.settings import Count
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    import torch
+
     from methods.eagle.layer import DraftingModel
-    from specbench.decoding.kv_cache import ForwardContext
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
 
@@ -46,42 +45,27 @@ EAGLE_TREE = grown(
 )
 
 
-class Head(Protocol):
-    """What makes tokens of a drafting model's outputs; `DraftHead` is one.
-
-    Attributes:
-        bytes: of weights that one use reads.
-    """
-
-    bytes: float
-
-    @property
-    def rows(self) -> int:
-        """The number of tokens that it scores."""
-
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., h] -> logits [..., rows]."""
-
-    def ids(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the head, of any shape -> token ids of the target."""
-
-
 class EagleDrafter(Drafter):
     """Base of EAGLE's drafters: keeps the cache of a drafting model in step with the target; see the module.
 
     Args:
+        pair: with the target.
         model: the drafting model, which says what `taps` of the target it reads.
         head: for its outputs.
 
     Attributes:
         expanded: a bound on the nodes of a draft that go through the layer, where they may be more than `max_nodes`.
+        outputs: of each sequence that a draft begins with: that of the last true pair, and of what follows it in the
+            same pass (`_followed`).
     """
 
     deterministic = True
     expanded = 0
+    outputs = 1
 
-    def __init__(self, model: DraftingModel, head: Head):
-        self.model = compiled_copy(model, *(model.compiled_layers if options_of(model).compile else ()))
+    def __init__(self, pair: Pair, model: DraftingModel, head: DraftHead):
+        compiles = options_of(pair.target).compile
+        self.model = compiled_copy(model, *(model.compiled_layers if compiles else ()))
         self.head = head
         self.taps = model.taps
         self._bytes = weight_bytes(model) + head.bytes
@@ -91,38 +75,57 @@ class EagleDrafter(Drafter):
         self.target = target
         self._layer = LayerCache(self.model, slots, target.dtype, self.expanded)
         width = self.model.config.hidden_size
-        # The output of each sequence's last true pair.
-        self._outputs = slots.tensor(width, dtype=target.dtype)
+        self._outputs = slots.tensor(self.outputs, width, dtype=target.dtype)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Feeds the prompt's pairs, the last of which ends with the pending token."""
         tokens = on_device([sequence.tokens[1:]], prefill.ids.device)
-        features = self.model.features(prefill.hidden_states)
-        out = self.model(features, self._embed(tokens), **self._layer.prompt(slot, features))
-        self._outputs[slot] = out[0, -1]
+        pairs = self.model.features(prefill.hidden_states), self.model.embed(tokens, self.target)
+        features, embeds = self._followed(*pairs)
+        out = self.model(features, embeds, **self._layer.prompt(slot, features))
+        self._outputs[slot] = out[0, -self.outputs :]
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Feeds the tokens that stay with the target's own states, over the entries of the draft."""
         if all(sequence.done for sequence in batch.sequences):
             return
         n = 1 + max(verified.counts)
+        fed = n - 1 + self.outputs
 
         def feed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
             # A sequence that keeps fewer tokens than another is fed others after its end: the next round writes there.
-            ctx = self._layer.layout.place(_pairs(batch), n, 1)
+            ctx = self._layer.layout.place(_pairs(batch), fed, 1)
             features = self.model.features(dict(zip(self.taps, states, strict=True)))
-            out = self._feed(features, _tokens_after(batch, n), ctx)
-            return [out[torch.arange(batch.size, device=out.device), count]]
+            embeds = self.model.embed(_tokens_after(batch, n), self.target)
+            features, embeds = self._followed(features, embeds, count)
+            out = self.model(features, embeds, **self._layer.arguments(ctx, features))
+            wanted = span(count, self.outputs).unsqueeze(-1).expand(-1, -1, out.shape[-1])
+            return [out.gather(1, wanted)]
 
         states = [verified.accepted_states(verified.hidden_states[tap])[:, :n] for tap in self.taps]
         cache, key = self._layer.layout.cache, ("commit", n)
-        (out,) = self.target.run_batch(batch, cache, key, feed, verified.count, *states, entries=n)
+        (out,) = self.target.run_batch(batch, cache, key, feed, verified.count, *states, entries=fed)
         self._outputs[: batch.size] = out
+
+    def _followed(
+        self, features: torch.Tensor, embeds: torch.Tensor, count: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """True pairs, and `outputs` - 1 further ones after them, which differ from drafter to drafter.
+
+        Args:
+            features: [b, n, h].
+            embeds: [b, n, e].
+            count: [b] pairs of each sequence in front of its last true one; None: n - 1.
+
+        Returns:
+            Features and embedded tokens of n - 1 + `outputs` pairs.
+        """
+        return features, embeds
 
     def _as_one(
         self, batch: Batch, key: Hashable, function: Callable[..., list[torch.Tensor]], nodes: int
     ) -> Sequence[torch.Tensor]:
-        """A function of the batch and the outputs [b, h] of its last true pairs, which takes nodes through the layer.
+        """A function of the batch and its `_outputs` [b, outputs, h], which takes nodes through the layer.
 
         Args:
             batch: the running sequences.
@@ -134,7 +137,7 @@ class EagleDrafter(Drafter):
         return self.target.run_batch(batch, cache, ("draft", key), function, outputs, entries=nodes)
 
     def _level(
-        self, batch: Batch, features: torch.Tensor, tokens: torch.Tensor, first: int, tree: Tree
+        self, batch: Batch, features: torch.Tensor, tokens: torch.Tensor, first: int, tree: Tree | None = None
     ) -> torch.Tensor:
         """One pass over nodes of a level.
 
@@ -143,22 +146,14 @@ class EagleDrafter(Drafter):
             features: [b, n, h] the outputs of the nodes' parents.
             tokens: [b, n] of the nodes.
             first: how many nodes went through the layer before them.
-            tree: of all that have.
+            tree: of all that have; None: each follows the one before it.
 
         Returns:
             Outputs [b, n, h].
         """
-        return self._feed(
-            features, tokens, self._layer.layout.place(_pairs(batch), tokens.shape[1], 1 + first, tree)
-        )
-
-    def _feed(self, features: torch.Tensor, tokens: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """Pairs of features [b, n, h] and tokens [b, n] -> outputs [b, n, h]."""
-        return self.model(features, self._embed(tokens), **self._layer.arguments(ctx, features))
-
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids [b, n] -> [b, n, h] for the drafting model."""
-        return self.target.embed(tokens)
+        ctx = self._layer.layout.place(_pairs(batch), tokens.shape[1], 1 + first, tree)
+        embeds = self.model.embed(tokens, self.target)
+        return self.model(features, embeds, **self._layer.arguments(ctx, features))
 
 
 class Eagle(EagleDrafter):
@@ -192,7 +187,7 @@ class Eagle(EagleDrafter):
         vocab_size: Count | None = None,
     ):
         model, settings = _loaded(pair, weights)
-        super().__init__(model, draft_head(pair, pair.staged, vocab_map, vocab_size))
+        super().__init__(pair, model, draft_head(pair, pair.staged, vocab_map, vocab_size))
         deepest = max_draft_tokens or float("inf")
         paths = [tuple(path) for path in settings.get("tree") or EAGLE_TREE]
         paths = [path for path in paths if len(path) <= deepest and max(path) < self.head.rows]
@@ -204,9 +199,7 @@ class Eagle(EagleDrafter):
         paths = tuple(self.paths[: batch.max_nodes])
         tree, levels = rank_tree(paths, batch.max_draft, batch.tokens.device, leaves_last=True)
 
-        def filled(batch: Batch, outputs: torch.Tensor) -> list[torch.Tensor]:
-            out = outputs.unsqueeze(1)
-
+        def filled(batch: Batch, out: torch.Tensor) -> list[torch.Tensor]:
             def logits_of(depth: int, tokens: torch.Tensor | None) -> torch.Tensor:
                 nonlocal out
                 if tokens is not None:
@@ -225,15 +218,18 @@ class DynamicEagle(EagleDrafter):
     """Base of EAGLE-2 and of what drafts as it does: a tree that grows where the drafter is sure.
 
     Args:
-        model: the drafting model.
-        head: for its outputs.
+        pair: as in `EagleDrafter`.
+        model: likewise.
+        head: likewise.
         nodes: of a tree, at most; the authors count the pending token, too.
         width: nodes of a level that get children, and children of each.
         max_draft_tokens: levels, of which each but the first costs a pass; the authors count these passes.
     """
 
-    def __init__(self, model: DraftingModel, head: Head, nodes: int, width: int, max_draft_tokens: int):
-        super().__init__(model, head)
+    def __init__(
+        self, pair: Pair, model: DraftingModel, head: DraftHead, nodes: int, width: int, max_draft_tokens: int
+    ):
+        super().__init__(pair, model, head)
         self.width, self.max_draft_tokens = min(width, head.rows), max_draft_tokens
         self.max_nodes = min(nodes, most_nodes(self.width, max_draft_tokens))
         self.expanded = self.width * (max_draft_tokens - 1)
@@ -244,9 +240,8 @@ class DynamicEagle(EagleDrafter):
         levels = min(self.max_draft_tokens, batch.max_draft, batch.max_nodes)
         nodes = min(self.max_nodes, batch.max_nodes, most_nodes(width, levels))
 
-        def grown(batch: Batch, outputs: torch.Tensor) -> list[torch.Tensor]:
+        def grown(batch: Batch, out: torch.Tensor) -> list[torch.Tensor]:
             growth = Growth(width)
-            out = outputs.unsqueeze(1)
             growth.add(self.head.logits(out))
             for depth in range(levels - 1):
                 rows, above = growth.expand()
@@ -290,16 +285,14 @@ class Eagle2(DynamicEagle):
         vocab_size: Count | None = None,
     ):
         head = draft_head(pair, pair.staged, vocab_map, vocab_size)
-        super().__init__(_loaded(pair, weights)[0], head, nodes, width, max_draft_tokens)
+        super().__init__(pair, _loaded(pair, weights)[0], head, nodes, width, max_draft_tokens)
 
 
 def _loaded(pair: Pair, weights: str) -> tuple[DraftingModel, dict[str, Any]]:
     """The drafting model of a pair, and the content of its config.json."""
     from methods.eagle.checkpoint import load_eagle  # late: transformers' models take seconds to import
 
-    model, written = load_eagle(packaged(weights), pair.target, pair.device, pair.dtype, pair.expansion)
-    set_options(model, options_of(pair.target))
-    return model, written
+    return load_eagle(packaged(weights), pair.target, pair.device, pair.dtype, pair.expansion)
 
 
 def _tokens_after(batch: Batch, n: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
     from specbench.decoding.kv_cache import KVCache
+    from specbench.decoding.model.staged_model import StagedModel
 
 
 class EagleLayer(nn.Module):
@@ -60,7 +61,7 @@ class EagleLayer(nn.Module):
 
 
 class DraftingModel(CachedLayer):
-    """Base of the models that draft: one decoder layer with a cache, fed with pairs of a state and the next token.
+    """Base of the models that draft: decoder layers with a cache, fed with pairs of a state and the next token.
 
     Pair j holds the target's state at position j, or an estimate of it, and token j + 1. Its position is j.
 
@@ -72,6 +73,10 @@ class DraftingModel(CachedLayer):
     """
 
     taps: tuple[int, ...] = ()
+
+    def embed(self, tokens: torch.Tensor, target: StagedModel) -> torch.Tensor:
+        """Token ids [b, n] -> [b, n, e], by the target's embedding where the model has none of its own."""
+        return target.embed(tokens)
 
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
         """The target's states [b, n, d] of each tap -> what stands for them in pairs, [b, n, h]."""

@@ -1,4 +1,4 @@
-"""EAGLE-3's checkpoints: the authors', SpecForge's and speculators'; ours are written for vLLM and SGLang.
+"""EAGLE-3's and P-EAGLE's checkpoints: the authors', SpecForge's and speculators'; ours are for vLLM and SGLang.
 
 Whatever a config.json turns on is done here, too, or the checkpoint is refused by that name: a variant that is missed
 drafts badly, and nothing says so.
@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LlamaConfig
 
-from methods.common.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.common.checkpoints import (
+    WEIGHTS,
+    check_tensors,
+    check_width,
+    draft_token_ids,
+    read_checkpoint,
+    write_checkpoint,
+)
 from methods.eagle3.model import DEPTHS, Eagle3Config, Eagle3Model, default_taps
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
@@ -31,6 +38,7 @@ LAYER_IDS, LAYER, FIGURES = "eagle_aux_hidden_state_layer_ids", "transformer_lay
 ARCHITECTURES = (
     *("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
     *("Eagle3Speculator", "Eagle3DraftModel"),
+    *("PEagleSpeculator", "PEagleDraftModel", "PeagleLlamaForCausalLM"),
 )
 MODEL_TYPES = (
     "llama",
@@ -39,7 +47,9 @@ MODEL_TYPES = (
     "mistral",
 )  # whose layer is Llama's, with the tensors that are there
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# Of the layer, written as they are.
+MASKS = ("ptd_token_id", "mask_token_id", "pard_token")  # what files call the token of a mask
+MASK_STATE, PARALLEL = "mask_hidden", "parallel_drafting"
+# Of the layers, written as they are.
 LAYER_SETTINGS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias"),
@@ -50,16 +60,18 @@ FIXED = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
-    "speculators_model_type": "eagle3",
     "hidden_act": "silu",
 }
-# What changes nothing in how one layer drafts.
+KINDS = ("eagle3", "peagle")  # of speculators' files
+# What changes nothing in how the layers draft.
 HARMLESS = {
     *("model_type", "architectures", LAYER, LAYER_IDS, "eagle_config", FIGURES, *VARIANTS),
     *("draft_vocab_size", "target_hidden_size", "target_vocab_size", "rope_theta", "rope_scaling"),
     *("torch_dtype", "transformers_version", "auto_map", "max_window_layers", "sliding_window"),
     *("use_sliding_window", "layer_types", "next_layer_regular", "embed_requires_grad", "ttt_steps"),
-    *("speculators_config", "speculators_version", "has_no_defaults_at_init"),
+    *("speculators_config", "speculators_version", "has_no_defaults_at_init", "speculators_model_type"),
+    *("para_depths", "para_num", "down_sample_ratio", "down_sample_ratio_min", "max_seq_len"),
+    *("prediction_loss_weight", PARALLEL, *MASKS),
 }
 
 
@@ -69,10 +81,11 @@ def load_eagle3(
     expansion: Expansion | None = None,
     taps: tuple[int, ...] | None = None,
     rope_theta: float | None = None,
+    masks: bool = False,
 ) -> Eagle3Model:
     """Reads `config.json` and `model.safetensors` or `pytorch_model.bin` from a folder.
 
-    Pickles are read with weights_only. Heads, head width and draft vocabulary are those of the tensors' shapes.
+    Pickles are read with weights_only. Layers, heads, head width and draft vocabulary are those of the tensors.
 
     Args:
         folder: where the files are.
@@ -80,22 +93,26 @@ def load_eagle3(
         expansion: how the target was expanded; the drafting model is, too.
         taps: depths to read in place of those that config.json names.
         rope_theta: base of the rotary positions, in place of config.json's.
+        masks: it must be one that fills masks (P-EAGLE), or else one that does not.
 
     Raises:
         UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json turns on what is
-            not known here; the drafting model was made for another target.
+            not known here; the drafting model was made for another target, or for the other method.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
     settings = _flat(folder, settings)
     state = {_own_name(name): tensor for name, tensor in state.items() if not name.endswith("inv_freq")}
+    _check_method(folder, settings, state, masks)
     width = target.hidden_size if expansion is None else expansion.old.hidden
     layers = len(target.layers) if expansion is None else expansion.old.layers
     vocab = target.vocab_size if expansion is None else expansion.old.vocab
     config = _config(folder, settings, state, rope_theta)
     check_width(folder, WHAT, config.input_width, width)
     read = _taps(folder, settings, taps, layers)
-    token_ids = _token_ids(folder, state, config, vocab)
+    token_ids = draft_token_ids(folder, WHAT, state, config.vocab_size, vocab)
     _drop_embedding(folder, state, config, target, expansion)
+    if config.mask_token_id is not None and not 0 <= config.mask_token_id < vocab:
+        raise UserError(f"{WHAT} in '{folder}' were made for another target: no token {config.mask_token_id}")
     model = Eagle3Model(config, read, token_ids)
     check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
     model.load_state_dict(state)
@@ -121,7 +138,7 @@ def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **fi
     settings = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": model.depth,
         **{name: getattr(config, name) for name in LAYER_SETTINGS},
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope},
@@ -133,6 +150,8 @@ def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **fi
         **{name: True for name in VARIANTS if getattr(config, name)},
         FIGURES: figures,
     }
+    if config.mask_token_id is not None:
+        settings |= {MASKS[0]: config.mask_token_id, PARALLEL: True}
     if config.target_hidden_size is not None:  # SGLang and vLLM ask whether the key is there
         settings["target_hidden_size"] = config.target_hidden_size
     scored = torch.zeros(config.vocab_size, dtype=torch.bool)
@@ -157,6 +176,8 @@ def _unknown(flat: dict[str, Any]) -> Iterator[str]:
     for name, value in FIXED.items():
         if flat.get(name, value) != value:
             yield f"sets {name}={flat[name]}, not {value}"
+    if flat.get("speculators_model_type", KINDS[0]) not in KINDS:
+        yield f"is of speculators' {flat['speculators_model_type']}, not of one of {', '.join(KINDS)}"
     for name in flat.get("architectures") or []:
         if name not in ARCHITECTURES:
             yield f"is of a {name}, not of one of {', '.join(ARCHITECTURES)}"
@@ -169,6 +190,8 @@ def _unfit(flat: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
         flat: all of it.
         layer: what speculators nests.
     """
+    if len(masks := {flat[name] for name in MASKS if flat.get(name) is not None}) > 1:
+        yield f"names several mask tokens: {', '.join(map(str, sorted(masks)))}"
     if layer and "norm_before_residual" not in flat:
         # vLLM takes its absence for true, speculators once took it for false.
         yield "does not say norm_before_residual"
@@ -188,6 +211,21 @@ def _own_name(name: str) -> str:
     return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
 
 
+def _check_method(
+    folder: str | Path, settings: dict[str, Any], state: dict[str, torch.Tensor], masks: bool
+) -> None:
+    """Brings a mask's state into shape. Raises UserError where the model fills masks and must not, or the reverse."""
+    if settings.get(PARALLEL) and MASK_STATE not in state:
+        raise UserError(
+            f"{WHAT} in '{folder}' cannot be used: config.json sets {PARALLEL}, without {MASK_STATE}"
+        )
+    if (MASK_STATE in state) != masks:
+        kind, method = ("that fills no masks", "eagle3") if masks else ("that fills masks", "peagle")
+        raise UserError(f"{WHAT} in '{folder}' are of a model {kind}: set method={method}")
+    if masks:
+        state[MASK_STATE] = state[MASK_STATE].reshape(1, 1, -1)
+
+
 def _config(
     folder: str | Path, settings: dict[str, Any], state: dict[str, torch.Tensor], rope_theta: float | None
 ) -> Eagle3Config:
@@ -196,6 +234,10 @@ def _config(
     needed = ("fc.weight", "lm_head.weight", f"{attention}.q_proj.weight", f"{attention}.k_proj.weight")
     if missing := [name for name in needed if name not in state]:
         raise UserError(f"{WHAT} in '{folder}' do not fit: missing {', '.join(missing)}")
+    mask = next((settings[name] for name in MASKS if settings.get(name) is not None), None)
+    if MASK_STATE in state and mask is None:
+        raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json names no {MASKS[0]}")
+    later = {int(name.split(".")[1]) for name in state if name.startswith("layers.")}
     width, heads = settings["hidden_size"], settings["num_attention_heads"]
     fc, head, q, k = (state[name].shape for name in needed)
     head_dim, read = q[0] // heads, fc[1] // DEPTHS
@@ -209,7 +251,8 @@ def _config(
     config = Eagle3Config(
         **chosen
         | {
-            "num_hidden_layers": 1,
+            "num_hidden_layers": 1 + max(later, default=0),
+            "mask_token_id": mask if MASK_STATE in state else None,
             "head_dim": head_dim,
             "num_key_value_heads": k[0] // head_dim,
             "target_hidden_size": None if read == width else read,
@@ -254,45 +297,6 @@ def _taps(
     return read
 
 
-def _token_ids(
-    folder: str | Path, state: dict[str, torch.Tensor], config: Eagle3Config, vocab: int
-) -> torch.Tensor:
-    """Takes the vocabulary's mapping out of the tensors -> token ids of the target by row of the head."""
-
-    def refuse(what: str) -> UserError:
-        return UserError(f"{WHAT} in '{folder}' cannot be used: {what}")
-
-    rows = state["lm_head.weight"].shape[0]
-    offsets, t2d = state.pop("d2t", None), state.pop("t2d", None)
-    index = torch.arange(rows)
-    if offsets is None:
-        if rows != config.vocab_size:
-            raise refuse(f"d2t is missing, and the head has {rows} rows for {config.vocab_size} tokens")
-        offsets = torch.zeros_like(index)
-    if offsets.shape != index.shape or offsets.is_floating_point():
-        raise refuse(f"d2t is {offsets.dtype} {tuple(offsets.shape)}, not whole numbers ({rows},)")
-    ids = index + offsets.long()
-    if t2d is not None and t2d.shape != (config.vocab_size,):
-        raise refuse(f"t2d is {tuple(t2d.shape)}, not ({config.vocab_size},)")
-    scored = torch.zeros(config.vocab_size, dtype=torch.bool)
-    fitting = int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size
-    if fitting:
-        scored[ids] = True
-    agrees = fitting and int(scored.sum()) == rows and (t2d is None or torch.equal(scored, t2d.bool()))
-    # Without t2d nothing but its form tells a table: no two kept ids that follow one another, or no kept id beyond.
-    unsure = t2d is None and rows < config.vocab_size and rows > 1
-    if not agrees or (unsure and (bool((offsets.diff() > 0).all()) or not offsets.any())):
-        raise refuse(
-            "d2t does not hold how far each token's id follows its row (ids in place of distances, an empty table, "
-            "or one of another checkpoint)"
-        )
-    if int(ids.max()) >= vocab:
-        raise refuse(
-            f"it drafts token {int(ids.max())}, the target has {vocab}: they were made for another target"
-        )
-    return ids
-
-
 def _drop_embedding(
     folder: str | Path,
     state: dict[str, torch.Tensor],
@@ -330,7 +334,7 @@ def _expanded(model: Eagle3Model, target: StagedModel, expansion: Expansion) -> 
     # The head's rows are those of the draft vocabulary, whatever the target's become, and never its embedding.
     own_sizes = {
         "vocab_size": model.token_ids.shape[0],
-        "num_hidden_layers": 1,
+        "num_hidden_layers": model.depth,
         "tie_word_embeddings": False,
     }
     settings, shape = (one.to_dict() | own_sizes for one in (config, target.config))
@@ -341,4 +345,11 @@ def _expanded(model: Eagle3Model, target: StagedModel, expansion: Expansion) -> 
         flags = {name: getattr(config, name) for name in VARIANTS}
         return Eagle3Model(Eagle3Config(**wide.to_dict() | flags), taps, token_ids)
 
-    return expander.build(make, model, target.device, target.dtype)
+    mask, model.mask_hidden = model.mask_hidden, None
+    built = expander.build(make, model, target.device, target.dtype)
+    if mask is not None:
+        depths = [expander.pad(depth) for depth in mask.detach().chunk(DEPTHS, dim=-1)]
+        state = torch.cat(depths, dim=-1).to(target.device, target.dtype)
+        built.mask_hidden = torch.nn.Parameter(state, requires_grad=False)
+        built.config.mask_token_id = config.mask_token_id
+    return built

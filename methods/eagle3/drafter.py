@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
+from methods.common.heads import OwnHead, target_ids
 from methods.eagle.drafter import DynamicEagle
 from specbench.decoding.drafter import Needs
 from specbench.decoding.model.cost import weight_bytes
@@ -12,41 +13,8 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count, Natural, Positive
 
 if TYPE_CHECKING:
-    import torch
-
     from methods.eagle3.model import Eagle3Model
     from specbench.decoding.state import Batch, Draft
-
-
-class DraftVocabulary:
-    """The head of a drafting model over some tokens of the target, as `methods.eagle.drafter.Head`.
-
-    Args:
-        model: whose head it is; its weights are counted with the model's.
-    """
-
-    bytes: float = 0
-
-    def __init__(self, model: Eagle3Model):
-        self.model = model
-
-    @property
-    def rows(self) -> int:
-        """The number of tokens that it scores."""
-        return self.model.token_ids.shape[0]
-
-    @property
-    def token_ids(self) -> torch.Tensor:
-        """[rows] the token of the target that each row scores."""
-        return self.model.token_ids
-
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., h] of the model -> logits [..., rows]."""
-        return self.model.logits(normed)
-
-    def ids(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the head, of any shape -> token ids of the target."""
-        return self.model.token_ids[rows]
 
 
 class Eagle3(DynamicEagle):
@@ -83,12 +51,13 @@ class Eagle3(DynamicEagle):
 
         taps = None if layers is None else tuple(layers)
         model = load_eagle3(packaged(weights), pair.staged, pair.expansion, taps, rope_theta)
-        super().__init__(model, DraftVocabulary(model), nodes, width, max_draft_tokens)
-        self.head = DraftVocabulary(cast("Eagle3Model", self.model))  # the copy with cheaper calls
-        # A round reads once what makes features of states; of an embedding a pass reads single rows.
+        vocab = target_ids(pair)
+        super().__init__(pair, model, OwnHead(model, vocab), nodes, width, max_draft_tokens)
+        self.head = OwnHead(cast("Eagle3Model", self.model), vocab)  # the copy with cheaper calls
+        # A round reads once what makes features of states.
         once = [model.fc, model.fc_norm, *([model.input_norm] if model.input_norm is not None else [])]
         self._once = sum(map(weight_bytes, once))
-        self._bytes -= self._once + (0 if model.embed_tokens is None else weight_bytes(model.embed_tokens))
+        self._bytes -= self._once + embedding_bytes(model)
 
     def draft(self, batch: Batch) -> Draft:
         """Lets the tree grow level by level, and keeps its likeliest nodes."""
@@ -96,7 +65,7 @@ class Eagle3(DynamicEagle):
         draft.bytes_read += self._once
         return draft
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids [b, n] -> [b, n, h] for the drafting model."""
-        embedding: Any = self.model.embed_tokens
-        return self.target.embed(tokens) if embedding is None else embedding(tokens)
+
+def embedding_bytes(model: Eagle3Model) -> float:
+    """Bytes of an embedding of the model's own, of which a pass reads single rows."""
+    return 0.0 if model.embed_tokens is None else weight_bytes(model.embed_tokens)

@@ -4,28 +4,32 @@ g = fc([low; mid; high]) of the target's states at three depths. The layer ("mid
 next token) beside RMSNorm(g): its queries, keys and values have inputs twice as wide. Its residual is g itself. Its
 output stands for g of the next token in the next step of a draft, without fc; its norm and head give the token after
 that (Li et al. 2025, section 3.1). The names of the parts are the keys of the authors' checkpoints.
+
+P-EAGLE's is the same, but for pairs of which neither is known: masks, which all have one learnt state in place of the
+target's and one token. More layers may follow the first (arXiv 2602.01469).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from methods.eagle.layer import DraftingModel, EagleLayer
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from specbench.decoding.kv_cache import KVCache
+    from specbench.decoding.model.staged_model import StagedModel
 
 DEPTHS = 3  # of the target, whose states are read
 
 
 class Eagle3Config(LlamaConfig):
-    """A Llama config of one layer, and what is EAGLE-3's own.
+    """A Llama config of the layers, and what is EAGLE-3's own.
 
     Attributes:
         target_hidden_size: width of the target; None: the drafting model's own.
@@ -34,6 +38,7 @@ class Eagle3Config(LlamaConfig):
         fc_norm: an RMSNorm over those of each depth.
         norm_output: the next step is given the layer's output after the norm.
         own_embedding: the drafting model has an embedding of its own; otherwise the target's is used.
+        mask_token_id: the token of a mask; None: the model has no masks.
     """
 
     target_hidden_size: int | None = None
@@ -42,6 +47,7 @@ class Eagle3Config(LlamaConfig):
     fc_norm: bool = False
     norm_output: bool = False
     own_embedding: bool = False
+    mask_token_id: int | None = None
 
     @property
     def input_width(self) -> int:
@@ -50,7 +56,7 @@ class Eagle3Config(LlamaConfig):
 
 
 class Midlayer(EagleLayer):
-    """The one layer: tokens and features, each after a norm of its own, go into it side by side.
+    """The first layer: tokens and features, each after a norm of its own, go into it side by side.
 
     Args:
         config: of the layer and the variants.
@@ -62,11 +68,19 @@ class Midlayer(EagleLayer):
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
-    def joined(self, features: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features and embedded tokens [b, n, h] -> what attention reads [b, n, 2 h], and the residual [b, n, h]."""
+    def forward(
+        self,
+        features: torch.Tensor,
+        embeds: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: KVCache | None = None,
+    ) -> torch.Tensor:
+        """Features and embedded tokens [b, n, h] -> [b, n, h]."""
         normed = self.hidden_norm(features)
         states = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        return states, normed if self.norm_before_residual else features
+        residual = normed if self.norm_before_residual else features
+        return super().forward(states, residual, position_embeddings, attention_mask, past_key_values)
 
 
 class Eagle3Model(DraftingModel):
@@ -91,13 +105,32 @@ class Eagle3Model(DraftingModel):
         self.fc_norm = nn.ModuleList(norms)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.midlayer = Midlayer(config)
+        # Named as in speculators' checkpoints, whose layer 0 is the midlayer.
+        self.depth = config.num_hidden_layers
+        self.compiled_layers = ("midlayer", *(f"layers.{i}" for i in range(1, self.depth)))
+        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(config, i) for i in range(1, self.depth)})
+        self.mask_hidden = (
+            None if config.mask_token_id is None else nn.Parameter(torch.zeros(1, 1, DEPTHS * read))
+        )
         self.norm = LlamaRMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, token_ids.shape[0], bias=False)
         self.register_buffer("token_ids", token_ids, persistent=False)
 
+    def embed(self, tokens: torch.Tensor, target: StagedModel) -> torch.Tensor:
+        """Token ids [b, n] -> [b, n, h]."""
+        return target.embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)
+
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
         """The target's states [b, n, d] of each tap -> g [b, n, h]."""
-        depths = [states[tap] for tap in self.taps]
+        return self._joined([states[tap] for tap in self.taps])
+
+    def mask_features(self) -> torch.Tensor:
+        """What stands for g in a mask, [1, 1, h]."""
+        assert self.mask_hidden is not None
+        return self._joined(list(self.mask_hidden.chunk(DEPTHS, dim=-1)))
+
+    def _joined(self, depths: list[torch.Tensor]) -> torch.Tensor:
+        """States [b, n, d] of all depths -> g [b, n, h]."""
         if self.config.fc_norm:
             depths = [norm(depth) for norm, depth in zip(self.fc_norm, depths, strict=True)]
         joined = torch.cat(depths, dim=-1)
@@ -112,13 +145,18 @@ class Eagle3Model(DraftingModel):
         past_key_values: KVCache | None = None,
     ) -> torch.Tensor:
         """Pairs: features, embedded tokens [b, n, h] -> [b, n, h], for `logits` and the features of the next pairs."""
-        states, residual = self.midlayer.joined(features, embeds)
-        return self.output(
-            self.midlayer(states, residual, position_embeddings, attention_mask, past_key_values)
-        )
+        context: dict[str, Any] = {
+            "position_embeddings": position_embeddings,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+        }
+        out = self.midlayer(features, embeds, **context)
+        for layer in self.layers.values():
+            out = layer(out, **context)
+        return self.output(out)
 
     def output(self, states: torch.Tensor) -> torch.Tensor:
-        """The layer's output as it is handed on."""
+        """The last layer's output as it is handed on."""
         return self.norm(states) if self.config.norm_output else states
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:

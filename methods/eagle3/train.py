@@ -1,9 +1,7 @@
 """Trains EAGLE-3's drafting model: `python -m methods.eagle3.train pair=... [conversations=FILE] [out=FOLDER]`.
 
-Training-time test (Li et al. 2025, section 3.2): each place of a text takes `draft_steps` steps of a draft, as drafting
-does, on the tokens that follow. Step j costs the cross-entropy against the target's own distribution over the draft
-vocabulary, times 0.8^j; there is no loss on states. Places whose likeliest token is outside the draft vocabulary do not
-count. Unlike in the authors' script the loss counts the tokens that the assistant says by the token that is guessed,
+Training-time test (`methods.eagle.steps`) of `draft_steps` steps over the draft vocabulary, with 0.8^j as the weight of
+step j. Unlike in the authors' script the loss counts the tokens that the assistant says by the token that is guessed,
 and the head begins as the target's.
 """
 
@@ -16,28 +14,25 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
 
-from methods.common.losses import ALL, CHUNK, Distribution, Head, Loss, cross_entropies, teacher_of
+from methods.common.losses import ALL, Distribution, Loss
 from methods.common.training import (
     SETTINGS,
     UNSURE,
     batches,
     held_out_batches,
     layer_sizes,
-    target_states,
     training_pair,
 )
-from methods.eagle.chain import chained
+from methods.eagle.steps import StepDistillation, step_figures
 from specbench.config.compose import with_hydra
 from specbench.data import training
-from specbench.decoding.state import NORMED
-from specbench.models.pairs import load_pair
+from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.settings import Count, Range, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
     from omegaconf import DictConfig
@@ -51,46 +46,26 @@ COUNTED_BATCHES = 500  # of training text, for the draft vocabulary
 TINY = 1e-30  # instead of no probability at all
 
 
-class TrainingTimeTest(torch.nn.Module):
-    """batch -> cross-entropy of the steps of drafts against the target, which stays as it is."""
+class TrainingTimeTest(StepDistillation):
+    """`StepDistillation` over the draft vocabulary: a place whose likeliest token is outside it does not count."""
 
     draft_ids: torch.Tensor
+    model: Eagle3Model
 
     def __init__(self, model: Eagle3Model, target: StagedModel, steps: int, loss: Loss = ALL):
-        super().__init__()
-        self.model, self.target, self.steps, self.loss = model, target, steps, loss
-        self.head = Head.of(target.model)
+        super().__init__(model, target, steps, DECAY, loss)
         # [vocab] the draft's own id of each of the target's tokens; -1: it has none.
         draft_ids = torch.full((target.vocab_size,), -1, device=target.device)
         draft_ids[model.token_ids] = torch.arange(len(model.token_ids), device=target.device)
         self.register_buffer("draft_ids", draft_ids, persistent=False)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """The weighted sum [] of the cross-entropies of a batch."""
-        outputs, finals = self.outputs(batch)
-        goals = self.loss.goals(batch, ahead=1 + self.steps)
-        teacher = teacher_of(batch, self.head, finals)
-        truths = [self.inside(teacher(chunk)) for chunk in goals.split()]
-        total = torch.zeros((), device=finals.device)
-        for j, output in enumerate(outputs):
-            for chunk, (truth, is_inside) in zip(goals.split(), truths):
-                weights = chunk.weights * is_inside
-                # Logits are made again for the gradient: those of all steps would fill the memory.
-                loss: Any = checkpoint(
-                    self.cross_entropy, truth, chunk.before(output, 2 + j), weights, use_reentrant=False
-                )
-                total = total + DECAY**j * loss
-        return total
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Outputs [n, d] of the model -> logits [n, draft vocabulary]."""
+        return self.model.logits(states)
 
-    def outputs(self, batch: Batch) -> tuple[Iterator[torch.Tensor], torch.Tensor]:
-        """The draft's outputs [B, T - 1, d] of each step, and the target's states [B, T, D] after its final norm."""
-        dtype = self.model.fc.weight.dtype
-        states_by_tap = target_states(self.target, batch, (*self.model.taps, NORMED))
-        with torch.no_grad():
-            states = {tap: states_by_tap[tap][:, :-1].to(dtype) for tap in self.model.taps}
-            embeds = self.target.embed(batch["input_ids"][:, 1:]).to(dtype)
-        outputs = chained(self.model, self.model.features(states), embeds, self.steps)
-        return outputs, states_by_tap[NORMED]
+    def ids(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the model's head -> token ids of the target."""
+        return self.model.token_ids[rows]
 
     def inside(self, truth: Distribution) -> tuple[Distribution, torch.Tensor]:
         """The target's distributions, cut to the draft vocabulary, and whether its first choice [n] is in that."""
@@ -104,28 +79,6 @@ class TrainingTimeTest(torch.nn.Module):
             probs, ids = probs * (ids >= 0), ids.clamp(min=0)
         return Distribution(probs / probs.sum(-1, keepdim=True).clamp(min=TINY), ids), is_inside
 
-    def cross_entropy(self, truth: Distribution, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum [] for outputs [n, d] against distributions on the draft vocabulary."""
-        return weights @ cross_entropies(self.model.logits(states).float(), truth)
-
-    @torch.no_grad()
-    def hits(self, batch: Batch) -> torch.Tensor:
-        """[steps, n] whether the draft's and the target's first choices agree.
-
-        At the n places after which, beyond the next token, as many tokens as there are steps are the assistant's.
-        """
-        outputs, finals = self.outputs(batch)
-        chunks = finals.flatten(0, 1).split(CHUNK)
-        choices = torch.cat([self.head(states).argmax(-1) for states in chunks]).view(finals.shape[:2])
-        is_assistant = batch["loss_weight"] == 1.0
-        n = is_assistant.shape[1] - 1 - self.steps
-        among = torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(self.steps)]).all(0)
-        hits = []
-        for j, output in enumerate(outputs):
-            guesses = [self.model.logits(s).argmax(-1) for s in output[:, :n][among].split(CHUNK)]
-            hits.append(self.model.token_ids[torch.cat(guesses)] == choices[:, 1 + j : 1 + j + n][among])
-        return torch.stack(hits)
-
 
 def frequent_ids(texts: Iterable[Batch], size: int, vocab: int) -> torch.Tensor:
     """[size] ids in ascending order: the most frequent ones of what the assistant says; unseen ones fill up."""
@@ -137,7 +90,9 @@ def frequent_ids(texts: Iterable[Batch], size: int, vocab: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fresh_model(target: StagedModel, token_ids: torch.Tensor, like_layer: int | None = None) -> Eagle3Model:
+def fresh_model(
+    target: StagedModel, token_ids: torch.Tensor, like_layer: int | None = None, **variants: Any
+) -> Eagle3Model:
     """A drafting model to train, of the target's width and heads.
 
     g is the state at the deepest tap. Norm and head are the target's, the norm smaller: at first the model says the
@@ -147,6 +102,7 @@ def fresh_model(target: StagedModel, token_ids: torch.Tensor, like_layer: int | 
         target: that it is for.
         token_ids: [draft vocabulary] ids that its head scores.
         like_layer: layer of the target that its attention begins as, see `_begin_like`; None: at random.
+        **variants: of `Eagle3Config`.
     """
     from methods.eagle3.model import (
         Eagle3Config,
@@ -154,7 +110,7 @@ def fresh_model(target: StagedModel, token_ids: torch.Tensor, like_layer: int | 
         default_taps,
     )  # late: it takes seconds to import
 
-    config = Eagle3Config(**layer_sizes(target), num_hidden_layers=1)
+    config = Eagle3Config(**{"num_hidden_layers": 1, **layer_sizes(target), **variants})
     model = Eagle3Model(config, default_taps(len(target.layers)), token_ids).to(target.device)
     model.fc.weight.zero_()[:, -config.hidden_size :].fill_diagonal_(1)
     if like_layer is not None:
@@ -186,32 +142,35 @@ def _begin_like(midlayer: Any, layer: Any) -> None:
     midlayer.mlp.down_proj.weight.zero_()
 
 
-def train(cfg: DictConfig) -> Path:
-    """Trains as configured (conf/train_eagle3.yaml) and returns the folder of the finished drafting model."""
-    settings = {"draft_steps": Count, "draft_vocab": Count, "like_layer": Annotated[int, Range(0)] | None}
-    check_all(cfg, SETTINGS | settings)
-    if cfg.length < cfg.draft_steps + 2:
-        raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
-    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
-    target = pair.staged
+VOCABULARY = {"draft_vocab": Count, "like_layer": Annotated[int, Range(0)] | None}
+
+
+def begin(cfg: DictConfig, pair: Pair, **variants: Any) -> tuple[Eagle3Model, str]:
+    """A drafting model to train as configured, over the tokens that are said most, and how it begins."""
     torch.manual_seed(cfg.seed)
     vocab = min(cfg.draft_vocab, pair.vocab_size)
     token_ids = frequent_ids(islice(batches(cfg, pair), COUNTED_BATCHES), vocab, pair.vocab_size)
-    model = fresh_model(target, token_ids, cfg.like_layer)
-    from methods.eagle3.checkpoint import save_eagle3  # late, as above
-
+    model = fresh_model(pair.staged, token_ids, cfg.like_layer, **variants)
     attention = (
         "random weights" if cfg.like_layer is None else f"attention of the target's layer {cfg.like_layer}"
     )
-    begins = f"{attention}, the target's norm and head"
-    module = TrainingTimeTest(model, target, cfg.draft_steps, Loss.of(cfg))
+    return model, f"{attention}, the target's norm and head"
+
+
+def train(cfg: DictConfig) -> Path:
+    """Trains as configured (conf/train_eagle3.yaml) and returns the folder of the finished drafting model."""
+    check_all(cfg, SETTINGS | VOCABULARY | {"draft_steps": Count})
+    if cfg.length < cfg.draft_steps + 2:
+        raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
+    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    model, begins = begin(cfg, pair)
+    from methods.eagle3.checkpoint import save_eagle3  # late, as above
+
+    module = TrainingTimeTest(model, pair.staged, cfg.draft_steps, Loss.of(cfg))
     held_out = held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
-        hits = torch.cat([module.hits(batch) for batch in held_out], dim=1).float()
-        shares = hits.mean(1).tolist()
-        figures = {"held_out_agreement": shares[0], "held_out_run": hits.cumprod(0).sum(0).mean().item()}
-        return figures | {f"step_{j + 1}_agreement": share for j, share in enumerate(shares)}
+        return step_figures(torch.cat([module.hits(batch) for batch in held_out], dim=1))
 
     def save(out: Path, figures: dict[str, float]) -> None:
         save_eagle3(model, out, getattr(torch, cfg.save_dtype), **figures)

@@ -8,11 +8,12 @@ every place keeps every mask: of each further one only a share does, and those h
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 
 from methods.common.losses import Guess, Head, Loss, teacher_of
+from methods.common.masked_places import Places, places_by_masks, shares_of
 from methods.common.training import (
     DRAFT_SETTINGS,
     agreement,
@@ -48,34 +49,6 @@ SETTINGS = DRAFT_SETTINGS | {
 JUDGED = 4  # of held-out text, every so many places have all masks
 
 
-class Places(NamedTuple):
-    """The inputs of a pass over a row and its masks: S of them, the row's own T tokens first.
-
-    Attributes:
-        places: [S] of the row, that each stands at or is a mask of.
-        masks: [S] how many masks after its place it is; 0: a token.
-    """
-
-    places: torch.Tensor
-    masks: torch.Tensor
-
-    @classmethod
-    def of(cls, by_masks: list[torch.Tensor]) -> Places:
-        """From the places [n_j] that have j masks or more, for each j from 0 on."""
-        return cls(
-            torch.cat(by_masks), torch.cat([torch.full_like(some, j) for j, some in enumerate(by_masks)])
-        )
-
-    def attention(self, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to scores [S, S]: 0 where an input sees another, else the least number of `dtype`."""
-        place, mask = self.places.unsqueeze(1), self.masks.unsqueeze(1)
-        tokens = (self.masks == 0) & (self.places <= place)
-        masks = (self.masks > 0) & (self.places == place) & (self.masks <= mask)
-        return torch.zeros(tokens.shape, dtype=dtype, device=place.device).masked_fill(
-            ~(tokens | masks), torch.finfo(dtype).min
-        )
-
-
 class ParallelDistillation(torch.nn.Module):
     """batch -> cross-entropy of guesses up to `ahead` tokens on against the target, which stays as it is.
 
@@ -101,19 +74,17 @@ class ParallelDistillation(torch.nn.Module):
     ):
         super().__init__()
         self.draft, self.target, self.mask, self.ahead = draft, target, mask, ahead
-        self.shares = [max(retention**j, least) if j else 1.0 for j in range(ahead)]
+        self.shares = shares_of(ahead, retention, least)
         self.loss = loss
         self.heads = (Head.of(draft), Head.of(target.model))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted mean [] of the cross-entropies of all guesses: the size of a loss of one token ahead."""
         length = batch["input_ids"].shape[1]
-        order = torch.randperm(length, device=batch["input_ids"].device)
-        by_masks = [order[: round(share * length)].sort().values for share in self.shares]
-        by_masks = [some[some < length - 1 - j] if j else some for j, some in enumerate(by_masks)]
+        by_masks = places_by_masks(length, self.shares, batch["input_ids"].device)
         draft_head, target_head = self.heads
         truth = teacher_of(batch, target_head, self.teacher(batch))
-        total = torch.zeros((), device=order.device)
+        total = torch.zeros((), device=self.target.device)
         for j, (some, states) in enumerate(zip(by_masks, self.states(batch, by_masks))):
             guessed = torch.zeros_like(batch["loss_weight"])
             guessed[:, some[some < length - 1 - j] + 1 + j] = 1.0

@@ -29,6 +29,7 @@ class Needs:
         draft_model: a draft model in the pair.
         part: a trained part in the pair's `parts`, by that name; with `draft_model` that part is the draft model, in
             place of the pair's own.
+        training: what the part is trained with beside the pair, such as "head=markov".
         sampling: whether it can draft at temperature > 0.
         batching: whether it can serve more than one sequence.
         reference_answer: the target's own greedy answer to a prompt, which `Drafter.set_reference_answers` is given
@@ -37,6 +38,7 @@ class Needs:
 
     draft_model: bool = False
     part: str | None = None
+    training: str = ""
     sampling: bool = True
     batching: bool = True
     reference_answer: bool = False

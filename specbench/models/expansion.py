@@ -58,6 +58,7 @@ AXES = {
     "embed_tokens": ("tokens", "hidden"),
     "lm_head": ("tokens", "hidden"),
     "fc": ("hidden", "hidden"),  # of drafters, which join states with it
+    "input_proj": ("hidden", "hidden"),  # likewise
     "markov_w1": ("tokens", "rank"),  # of DSpark
     "markov_w2": ("tokens", "rank"),
 }

@@ -28,6 +28,8 @@ WEIGHTS = (
     "pard",
     "dflash",
     "dspark",
+    "peagle",
+    "mtp",
     "streaming",
     "rest",
     "sps_tree",

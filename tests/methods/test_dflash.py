@@ -8,6 +8,8 @@ from itertools import product
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from methods.common.dynamic_trees import candidate_children, tree_of_marginals
@@ -22,6 +24,7 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.oracle import Oracle
 from methods.ragged import RaggedBatch
+from specbench.config.checks import check
 from specbench.data.training import RECORD
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
@@ -29,6 +32,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.models.expansion import Expansion, expand_model
 from specbench.system.errors import UserError
 from tests.support import batches
+from tests.support.conf import composed
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_alone
 from tests.support.lossless import (
@@ -529,6 +533,95 @@ def test_what_is_trained_drafts_the_same_when_loaded(head, tmp_path):
         assert torch.equal(weight.bfloat16().float(), again.state_dict()[name]), name
 
 
+def of_speculators(folder, head: str, **changes: object) -> BlockModel:
+    """A checkpoint of a fresh model as speculators writes it, with a head of its own over a third of the tokens."""
+    model = drafting_model(random_pair("llama"), head)
+    settings = z_lab(model, folder)
+    state = load_file(folder / "model.safetensors")
+    layer = {name: value for name, value in settings.items() if name in Qwen3Config().to_dict()}
+    layer = {
+        name: value for name, value in layer.items() if name not in ("architectures", "transformers_version")
+    }
+    nested = {
+        "transformer_layer_config": layer | {"model_type": "qwen3"},
+        "block_size": BLOCK,
+        "mask_token_id": MASK,
+    }
+    nested |= {"aux_hidden_state_layer_ids": [*model.taps], "draft_vocab_size": len(KEPT)}
+    if head == "markov":
+        nested |= {
+            "speculators_model_type": "dspark",
+            "architectures": ["DSparkSpeculator"],
+            "markov_rank": 6,
+        }
+        nested |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+        state["markov_head.markov_w2.weight"] = state["markov_head.markov_w2.weight"][KEPT].clone()
+    else:
+        nested |= {"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]}
+    torch.manual_seed(8)
+    scored = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    scored[KEPT] = True
+    state |= {"lm_head.weight": torch.randn(len(KEPT), 64), "t2d": scored}
+    state["d2t"] = torch.tensor(KEPT) - torch.arange(len(KEPT))
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(nested | changes))
+    return model
+
+
+KEPT = [3, 4, 9, 11, 17, 20, 29, 33, 40]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_of_speculators_draft_with_the_head_that_they_hold(kind, tmp_path):
+    """Over the tokens that it scores; the rest is as in the other forms."""
+    pair = random_pair("llama")
+    model = of_speculators(tmp_path, KINDS[kind])
+    loaded = load_blocks(tmp_path, StagedModel(pair.target))
+    assert loaded.taps == model.taps and loaded.token_ids.tolist() == KEPT
+    assert loaded.config.fills_in == (kind is not DSpark)
+    head = load_file(tmp_path / "model.safetensors")["lm_head.weight"]
+    drafter = kind(pair, str(tmp_path))
+    draft_of, compared = drafter.draft, []
+
+    def check(batch):
+        draft = draft_of(batch)
+        known, k = batch.sequences[0].tokens, draft.tokens.shape[1]
+        logits = filled_by_transformers(pair, model, known)[model.config.fills_in :] @ head.T
+        if kind is DFlash:
+            assert draft.tokens[0].tolist() == [KEPT[row] for row in logits[:k].argmax(-1)]
+        if kind is DSpark:
+            correction = load_file(tmp_path / "model.safetensors")["markov_head.markov_w2.weight"]
+            row = (logits[0] + correction @ model.markov_head.markov_w1.weight[known[-1]]).argmax()
+            assert int(draft.tokens[0, 0]) == KEPT[row]
+        assert {*draft.tokens.flatten().tolist()} <= {*KEPT}
+        compared.append(k)
+        return draft
+
+    drafter.draft = check
+    assert_lossless("llama", drafter)
+    assert len(compared) > 10
+
+
+def test_a_head_of_its_own_is_not_trimmed(tmp_path):
+    of_speculators(tmp_path, "independent")
+    with pytest.raises(UserError, match="set vocab=full"):
+        DFlash(random_pair("llama"), str(tmp_path), vocab_map="somewhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"projector_type": "domino"}, "projector_type=domino"),
+        ({"speculators_model_type": "eagle3"}, "speculators' eagle3"),
+        ({"aux_hidden_state_layer_ids": [2, 50]}, "states after layers"),
+    ],
+)
+def test_other_files_of_speculators_are_refused(change, says, tmp_path):
+    of_speculators(tmp_path, "independent", **change)
+    with pytest.raises(UserError, match=says):
+        load_blocks(tmp_path, StagedModel(random_pair("llama").target))
+
+
 def test_files_may_hold_the_targets_embedding_and_head(tmp_path):
     """As DeepSpec writes them; those of another target are refused."""
     pair = random_pair("llama")
@@ -574,6 +667,11 @@ def test_what_is_not_known_is_refused_by_its_name(change, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings | change))
     with pytest.raises(UserError, match=says):
         load_blocks(tmp_path, StagedModel(pair.target))
+
+
+def test_who_lacks_the_part_is_told_how_it_is_trained():
+    with pytest.raises(UserError, match="methods.dflash.train pair=tiny head=markov`"):
+        check(composed("bench", "method=dspark", "pair=tiny", "pair.parts.dspark=null"))
 
 
 def test_weights_of_the_other_method_are_refused(tmp_path):

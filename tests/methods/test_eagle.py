@@ -176,7 +176,7 @@ def test_the_cache_holds_what_the_true_pairs_leave_there(make, scheduler, folder
                 continue  # what comes after its stop token was fed, too
             own = drafter._layer.layout.cache.segments[0][:, :, slot, :n]
             torch.testing.assert_close(own, cache.segments[0][:, :, 0], atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(drafter._outputs[slot], expected[0, -1], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(drafter._outputs[slot, 0], expected[0, -1], atol=1e-5, rtol=1e-4)
             seen[verified.counts[slot]] += 1
 
     drafter.commit = watched

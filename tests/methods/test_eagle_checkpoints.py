@@ -235,7 +235,8 @@ def test_a_drafter_narrower_than_its_target(tmp_path):
         == plain.answer([5, 9, 20], SamplingParams(12)).tokens
     )
     assert torch.equal(
-        drafter._embed(torch.tensor([[7]])), state["embed_tokens.weight"][7].float().view(1, 1, 32)
+        drafter.model.embed(torch.tensor([[7]]), drafter.target),
+        state["embed_tokens.weight"][7].float().view(1, 1, 32),
     )
     counted = sum(
         w.nbytes for name, w in model.state_dict().items() if name not in ("embed_tokens.weight", "fc.weight")
@@ -342,7 +343,7 @@ def ids_for_offsets(state: dict) -> None:
         (lambda s: s.pop("midlayer.hidden_norm.weight"), "missing midlayer.hidden_norm.weight"),
         (lambda s: s.pop("fc.weight"), "missing fc.weight"),
         (lambda s: s.update({"midlayer.self_attn.q_norm.weight": torch.ones(16)}), "unknown .*q_norm"),
-        (lambda s: s.update({"layers.1.mlp.up_proj.weight": torch.ones(2)}), "unknown layers.1"),
+        (lambda s: s.update({"layers.1.mlp.up_proj.weight": torch.ones(2)}), "missing layers.1"),
         (lambda s: s.update({"fc.bias": torch.ones(H)}), "unknown fc.bias"),
         (lambda s: s.update({"norm.weight": torch.ones(3)}), r"norm.weight is \(3,\)"),
         (lambda s: s.update({"fc.weight": torch.ones(H, 3 * 48)}), "48 wide, the target 64"),

@@ -48,6 +48,7 @@ SIZES = {
     "glm-4-9b": 9.4,
     "llama-3.1-8b": 8.03,
     "llama-3.2-3b": 3.21,
+    "llama-3.2-1b": 1.24,
     "qwen3-1.7b": 1.72,
     "qwen3-4b": 4.02,
     "mistral-small-24b": 23.6,

@@ -161,7 +161,7 @@ def test_shipped_files_are_those_of_the_list():
 
 
 def test_shipped_files_fit_their_budget():
-    assert sum(p.stat().st_size for p in WEIGHTS.rglob("*")) <= 57_000_000
+    assert sum(p.stat().st_size for p in WEIGHTS.rglob("*")) <= 60_000_000
 
 
 @pytest.mark.parametrize("name", [*MODELS, "draft"])

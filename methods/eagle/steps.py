@@ -1,0 +1,130 @@
+"""Training on chained steps: a drafting model learns on its own outputs, as drafts take them (training-time test).
+
+Each place of a text takes some steps of a draft on the tokens that follow (`methods.eagle.chain`). Step j costs the
+cross-entropy against the target's own distribution, times decay^j (Li et al. 2025, section 3.2). The loss counts the
+tokens that the assistant says, by the token that is guessed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from methods.common.losses import ALL, CHUNK, Distribution, Head, Loss, cross_entropies, teacher_of
+from methods.common.training import target_states
+from methods.eagle.chain import chained
+from specbench.decoding.state import NORMED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from methods.eagle.layer import DraftingModel
+    from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
+
+
+class StepDistillation(torch.nn.Module):
+    """batch -> cross-entropy of the steps of drafts against the target, which stays as it is.
+
+    Args:
+        model: is trained.
+        target: stays as it is; its head makes tokens of the model's outputs.
+        steps: of a draft.
+        decay: of the weight of each further step.
+        loss: what of a batch is judged.
+    """
+
+    def __init__(self, model: DraftingModel, target: StagedModel, steps: int, decay: float, loss: Loss = ALL):
+        super().__init__()
+        self.model, self.target, self.steps, self.decay, self.loss = model, target, steps, decay, loss
+        self.head = Head.of(target.model)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The weighted sum [] of the cross-entropies of a batch."""
+        outputs, finals = self.outputs(batch)
+        goals = self.loss.goals(batch, ahead=1 + self.steps)
+        teacher = teacher_of(batch, self.head, finals)
+        truths = [self.inside(teacher(chunk)) for chunk in goals.split()]
+        total = torch.zeros((), device=finals.device)
+        for j, output in enumerate(outputs):
+            for chunk, (truth, is_inside) in zip(goals.split(), truths):
+                weights = chunk.weights * is_inside
+                # Logits are made again for the gradient: those of all steps would fill the memory.
+                loss: Any = checkpoint(
+                    self.cross_entropy, truth, chunk.before(output, 2 + j), weights, use_reentrant=False
+                )
+                total = total + self.decay**j * loss
+        return total
+
+    def outputs(self, batch: Batch) -> tuple[Iterator[torch.Tensor], torch.Tensor]:
+        """The draft's outputs [B, T - 1, d] of each step, and the target's states [B, T, D] after its final norm."""
+        features, embeds, finals = self.pairs(batch)
+        return chained(self.model, features, embeds, self.steps), finals
+
+    def pairs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Features and embedded tokens [B, T - 1, d] of true pairs; the target's states [B, T, D] after its norm."""
+        dtype = next(self.model.parameters()).dtype
+        by_tap = target_states(self.target, batch, {*self.model.taps, NORMED})
+        with torch.no_grad():
+            states = {tap: by_tap[tap][:, :-1].to(dtype) for tap in self.model.taps}
+            embeds = self.model.embed(batch["input_ids"][:, 1:], self.target).to(dtype)
+        return self.model.features(states), embeds, by_tap[NORMED]
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Outputs [n, d] of the model -> logits [n, rows]."""
+        return self.head(states)
+
+    def ids(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the logits -> token ids of the target."""
+        return rows
+
+    def inside(self, truth: Distribution) -> tuple[Distribution, torch.Tensor]:
+        """The target's distributions over the rows of the logits, and which of them [n] count."""
+        return truth, torch.ones(len(truth.probs), device=truth.probs.device)
+
+    def cross_entropy(self, truth: Distribution, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum [] for outputs [n, d] against distributions on the rows of the logits."""
+        return weights @ cross_entropies(self.logits(states).float(), truth)
+
+    def guesses(self, states: torch.Tensor) -> torch.Tensor:
+        """Outputs [n, d] -> the likeliest token [n] of each."""
+        return self.ids(torch.cat([self.logits(chunk).argmax(-1) for chunk in states.split(CHUNK)]))
+
+    def choices(self, finals: torch.Tensor) -> torch.Tensor:
+        """The target's states [B, T, D] after its final norm -> its likeliest token [B, T] of each."""
+        chunks = finals.flatten(0, 1).split(CHUNK)
+        return torch.cat([self.head(chunk).argmax(-1) for chunk in chunks]).view(finals.shape[:2])
+
+    @torch.no_grad()
+    def hits(self, batch: Batch) -> torch.Tensor:
+        """[steps, n] whether the draft's and the target's first choices agree.
+
+        At the n places after which, beyond the next token, as many tokens as there are steps are the assistant's.
+        """
+        outputs, finals = self.outputs(batch)
+        choices = self.choices(finals)
+        is_assistant = batch["loss_weight"] == 1.0
+        n = is_assistant.shape[1] - 1 - self.steps
+        among = torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(self.steps)]).all(0)
+        return torch.stack(
+            [
+                self.guesses(output[:, :n][among]) == choices[:, 1 + j : 1 + j + n][among]
+                for j, output in enumerate(outputs)
+            ]
+        )
+
+
+def step_figures(hits: torch.Tensor) -> dict[str, float]:
+    """What is said of held-out text: agreement step by step, and how many steps in a row agree on average.
+
+    Args:
+        hits: [steps, n] as of `StepDistillation.hits`.
+    """
+    shares = hits.float().mean(1).tolist()
+    figures = {
+        "held_out_agreement": shares[0],
+        "held_out_run": hits.float().cumprod(0).sum(0).mean().item(),
+    }
+    return figures | {f"step_{j + 1}_agreement": share for j, share in enumerate(shares)}

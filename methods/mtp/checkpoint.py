@@ -1,0 +1,167 @@
+"""Checkpoints of MTP heads: speculators', and those that Qwen's models hold; ours are written as speculators' are.
+
+Whatever a config.json turns on is done here, too, or the checkpoint is refused by that name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import Qwen3Config
+
+from methods.common.checkpoints import (
+    WEIGHTS,
+    check_copy,
+    check_tensors,
+    check_width,
+    read_checkpoint,
+    write_checkpoint,
+)
+from methods.mtp.model import MtpModel
+from specbench.decoding.cpu.packed_linear import pack_linears
+from specbench.decoding.device import place_weights
+from specbench.decoding.model.anatomy import check_rope
+from specbench.models.expansion import Expansion
+from specbench.system.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+    from transformers import LlamaConfig
+
+    from specbench.decoding.model.staged_model import StagedModel
+
+WHAT = "the weights of the MTP head"
+FILES = (WEIGHTS,)
+LAYER, FIGURES, KIND, COUNT = "transformer_layer_config", "figures", "mtp", "num_nextn_predict_layers"
+ARCHITECTURE, TYPE = "MTPDraftModel", "qwen3"
+# What files call the parts beside those of the layer: speculators' own names, and Qwen's.
+SPECULATORS, QWEN = "mtp_layers.0.", "mtp."
+QWEN_NAMES = {
+    "fc": "input_proj",
+    "pre_fc_norm_hidden": "hidden_layernorm",
+    "pre_fc_norm_embedding": "token_layernorm",
+    "norm": "final_layernorm",
+}
+PARTS = (*QWEN_NAMES.values(),)
+# The target's own, which files may hold, too.
+COPIES = ("embed_tokens.weight", "lm_head.weight")
+# What must have this value, if it is there.
+FIXED = {
+    "model_type": TYPE,
+    "hidden_act": "silu",
+    COUNT: 1,
+    "speculators_model_type": KIND,
+    "use_sliding_window": False,
+}
+# What changes nothing in how the head drafts.
+HARMLESS = {
+    *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "max_window_layers"),
+    *("sliding_window", "layer_types", "rope_theta", "rope_scaling", "num_hidden_layers", LAYER, FIGURES),
+    *("speculators_config", "speculators_version", "tie_word_embeddings", "has_no_defaults_at_init"),
+}
+
+
+def load_mtp(folder: str | Path, target: StagedModel, expansion: Expansion | None = None) -> MtpModel:
+    """Reads `config.json` and `model.safetensors` from a folder.
+
+    Args:
+        folder: where the files are.
+        target: that is drafted for; its device and dtype are the head's.
+        expansion: how the target was expanded; the head is, too.
+
+    Raises:
+        UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json turns on what is
+            not known here; the head was made for another target.
+    """
+    settings, state = read_checkpoint(folder, WHAT, FILES)
+    flat = {**settings, **(settings.get(LAYER) or {})}
+    if problems := [*_problems(flat)]:
+        raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
+    check_width(
+        folder, WHAT, flat["hidden_size"], target.hidden_size if expansion is None else expansion.old.hidden
+    )
+    theirs = {"embed_tokens.weight": target.embed_tokens.weight, "lm_head.weight": target.lm_head.weight}
+    for name in COPIES:
+        copy = state.pop(name, None)
+        if copy is not None and expansion is None:
+            check_copy(folder, WHAT, name, copy, theirs[name])
+    state = {_own_name(name): tensor for name, tensor in state.items()}
+    model = MtpModel(_config(flat))
+    check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    model.load_state_dict(state)
+    if expansion is None:
+        place_weights(model, target.device, target.dtype)
+    else:
+        model = _expanded(model.float(), target)
+    model.eval().requires_grad_(False)
+    pack_linears(model)
+    return model
+
+
+def save_mtp(model: MtpModel, folder: str | Path, dtype: torch.dtype, **figures: Any) -> None:
+    """Writes config.json (with figures of the training) and model.safetensors in the form of speculators."""
+    layer = model.config.to_diff_dict() | {"model_type": TYPE, "num_hidden_layers": 1}
+    settings = {
+        "architectures": [ARCHITECTURE],
+        "speculators_model_type": KIND,
+        COUNT: 1,
+        LAYER: layer,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        FIGURES: figures,
+    }
+    state = {SPECULATORS + name.removeprefix("layers.0."): part for name, part in model.state_dict().items()}
+    write_checkpoint(folder, settings, state, dtype)
+
+
+def _problems(flat: dict[str, Any]) -> Iterator[str]:
+    """What a config.json says that is not known here, or does not say."""
+    needed = ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
+    yield from (f"lacks {name}" for name in needed if not flat.get(name))
+    valid = HARMLESS | FIXED.keys() | Qwen3Config().to_dict().keys()
+    yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in valid)
+    yield from (
+        f"sets {name}={flat[name]}, not {value}"
+        for name, value in FIXED.items()
+        if flat.get(name) not in (None, value)
+    )
+    if {*(flat.get("layer_types") or [])} - {"full_attention"}:
+        yield "sets a sliding window"
+
+
+def _own_name(name: str) -> str:
+    """A file's name of a tensor -> the model's."""
+    if name.startswith(SPECULATORS):
+        rest = name.removeprefix(SPECULATORS)
+        return rest if rest.split(".")[0] in PARTS else f"layers.0.{rest}"
+    part, _, leaf = name.removeprefix(QWEN).partition(".")
+    return f"{QWEN_NAMES[part]}.{leaf}" if part in QWEN_NAMES else name.removeprefix(QWEN)
+
+
+def _config(flat: dict[str, Any]) -> Qwen3Config:
+    """The config of the layer."""
+    names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling"} - {"dtype"}
+    chosen = {name: value for name, value in flat.items() if name in names and value is not None}
+    config = Qwen3Config(
+        **chosen | {"num_hidden_layers": 1, "layer_types": ["full_attention"], "use_sliding_window": False}
+    )
+    check_rope(config)
+    return config
+
+
+def _expanded(model: MtpModel, target: StagedModel) -> MtpModel:
+    """The head at the width and heads of an expanded target."""
+    if model.config.attention_bias:
+        raise UserError(f"{WHAT} hold biases of queries, keys or values: they cannot be expanded")
+    sizes = {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    settings = model.config.to_dict() | {"model_type": "llama"} | sizes
+    expander = Expansion(settings, target.config.to_dict() | sizes, "the MTP head")
+
+    def make(wide: LlamaConfig) -> MtpModel:
+        return MtpModel(
+            Qwen3Config(**wide.to_dict() | {"model_type": TYPE, "layer_types": ["full_attention"]})
+        )
+
+    return expander.build(make, model, target.device, target.dtype)

@@ -1,0 +1,65 @@
+"""The drafter of an MTP head: a chain, each token of which costs a pass of one layer and the target's head."""
+
+from __future__ import annotations
+
+import torch
+
+from methods.common.heads import draft_head
+from methods.eagle.drafter import EagleDrafter
+from specbench.decoding.drafter import Needs
+from specbench.decoding.state import Batch, Draft
+from specbench.models.pairs import Pair
+from specbench.system.paths import packaged
+from specbench.system.settings import Count
+
+
+class Mtp(EagleDrafter):
+    """Drafts a chain; when sampling, tokens are drawn, and verified with the distributions that they were drawn from.
+
+    Args:
+        pair: with the target.
+        weights: folder of the head's checkpoint.
+        max_draft_tokens: draft length.
+        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
+        vocab_size: the size of the trimmed head; None for all tokens of the map.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or does not fit the target.
+    """
+
+    needs = Needs(part="mtp")
+    deterministic = False
+
+    def __init__(
+        self,
+        pair: Pair,
+        weights: str,
+        max_draft_tokens: Count = 3,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        from methods.mtp.checkpoint import load_mtp  # late: transformers' models take seconds to import
+
+        model = load_mtp(packaged(weights), pair.staged, pair.expansion)
+        super().__init__(pair, model, draft_head(pair, pair.staged, vocab_map, vocab_size))
+        self.max_draft_tokens = max_draft_tokens
+
+    def draft(self, batch: Batch) -> Draft:
+        """Drafts token by token, each from the output of the one before."""
+        k = min(self.max_draft_tokens, batch.max_draft)
+
+        def chained(batch: Batch, out: torch.Tensor) -> list[torch.Tensor]:
+            self.head.begin(batch)
+            tokens: list[torch.Tensor] = []
+            probs: list[torch.Tensor | None] = []
+            for j in range(k):
+                if j:
+                    out = self._level(batch, out, tokens[-1].unsqueeze(1), j - 1)
+                token, q = self.head.choose(self.head.logits(out[:, 0]), batch.decoding, batch.draws(j))
+                tokens.append(token)
+                probs.append(q)
+            spread = self.head.spread(probs)
+            return [torch.stack(tokens, dim=1), *([] if spread is None else [spread])]
+
+        tokens, *spread = self._as_one(batch, k, chained, k - 1)
+        return Draft(tokens, spread[0] if spread else None, bytes_read=k * self._bytes)

@@ -1,0 +1,65 @@
+"""An MTP head: a decoder layer on the target's normed state and the next token's embedding, used again and again.
+
+x = input_proj([token_layernorm(embedding); hidden_layernorm(state)]); out = final_layernorm(Layer(x)). The target's own
+head makes tokens of it, and it is the state of the next pair of a draft (DeepSeek-V3, arXiv 2412.19437, section 2.2;
+one layer used for every token ahead: FastMTP, arXiv 2509.18362). The state is that after the target's final norm, as in
+Qwen's heads. The layer is Qwen3's; names of the parts are those of speculators' files.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
+
+from methods.eagle.layer import DraftingModel
+from specbench.decoding.state import NORMED
+
+if TYPE_CHECKING:
+    from transformers import Qwen3Config
+
+    from specbench.decoding.kv_cache import KVCache
+
+
+class MtpModel(DraftingModel):
+    """The head; see the module.
+
+    Args:
+        config: of its layer.
+    """
+
+    taps = (NORMED,)
+    compiled_layers = ("layers.0",)
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__(config)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.hidden_layernorm = Qwen3RMSNorm(width, eps=eps)
+        self.token_layernorm = Qwen3RMSNorm(width, eps=eps)
+        self.input_proj = nn.Linear(2 * width, width, bias=False)
+        self.layers = nn.ModuleList([Qwen3DecoderLayer(config, 0)])
+        self.final_layernorm = Qwen3RMSNorm(width, eps=eps)
+
+    def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The target's states after its final norm [b, n, h]."""
+        return states[NORMED]
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        embeds: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: KVCache | None = None,
+    ) -> torch.Tensor:
+        """Pairs: features, embedded tokens [b, n, h] -> [b, n, h], for the head and as features of the next pairs."""
+        both = torch.cat([self.token_layernorm(embeds), self.hidden_layernorm(features)], dim=-1)
+        out = self.layers[0](
+            self.input_proj(both),
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_embeddings=position_embeddings,
+        )
+        return self.final_layernorm(out)

@@ -1,0 +1,108 @@
+"""Trains an MTP head: `python -m methods.mtp.train pair=... [conversations=FILE] [out=FOLDER]`.
+
+Training on chained steps (`methods.eagle.steps`), as FastMTP does it (arXiv 2509.18362): `draft_steps` steps of one
+layer, step j weighed by decay^j. Unlike there the target's own distribution is what is learnt, not the text, and the
+head begins as the best linear estimate of the next state, with a silent layer.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from methods.common.losses import Loss
+from methods.common.training import (
+    SETTINGS,
+    batches,
+    batches_on,
+    held_out_batches,
+    layer_sizes,
+    least_squares,
+    some_of,
+    training_pair,
+)
+from methods.eagle.steps import StepDistillation, step_figures
+from methods.eagle.train import pairs_of
+from specbench.config.compose import with_hydra
+from specbench.data import training
+from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.settings import Count, Probability, check_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+    from methods.mtp.model import MtpModel
+    from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
+
+BEGINS = "a projection that fits the next state by least squares, and a silent layer"
+
+
+@torch.no_grad()
+def fresh_model(target: StagedModel) -> MtpModel:
+    """A head to train, whose layer adds nothing yet."""
+    from transformers import Qwen3Config  # late: it takes seconds to import
+
+    from methods.mtp.model import MtpModel
+
+    model = MtpModel(Qwen3Config(**layer_sizes(target), num_hidden_layers=1)).to(target.device)
+    layer = cast("Qwen3DecoderLayer", model.layers[0])
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+@torch.no_grad()
+def fit(model: MtpModel, target: StagedModel, text: Iterable[Batch]) -> None:
+    """Lets a fresh head estimate the target's next state, after its norm, as well as its projection can."""
+    sizes: list[torch.Tensor] = []
+
+    def joined(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        features, embeds, goals = pairs_of(target, batch)
+        sizes.append(goals.pow(2).mean())
+        return torch.cat([model.token_layernorm(embeds), model.hidden_layernorm(features)], -1), goals
+
+    weight, _ = least_squares(map(joined, some_of(text)), bias=False)
+    model.input_proj.weight.copy_(weight)
+    # The final norm brings every estimate to the size that the target's states have.
+    model.final_layernorm.weight.fill_(cast("float", torch.stack(sizes).mean().sqrt().item()))
+
+
+def train(cfg: DictConfig) -> Path:
+    """Trains as configured (conf/train_mtp.yaml) and returns the folder of the finished head."""
+    check_all(cfg, SETTINGS | {"draft_steps": Count, "decay": Probability})
+    if cfg.length < cfg.draft_steps + 2:
+        raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
+    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    torch.manual_seed(cfg.seed)
+    model = fresh_model(pair.staged)
+    fit(model, pair.staged, batches_on(cfg, pair))
+    from methods.mtp.checkpoint import save_mtp  # late, as above
+
+    module = StepDistillation(model, pair.staged, cfg.draft_steps, cfg.decay, Loss.of(cfg))
+    held_out = held_out_batches(cfg, pair)
+
+    def evaluate() -> dict[str, float]:
+        return step_figures(torch.cat([module.hits(batch) for batch in held_out], dim=1))
+
+    def save(out: Path, figures: dict[str, float]) -> None:
+        save_mtp(model, out, getattr(torch, cfg.save_dtype), **figures)
+
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg, BEGINS)
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_mtp", one_line_errors()(train))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""P-EAGLE's drafter: one pass of EAGLE-3's drafting model over the new pairs and over masks gives a whole draft.
+
+The output of the last true pair gives the first draft token, that of each mask after it a further one. The pass is the
+one that feeds the tokens that stay: a round has one. What masks leave in the layer's cache is written over by the next.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from methods.common.heads import OwnHead, chosen_at_once, target_ids
+from methods.eagle.drafter import EagleDrafter
+from methods.eagle3.drafter import embedding_bytes
+from specbench.decoding.drafter import Needs
+from specbench.decoding.state import Batch, Draft
+from specbench.models.pairs import Pair
+from specbench.system.paths import packaged
+from specbench.system.settings import Count, Natural, Positive
+
+if TYPE_CHECKING:
+    from methods.eagle3.model import Eagle3Model
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
+
+
+class ParallelEagle(EagleDrafter):
+    """P-EAGLE; see the module.
+
+    A draft token does not depend on the draft tokens before it: when sampling, each is drawn from a distribution of its
+    own, which is the one it is verified with.
+
+    Args:
+        pair: with the target.
+        weights: folder of the drafting model's checkpoint.
+        max_draft_tokens: draft length.
+        layers: as in `Eagle3`.
+        rope_theta: as in `Eagle3`.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or does not fit the target.
+    """
+
+    needs = Needs(part="peagle")
+    deterministic = False
+
+    def __init__(
+        self,
+        pair: Pair,
+        weights: str,
+        max_draft_tokens: Count = 7,
+        layers: list[Natural] | None = None,
+        rope_theta: Positive | None = None,
+    ):
+        from methods.eagle3.checkpoint import load_eagle3  # late: transformers' models take seconds to import
+
+        taps = None if layers is None else tuple(layers)
+        loaded = load_eagle3(packaged(weights), pair.staged, pair.expansion, taps, rope_theta, masks=True)
+        vocab = target_ids(pair)
+        super().__init__(pair, loaded, OwnHead(loaded, vocab))
+        self.drafting = cast("Eagle3Model", self.model)  # the copy with cheaper calls
+        self.head = OwnHead(self.drafting, vocab)
+        self._bytes -= embedding_bytes(loaded)
+        self.max_draft_tokens = self.outputs = max_draft_tokens
+        self.expanded = max_draft_tokens - 1
+
+    def open(self, slots: Slots, target: StagedModel) -> None:
+        """Allocates the layers' cache, and notes what a mask is made of."""
+        super().open(slots, target)
+        token = torch.full((1, 1), cast("int", self.drafting.config.mask_token_id), device=slots.device)
+        self._mask = self.drafting.mask_features(), self.model.embed(token, target)
+
+    def draft(self, batch: Batch) -> Draft:
+        """Chooses all tokens from the outputs of the newest pass."""
+        k = min(self.max_draft_tokens, batch.max_draft)
+
+        def filled(batch: Batch, outputs: torch.Tensor) -> list[torch.Tensor]:
+            tokens, probs = chosen_at_once(self.head, self.head.logits(outputs[:, :k]), batch)
+            return [tokens] if probs is None else [tokens, probs]
+
+        tokens, *probs = self._as_one(batch, k, filled, 0)
+        return Draft(tokens, probs[0] if probs else None, bytes_read=self._bytes)
+
+    def _followed(
+        self, features: torch.Tensor, embeds: torch.Tensor, count: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """True pairs, and masks after the last one of each sequence."""
+        b, n = features.shape[:2]
+        places = torch.arange(n + self.outputs - 1, device=features.device)
+        last = n - 1 if count is None else count.unsqueeze(1)
+        masked = (places > last).expand(b, -1).unsqueeze(-1)
+        mask_features, mask_embeds = self._mask
+        return _replaced(features, mask_features, masked), _replaced(embeds, mask_embeds, masked)
+
+
+def _replaced(pairs: torch.Tensor, mask: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+    """A part of pairs [b, n, h], continued to [b, n + m, h], with that of a mask [1, 1, h] wherever `masked` says."""
+    room = torch.nn.functional.pad(pairs, (0, 0, 0, masked.shape[1] - pairs.shape[1]))
+    return torch.where(masked, mask, room)

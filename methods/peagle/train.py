@@ -1,0 +1,174 @@
+"""Trains P-EAGLE's drafting model: `python -m methods.peagle.train pair=... [conversations=FILE] [out=FOLDER]`.
+
+Of a text, pair t with j masks after it guesses token t + 2 + j. All are learnt in one pass (`methods.common.
+masked_places`), against the target's own distribution over the draft vocabulary, each number of masks alike. What a
+mask has in place of a state is learnt, too. Unlike in the authors' code the embedding stays the target's.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from methods.common.losses import ALL, Goals, Loss, teacher_of
+from methods.common.masked_places import Places, places_by_masks, shares_of
+from methods.common.training import (
+    SETTINGS,
+    agreement,
+    agreements,
+    batches,
+    held_out_batches,
+    mask_to_fill,
+    training_pair,
+)
+from methods.eagle3.train import VOCABULARY, TrainingTimeTest, begin
+from specbench.config.compose import with_hydra
+from specbench.data import training
+from specbench.models.pairs import load_pair
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.settings import Count, Probability, Range, check_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from methods.eagle3.model import Eagle3Model
+    from specbench.data.training import Batch
+    from specbench.decoding.model.staged_model import StagedModel
+
+JUDGED = 4  # of held-out text, every so many pairs have all masks
+
+
+class MaskDistillation(TrainingTimeTest):
+    """batch -> cross-entropy of guesses up to `ahead` tokens on against the target, which stays as it is.
+
+    Args:
+        model: is trained.
+        target: stays as it is.
+        ahead: K, tokens that a pass gives.
+        retention: share of the pairs that keep one mask more.
+        least: share of the pairs that keep any mask, at least.
+        loss: what of a batch is judged, for each number of masks.
+    """
+
+    def __init__(
+        self,
+        model: Eagle3Model,
+        target: StagedModel,
+        ahead: int,
+        retention: float,
+        least: float,
+        loss: Loss = ALL,
+    ):
+        super().__init__(model, target, ahead, loss)
+        self.shares = shares_of(ahead, retention, least)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The mean [] over all numbers of masks: the size of a loss of one token ahead."""
+        weight = batch["loss_weight"]
+        by_masks = places_by_masks(weight.shape[1] - 1, self.shares, weight.device)
+        by_masks = [some[some < weight.shape[1] - 2 - j] for j, some in enumerate(by_masks)]
+        outputs, finals = self.filled(batch, by_masks)
+        teacher = teacher_of(batch, self.head, finals)
+        total = torch.zeros((), device=finals.device)
+        for j, (places, output) in enumerate(zip(by_masks, outputs)):
+            weights = weight[:, places + 2 + j]
+            rows, columns = weights.nonzero().unbind(1)
+            goals = Goals(rows, places[columns] + 2 + j, weights[rows, columns]).drawn(self.loss.tokens)
+            for chunk in goals.split():
+                states = output[chunk.batch_index, torch.searchsorted(places, chunk.positions - 2 - j)]
+                truth, is_inside = self.inside(teacher(chunk))
+                loss: Any = checkpoint(
+                    self.cross_entropy, truth, states, chunk.weights * is_inside, use_reentrant=False
+                )
+                total = total + loss / self.shares[j]
+        return total / self.steps
+
+    def filled(self, batch: Batch, by_masks: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Fills masks in one pass.
+
+        Args:
+            batch: of B rows of T tokens.
+            by_masks: the pairs [n_j] that have j masks or more, for each j from 0 on.
+
+        Returns:
+            For each j the outputs [B, n_j, h] that guess token t + 2 + j; the target's states after its final norm.
+        """
+        model = self.model
+        features, embeds, finals = self.pairs(batch)
+        inputs = Places.of(by_masks)
+        is_mask = (inputs.masks > 0).view(1, -1, 1)
+        token = inputs.masks.new_full((1, 1), cast("int", model.config.mask_token_id))
+        with torch.no_grad():
+            embedded = model.embed(token, self.target).to(embeds.dtype)
+        features = torch.where(is_mask, model.mask_features(), features[:, inputs.places])
+        embeds = torch.where(is_mask, embedded, embeds[:, inputs.places])
+        at = model.rope((inputs.places + inputs.masks).unsqueeze(0), features)
+        mask = inputs.attention(features.dtype).expand(len(features), 1, -1, -1)
+        out = model(features, embeds, at, mask)
+        return list(out.split([len(some) for some in by_masks], dim=1)), finals
+
+    def agreed(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """First choices [K, n] of draft and target, at some pairs that K more tokens of the assistant follow."""
+        length, k = batch["input_ids"].shape[1], self.steps
+        places = torch.arange(length - 1, device=batch["input_ids"].device)
+        some = places[: length - 1 - k : JUDGED]
+        outputs, finals = self.filled(batch, [places, *[some] * (k - 1)])
+        outputs[0] = outputs[0][:, some]
+        choices, is_assistant = self.choices(finals), batch["loss_weight"] == 1.0
+        among = torch.stack([is_assistant[:, some + 2 + j] for j in range(k)]).all(0)
+        student = [self.guesses(output[among]) for output in outputs]
+        truth = [choices[:, some + 1 + j][among] for j in range(k)]
+        return torch.stack(student), torch.stack(truth)
+
+
+@torch.no_grad()
+def fresh_masks(model: Eagle3Model) -> None:
+    """Lets what a mask has in place of a state begin at random, of the size of normed states."""
+    assert model.mask_hidden is not None
+    model.mask_hidden.normal_()
+
+
+def train(cfg: DictConfig) -> Path:
+    """Trains as configured (conf/train_peagle.yaml) and returns the folder of the finished drafting model."""
+    settings = {
+        "tokens_ahead": Annotated[int, Range(2)],
+        "draft_layers": Count,
+        "retention": Probability,
+        "least_retention": Probability,
+        "mask_token": Count | None,
+    }
+    check_all(cfg, SETTINGS | VOCABULARY | settings)
+    if cfg.length < cfg.tokens_ahead + 3:
+        raise UserError(f"length={cfg.length} leaves no room for tokens_ahead={cfg.tokens_ahead}")
+    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    mask = mask_to_fill(cfg, pair, pair.staged.embed_tokens.weight.shape[0])
+    model, begins = begin(cfg, pair, num_hidden_layers=cfg.draft_layers, mask_token_id=mask)
+    fresh_masks(model)
+    from methods.eagle3.checkpoint import save_eagle3  # late: it takes seconds to import
+
+    shares = cfg.retention, cfg.least_retention
+    module = MaskDistillation(model, pair.staged, cfg.tokens_ahead, *shares, Loss.of(cfg))
+    held_out = held_out_batches(cfg, pair)
+
+    def evaluate() -> dict[str, float]:
+        return agreements("token", agreement(module.agreed, held_out))
+
+    def save(out: Path, figures: dict[str, float]) -> None:
+        save_eagle3(model, out, getattr(torch, cfg.save_dtype), **figures)
+
+    return training.train(module, batches(cfg, pair), evaluate, save, cfg, begins)
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("train_peagle", one_line_errors()(train))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

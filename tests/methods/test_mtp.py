@@ -1,0 +1,341 @@
+"""MTP heads: what is drafted, checked against passes without a cache; training; checkpoints."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from methods.eqspec import EqSpec
+from methods.exspec import ExSpec
+from methods.mtp import Mtp
+from methods.mtp import train as mtp_train
+from methods.mtp.checkpoint import load_mtp, save_mtp
+from methods.mtp.model import MtpModel
+from methods.mtp.train import fit, fresh_model
+from methods.oracle import Oracle
+from methods.ragged import RaggedBatch
+from specbench.data.training import RECORD
+from specbench.decoding.engine import Engine
+from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.state import NORMED
+from specbench.models.expansion import Expansion, expand_model
+from specbench.system.errors import UserError
+from tests.support import batches
+from tests.support.decoding import random_pair
+from tests.support.distribution import SHAPE, p_value_alone
+from tests.support.lossless import assert_lossless, assert_rounds_of_every_kind, cases
+from tests.support.methods import randomise, teach
+from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.training import training_settings, training_workplace
+
+PROMPT = [3, 9, 27, 11, 33, 29, 17]
+
+
+def head_of(pair) -> MtpModel:
+    """Random weights, as large as those of the target."""
+    model = fresh_model(StagedModel(pair.target))
+    randomise(model, "final_layernorm")
+    return model.eval()
+
+
+@cache
+@torch.inference_mode(False)
+def trained_model(arch: str) -> MtpModel:
+    """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
+    from methods.eagle.steps import StepDistillation
+
+    pair = random_pair(arch)
+    model = head_of(pair)
+    teach(StepDistillation(model, StagedModel(pair.target), 3, 0.6), model, arch, 30)
+    return model.requires_grad_(False)
+
+
+def saved(arch: str, folder) -> str:
+    save_mtp(trained_model(arch), folder, torch.float32)
+    return str(folder)
+
+
+def drafter_of(arch: str, folder, k: int = 4) -> Mtp:
+    return Mtp(random_pair(arch), saved(arch, folder), k)
+
+
+def chain(pair, model: MtpModel, known: list[int], k: int) -> list[int]:
+    """The likeliest chain after known tokens: each token from a pass over all pairs so far, without a cache."""
+    tokens, embed = torch.tensor([known]), pair.target.get_input_embeddings()
+    features, embeds = pair.target.get_decoder()(tokens[:, :-1]).last_hidden_state, embed(tokens[:, 1:])
+    found: list[int] = []
+    for _ in range(k):
+        out = model(features, embeds, model.rope(torch.arange(features.shape[1])[None], features))
+        found.append(int(pair.target.lm_head(out[0, -1]).argmax()))
+        features = torch.cat([features, out[:, -1:]], dim=1)
+        embeds = torch.cat([embeds, embed(torch.tensor([[found[-1]]]))], dim=1)
+    return found
+
+
+# -- the head
+
+
+def norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * states / (states.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def test_the_head_by_hand():
+    """Of one pair, which attends to itself alone: attention gives its own values."""
+    model = head_of(random_pair("llama"))
+    w, eps = model.state_dict(), model.config.rms_norm_eps
+    state, embed = torch.randn(64), torch.randn(64)
+    both = [norm(embed, w["token_layernorm.weight"], eps), norm(state, w["hidden_layernorm.weight"], eps)]
+    x = w["input_proj.weight"] @ torch.cat(both)
+    layer = {name.removeprefix("layers.0."): weight for name, weight in w.items()}
+    y = norm(x, layer["input_layernorm.weight"], eps)
+    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    values = (layer["self_attn.v_proj.weight"] @ y).view(kv_heads, -1).repeat_interleave(heads // kv_heads, 0)
+    v = x + layer["self_attn.o_proj.weight"] @ values.flatten()
+    inner = norm(v, layer["post_attention_layernorm.weight"], eps)
+    gate, up = layer["mlp.gate_proj.weight"] @ inner, layer["mlp.up_proj.weight"] @ inner
+    expected = v + layer["mlp.down_proj.weight"] @ (torch.nn.functional.silu(gate) * up)
+    found = model(state.view(1, 1, -1), embed.view(1, 1, -1), model.rope(torch.tensor([[7]]), embed))
+    torch.testing.assert_close(
+        found[0, 0], norm(expected, w["final_layernorm.weight"], eps), rtol=1e-4, atol=1e-4
+    )
+
+
+# -- drafting
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_a_draft_is_a_chain_of_the_heads_guesses(arch, tmp_path):
+    pair = random_pair(arch)
+    drafter, model, compared = drafter_of(arch, tmp_path), trained_model(arch), []
+    draft_of = drafter.draft
+
+    def check(batch):
+        draft = draft_of(batch)
+        k = draft.tokens.shape[1]
+        assert draft.tokens[0].tolist() == chain(pair, model, batch.sequences[0].tokens, k)
+        compared.append(k)
+        return draft
+
+    drafter.draft = check
+    prompt, cap, *_ = cases(arch)[6]
+    steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap)).steps
+    assert len(compared) > 5 and {*compared} > {4} and {0, 1} <= {step.accepted for step in steps}
+
+
+def test_each_token_reads_the_layer_and_the_head(tmp_path):
+    pair = random_pair("llama")
+    head = pair.target.lm_head.weight.nbytes + pair.target.model.norm.weight.nbytes
+    weights = sum(weight.nbytes for weight in trained_model("llama").state_dict().values())
+    steps = Engine(StagedModel(pair.target), drafter_of("llama", tmp_path), frozenset()).answer(
+        PROMPT, SamplingParams(9)
+    )
+    assert steps.steps[0].draft_bytes == 4 * (weights + head)
+
+
+@pytest.mark.slow
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_lossless(arch, tmp_path):
+    steps = assert_lossless(arch, drafter_of(arch, tmp_path))
+    assert any(s.accepted for s in steps) and any(not s.accepted for s in steps)
+
+
+def test_lossless_on_one_architecture(tmp_path):
+    assert_rounds_of_every_kind(assert_lossless("llama", drafter_of("llama", tmp_path)), partly=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+def test_lossless_in_batches(scheduler, tmp_path):
+    requests, expected = batches.cases("qwen2")
+    engine = Engine(
+        StagedModel(random_pair("qwen2").target), drafter_of("qwen2", tmp_path), frozenset(), scheduler(4)
+    )
+    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
+
+
+@pytest.mark.slow
+def test_samples_follow_the_target(tmp_path):
+    pair = random_pair("llama", **SHAPE)
+    save_mtp(head_of(pair), tmp_path, torch.float32)
+    assert p_value_alone(pair, Mtp(pair, str(tmp_path), 3)) > 1e-3
+
+
+def test_an_oracle_proposes_its_tokens_in_place_of_these(tmp_path):
+    pair = random_pair("llama")
+    config = {"_target_": "methods.mtp.Mtp", "name": "mtp", "weights": saved("llama", tmp_path)}
+    drafter = Oracle(pair, config, [1.0, 1.0, 0.0], cost_of="mtp", max_draft_tokens=4)
+    prompt, cap, _, answer = cases("llama")[6]
+    drafter.set_reference_answers([prompt], [answer])
+    said = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
+    assert said.tokens == answer and {s.accepted for s in said.steps if s.drafted > 2} == {2}
+
+
+@pytest.mark.slow
+def test_the_drafter_of_an_expanded_target_drafts_the_same(tmp_path):
+    pair, drafted = random_pair("llama"), []
+    shape = pair.target.config.to_dict() | {"hidden_size": 96, "num_hidden_layers": 10, "head_dim": 24}
+    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
+    target = expand_model(pair.target, expansion, torch.device("cpu"), torch.float32)
+    wide = type(pair)(**(vars(pair) | {"target": target, "expansion": expansion}))
+    folder = saved("llama", tmp_path)
+    for which in (pair, wide):
+        drafter = Mtp(which, folder, 3)
+        draft = drafter.draft
+        drafter.draft = lambda batch, draft=draft: drafted.append(made := draft(batch)) or made
+        Engine(StagedModel(which.target), drafter, frozenset()).answer(PROMPT, SamplingParams(20))
+    half = len(drafted) // 2
+    assert half > 2 and all(torch.equal(a.tokens, b.tokens) for a, b in zip(drafted[:half], drafted[half:]))
+
+
+# -- training
+
+
+def test_a_fresh_head_is_the_best_linear_estimate_of_the_next_state():
+    """Of the size that the target's states have after their norm."""
+    pair = random_pair("llama")
+    target = StagedModel(pair.target)
+    model = fresh_model(target)
+    torch.manual_seed(3)
+    text = [{"input_ids": torch.randint(0, target.vocab_size, (8, 64))} for _ in range(40)]
+    fit(model, target, text)
+
+    def known(batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        states = pair.target.get_decoder()(batch["input_ids"]).last_hidden_state
+        return states[:, :-1], pair.target.get_input_embeddings()(batch["input_ids"][:, 1:]), states[:, 1:]
+
+    with torch.no_grad():
+        parts = [known(batch) for batch in text]
+        flat = [torch.cat([part[i].flatten(0, 1) for part in parts]) for i in range(3)]
+        normed = [one / (one.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() for one in flat[:2]]
+        inputs = torch.cat([normed[1], normed[0]], dim=-1)
+        wide = inputs.double()
+        best = torch.linalg.solve(wide.T @ wide, wide.T @ flat[2].double()).float()
+        states, embeds, goal = parts[0]
+        guess = model(states, embeds, model.rope(torch.arange(63)[None], states)).flatten(0, 1)
+        estimate = inputs[: len(guess)] @ best
+    alike = torch.nn.functional.cosine_similarity(guess, estimate, dim=-1)
+    assert alike.mean() > 0.98
+    assert guess.pow(2).mean() == pytest.approx(goal.pow(2).mean().item(), rel=0.05)
+
+
+@pytest.mark.slow
+def test_training_teaches_a_chain(tmp_path):
+    workplace = training_workplace(tmp_path / "pair")
+    more = ("steps=60", "save_every=20", "draft_steps=2", "learning_rate=5e-3")
+    out = mtp_train.train(training_settings("train_mtp", workplace, tmp_path / "out", *more))
+    rows = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["step_2_agreement"] > rows[0]["step_2_agreement"]
+    assert json.loads((out / RECORD).read_text())["held_out_run"] == rows[-1]["held_out_run"]
+
+
+def test_a_setting_of_the_training_that_cannot_work(tmp_path):
+    workplace = training_workplace(tmp_path / "pair")
+    for setting, says in (("draft_steps=64", "no room"), ("decay=2.0", "decay")):
+        with pytest.raises(UserError, match=says):
+            mtp_train.train(training_settings("train_mtp", workplace, tmp_path / "out", setting))
+
+
+# -- checkpoints
+
+
+def loaded(folder) -> MtpModel:
+    return load_mtp(folder, StagedModel(random_pair("llama").target))
+
+
+def test_files_are_those_of_speculators(tmp_path):
+    model = head_of(random_pair("llama"))
+    save_mtp(model, tmp_path / "first", torch.float32, loss=1.0)
+    keys = {*load_file(tmp_path / "first" / "model.safetensors")}
+    layer = {f"self_attn.{name}_proj" for name in "qkvo"} | {"self_attn.q_norm", "self_attn.k_norm"}
+    layer |= {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    layer |= {"input_layernorm", "post_attention_layernorm"}
+    parts = {"hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm"}
+    assert keys == {f"mtp_layers.0.{name}.weight" for name in layer | parts}
+    settings = json.loads((tmp_path / "first" / "config.json").read_text())
+    assert settings["speculators_model_type"] == "mtp" and settings["num_nextn_predict_layers"] == 1
+    assert settings["transformer_layer_config"]["model_type"] == "qwen3"
+    once = loaded(tmp_path / "first")
+    save_mtp(once, tmp_path / "second", torch.float32)
+    state = loaded(tmp_path / "second").state_dict()
+    assert all(torch.equal(weight, state[name]) for name, weight in model.state_dict().items())
+
+
+def test_heads_as_qwens_models_hold_them(tmp_path):
+    model = head_of(random_pair("llama"))
+    save_mtp(model, tmp_path, torch.float32)
+    settings = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    names = {"input_proj": "fc", "hidden_layernorm": "pre_fc_norm_hidden"}
+    names |= {"token_layernorm": "pre_fc_norm_embedding", "final_layernorm": "norm"}
+    state = {
+        f"mtp.{names.get(name.split('.')[0], name.split('.')[0])}.{name.partition('.')[2]}": weight
+        for name, weight in model.state_dict().items()
+    }
+    assert "mtp.layers.0.self_attn.q_proj.weight" in state and "mtp.fc.weight" in state
+    save_file(state, tmp_path / "model.safetensors")
+    found = loaded(tmp_path).state_dict()
+    assert all(torch.equal(weight, found[name]) for name, weight in model.state_dict().items())
+
+
+def with_copies(folder, factor: float):
+    pair = random_pair("llama")
+    save_mtp(head_of(pair), folder, torch.float32)
+    state = load_file(folder / "model.safetensors")
+    state["embed_tokens.weight"] = pair.target.get_input_embeddings().weight.detach().clone()
+    state["lm_head.weight"] = (factor * pair.target.lm_head.weight.detach()).contiguous()
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def test_files_may_hold_the_targets_embedding_and_head(tmp_path):
+    """As speculators writes them; those of another target are refused."""
+    assert loaded(with_copies(tmp_path / "same", 1.0)).taps == (NORMED,)
+    with pytest.raises(UserError, match="lm_head.weight is not the target's"):
+        loaded(with_copies(tmp_path / "other", 1.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers=3"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type=eagle3"),
+        ({"router": "top"}, "sets router"),
+        ({"transformer_layer_config": {"model_type": "qwen3_next", "hidden_size": 64}}, "qwen3_next"),
+        ({"transformer_layer_config": {"hidden_size": 64}}, "lacks vocab_size"),
+        ({"layer_types": ["linear_attention"]}, "sliding window|linear"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_its_name(change, says, tmp_path):
+    save_mtp(head_of(random_pair("llama")), tmp_path, torch.float32)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    if "layer_types" in change:
+        settings["transformer_layer_config"] |= change
+        change = {}
+    (tmp_path / "config.json").write_text(json.dumps(settings | change))
+    with pytest.raises(UserError, match=says):
+        loaded(tmp_path)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    save_mtp(head_of(random_pair("llama")), tmp_path, torch.float32)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["mtp_layers.0.hidden_layernorm.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="missing hidden_layernorm.weight"):
+        loaded(tmp_path)
+
+
+def test_a_head_of_another_width_is_refused(tmp_path):
+    save_mtp(head_of(random_pair("llama")), tmp_path, torch.float32)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["transformer_layer_config"]["hidden_size"] = 32
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="another target"):
+        loaded(tmp_path)
