@@ -240,7 +240,8 @@ def test_every_real_shape_is_built_or_refused_in_one_line(name):
         expansion = Expansion(model.config.to_dict(), shape, name)
     except UserError as refusal:
         assert f"cannot build '{name}'" in str(refusal) and "\n" not in str(refusal)
-        assert name == "glm-4-9b" or name not in SIZES
+        # One has other parts than Llama's, the other fewer layers than the embedded target.
+        assert name in ("glm-4-9b", "llama-3.2-1b") or name not in SIZES
         return
     new = expand_model(model, expansion, meta, torch.bfloat16)
     assert {p.device for p in new.parameters()} == {meta}
