@@ -17,7 +17,12 @@ from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.records import run_folder as store
-from specbench.measure.records.migrate import migrated, migrated_facts, migrated_summary
+from specbench.measure.records.migrate import (
+    migrated,
+    migrated_facts,
+    migrated_provenance,
+    migrated_summary,
+)
 from specbench.system.errors import UserError
 from specbench.system.files import finite, read_json
 
@@ -90,7 +95,7 @@ class Run:
             content = read_json(self.folder / store.PROVENANCE)
         except (OSError, ValueError):
             return None
-        return None if any(_lacking(content, PROVENANCE)) else content
+        return None if any(_lacking(content, PROVENANCE)) else migrated_provenance(content)
 
     @cached_property
     def records(self) -> list[dict]:

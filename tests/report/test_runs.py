@@ -380,6 +380,17 @@ def test_runs_that_differ_in_more_than_the_method_say_so(tmp_path):
     assert "provenance.json" in runs.not_comparable([found[2]])[0]
 
 
+def test_a_setting_that_older_versions_did_not_have_makes_no_difference(tmp_path):
+    old = changed(PROVENANCE, config__decoding={"temperature": 0.0})
+    new = changed(
+        PROVENANCE, config__decoding={"temperature": 0.0, "draft_length": "constant", "round_costs": None}
+    )
+    other = changed(PROVENANCE, config__decoding={"temperature": 0.0, "draft_length": "adaptive"})
+    found = [run_of(tmp_path, name, provenance=one) for name, one in (("a", old), ("b", new), ("c", other))]
+    (line,) = runs.not_comparable(found)
+    assert says(line, "a: c ... decoding.draft_length constant ... adaptive")
+
+
 def test_other_pairs_and_batch_sizes_are_no_surprise(tmp_path):
     other = changed(PROVENANCE, config__pair__target="models/other")
     found = [
