@@ -13,7 +13,7 @@ from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import WRONG, equivalence_text, number_text, ratio_text, share_text
 from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
 from specbench.report.runs import Run, as_text, differing_by_pair, method_label, named
-from specbench.system.settings import CONSTANT, TOKEN, TYPICAL
+from specbench.system.settings import TOKEN, TYPICAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -350,7 +350,7 @@ def title_text(summary: dict) -> Text:
     settings = f" ({', '.join(as_text(summary['settings']))})" if summary["settings"] else ""
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
-        f"{_drafting(summary)}batch {summary['batch_size']}, {dtype_label(summary)}, "
+        f"{_verification(summary)}batch {summary['batch_size']}, {dtype_label(summary)}, "
         f"{summary['device']}{_threads(summary)}{sliced}"
     )
     if source := settings_line(summary):
@@ -363,12 +363,11 @@ def title_text(summary: dict) -> Text:
     return text
 
 
-def _drafting(summary: dict) -> str:
-    """How drafts were verified and how long they were, where that is not token by token and as the method says."""
-    verification, length = summary["verification"], summary["draft_length"]
+def _verification(summary: dict) -> str:
+    """How drafts were verified, where it is not token by token."""
+    verification = summary["verification"]
     lossy = " (LOSSY)" if verification == TYPICAL else ""
-    words = "" if verification == TOKEN else f"{verification} verification{lossy}, "
-    return words if length == CONSTANT else f"{words}{length} draft length, "
+    return "" if verification == TOKEN else f"{verification} verification{lossy}, "
 
 
 def dtype_label(summary: dict) -> str:

@@ -17,14 +17,10 @@ from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.records import run_folder as store
-from specbench.measure.records.migrate import (
-    migrated,
-    migrated_facts,
-    migrated_provenance,
-    migrated_summary,
-)
+from specbench.measure.records.migrate import migrated, migrated_facts, migrated_summary
 from specbench.system.errors import UserError
 from specbench.system.files import finite, read_json
+from specbench.system.settings import CONSTANT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -61,7 +57,6 @@ DIFFERING = {
     "task": "{}",
     "temperature": "T={:g}",
     "verification": "{} verification",
-    "draft_length": "{} draft length",
     "dtype": "{}",
     "device": "{}",
     "protocol": "protocol {}",
@@ -95,7 +90,7 @@ class Run:
             content = read_json(self.folder / store.PROVENANCE)
         except (OSError, ValueError):
             return None
-        return None if any(_lacking(content, PROVENANCE)) else migrated_provenance(content)
+        return None if any(_lacking(content, PROVENANCE)) else content
 
     @cached_property
     def records(self) -> list[dict]:
@@ -261,11 +256,13 @@ def _run_folders(path: Path) -> list[Path]:
 
 
 def method_label(summary: Mapping) -> str:
-    """The method, what drafts for it where that is another choice, and the engine where it is not this project's."""
+    """The method, what drafts for it where that is another choice, its rule for draft lengths, and another engine."""
     drafter, engine = summary["drafter"], summary.get("engine")
     if engine is not None:  # which schedules by itself
         return f"{drafter or summary['method']} by {engine['name']}"
-    return summary["method"] if drafter in (None, "none") else f"{summary['method']} + {drafter}"
+    label = summary["method"] if drafter in (None, "none") else f"{summary['method']} + {drafter}"
+    rule = summary.get("draft_length", CONSTANT)
+    return label if rule == CONSTANT else f"{label}, {rule} draft length"
 
 
 def beside_engines(summaries: Iterable[dict]) -> list[dict]:

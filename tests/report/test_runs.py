@@ -380,15 +380,13 @@ def test_runs_that_differ_in_more_than_the_method_say_so(tmp_path):
     assert "provenance.json" in runs.not_comparable([found[2]])[0]
 
 
-def test_a_setting_that_older_versions_did_not_have_makes_no_difference(tmp_path):
-    old = changed(PROVENANCE, config__decoding={"temperature": 0.0})
-    new = changed(
-        PROVENANCE, config__decoding={"temperature": 0.0, "draft_length": "constant", "round_costs": None}
-    )
-    other = changed(PROVENANCE, config__decoding={"temperature": 0.0, "draft_length": "adaptive"})
-    found = [run_of(tmp_path, name, provenance=one) for name, one in (("a", old), ("b", new), ("c", other))]
-    (line,) = runs.not_comparable(found)
-    assert says(line, "a: c ... decoding.draft_length constant ... adaptive")
+def test_a_rule_for_draft_lengths_is_a_method_of_its_own(tmp_path):
+    """As its settings are: runs of it are told apart, are no repeats of others, and nobody wonders that they differ."""
+    other = changed(PROVENANCE, config__decoding={"draft_length": "adaptive", "round_costs": [1.0, 1.2]})
+    found = [run_of(tmp_path, "a"), run_of(tmp_path, "b", SUMMARY | {"draft_length": "adaptive"}, other)]
+    assert runs.not_comparable(found) == []
+    first, second = runs.labels(run.summary for run in found)
+    assert second.startswith(f"{first.split(',')[0]}, adaptive draft length")
 
 
 def test_other_pairs_and_batch_sizes_are_no_surprise(tmp_path):

@@ -43,15 +43,6 @@ def migrated_summary(summary: Any) -> Any:
     return summary | {"unit": QUESTION if summary["drafter"] is None else POOL}
 
 
-def migrated_provenance(provenance: dict) -> dict:
-    """The content of provenance.json with the settings of decoding that older versions did not have."""
-    decoding = provenance["config"].get("decoding")
-    if not isinstance(decoding, dict):
-        return provenance
-    decoding = {"verification": TOKEN, "draft_length": CONSTANT} | decoding
-    return provenance | {"config": provenance["config"] | {"decoding": decoding}}
-
-
 def migrated(records: Iterable[dict]) -> list[dict]:
     """Records of one repeat each, whatever version wrote them."""
     return [new for record in records for new in _by_repeat(record)]
