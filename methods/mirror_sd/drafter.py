@@ -69,7 +69,7 @@ class MirrorSD(Drafter):
         UserError: the exit layer, the placement, the streams or the vocabulary map does not fit the pair.
     """
 
-    needs = Needs(draft_model=True, batching=False)
+    needs = Needs(draft_model=True, batching=False, any_length=False)
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class MirrorSD(Drafter):
 class StreamingMirrorSD(MirrorSD):
     """The same with the pair's part `streaming` as its draft model, which guesses several tokens a pass."""
 
-    needs = Needs(draft_model=True, part="streaming", batching=False)
+    needs = Needs(draft_model=True, part="streaming", batching=False, any_length=False)
 
 
 class StreamingSampling(Drafter):
@@ -224,7 +224,7 @@ class StreamingSampling(Drafter):
         UserError: the streams or the vocabulary map does not fit the pair.
     """
 
-    needs = Needs(draft_model=True, part="streaming", batching=False)
+    needs = Needs(draft_model=True, part="streaming", batching=False, any_length=False)
 
     def __init__(
         self,

@@ -111,7 +111,8 @@ def check(cfg: DictConfig) -> RunSpec:
     check_warm(spec.drafter, cfg.data, cfg.task)
     with open_dict(cfg):
         # What another engine drafts with is in its words: neither published nor tuned here.
-        cfg.settings_source = None if spec.engine is not None else settings_source(spec, cfg.pair.name)
+        rule = cfg.decoding.draft_length
+        cfg.settings_source = None if spec.engine is not None else settings_source(spec, cfg.pair.name, rule)
     return spec
 
 
@@ -140,7 +141,8 @@ def check_method(cfg: DictConfig) -> RunSpec:
         parameters(cls, "method", spec.scheduler)
         # It needs no weights to say what is wrong.
         cls(batch_size=spec.batch_size, **values.parameters(spec.scheduler))
-    takes = parameters(located(group, what, Drafter), what, group)
+    drafting: Any = located(group, what, Drafter)
+    takes = parameters(drafting, what, group)
     if spec.scheduler is None and cfg.drafter.name != "none":
         raise UserError(
             f"method {name} drafts by itself: set drafter=none, or method=ragged drafter={cfg.drafter.name}"
@@ -163,6 +165,7 @@ def check_method(cfg: DictConfig) -> RunSpec:
             f"train it with `{words.strip()}`, then name it with ++pair.parts.{needs.part}=FOLDER"
         )
     check_vocab(cfg, what, inner, takes)
+    check_draft_length(cfg, needs, f"{what} {name}", drafting.draft is not Drafter.draft)
     check_batch(cfg, spec)
     check_engine(cfg, spec)
     if cfg.decoding.temperature > 0 and not needs.sampling:
@@ -174,6 +177,19 @@ def check_method(cfg: DictConfig) -> RunSpec:
             "decoding.verification=typical, which is lossy, is for greedy decoding: set decoding=greedy"
         )
     return spec
+
+
+def check_draft_length(cfg: DictConfig, needs: Needs, drafter: str, drafts: bool) -> None:
+    """Raises UserError where a rule chooses lengths that the drafter does not have, or what goes with it is missing."""
+    rule, costs = cfg.decoding.draft_length, cfg.decoding.round_costs
+    if rule != values.CONSTANT and not (drafts and needs.any_length):
+        why = "has drafts of one length" if drafts else "drafts nothing"
+        raise UserError(f"{drafter} {why}: set decoding.draft_length={values.CONSTANT}")
+    if costs is not None and (rule != values.GOODPUT or len(costs) < 2):
+        raise UserError(
+            f"decoding.round_costs is for decoding.draft_length={values.GOODPUT}, and says what a round costs with no "
+            "draft token, with one, ...: set it to null to have that measured"
+        )
 
 
 def check_engine(cfg: DictConfig, spec: RunSpec) -> None:

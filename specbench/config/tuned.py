@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.config.compose import as_it_stands, choices_of, tuned_on
 from specbench.config.spec import key_of
 from specbench.data.warm_start import WARM
-from specbench.system.settings import LEARNS, settings
+from specbench.system.settings import CONSTANT, LEARNS, settings
 
 if TYPE_CHECKING:
     from specbench.config.spec import RunSpec
@@ -20,12 +20,13 @@ PUBLISHED, TUNED, CHANGED = "published", "tuned", "changed"
 OF_THE_PROTOCOL = (LEARNS[0], WARM)
 
 
-def settings_source(spec: RunSpec, on: str) -> dict[str, Any] | None:
+def settings_source(spec: RunSpec, on: str, rule: str = CONSTANT) -> dict[str, Any] | None:
     """What the settings of a run's method, and of its drafter in a batch, are.
 
     Args:
         spec: the run.
         on: the name of its pair.
+        rule: of draft lengths; any other than a constant one is a change.
 
     Returns:
         `source`: "published", "tuned" or "changed". `pair`: where they were tuned, else None. `published`: the
@@ -54,6 +55,9 @@ def settings_source(spec: RunSpec, on: str) -> dict[str, Any] | None:
                 method_settings, settings(as_it_stands(group, name, pair))
             )
             pairs.add(pair if is_tuned else None)
+    if rule != CONSTANT:
+        published["decoding.draft_length"] = CONSTANT
+        pairs.add(None)
     if not judged:
         return None
     pair = next(iter(pairs)) if len(pairs) == 1 else None

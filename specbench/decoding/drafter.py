@@ -32,6 +32,7 @@ class Needs:
         training: what the part is trained with beside the pair, such as "head=markov".
         sampling: whether it can draft at temperature > 0.
         batching: whether it can serve more than one sequence.
+        any_length: whether it can draft fewer tokens than its longest draft has.
         reference_answer: the target's own greedy answer to a prompt, which `Drafter.set_reference_answers` is given
             before it is timed.
     """
@@ -41,6 +42,7 @@ class Needs:
     training: str = ""
     sampling: bool = True
     batching: bool = True
+    any_length: bool = True
     reference_answer: bool = False
 
     def around(self, inner: Needs) -> Needs:
@@ -49,6 +51,7 @@ class Needs:
             inner,
             sampling=self.sampling and inner.sampling,
             batching=self.batching and inner.batching,
+            any_length=self.any_length and inner.any_length,
             reference_answer=self.reference_answer or inner.reference_answer,
         )
 
@@ -135,6 +138,10 @@ class Drafter:
             sequence: prompt, first token and request.
             prefill: token ids, logits, and the hidden states of `taps`.
         """
+
+    def draft_limit(self, slot: int) -> int:
+        """How many draft tokens a path of the sequence in a slot may have in the next round."""
+        return self.max_draft_tokens
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts to follow the pending tokens; no tokens make the round autoregressive.

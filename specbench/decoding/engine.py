@@ -215,7 +215,8 @@ class Engine:
         if self.scheduler.longest_draft is not None:
             most, nodes = min(most, self.scheduler.longest_draft), min(nodes, self.scheduler.longest_draft)
         # The last place belongs to the target alone.
-        limits = [min(one.remaining - 1, most) for one in running]
+        wished = self.drafter.draft_limit
+        limits = [min(one.remaining - 1, most, wished(slot)) for slot, one in enumerate(running)]
         return Batch(
             running,
             [len(one.tokens) for one in running],

@@ -16,7 +16,7 @@ from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -26,7 +26,7 @@ from specbench.config.spec import POOL, RunSpec
 from specbench.data.questions import find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
 from specbench.decoding.cpu import native
-from specbench.decoding.draft_length import RuledDrafter, rule_of
+from specbench.decoding.draft_length import VariableLength, make_rule
 from specbench.decoding.drafter import Drafter, make_drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.agreement import check_staged
@@ -44,12 +44,13 @@ from specbench.measure.metrics.statistics import Speedup
 from specbench.measure.plan import RunPlan, complete_passes
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
+from specbench.measure.round_costs import set_round_costs
 from specbench.measure.served import prepare_served
 from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
 from specbench.models.pairs import load_pair, with_part
 from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
-from specbench.system.settings import CONSTANT, flat, parameters
+from specbench.system.settings import CONSTANT, GOODPUT, flat, parameters
 
 if TYPE_CHECKING:
     from specbench.data.question_files import Question
@@ -69,8 +70,7 @@ def prepare(cfg: DictConfig) -> Bench:
     check_staged(target, pair.sample_ids())
     drafter = make_drafter(spec.drafter, pair=pair)
     if (name := cfg.decoding.draft_length) != CONSTANT:
-        rule = rule_of(name, drafter.max_draft_tokens, cfg.decoding.round_costs)
-        drafter = RuledDrafter(drafter, rule)
+        drafter = VariableLength(drafter, make_rule(name, drafter.max_draft_tokens, cfg.decoding.round_costs))
 
     def engine(drafter: Drafter, scheduler: Scheduler | None = None) -> Engine:
         return Engine(target, drafter, pair.stop_ids, scheduler, pair.context_length)
@@ -213,17 +213,26 @@ class Job:
         watch.find_children()
         before = watch.read()
         warm_up(setup, protocol)
+        costs = None
+        if self.cfg.decoding.draft_length == GOODPUT:
+            listed = self.cfg.decoding.round_costs
+            costs = set_round_costs(setup, protocol, listed or earlier.get("round_costs"))
         reasons = watch.unfit(before, watch.read())
         if reasons:
             print(f"this machine is not fit for measuring now: {'; '.join(reasons)}", file=sys.stderr)
         probes = Probes(setup.pair.device)
         first = probes.take()
         speed = {"machine": probes.machine, "best": probes.best}
-        chosen = {"thread_choice": asdict(thread_choice), "layouts": layouts, "unfit": reasons}
+        chosen: dict[str, Any] = {
+            "thread_choice": asdict(thread_choice),
+            "layouts": layouts,
+            "unfit": reasons,
+            "round_costs": costs,
+        }
         provenance.record(self.run_dir, collected | chosen | {"speed": speed | {"first": first}})
         if (self.run_dir / store.FACTS).exists():  # resumed: the peak is that of all processes
             bench.conductor.peak_memory = read_json(self.run_dir / store.FACTS)["peak_memory_bytes"]
-        run_facts = facts(bench) | {"layouts": layouts, "speed": speed}
+        run_facts = facts(bench) | {"layouts": layouts, "speed": speed, "round_costs": costs}
         write_json(self.run_dir / store.FACTS, run_facts)
         return run_facts, probes
 

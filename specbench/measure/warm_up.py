@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specbench.decoding.cpu import autotune
+from specbench.decoding.draft_length import Constant, VariableLength
 from specbench.decoding.model.graphs import GraphRunner
 from specbench.measure.arms import BASELINE, METHOD, SINGLE
 from specbench.system import threads
@@ -21,12 +22,23 @@ def warm_up(setup: Setup, protocol: Protocol) -> None:
     """Runs every arm on the warm-up questions with the shortest and the longest prompt."""
     # Whole answers where passes are captured: each number of entries that they attend to has a graph of its own.
     captured = isinstance(setup.target.runner, GraphRunner)
-    requests = protocol.warm_up_requests(protocol.decoding.max_new_tokens if captured else TOKENS)
-    requests.sort(key=lambda request: len(request.prompt))
-    ends = [requests[0], requests[-1]]
+    ends = end_requests(protocol, protocol.decoding.max_new_tokens if captured else TOKENS)
     setup.set_reference_answers(ends)
     for name in setup.arms:
-        setup.answers(name, ends if name == SINGLE else _filled(setup, ends))
+        setup.answers(name, ends if name == SINGLE else filled(setup, ends))
+    drafter = setup.drafter
+    if captured and isinstance(drafter, VariableLength):  # and so has each draft length
+        rule = drafter.rule
+        for length in range(1, drafter.max_draft_tokens + 1):
+            drafter.rule = Constant(length)
+            setup.answers(METHOD, filled(setup, ends))
+        drafter.rule = rule
+
+
+def end_requests(protocol: Protocol, tokens: int) -> list[Request]:
+    """The warm-up questions with the shortest and the longest prompt, for answers of so many tokens."""
+    requests = sorted(protocol.warm_up_requests(tokens), key=lambda request: len(request.prompt))
+    return [requests[0], requests[-1]]
 
 
 def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | None) -> threads.Threads:
@@ -34,7 +46,7 @@ def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | No
 
     It is measured on the first warm-up question (batches: on as many as fill one).
     """
-    requests = _filled(setup, protocol.warm_up_requests(TOKENS))[: setup.spec.batch_size]
+    requests = filled(setup, protocol.warm_up_requests(TOKENS))[: setup.spec.batch_size]
     setup.set_reference_answers(requests)
 
     def work() -> None:
@@ -60,6 +72,6 @@ def choose_layouts(setup: Setup, chosen: dict | None = None) -> dict:
     return autotune.choose_layouts(setup.target, passes, chosen or {})
 
 
-def _filled(setup: Setup, requests: list[Request]) -> list[Request]:
+def filled(setup: Setup, requests: list[Request]) -> list[Request]:
     """The same requests again until they fill a batch."""
     return requests * -(-setup.spec.batch_size // len(requests))

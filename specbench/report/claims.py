@@ -16,6 +16,7 @@ from specbench.measure.metrics.statistics import Speedup
 from specbench.report import cells, formats, remarks
 from specbench.report.runs import Run, method_label, named
 from specbench.system.errors import UserError
+from specbench.system.settings import CONSTANT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -78,8 +79,11 @@ class Checked:
 
 
 def check_claims(runs: list[Run], claims: list[dict] | None = None) -> list[Checked]:
-    """Every claim against the runs of this project's own decoding. What no run tells is "not measured"."""
-    runs = [run for run in runs if run.summary.get("engine") is None]
+    """Every claim against the runs of this project's own decoding with drafts of one length.
+
+    What no run tells is "not measured".
+    """
+    runs = [run for run in runs if run.summary["engine"] is None and run.summary["draft_length"] == CONSTANT]
     return [check(claim, runs) for claim in (yaml.safe_load(FILE.read_text()) if claims is None else claims)]
 
 

@@ -6,7 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from specbench.config.spec import POOL
 from specbench.measure.machine import provenance
+from specbench.measure.metrics.statistics import LEAST_POOLS, LEAST_QUESTIONS
 from specbench.report import remarks
 from specbench.report.compare import SPEEDUP, differing_questions, relative, without_difference
 
@@ -91,7 +93,10 @@ def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: t
     ratio, count, unit = overall or (None, 0, "question")
     value, low, high = (ratio.value, ratio.low, ratio.high) if ratio else (None, None, None)
     if high is None and not hindrances:
-        hindrances.append("there is no interval: it takes six questions that both answered")
+        least = f"{LEAST_QUESTIONS} questions that both answered"
+        if run.summary["unit"] == POOL:
+            least = f"{LEAST_POOLS} pools, or repeats of one"
+        hindrances.append(f"there is no interval: it takes {least}")
     wrong = [f"violations in {run.name}" for run in (first, run) if run.summary["equivalence"]["violation"]]
     verdict = None
     if fail_below is not None:

@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specbench.config.spec import POOL
-from specbench.decoding.draft_length import Adaptive, Constant, Goodput
+from specbench.decoding.draft_length import Adaptive, Constant, Goodput, costs_by_length
 from specbench.measure.arms import BASELINE, METHOD
 from specbench.measure.metrics.dataframes import steps_frame
 from specbench.report.cells import NUMBER, PlainTable, console, number_text
-from specbench.report.decision import setting_of
+from specbench.report.decision import LENGTH, draft_length, setting_of
 from specbench.report.runs import Run, finished_runs
 from specbench.report.tables import print_left_out
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import ADAPTIVE, CONSTANT, GOODPUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import pandas as pd
     from rich.table import Table
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 DRAWS = 20  # of the places that were not guessed
 LEAST_ROUNDS = 20  # of a length, for a mean of their costs
+ORACLE = "oracle"
 ANSWER = ["process", "repeat", "question_id", "pool", "turn"]
 
 
@@ -75,6 +76,9 @@ class Played:
     speedup: float | None
 
 
+NOTHING = Played(None, None)
+
+
 class Recorded:
     """The rounds of one run.
 
@@ -83,6 +87,7 @@ class Recorded:
 
     Attributes:
         longest: draft tokens of a round at most.
+        most: that a round might have had; None where that is no setting.
         rule: that chose lengths (`decoding.draft_length`).
         is_chain: whether it drafted chains, and nothing else.
         baseline_round: seconds of a round of the baseline.
@@ -94,7 +99,7 @@ class Recorded:
         self.run, self.rule = run, run.summary["draft_length"]
         steps = steps_frame(run.records)
         self._rounds = steps[steps["arm"] == METHOD]
-        self.longest = int(self._rounds["drafted"].max())
+        self.longest, self.most = int(self._rounds["drafted"].max()), draft_length(run.summary)
         self.is_chain = self.longest > 0 and bool((self._rounds["depth"] == self._rounds["drafted"]).all())
         plain = steps[steps["arm"] == BASELINE]
         self.baseline_round = float(_seconds(plain).mean())
@@ -158,12 +163,12 @@ def rounds_of(right: np.ndarray, rule: Rule) -> list[tuple[int, int]]:
 
     Args:
         right: [n] whether each place is guessed.
-        rule: chooses the lengths, as it does in `draft_length.RuledDrafter`.
+        rule: chooses the lengths, as it does in `draft_length.VariableLength`.
 
     Returns:
         Draft tokens and accepted ones of each round.
     """
-    rounds, at, length, memory = [], 0, rule.first, np.zeros(2)
+    rounds, at, length, counts = [], 0, rule.initial, np.zeros(2)
     while at < len(right):
         drafted = min(length, len(right) - at - 1)
         window = right[at : at + drafted]
@@ -172,80 +177,96 @@ def rounds_of(right: np.ndarray, rule: Rule) -> list[tuple[int, int]]:
         rounds.append((drafted, accepted))
         at += accepted + 1
         if drafted:
-            length = rule.following(drafted, accepted, memory)
+            length = rule.next_length(drafted, accepted, counts)
     return rounds
 
 
-def play(
-    recorded: Sequence[Recorded], costs: dict[int, float], rule: Rule, oracle: bool = False, seed: int = 0
-) -> Played:
-    """Plays a rule over the answers of runs.
+def play(recorded: Recorded, costs: Sequence[float] | None, rule: Rule, oracle: bool = False) -> Played:
+    """Plays a rule over the answers of a run.
 
     Args:
-        recorded: of these runs.
-        costs: of a round by draft tokens, in rounds of the baseline.
+        recorded: the run.
+        costs: of a round by draft tokens, in rounds of the baseline; None: not measured.
         rule: chooses the lengths.
         oracle: of its drafts just what will be accepted is drafted.
-        seed: of the draws.
     """
-    rng = np.random.default_rng(seed)
-    lengths, prices = [*map(np.array, zip(*sorted(costs.items())))]
+    rng = np.random.default_rng(0)
+    by_length = None if costs is None else costs_by_length(costs, recorded.longest)
     tokens = passes = 0
-    ours = theirs = 0.0
-    for run in recorded:
-        for answer in run.answers:
-            for _ in range(DRAWS):
-                drawn = rng.random(len(answer.right)) < run.after_full
-                right = np.where(np.isnan(answer.right), drawn, answer.right)
-                rounds = rounds_of(right, rule)
-                if oracle:
-                    rounds = [(accepted, accepted) for _, accepted in rounds]
-                price = np.interp([drafted for drafted, _ in rounds], lengths, prices).sum()
-                tokens += len(right)
-                passes += len(rounds)
-                ours += answer.prefill_seconds + price * run.baseline_round
-                theirs += answer.baseline_seconds
-    return Played(tokens / passes if passes else None, theirs / ours if len(costs) > 1 and ours else None)
+    method_seconds = baseline_seconds = 0.0
+    for answer in recorded.answers:
+        for _ in range(DRAWS):
+            drawn = rng.random(len(answer.right)) < recorded.after_full
+            rounds = rounds_of(np.where(np.isnan(answer.right), drawn, answer.right), rule)
+            tokens += len(answer.right)
+            passes += len(rounds)
+            if by_length is not None:
+                drafted = [accepted if oracle else drafted for drafted, accepted in rounds]
+                method_seconds += answer.prefill_seconds + by_length[drafted].sum() * recorded.baseline_round
+                baseline_seconds += answer.baseline_seconds
+    return Played(
+        tokens / passes if passes else None, baseline_seconds / method_seconds if method_seconds else None
+    )
 
 
-def replay_table(recorded: Sequence[Recorded], title: str) -> Table:
-    """A row for each length up to the longest recorded one, and for each rule; measured figures beside them."""
-    fixed = [one for one in recorded if one.rule == CONSTANT]
-    longest = max(fixed or recorded, key=lambda one: one.longest)
+def mean_costs(recorded: Iterable[Recorded]) -> dict[int, float]:
+    """Costs of a round by draft tokens, in rounds of the baseline: means of the runs that had such rounds."""
     costs: dict[int, list[float]] = {}
     for one in recorded:
         for length, cost in one.costs().items():
             costs.setdefault(length, []).append(cost)
-    means = {length: sum(some) / len(some) for length, some in costs.items()}
-    measured = {one.longest if one.rule == CONSTANT else one.rule: one.measured for one in recorded}
-    most = longest.longest
-    lengths = sorted(means)
-    prices = np.interp(range(most + 1), lengths, [means[length] for length in lengths]).tolist()
-    rows: list[tuple[str, Played, Played | None]] = [
-        (str(length), play([longest], means, Constant(length)), measured.get(length))
-        for length in range(1, most + 1)
-    ]
-    rows.append((ADAPTIVE, play([longest], means, Adaptive(most)), measured.get(ADAPTIVE)))
-    if len(means) > 1:
-        rows.append((GOODPUT, play([longest], means, Goodput(most, prices)), measured.get(GOODPUT)))
-    rows.append(("oracle", play([longest], means, Constant(most), oracle=True), None))
-    table = PlainTable(title)
+    return {length: sum(some) / len(some) for length, some in sorted(costs.items())}
+
+
+def listed(costs: Mapping[int, float]) -> list[float] | None:
+    """Costs by draft tokens -> of none, of one, ..., up to the most that were measured; None where just one was."""
+    if len(costs) < 2:
+        return None
+    lengths = sorted(costs)
+    return np.interp(range(lengths[-1] + 1), lengths, [costs[length] for length in lengths]).tolist()
+
+
+def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
+    """What other lengths and rules give.
+
+    Args:
+        recorded: runs that differ in their draft lengths alone.
+        title: of the table.
+
+    Returns:
+        A row for each length up to the longest recorded one, and for each rule, with measured figures beside them; the
+        settings of a run with these costs.
+    """
+    constant = [one for one in recorded if one.rule == CONSTANT]
+    base = max(constant or recorded, key=lambda one: one.longest)
+    means = mean_costs(recorded)
+    costs = listed(means)
+    measured = {
+        one.longest if one.rule == CONSTANT else one.rule: one.measured
+        for one in recorded
+        if one.rule == CONSTANT or one.most == base.longest
+    }
+    rules: dict[str | int, Rule] = {length: Constant(length) for length in range(1, base.longest + 1)}
+    rules[ADAPTIVE] = Adaptive(base.longest)
+    if costs is not None:
+        rules[GOODPUT] = Goodput(base.longest, costs)
+    rows = [(str(name), play(base, costs, rule), measured.get(name, NOTHING)) for name, rule in rules.items()]
+    rows.append((ORACLE, play(base, costs, Constant(base.longest), oracle=True), NOTHING))
+    by_length = ", ".join(f"{length}: {cost:.2f}" for length, cost in means.items() if length)
+    table = PlainTable(
+        title,
+        f"from the drafts of {base.longest} tokens in {base.run.name}; a round costs, in rounds of the baseline, by "
+        f"draft tokens: {by_length or 'not measured'}",
+    )
     table.add_columns("draft length")
     table.add_columns("accept. length\nreplayed", "measured", "speedup\nreplayed", "measured", **NUMBER)
     for name, played, beside in rows:
-        beside = beside or Played(None, None)
         numbers = (played.length, beside.length, played.speedup, beside.speedup)
         table.add_row(name, *(number_text(number, 2) for number in numbers))
-    by_length = ", ".join(f"{length}: {cost:.2f}" for length, cost in sorted(means.items()) if length)
-    table.caption = (
-        f"from the drafts of {most} tokens in {longest.run.name}; a round costs, in rounds of the baseline, "
-        f"by draft tokens: {by_length or 'not measured'}"
-    )
-    if len(means) > 1:
-        table.caption += (
-            f"; decoding.draft_length={GOODPUT} decoding.round_costs=[{','.join(f'{p:.2f}' for p in prices)}]"
-        )
-    return table
+    if costs is None:
+        return table, ""
+    words = ",".join(f"{cost:.2f}" for cost in costs)
+    return table, f"decoding.draft_length={GOODPUT} decoding.round_costs=[{words}]"
 
 
 def groups(runs: Iterable[Run]) -> dict[str, list[Recorded]]:
@@ -253,9 +274,10 @@ def groups(runs: Iterable[Run]) -> dict[str, list[Recorded]]:
     alike: dict[str, list[Recorded]] = {}
     for run in runs:
         summary = run.summary
-        if summary["unit"] == POOL or summary["temperature"] or not (recorded := Recorded(run)).is_chain:
+        other = summary["unit"] == POOL or summary["temperature"] or summary["engine"] is not None
+        if other or summary["overall"]["acceptance_rate"] is None or not (recorded := Recorded(run)).is_chain:
             continue
-        settings = {k: v for k, v in summary["settings"].items() if k != "max_draft_tokens" and v is not None}
+        settings = {k: v for k, v in summary["settings"].items() if k != LENGTH and v is not None}
         words = ", ".join(f"{key}={value}" for key, value in sorted(settings.items()))
         name = f"{summary['method']}{f' ({words})' if words else ''}: {setting_of(summary)}"
         alike.setdefault(name, []).append(recorded)
@@ -279,7 +301,9 @@ def main() -> int:
             "specbench sweep method=sps method.max_draft_tokens=2,8"
         )
     for name, recorded in alike.items():
-        console().print(replay_table(recorded, f"what other draft lengths would have given: {name}"))
+        table, settings = replay_table(recorded, f"what other draft lengths would have given: {name}")
+        console().print(table)
+        print(f"{settings}\n" if settings else "")  # in one piece, to be copied
     return 0
 
 

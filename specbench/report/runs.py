@@ -261,7 +261,7 @@ def method_label(summary: Mapping) -> str:
     if engine is not None:  # which schedules by itself
         return f"{drafter or summary['method']} by {engine['name']}"
     label = summary["method"] if drafter in (None, "none") else f"{summary['method']} + {drafter}"
-    rule = summary.get("draft_length", CONSTANT)
+    rule = summary["draft_length"]
     return label if rule == CONSTANT else f"{label}, {rule} draft length"
 
 

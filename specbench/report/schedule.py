@@ -22,6 +22,7 @@ from specbench.report.remarks import faults
 from specbench.report.runs import Run, finished_runs
 from specbench.report.tables import print_left_out
 from specbench.system.errors import UserError, file_errors, one_line_errors
+from specbench.system.settings import CONSTANT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,6 +83,8 @@ def schedules(runs: Iterable[Run]) -> list[Schedule]:
         summary = run.summary
         if summary["overall"]["acceptance_rate"] is None or not draft_length(summary):
             continue  # nothing is drafted, or no length is set
+        if summary["draft_length"] != CONSTANT:
+            continue
         key = (summary["drafter"] or summary["method"], setting_of(summary, batches=False))
         measured.setdefault(key, {}).setdefault(batch_size(summary), []).append(run)
     return [

@@ -11,65 +11,92 @@ from methods.eagle import Eagle2
 from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
-from specbench.decoding.draft_length import Adaptive, Constant, Goodput, RuledDrafter, rule_of
-from specbench.decoding.drafter import Drafter
+from specbench.config.checks import check
+from specbench.decoding.draft_length import (
+    Adaptive,
+    Constant,
+    Goodput,
+    VariableLength,
+    costs_by_length,
+    make_rule,
+)
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.state import Request
 from specbench.report.replay import rounds_of
 from specbench.system.errors import UserError
 from tests.support import batches
+from tests.support.conf import composed
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_alone
 from tests.support.lossless import assert_lossless, cases
 from tests.support.methods import saved_eagle
 
+PROMPT = [3, 9, 27, 11, 33, 29, 17]
 COSTS = [1.0, 1.3, 1.5, 1.7, 2.6]
 
 
 def test_the_rule_of_transformers():
-    rule, memory = Adaptive(8), np.zeros(2)
+    rule, counts = Adaptive(8), np.zeros(2)
     following = [
-        rule.following(last, accepted, memory) for last, accepted in ((5, 5), (8, 8), (5, 4), (1, 0))
+        rule.next_length(last, accepted, counts) for last, accepted in ((5, 5), (8, 8), (5, 4), (1, 0))
     ]
-    assert rule.first == 5 and following == [7, 8, 4, 1]
-    assert Adaptive(3).first == 3 and Constant(3).following(3, 0, memory) == 3
+    assert rule.initial == 5 and following == [7, 8, 4, 1]
+    assert Adaptive(3).initial == 3 and Constant(3).next_length(3, 0, counts) == 3
 
 
 def test_goodput_takes_the_length_with_most_tokens_for_its_cost():
-    rule, memory = Goodput(6, COSTS), np.zeros(2)
-    lengths = [rule.first, *(rule.following(3, accepted, memory) for accepted in (0, 0, 0, 0))]
+    rule, counts = Goodput(6, COSTS), np.zeros(2)
+    lengths = [rule.initial, *(rule.next_length(3, accepted, counts) for accepted in (0, 0, 0, 0))]
     assert lengths == sorted(lengths, reverse=True) and lengths[-1] < lengths[0]
-    expected = memory[0], memory[1]
+    expected = counts[0], counts[1]
     acceptance = (expected[0] + 1.4) / (expected[1] + 2)
     costs = [*COSTS, 3.5, 4.4]  # the last two cost as much more as the fourth
     gains = [sum(acceptance**i for i in range(k + 1)) / costs[k] for k in range(1, 7)]
     assert lengths[-1] == 1 + int(np.argmax(gains))
     for _ in range(20):
-        last = rule.following(3, 3, memory)
+        last = rule.next_length(3, 3, counts)
     assert last == 3  # a fourth token costs more than it can give
 
 
 def test_the_last_rounds_count_most():
     rule, old, new = Goodput(4, [1.0, 1.4, 1.8, 2.2, 2.6]), np.zeros(2), np.zeros(2)
     for accepted in (4, 4, 4, 0, 0, 0):
-        early = rule.following(4, accepted, old)
+        early = rule.next_length(4, accepted, old)
     for accepted in (0, 0, 0, 4, 4, 4):
-        late = rule.following(4, accepted, new)
+        late = rule.next_length(4, accepted, new)
     assert early < late
 
 
+def test_costs_never_fall():
+    assert costs_by_length([1.0, 1.3, 1.2], 5).tolist() == [1.0, 1.3, 1.3, 1.3, 1.3, 1.3]
+    assert costs_by_length([1.0, 1.5, 2.0, 9.0], 2).tolist() == [1.0, 1.5, 2.0]
+    assert costs_by_length([1, 2], 3).tolist() == [1, 2, 3, 4]
+
+
+def test_until_there_are_costs_drafts_are_of_one_length():
+    assert isinstance(make_rule("goodput", 4, None), Constant) and make_rule("goodput", 4, None).initial == 4
+    assert isinstance(make_rule("goodput", 4, [1.0, 1.2]), Goodput)
+    assert isinstance(make_rule("adaptive", 4, None), Adaptive)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("settings", "says"),
     [
-        (("adaptive", 0, None), "methods that draft"),
-        (("goodput", 4, None), "decoding.round_costs"),
-        (("goodput", 4, [1.0]), "decoding.round_costs"),
+        (
+            ("method=ar", "decoding.draft_length=adaptive"),
+            "drafts nothing: set decoding.draft_length=constant",
+        ),
+        (("method=mirror_sd", "decoding.draft_length=adaptive"), "drafts of one length"),
+        (("method=ssd", "decoding.draft_length=goodput"), "drafts of one length"),
+        (("method=sps", "decoding.round_costs=[1.0,1.2]"), "is for decoding.draft_length=goodput"),
+        (("method=sps", "decoding.draft_length=goodput", "decoding.round_costs=[1.0]"), "round_costs"),
     ],
 )
-def test_a_rule_that_cannot_be(arguments, says):
+def test_a_rule_that_cannot_be(settings, says):
     with pytest.raises(UserError, match=says):
-        rule_of(*arguments)
+        check(composed("bench", *settings, "pair=tiny"))
 
 
 def lengths_of(steps) -> list[int]:
@@ -80,22 +107,22 @@ def lengths_of(steps) -> list[int]:
 def test_lossless_and_as_long_as_the_rule_says(rule):
     """Each round's draft is what the rule makes of the ones before it, until the answer's end cuts it."""
     pair = random_pair("llama")
-    drafter = RuledDrafter(SpeculativeSampling(pair, 6), rule)
+    drafter = VariableLength(SpeculativeSampling(pair, 6), rule)
     assert len({*lengths_of(assert_lossless("llama", drafter))}) > 2
     prompt, cap, *_ = cases("llama")[6]
     steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap)).steps
-    memory, length, left = np.zeros(2), rule.first, cap - 2
+    counts, length, left = np.zeros(2), rule.initial, cap - 2
     for step in steps:
         assert step.drafted == min(length, left)
         if step.drafted:
-            length = rule.following(step.drafted, step.accepted, memory)
+            length = rule.next_length(step.drafted, step.accepted, counts)
         left -= step.emitted
 
 
 def test_the_engine_and_a_replay_choose_alike():
     pair, rule = random_pair("llama"), Adaptive(6)
     prompt, cap, *_ = cases("llama")[6]
-    drafter = RuledDrafter(SpeculativeSampling(pair, 6), rule)
+    drafter = VariableLength(SpeculativeSampling(pair, 6), rule)
     steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap)).steps
     right, at = np.ones(cap - 1), 0
     for step in steps:
@@ -105,9 +132,25 @@ def test_the_engine_and_a_replay_choose_alike():
     assert rounds_of(right, rule) == [(step.drafted, step.accepted) for step in steps]
 
 
+def test_a_tree_is_judged_by_the_levels_that_it_has(tmp_path):
+    """A rule may have wished for more: a small tree that was accepted whole is a whole draft."""
+    pair, seen = random_pair("llama"), []
+
+    class Noted(Adaptive):
+        def next_length(self, last, accepted, counts):
+            seen.append((last, accepted))
+            return super().next_length(last, accepted, counts)
+
+    drafter = VariableLength(Eagle2(pair, saved_eagle("llama", tmp_path), 3, 2, 6), Noted(6))
+    prompt, cap, *_ = cases("llama")[6]
+    steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap)).steps
+    assert seen == [(step.depth, step.accepted) for step in steps if step.depth]
+    assert any(0 < accepted == depth < 3 for depth, accepted in seen)
+
+
 def test_a_tree_has_as_many_levels(tmp_path):
     pair = random_pair("llama")
-    drafter = RuledDrafter(Eagle2(pair, saved_eagle("llama", tmp_path), 12, 3, 5), Adaptive(5))
+    drafter = VariableLength(Eagle2(pair, saved_eagle("llama", tmp_path), 12, 3, 5), Adaptive(5))
     steps = assert_lossless("llama", drafter)
     assert len({step.depth for step in steps}) > 3
     assert all(step.depth <= 5 for step in steps)
@@ -116,7 +159,7 @@ def test_a_tree_has_as_many_levels(tmp_path):
 def test_each_answer_begins_anew_and_batches_share_a_round():
     requests, expected = batches.cases("qwen2")
     pair = random_pair("qwen2")
-    drafter = RuledDrafter(SpeculativeSampling(pair, 5), Adaptive(5))
+    drafter = VariableLength(SpeculativeSampling(pair, 5), Adaptive(5))
     engine = Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(3))
     steps = batches.assert_lossless(engine, requests, expected)
     assert len({*lengths_of(steps)}) > 2
@@ -130,11 +173,11 @@ def test_a_drafter_that_stops_early_is_judged_by_what_it_drafted():
     pair, seen = random_pair("llama"), []
 
     class Noted(Adaptive):
-        def following(self, last, accepted, memory):
+        def next_length(self, last, accepted, counts):
             seen.append((last, accepted))
-            return super().following(last, accepted, memory)
+            return super().next_length(last, accepted, counts)
 
-    drafter = RuledDrafter(PromptLookup(pair, max_draft_tokens=4, max_ngram=2), Noted(4))
+    drafter = VariableLength(PromptLookup(pair, max_draft_tokens=4, max_ngram=2), Noted(4))
     prompt = [3, 9, 27, 3, 9, 27, 3, 9]
     steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(30)).steps
     assert seen == [(step.drafted, step.accepted) for step in steps if step.drafted]
@@ -144,18 +187,31 @@ def test_a_drafter_that_stops_early_is_judged_by_what_it_drafted():
 def test_samples_follow_the_target():
     """Lengths depend on what was accepted, which the target decides: no token of a draft is chosen by its length."""
     pair = random_pair("llama", **SHAPE)
-    drafter = RuledDrafter(SpeculativeSampling(pair, 3), Goodput(3, COSTS))
+    drafter = VariableLength(SpeculativeSampling(pair, 3), Goodput(3, COSTS))
     assert p_value_alone(pair, drafter) > 1e-3
 
 
-def test_nothing_drafted_is_nothing_learnt():
-    with pytest.raises(UserError, match="methods that draft"):
-        rule_of("adaptive", Drafter().max_draft_tokens, None)
+def test_each_sequence_of_a_batch_has_a_length_of_its_own():
+    """Of its drafts and of what is accepted of them: it fares as it does alone, drawn drafts included."""
+    pair = random_pair("llama")
+    drafter = VariableLength(SpeculativeSampling(pair, 6), Adaptive(6))
+    for decoding in (SamplingParams(24), SamplingParams(24, temperature=1.0)):
+        requests = [Request([*PROMPT[i:], 3 + i], decoding, seed=i) for i in range(5)]
+        alone = [
+            Engine(StagedModel(pair.target), drafter, frozenset()).generate([one])[0] for one in requests
+        ]
+        engine = Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(3))
+        together = engine.generate(requests)
+        facts = [
+            [(answer.tokens, [(s.depth, s.accepted) for s in answer.steps]) for answer in some]
+            for some in (alone, together)
+        ]
+        assert facts[0] == facts[1] and len({depth for _, steps in facts[0] for depth, _ in steps}) > 2
 
 
 def test_lengths_grow_and_fall_by_turns():
     pair = random_pair("llama")
-    drafter = RuledDrafter(SpeculativeSampling(pair, 8), Adaptive(8))
+    drafter = VariableLength(SpeculativeSampling(pair, 8), Adaptive(8))
     prompt, cap, *_ = cases("llama")[6]
     steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap)).steps
     changes = [b.drafted - a.drafted for a, b in pairwise(steps[:-2])]

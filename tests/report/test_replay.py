@@ -10,6 +10,7 @@ from specbench.report.replay import (
     LEAST_ROUNDS,
     Recorded,
     groups,
+    listed,
     main,
     play,
     replay_table,
@@ -83,7 +84,7 @@ def test_rounds_by_hand():
 
 def test_a_run_is_replayed_to_what_it_had():
     recorded = Recorded(run(6))
-    again = play([recorded], recorded.costs(), Constant(6))
+    again = play(recorded, listed(recorded.costs()), Constant(6))
     assert again.length == pytest.approx(recorded.measured.length, rel=0.005)
     assert again.speedup == pytest.approx(recorded.measured.speedup, rel=0.01)
 
@@ -93,7 +94,7 @@ def test_shorter_drafts_are_what_they_would_have_been(length):
     """Within 2 % of the length and 5 % of the speedup that drafts of that length really have."""
     longest, really = Recorded(run(6)), Recorded(run(length)).measured
     costs = longest.costs() | Recorded(run(2)).costs() | Recorded(run(4)).costs()
-    replayed = play([longest], costs, Constant(length))
+    replayed = play(longest, listed(costs), Constant(length))
     assert replayed.length == pytest.approx(really.length, rel=0.02)
     assert replayed.speedup == pytest.approx(really.speedup, rel=0.05)
 
@@ -103,7 +104,7 @@ def test_what_was_never_guessed_is_drawn_by_what_follows_whole_drafts():
     always = Recorded(run(3, of=[np.ones(48)] * 4))
     assert always.after_full == 1.0
     assert np.isnan(always.answers[0].right).sum() == 12  # one of four places
-    assert play([always], always.costs(), Constant(1)).length == pytest.approx(2.0)
+    assert play(always, listed(always.costs()), Constant(1)).length == pytest.approx(2.0)
     rng = np.random.default_rng(1)
     half = Recorded(run(1, of=[*(rng.random((40, 200)) < 0.5).astype(float)]))
     assert half.after_full == pytest.approx(0.5, abs=0.03)
@@ -112,11 +113,11 @@ def test_what_was_never_guessed_is_drawn_by_what_follows_whole_drafts():
 def test_an_oracle_is_as_fast_as_any_length_and_emits_as_much_as_the_longest():
     recorded = Recorded(run(6))
     costs = {int(k): v for k, v in COSTS.items()}
-    best = play([recorded], costs, Constant(6), oracle=True)
-    lengths = [play([recorded], costs, Constant(k)) for k in range(1, 7)]
+    best = play(recorded, listed(costs), Constant(6), oracle=True)
+    lengths = [play(recorded, listed(costs), Constant(k)) for k in range(1, 7)]
     assert best.length == pytest.approx(lengths[-1].length)
     assert best.speedup > max(one.speedup for one in lengths)
-    assert play([recorded], costs, Adaptive(6)).length < best.length
+    assert play(recorded, listed(costs), Adaptive(6)).length < best.length
 
 
 def test_costs_are_in_rounds_of_the_baseline():
@@ -124,11 +125,12 @@ def test_costs_are_in_rounds_of_the_baseline():
     assert recorded.costs() == {0: 1.0, 4: pytest.approx(COSTS[4])}
     few = Recorded(run(4, of=[np.ones(4 * (LEAST_ROUNDS - 2))]))
     assert few.costs() == {0: 1.0}  # too few rounds for a mean
-    assert play([few], few.costs(), Constant(2)).speedup is None
+    assert play(few, listed(few.costs()), Constant(2)).speedup is None
 
 
 def test_the_table_sets_what_was_measured_beside():
-    table = shown(replay_table([Recorded(run(4)), Recorded(run(2))], "sps"), 120)
+    table, settings = replay_table([Recorded(run(4)), Recorded(run(2))], "sps")
+    table = shown(table, 120)
     rows = {line.split()[0]: line.split() for line in table.splitlines() if line[:1].isdigit()}
     assert [*rows] == ["1", "2", "3", "4"]
     assert rows["1"][2] == rows["3"][2] == "–" != rows["2"][2]
@@ -137,24 +139,40 @@ def test_the_table_sets_what_was_measured_beside():
         and "goodput" in table
         and "oracle" in table
         and "by draft tokens: 2: 1.50, 4: 1.90" in table
-        and "decoding.round_costs=[1.00,1.25,1.50,1.70,1.90]" in table.replace("\n", "")
     )
+    assert settings == "decoding.draft_length=goodput decoding.round_costs=[1.00,1.25,1.50,1.70,1.90]"
 
 
 def test_a_run_of_a_rule_stands_beside_its_replay():
     """And gives no lengths to replay where another run has constant ones."""
-    recorded = [Recorded(run(2)), Recorded(run(4, draft_length="adaptive"))]
-    table = shown(replay_table(recorded, "sps"), 120)
-    rows = {line.split()[0]: line.split() for line in table.splitlines()}
-    assert [key for key in rows if key.isdigit()] == ["1", "2"]
+    others = [run(4, draft_length="adaptive"), run(2, draft_length="goodput")]
+    table, _ = replay_table([Recorded(one) for one in (run(4), *others)], "sps")
+    rows = {line.split()[0]: line.split() for line in shown(table, 120).splitlines()}
+    assert [key for key in rows if key.isdigit()] == ["1", "2", "3", "4"]
+    # That of the other had shorter drafts than are replayed.
     assert rows["adaptive"][2] != "–" == rows["goodput"][2]
+
+
+def test_costs_beyond_the_longest_drafts_that_were_measured_go_on_rising():
+    recorded = Recorded(run(6))
+    replayed = play(recorded, [1.0, 1.3, 1.5], Constant(6))
+    exactly = play(recorded, [1.0, 1.3, 1.5, 1.7, 1.9, 2.1, 2.3], Constant(6))
+    assert replayed == exactly != play(recorded, [1.0, 1.3, 1.5, 1.5], Constant(6))
 
 
 def test_only_chains_of_single_questions_without_chance_are_replayed():
     tree, nothing = run(4), run(0)
     for one in tree.records:
         one["turns"][0]["arms"]["method"][0]["steps"]["depth"][3] = 2  # of four nodes
-    others = [run(4, unit="pool"), run(4, temperature=0.7), tree, nothing]
+    failed = run(4, overall__acceptance_rate=None)
+    others = [
+        run(4, unit="pool"),
+        run(4, temperature=0.7),
+        tree,
+        nothing,
+        failed,
+        run(4, engine={"name": "x"}),
+    ]
     unset = run(3, settings={"max_draft_tokens": None})  # as many as a drafting model was trained to guess
     found = groups(
         [run(4), *others, run(2), unset, run(2, settings={"max_draft_tokens": 2, "vocab_size": 9})]

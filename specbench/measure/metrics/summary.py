@@ -43,7 +43,7 @@ COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed
 OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_bytes")
 OF_NEWER_FACTS = (
     *("threads", "layouts", "kernels", "compiled"),
-    *("extra_cores", "slice_seconds", "anatomy", "weights_source"),
+    *("extra_cores", "slice_seconds", "anatomy", "weights_source", "round_costs"),
 )
 QUESTION_COLUMNS = {
     "question_id": "int64",

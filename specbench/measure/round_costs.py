@@ -1,0 +1,70 @@
+"""What a round of a method costs by its draft length, measured before the first question: for the rule `goodput`."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specbench.decoding.draft_length import Constant, Goodput, VariableLength, costs_by_length
+from specbench.measure.arms import BASELINE, METHOD
+from specbench.measure.warm_up import end_requests, filled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from specbench.decoding.trace import Generation
+    from specbench.measure.arms import Setup
+    from specbench.measure.protocol import Protocol
+
+TOKENS = 64  # of an answer by which costs are measured
+LEAST_ROUNDS = 5  # of a length, for a median of their costs
+
+
+def set_round_costs(setup: Setup, protocol: Protocol, costs: list[float] | None) -> list[float]:
+    """Gives the method the rule of goodput. What rounds cost stays the same for a whole run, so that answers do, too.
+
+    Args:
+        setup: whose drafter is a `VariableLength`.
+        protocol: of the run.
+        costs: as in `draft_length.costs_by_length`, from the configuration or an earlier process; None: they are
+            measured on warm-up questions.
+
+    Returns:
+        The costs.
+    """
+    assert isinstance(setup.drafter, VariableLength)
+    longest = setup.drafter.max_draft_tokens
+    if costs is None:
+        costs = _measured(setup, setup.drafter, protocol, longest)
+    setup.drafter.rule = Goodput(longest, costs)
+    return costs
+
+
+def _measured(setup: Setup, drafter: VariableLength, protocol: Protocol, longest: int) -> list[float]:
+    """Costs in rounds of the baseline, between lengths that were measured as these tell."""
+    requests = filled(setup, end_requests(protocol, TOKENS))
+    setup.set_reference_answers(requests)
+    size = setup.spec.batch_size
+    costs = {0: _cost(setup.answers(BASELINE, requests), 0, size)}
+    for length in sorted({1, longest, *(2**i for i in range(1, 20) if 2**i < longest)}):
+        drafter.rule = Constant(length)
+        costs[length] = _cost(setup.answers(METHOD, requests), length, size)
+    found = {length: cost for length, cost in costs.items() if cost is not None}
+    if len(found) < 2 or 0 not in found:  # such short answers, or so few drafts: every length is as good
+        return [1.0, 1.0]
+    lengths = [*found]
+    between = np.interp(range(lengths[-1] + 1), lengths, [*found.values()]) / found[0]
+    return [round(float(cost), 3) for cost in costs_by_length(between.tolist(), lengths[-1])]
+
+
+def _cost(answers: Iterable[Generation], length: int, size: int) -> float | None:
+    """The median seconds of full rounds whose longest path has so many draft tokens; None where there are too few."""
+    steps = (step for answer in answers for step in answer.steps)
+    rounds = [
+        (step.seconds + step.align_seconds) * size
+        for step in steps
+        if step.depth == length and step.sequences == size
+    ]
+    return median(rounds) if len(rounds) >= LEAST_ROUNDS else None
