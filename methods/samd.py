@@ -161,8 +161,7 @@ def merged(first: Draft, second: Draft, chosen: list[bool]) -> Draft:
         return pad(draft.tokens, (0, k - draft.tokens.shape[1]))
 
     def live(draft: Draft) -> torch.Tensor | int:
-        counts = draft.tokens.shape[1] if draft.candidates is None else draft.candidates
-        return counts.view(-1, 1) if isinstance(counts, torch.Tensor) else counts
+        return draft.tokens.shape[1] if draft.candidates is None else draft.candidates.unsqueeze(1)
 
     def parents(draft: Draft) -> torch.Tensor:
         if draft.tree is None:

@@ -79,20 +79,18 @@ def accept_at_once(
     if not isinstance(runner, GraphRunner) or not draft.tokens.shape[1] or greedy_chain:
         return accept(logits, draft, decoding, uniforms, limits)
     shape, max_children = ((), None) if draft.tree is None else (draft.tree.tensors, draft.tree.max_children)
-    number = None if isinstance(draft.candidates, torch.Tensor) else draft.candidates
-    counts = draft.candidates if number is None else None
-    optional = {"probs": draft.probs, "uniforms": uniforms, "limits": limits, "candidates": counts}
-    inputs = {name: value for name, value in optional.items() if isinstance(value, torch.Tensor)}
+    optional = {"probs": draft.probs, "uniforms": uniforms, "limits": limits, "candidates": draft.candidates}
+    inputs = {name: value for name, value in optional.items() if value is not None}
 
     def accept_tensors(logits: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
         by_name = dict(zip(inputs, rest))
         tree = Tree.of_tensors(rest[len(inputs) :], max_children) if shape else None
-        rebuilt = Draft(tokens, by_name.get("probs"), tree, by_name.get("candidates", number))
+        rebuilt = Draft(tokens, by_name.get("probs"), tree, by_name.get("candidates"))
         accepted = accept(logits, rebuilt, decoding, by_name.get("uniforms"), by_name.get("limits"))
         path = [] if accepted.path is None else [accepted.path]
         return [accepted.count, accepted.next, accepted.tokens, *path]
 
-    key = "accept", decoding.temperature, decoding.verification, number, max_children, *inputs, len(shape)
+    key = "accept", decoding.temperature, decoding.verification, max_children, *inputs, len(shape)
     return Accepted(*runner.run(owner, key, accept_tensors, logits, draft.tokens, *inputs.values(), *shape))
 
 
@@ -173,15 +171,13 @@ def _accept_tree(
 
 def _valid_mask(draft: Draft, limits: torch.Tensor | None) -> torch.Tensor | None:
     """Which nodes [b, k] may be accepted: candidates that lie within the limits; None: all."""
-    k, device = draft.tokens.shape[1], draft.tokens.device
     candidates = draft.acceptable()
-    within = [] if candidates is None else [candidates]
-    if limits is not None:
-        depths = torch.arange(1, 1 + k, device=device) if draft.tree is None else draft.tree.depths
-        within.append(depths <= limits.unsqueeze(1))
-    if not within:
-        return None
-    return torch.stack(torch.broadcast_tensors(*within)).all(0).expand(draft.tokens.shape)
+    if limits is None:
+        return candidates
+    k, device = draft.tokens.shape[1], draft.tokens.device
+    depths = torch.arange(1, 1 + k, device=device) if draft.tree is None else draft.tree.depths
+    within = depths <= limits.unsqueeze(1)
+    return within if candidates is None else within & candidates
 
 
 def _at(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -253,8 +249,6 @@ def sampled_chain(
     k, p, q = tokens.shape[-1], _at(probs[..., :-1, :], tokens), _at(draft_probs, tokens)
     count = leading(uniforms * q < p, valid_mask)
     following = _row(probs, count)
-    if k == 0:
-        return count, following
     # One row of q is needed: with a vocabulary of 150,000 ids a tensor of all rows takes longer than all the rest.
     last = count.clamp(max=k - 1)
     draft_row = _row(draft_probs, last)
@@ -277,8 +271,6 @@ def block_chain(
     The longest prefix that passes its own test is kept: a token that fails does not end the draft.
     """
     k = tokens.shape[-1]
-    if k == 0:
-        return sampled_chain(probs, tokens, draft_probs, uniforms, valid_mask)
     joint, chances, q = block_chances(probs, tokens, draft_probs, valid_mask)
     count = ((uniforms < chances) * torch.arange(1, k + 1, device=tokens.device)).amax(-1)
     joint = torch.nn.functional.pad(joint, (1, 0), value=1.0)  # of the empty prefix

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 Rounds = Generator[int, None, list[Generation]]  # see `Engine.rounds`
 
+# Seconds of drafting, verification and the rest, bytes of drafter and target, sequences, seconds of alignment.
+Shared = tuple[float, float, float, int | None, int | None, int, float]
+
 CACHE_STEP = 256  # a cache that grows in steps is reused by most requests
 FIXED_STEP = 1024  # where what was captured is lost with every cache
 
@@ -89,9 +92,8 @@ class Engine:
         self._nodes = max(drafter.max_nodes, drafter.max_draft_tokens)
         # After the known tokens: the pending one and a draft, and what passes write after them.
         self._spare = 1 + self._nodes + target.padding
-        longest = self.scheduler.longest_draft
-        nodes = self._nodes if longest is None else min(self._nodes, longest)
-        self.verify_tokens = 1 + nodes  # tokens of a verification of one sequence
+        # Tokens of a verification of one sequence.
+        self.verify_tokens = 1 + min(self._nodes, self.scheduler.longest_draft)
         if target.width is not None and self.verify_tokens > target.width:
             raise UserError(
                 f"decoding.verify_width is {target.width}, and a draft with the token in front of it has up to "
@@ -163,7 +165,7 @@ class Engine:
                     self.drafter.end(slot)
         opening = self.clock.seconds(begun, opened) / len(sequences)
         timed = [self._timed(r) for r in rounds]
-        return [self._generation(one, rounds, timed, opening) for one in sequences]
+        return [self._generation(one, timed, opening) for one in sequences]
 
     # -- a round
 
@@ -211,9 +213,7 @@ class Engine:
         return Round(batch.size, draft.bytes_read, read, stats | draft.stats, marks)
 
     def _batch(self, running: list[SequenceState]) -> Batch:
-        most, nodes = self.drafter.max_draft_tokens, self._nodes
-        if self.scheduler.longest_draft is not None:
-            most, nodes = min(most, self.scheduler.longest_draft), min(nodes, self.scheduler.longest_draft)
+        most = min(self.drafter.max_draft_tokens, self.scheduler.longest_draft)
         # The last place belongs to the target alone.
         wished = self.drafter.draft_limit
         limits = [min(one.remaining - 1, most, wished(slot)) for slot, one in enumerate(running)]
@@ -222,7 +222,7 @@ class Engine:
             [len(one.tokens) for one in running],
             limits,
             max(limits),
-            nodes,
+            self.verify_tokens - 1,
             self._tokens,
             running[0].request.decoding,
             self._layout,
@@ -267,9 +267,7 @@ class Engine:
             new_tokens, rest = truncate_at_stop(check_sampled(rest[: count + 1]), one.stop_ids), rest[1 + k :]
             limit = batch.limits[slot]
             depth = limit if draft.tree is None else min(rest.pop(0), limit)
-            drafted = k if draft.candidates is None else draft.candidates
-            if isinstance(drafted, torch.Tensor):
-                drafted = rest.pop(0)
+            drafted = k if draft.candidates is None else rest.pop(0)
             if draft.tree is None:
                 drafted = min(drafted, limit)
             depth = min(depth, drafted)
@@ -292,7 +290,9 @@ class Engine:
     def _accept(self, batch: Batch, draft: Draft, logits: torch.Tensor) -> Accepted:
         """What is accepted of a draft, within the limits of its sequences."""
         k, limits = draft.tokens.shape[1], None
-        if k and min(batch.limits) < self._longest(draft):
+        # A bound on the longest path, without a look at the device.
+        longest = k if draft.tree is None else min(k, self.drafter.max_draft_tokens)
+        if min(batch.limits) < longest:
             limits = on_device(batch.limits, logits.device)
         runner, cache, uniforms = self.target.runner, self._layout.cache, self._draws(batch, 1 + k)
         return accept_at_once(runner, cache, logits, draft, batch.decoding, uniforms, limits)
@@ -308,18 +308,13 @@ class Engine:
             depths, candidates = draft.tree.depths, draft.acceptable()
             depths = depths if candidates is None else depths * candidates
             parts.append(depths.amax(-1, keepdim=True).expand(new.shape[0], 1))
-        if isinstance(draft.candidates, torch.Tensor):
+        if draft.candidates is not None:
             parts.append(draft.candidates.unsqueeze(1))
         if draft.report is not None:
             parts.append(draft.report(logits) if callable(draft.report) else draft.report)
         if len(parts) == 2 and new.shape[1] == 1:  # nothing was drafted
             return [[0, *tokens] for tokens in new.tolist()]
         return torch.cat(parts, dim=1).tolist()
-
-    def _longest(self, draft: Draft) -> int:
-        """A bound on the longest path of a draft, without a look at the device."""
-        k = draft.tokens.shape[1]
-        return k if draft.tree is None else min(k, self.drafter.max_draft_tokens)
 
     def _remove_finished(self, held: list[SequenceState]) -> None:
         """Takes out the sequences that are done and were not replaced; the last one takes the slot of each."""
@@ -423,17 +418,13 @@ class Engine:
 
     # -- the trace
 
-    def _timed(self, done: Round) -> tuple[tuple[float, float, float, float], list[dict[str, Any]]]:
-        """Each sequence's seconds of drafting, verification, the rest and alignment; and the stats of each."""
+    def _timed(self, done: Round) -> tuple[Shared, list[dict[str, Any]]]:
+        """What the steps of a round have in common, in the order of `Step`; and the stats of each sequence."""
         align, drafting, verify, other = (
             self.clock.seconds(a, z) / done.sequences for a, z in zip(done.marks, done.marks[1:])
         )
         if not self._layout.aligns:
             align, other = 0.0, align + other
-        return (drafting, verify, other, align), self._stats(done)
-
-    def _stats(self, done: Round) -> list[dict[str, Any]]:
-        """The drafter's numbers for each sequence of a round."""
         each: list[dict[str, Any]] = [{} for _ in range(done.sequences)]
         for name, value in done.stats.items():
             if isinstance(value, tuple):
@@ -442,33 +433,19 @@ class Engine:
                 value = value.tolist()
             for slot, stats in enumerate(each):
                 stats[name] = value[slot] if isinstance(value, list) else value
-        return each
+        read = counted(done.draft_bytes), counted(done.target_bytes)
+        return (drafting, verify, other, *read, done.sequences, align), each
 
     def _generation(
-        self, one: SequenceState, rounds: list[Round], timed: list[tuple], opening: float
+        self, one: SequenceState, timed: list[tuple[Shared, list[dict[str, Any]]]], opening: float
     ) -> Generation:
         steps = []
         for number, slot, drafted, depth, accepted, emitted in one.rounds:
-            done, ((drafting, verify, other, align), stats) = rounds[number], timed[number]
-            steps.append(
-                Step(
-                    drafted=drafted,
-                    accepted=accepted,
-                    emitted=emitted,
-                    depth=depth,
-                    draft_seconds=drafting,
-                    verify_seconds=verify,
-                    other_seconds=other,
-                    draft_bytes=counted(done.draft_bytes),
-                    target_bytes=counted(done.target_bytes),
-                    sequences=done.sequences,
-                    align_seconds=align,
-                    stats=stats[slot],
-                )
-            )
+            shared, stats = timed[number]
+            steps.append(Step(drafted, accepted, emitted, depth, *shared, stats[slot]))
         prefill = opening + self.clock.seconds(*one.prefill)
-        spent = sum(s.draft_seconds + s.verify_seconds + s.other_seconds + s.align_seconds for s in steps)
         finish = "stop" if one.tokens[-1] in one.stop_ids else "length"
+        spent = sum(step.seconds for step in steps)
         return Generation(one.new_tokens, prefill, prefill + spent, finish, steps)
 
 

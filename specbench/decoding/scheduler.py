@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.kv_layout import RaggedLayout
@@ -30,7 +31,7 @@ class Scheduler:
     def __init__(self, batch_size: Count, token_budget: Count | None = None):
         self.batch_size = batch_size
         self.slots = batch_size  # sequences that are held at once
-        self.longest_draft: int | None = None
+        self.longest_draft = sys.maxsize
         if token_budget is not None:
             require_at_least(
                 batch_size, token_budget=token_budget

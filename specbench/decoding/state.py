@@ -109,7 +109,7 @@ class Draft:
         probs: [b, k, vocab] the distribution that each token was drawn from; None when the tokens were chosen without
             chance (greedy, prompt lookup): acceptance then treats each as having probability 1 under the drafter.
         tree: None for a chain.
-        candidates: [b] or one number: leading nodes of a sequence that may be accepted; the rest only produce logits
+        candidates: [b] leading nodes of each sequence that may be accepted; the rest only produce logits
             (`Verified.logits`), or are padding. None: all.
         resume: None unless the drafter has already run the target's first layers.
         bytes_read: bytes of weights read to make this draft; NaN where that cannot be known.
@@ -123,7 +123,7 @@ class Draft:
     tokens: torch.Tensor
     probs: torch.Tensor | None = None
     tree: Tree | None = None
-    candidates: torch.Tensor | int | None = None
+    candidates: torch.Tensor | None = None
     resume: Resume | None = None
     bytes_read: float = 0
     report: torch.Tensor | Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -152,13 +152,10 @@ class Draft:
         return cls(padded.view(len(counts), k), tree=tree, candidates=candidates)
 
     def acceptable(self) -> torch.Tensor | None:
-        """[b or 1, k] which tokens are candidates; None: all."""
+        """[b, k] which tokens are candidates; None: all."""
         if self.candidates is None:
             return None
-        counts, k = self.candidates, self.tokens.shape[1]
-        if isinstance(counts, torch.Tensor):
-            counts = counts.view(-1, 1)
-        return (torch.arange(k, device=self.tokens.device) < counts).view(-1, k)
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.candidates.unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True)

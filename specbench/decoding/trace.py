@@ -1,4 +1,4 @@
-"""Records of decoding, step by step, with times. Nothing here computes a metric: see `measure/metrics.py`."""
+"""Records of decoding, step by step, with times. Nothing here computes a metric: see `measure/metrics/`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Of the round."""
-        parts = (self.draft_seconds, self.verify_seconds, self.other_seconds)
+        """Of the round; in a batch this sequence's share."""
+        parts = (self.draft_seconds, self.verify_seconds, self.other_seconds, self.align_seconds)
         return sum(seconds for seconds in parts if not math.isnan(seconds))
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class WrappedDrafter(Drafter):
-    """Base of a drafter that wraps another one: every member of `Drafter` is passed on to the inner drafter.
+    """Base of a drafter that wraps another one: what is asked of a `Drafter` is passed on to the inner drafter.
+
+    All but `draft_limit`, which is that of its own `max_draft_tokens`.
 
     A subclass overrides what it does itself, and calls `super()` where the inner drafter takes part. `summarise` and
     `describe` belong to classes: a run asks those of the outer and of the inner class, see `metrics.method_stats`.

@@ -62,9 +62,5 @@ def _measured(setup: Setup, drafter: VariableLength, protocol: Protocol, longest
 def _cost(answers: Iterable[Generation], length: int, size: int) -> float | None:
     """The median seconds of full rounds whose longest path has so many draft tokens; None where there are too few."""
     steps = (step for answer in answers for step in answer.steps)
-    rounds = [
-        (step.seconds + step.align_seconds) * size
-        for step in steps
-        if step.depth == length and step.sequences == size
-    ]
+    rounds = [step.seconds * size for step in steps if step.depth == length and step.sequences == size]
     return median(rounds) if len(rounds) >= LEAST_ROUNDS else None

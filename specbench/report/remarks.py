@@ -189,11 +189,15 @@ def baseline_line(baseline: dict) -> Text:
     beside = "not timed" if generate is None else number_text(generate, 1)
     text = Text(f"baseline: our loop {number_text(engine, 1)} tokens/s, transformers generate {beside}; ")
     text.append(f"speedups are against {QUOTED[baseline['quoted_against']]}")
-    if baseline["bandwidth_fraction"] is not None:
-        text.append(f", at {baseline['bandwidth_fraction']:.0%} of the memory-bandwidth ceiling")
+    text.append(_ceiling(baseline))
     if baseline["equivalence"]["violation"]:
         text.append(f"\n{_baseline_fault(baseline)}", style=WRONG)
     return text
+
+
+def _ceiling(baseline: dict) -> str:
+    share = baseline["bandwidth_fraction"]
+    return "" if share is None else f", at {share:.0%} of the memory-bandwidth ceiling"
 
 
 def engine_line(summary: dict) -> Text:
@@ -205,8 +209,7 @@ def engine_line(summary: dict) -> Text:
     )
     text.append(itself_text(engine))
     text.append(f"; our loop {number_text(loop, 1)} tokens/s; speedups are against plain {name}")
-    if baseline["bandwidth_fraction"] is not None:
-        text.append(f", at {baseline['bandwidth_fraction']:.0%} of the memory-bandwidth ceiling")
+    text.append(_ceiling(baseline))
     settings = "".join(f", {setting}" for setting in as_text(engine["plain"]))
     text.append(f"\n{engine['version']}{settings}; plain answers beside our loop's: ")
     text.append(equivalence_text(baseline["equivalence"]))

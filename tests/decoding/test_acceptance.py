@@ -78,7 +78,9 @@ def test_greedy_tree_walks_the_matching_path(tree):
         assert cut.path[0, : cut.count].tolist() == path[:most]
         assert cut.next.item() == choices[([-1, *path])[most] + 1]
     # Of nodes that are only looked at none is accepted.
-    some = accept(logits, replace(draft, candidates=len(tokens) // 2), SamplingParams(1), None)
+    some = accept(
+        logits, replace(draft, candidates=torch.tensor([len(tokens) // 2])), SamplingParams(1), None
+    )
     assert some.path[0, : some.count].tolist() == [n for n in path if n < len(tokens) // 2]
 
 
@@ -108,7 +110,7 @@ def test_trees_of_a_batch_are_accepted_one_by_one():
                         tokens[one],
                         None if probs is None else probs[one],
                         Tree.of(shape[one] if len(shape) > 1 else shape),
-                        candidates=int(counts[i]),
+                        candidates=counts[one],
                     )
                     alone = accept(logits[one], own, decoding, None if uniforms is None else uniforms[one])
                     n = int(alone.count)
@@ -216,7 +218,7 @@ def whole_tensors(probs, tokens, draft_probs, uniforms, live):
 @pytest.mark.slow
 @given(
     shape=st.sampled_from([(), (1,), (4,)]),
-    k=st.integers(0, 5),
+    k=st.integers(1, 5),
     vocab=st.integers(1, 6),
     masked=st.booleans(),
     sharp=st.sampled_from([0.5, 3.0, 60.0]),
@@ -381,5 +383,5 @@ def test_typical_acceptance_keeps_tokens_that_are_not_the_targets_choice(tree):
 
 def test_typical_acceptance_keeps_no_token_that_was_not_drafted():
     logits = torch.zeros(1, 4, 10)
-    draft = Draft(torch.tensor([[5, 3, 7]]), candidates=1)
+    draft = Draft(torch.tensor([[5, 3, 7]]), candidates=torch.tensor([1]))
     assert accept(logits, draft, SamplingParams(9, verification="typical"), None).count.tolist() == [1]

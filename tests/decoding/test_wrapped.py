@@ -22,11 +22,11 @@ def noted(name: str):
     return lambda self, *given: self.asked.append((name, *given)) or name
 
 
-# What is asked of a drafter, but for the two of its class.
+# What is asked of a drafter, but for the two of its class, and for what follows from its own longest draft.
 MEMBERS = {
     name: len(inspect.signature(member).parameters) - 1
     for name, member in vars(Drafter).items()
-    if inspect.isfunction(member)
+    if inspect.isfunction(member) and name != "draft_limit"
 }
 for _name in MEMBERS:
     setattr(Inner, _name, noted(_name))

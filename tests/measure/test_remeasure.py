@@ -18,7 +18,8 @@ QUIET, BUSY = (TIME, 0.3), (TIME, 4.0)  # counted, degree
 
 
 def step(seconds: float, emitted: int = 1) -> Step:
-    return Step(emitted - 1, emitted - 1, emitted, emitted - 1, seconds / 4, seconds / 2, seconds / 4, 0, 0)
+    parts = seconds / 4, seconds / 2, seconds / 8
+    return Step(emitted - 1, emitted - 1, emitted, emitted - 1, *parts, 0, 0, align_seconds=seconds / 8)
 
 
 def answer(seconds: list[float], emitted: int = 1, rest: float = 0.0) -> Generation:
@@ -81,7 +82,8 @@ def test_all_arms_take_a_stretch_from_one_go(arm):
 def test_the_seconds_of_an_answer_are_those_of_its_parts():
     answers, _ = least_disturbed([attempt({0: True, 3: True}, 4.0), attempt({2: True}, 4.0)])
     for (answer,) in answers.values():
-        rounds = sum(s.draft_seconds + s.verify_seconds + s.other_seconds for s in answer.steps)
+        parts = ("draft_seconds", "verify_seconds", "other_seconds", "align_seconds")
+        rounds = sum(getattr(step, part) for step in answer.steps for part in parts)
         assert answer.seconds == pytest.approx(answer.prefill_seconds + rounds + 0.01)
 
 

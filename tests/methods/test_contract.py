@@ -70,7 +70,9 @@ class Toy(Drafter):
         tree = Tree.of(torch.tensor([-1, -1, -1, 0, 1, 2]))
         self.drafted = first
         report = first[:, :1] + 1
-        return Draft(first, tree=tree, candidates=6, report=report, stats={"toy": report, "rows": batch.size})
+        every = first.new_full((batch.size,), 6)
+        stats = {"toy": report, "rows": batch.size}
+        return Draft(first, tree=tree, candidates=every, report=report, stats=stats)
 
     def on_hidden(self, layer, hidden_states):
         self.reached.append(layer)

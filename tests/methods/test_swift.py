@@ -65,6 +65,18 @@ def test_a_model_without_parts_computes_what_its_own_modules_say(name):
         torch.testing.assert_close(staged.head(states), model(ids).logits)
 
 
+def test_positions_are_those_of_the_model_itself():
+    """Both have one table of angles: neither takes it for longer, or for shorter, than it is."""
+    staged = StagedModel(random_model("llama", 0))
+    thin = staged.without({1}, {2})
+    staged._make_angles(40)
+    thin._make_angles(30)
+    assert staged.stack.positions == thin.stack.positions == 40
+    thin._make_angles(50)
+    assert staged.stack.positions == 50
+    assert all(cos.shape[1] == sin.shape[1] == 50 for cos, sin in staged.stack.angles.values())
+
+
 def test_bytes_of_a_pass_are_those_of_the_parts_that_are_left():
     model = random_model("llama", 0)
     staged = StagedModel(model)

@@ -52,8 +52,6 @@ class Experts:
         """
         if self.chosen is None:
             return math.nan
-        if tokens == 1:
-            return self.bytes * self.chosen // self.count
         return round(self.bytes * (1 - (1 - self.chosen / self.count) ** tokens))
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from specbench.decoding.kv_cache import ForwardContext, KVCache
     from specbench.decoding.model.anatomy import Kind
 
-ALL = 2**62  # positions, where there are no angles to make
-
 
 class LayerStack:
     """The layers of a model.
@@ -56,7 +54,6 @@ class LayerStack:
         self.like = like
         self.compiled: list[CompiledLayer] | None = None  # each as one function, see `compile`
         self.angles: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.positions = ALL if rotary is None else 0  # how many positions there are angles for
 
     def compile(self) -> None:
         """Has short passes go through compiled layers, on a CPU."""
@@ -150,7 +147,11 @@ class LayerStack:
         for name in {angles for _, angles in self.kinds}:
             # Of the first argument only its dtype and device are read.
             self.angles[name] = self.rotary(self.like, positions, *([] if name is None else [name]))
-        self.positions = count
+
+    @property
+    def positions(self) -> int:
+        """How many positions there are angles for."""
+        return min((cos.shape[1] for cos, _ in self.angles.values()), default=0)
 
     def ropes(self, ctx: ForwardContext, n: int) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
         """Cosines and sines [b or 1, n, rotary_dim] of the positions of a pass, of each table of angles."""

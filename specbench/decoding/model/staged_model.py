@@ -472,7 +472,7 @@ class StagedModel:
 
     def _make_angles(self, capacity: int) -> None:
         """Sees to it that there are angles for so many positions, computed once."""
-        if self.stack.positions >= capacity:
+        if self.stack.rotary is None or self.stack.positions >= capacity:
             return
         if self.fixed_shapes:  # those before are no longer there
             self.runner.forget()
