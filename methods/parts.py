@@ -76,7 +76,7 @@ def steps(cfg: DictConfig, pair: Sequence[str]) -> list[list[Step]]:
     groups = [[Step("states", 30, states / STATES, ("methods.states", *pair, *text, *arguments(keep)))]]
     if cfg.conversations is None:
         groups.insert(0, [Step("conversations", 300, conversations.with_suffix(".done"), converse)])
-    alike = [*text, *arguments({key: cfg[key] for key in ALIKE}), f"states={states}", "threads=1"]
+    alike = {key: cfg[key] for key in ALIKE} | {"states": states, "threads": 1}
     parts: list[Step] = []
     later: list[Step] = []  # they need a draft model of the others
     for name, part in plain(cfg.parts).items():
@@ -87,10 +87,12 @@ def steps(cfg: DictConfig, pair: Sequence[str]) -> list[list[Step]]:
         if unknown := part.keys() - PART.keys():
             raise UserError(f"unknown key 'parts.{name}.{min(unknown)}': a part has {', '.join(PART)}")
         folder = out / "weights" / name
-        shared = alike if part["alike"] else [f"conversations={conversations}", f"seed={cfg.seed}"]
+        shared, settings = [f"conversations={conversations}", f"seed={cfg.seed}"], part["settings"]
+        if part["alike"]:
+            shared, settings = text, alike | settings
         draft = part.get("draft")
         drafts = [] if draft is None else [f"pair.draft={out / 'weights' / draft}"]
-        command = (part["module"], *pair, *drafts, *shared, *arguments(part["settings"]), f"out={folder}")
+        command = (part["module"], *pair, *drafts, *shared, *arguments(settings), f"out={folder}")
         step = Step(name, cfg.steps / 30, folder / (part.get("result") or RECORD), command)
         (parts if draft is None else later).append(step)
     return [*groups, parts, later]

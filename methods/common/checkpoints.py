@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, Qwen3Config
 
 from specbench.models.pairs import fetch_small_files
 from specbench.system.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -83,6 +84,31 @@ def check_copy(folder: str | Path, what: str, name: str, copy: torch.Tensor, ori
         raise UserError(f"{what} in '{folder}' were made for another target: {name} is not the target's")
 
 
+def unknown_settings(
+    flat: Mapping[str, Any], harmless: set[str], fixed: Mapping[str, Any], architectures: Sequence[str] = ()
+) -> Iterator[str]:
+    """What a config.json says of a drafting model that is not known here.
+
+    Args:
+        flat: config.json without nesting.
+        harmless: settings that change nothing, or that the method reads.
+        fixed: what must have this value, if it is there.
+        architectures: that are known; none: it does not matter.
+    """
+    valid = harmless | fixed.keys() | Qwen3Config().to_dict().keys() | LlamaConfig().to_dict().keys()
+    yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in valid)
+    yield from (
+        f"sets {name}={flat[name]}, not {value}"
+        for name, value in fixed.items()
+        if flat.get(name) not in (None, value)
+    )
+    for name in flat.get("architectures") or []:
+        if architectures and name not in architectures:
+            yield f"is of a {name}, not of one of {', '.join(architectures)}"
+    if types := {*(flat.get("layer_types") or [])} - {"full_attention"}:
+        yield f"has layers of type {', '.join(sorted(types))}, not of full_attention alone"
+
+
 def check_tensors(
     folder: str | Path, what: str, state: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> None:
@@ -119,6 +145,8 @@ def draft_token_ids(
     def refuse(why: str) -> UserError:
         return UserError(f"{what} in '{folder}' cannot be used: {why}")
 
+    if "lm_head.weight" not in state:
+        raise refuse("there is d2t without lm_head.weight")
     rows = state["lm_head.weight"].shape[0]
     offsets, t2d = state.pop("d2t", None), state.pop("t2d", None)
     index = torch.arange(rows)

@@ -17,12 +17,10 @@ from methods.common.rank_trees import best_tree, counted_paths
 from methods.common.training import (
     agreement,
     agreements,
-    batches,
     batches_on,
-    held_out_batches,
     target_states,
+    train_part,
 )
-from specbench.data import training
 from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
@@ -169,17 +167,16 @@ def train_heads(
     Returns:
         The folder of what was trained.
     """
-    held_out = held_out_batches(cfg, pair)
 
-    def evaluate() -> dict[str, float]:
+    def evaluate(held_out: list[Batch]) -> dict[str, float]:
         return agreements(name, agreement(module.choices, held_out))
 
-    def finish(out: Path, figures: dict[str, float]) -> None:
+    def finish(out: Path, dtype: torch.dtype, **figures: float) -> None:
         path_counts: Counter[tuple[int, ...]] = Counter()
         for batch in islice(batches_on(cfg, pair), COUNTED_BATCHES):
             path_counts += module.rank_paths(batch)
         tree = best_tree(path_counts, cfg.nodes)
         notes: dict[str, Any] = {"tree": tree, "tree_counts": [path_counts[path] for path in tree]}
-        save(out, getattr(torch, cfg.save_dtype), **notes, **figures)
+        save(out, dtype, **notes, **figures)
 
-    return training.train(module, batches(cfg, pair), evaluate, finish, cfg, begins)
+    return train_part(module, evaluate, finish, cfg, pair, begins)

@@ -17,6 +17,8 @@ from specbench.decoding.model.cost import weight_bytes
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.sampling import SamplingParams
     from specbench.decoding.state import Batch
@@ -144,8 +146,28 @@ def chosen_at_once(
     Returns:
         Token ids [b, k] of the target and, when sampling, their distributions [b, k, vocab_size].
     """
+    return chosen_in_turn(head, batch, logits.shape[1], lambda place, _: logits[:, place])
+
+
+def chosen_in_turn(
+    head: DraftHead, batch: Batch, k: int, after: Callable[[int, torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Chooses tokens of drafts one after the other, each place's logits corrected by the token in front.
+
+    Args:
+        head: as in `chosen_at_once`.
+        batch: the running sequences.
+        k: draft length.
+        after: of a place, from 0 on, and the tokens [b] in front of it: its logits [b, rows].
+
+    Returns:
+        As `chosen_at_once`.
+    """
     head.begin(batch)
-    chosen = [head.choose(at, batch.decoding, batch.draws(j)) for j, at in enumerate(logits.unbind(1))]
+    chosen, token = [], batch.last_tokens(1)[:, 0]
+    for j in range(k):
+        token, probs = head.choose(after(j, token), batch.decoding, batch.draws(j))
+        chosen.append((token, probs))
     return torch.stack([tokens for tokens, _ in chosen], dim=1), head.spread([probs for _, probs in chosen])
 
 

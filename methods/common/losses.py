@@ -161,8 +161,14 @@ class Loss:
     vocab_sample: int | None = None
 
     @classmethod
-    def of(cls, cfg: DictConfig) -> Loss:
-        """As configured. Raises UserError where a sample is asked for without stored distributions."""
+    def of(cls, cfg: DictConfig, may_sample: bool = True) -> Loss:
+        """As configured.
+
+        Raises:
+            UserError: a sample is asked for without stored distributions, or of a trainer that takes none.
+        """
+        if cfg.vocab_sample is not None and not may_sample:
+            raise UserError("this trainer computes the logits of all tokens: set vocab_sample=null")
         if cfg.vocab_sample is not None and cfg.states is None:
             raise UserError("vocab_sample needs the target's likeliest tokens: states=FOLDER")
         return cls(cfg.loss_tokens, cfg.vocab_sample)
@@ -201,6 +207,11 @@ class Loss:
 
 
 ALL = Loss()
+
+
+def first_choices(head: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+    """States [n, d] -> the likeliest token or row [n] of each, by a head."""
+    return torch.cat([head(chunk).argmax(-1) for chunk in states.split(CHUNK)])
 
 
 def sampled(

@@ -8,9 +8,20 @@ ones before.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+
+from specbench.system.settings import Natural, Probability, Range
+
+# Of a training that fills masks.
+MASKED_SETTINGS = {
+    "tokens_ahead": Annotated[int, Range(2)],
+    "retention": Annotated[float, Range(0, 1, above=True)],
+    "least_retention": Probability,
+    "mask_token": Natural | None,
+}
+JUDGED = 4  # of held-out text, every so many places have all masks
 
 
 class Places(NamedTuple):
@@ -43,7 +54,7 @@ class Places(NamedTuple):
 
 def shares_of(ahead: int, retention: float, least: float) -> list[float]:
     """The share of places that keep j masks or more, for each j below `ahead`: retention^j, at least `least`."""
-    return [max(retention**j, least) if j else 1.0 for j in range(ahead)]
+    return [max(retention**j, least) for j in range(ahead)]
 
 
 def places_by_masks(length: int, shares: list[float], device: torch.device) -> list[torch.Tensor]:
@@ -55,8 +66,8 @@ def places_by_masks(length: int, shares: list[float], device: torch.device) -> l
         device: of the places.
 
     Returns:
-        For each j the places [n_j] that have j masks or more, in ascending order; the last ones have no room for all.
+        For each j the places [n_j] that have j masks or more, in ascending order; the last ones have nothing to guess.
     """
     order = torch.randperm(length, device=device)
     by_masks = [order[: round(share * length)].sort().values for share in shares]
-    return [some[some < length - 1 - j] if j else some for j, some in enumerate(by_masks)]
+    return [some[some < length - 1 - j] for j, some in enumerate(by_masks)]

@@ -273,6 +273,32 @@ def agreements(name: str, shares: list[float]) -> dict[str, float]:
     }
 
 
+def train_part(
+    module: torch.nn.Module,
+    evaluate: Callable[[list[Batch]], dict[str, float]],
+    save_part: Callable[..., None],
+    cfg: DictConfig,
+    pair: Pair,
+    begins: str,
+) -> Path:
+    """Trains a part as configured, and returns its folder.
+
+    Args:
+        module: batch -> loss.
+        evaluate: held-out text -> the figures of the training.
+        save_part: called with a folder, a dtype and, by name, the figures.
+        cfg: settings of the trainer.
+        pair: with the target.
+        begins: what is trained before the first step, for the record.
+    """
+    held_out, dtype = held_out_batches(cfg, pair), getattr(torch, cfg.save_dtype)
+
+    def save(out: Path, figures: dict[str, float]) -> None:
+        save_part(out, dtype, **figures)
+
+    return training.train(module, batches(cfg, pair), lambda: evaluate(held_out), save, cfg, begins)
+
+
 def train_draft(
     module: torch.nn.Module,
     draft: PreTrainedModel,

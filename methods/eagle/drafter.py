@@ -13,10 +13,10 @@ now with the target's own states.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from methods.common.dynamic_trees import Growth, most_nodes
-from methods.common.heads import DraftHead, draft_head
+from methods.common.heads import DraftHead, OwnHead, draft_head, target_ids
 from methods.common.rank_trees import fill_tree, grown, likeliest_of, rank_tree
 from specbench.decoding.cpu.compiled_layers import compiled_copy
 from specbench.decoding.device import on_device, span
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from methods.common.heads import HasHead
     from methods.eagle.layer import DraftingModel
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
@@ -51,7 +52,7 @@ class EagleDrafter(Drafter):
     Args:
         pair: with the target.
         model: the drafting model, which says what `taps` of the target it reads.
-        head: for its outputs.
+        head: for its outputs; None: the model's own.
 
     Attributes:
         expanded: a bound on the nodes of a draft that go through the layer, where they may be more than `max_nodes`.
@@ -63,12 +64,12 @@ class EagleDrafter(Drafter):
     expanded = 0
     outputs = 1
 
-    def __init__(self, pair: Pair, model: DraftingModel, head: DraftHead):
+    def __init__(self, pair: Pair, model: DraftingModel, head: DraftHead | None = None):
         compiles = options_of(pair.target).compile
         self.model = compiled_copy(model, *(model.compiled_layers if compiles else ()))
-        self.head = head
+        self.head = OwnHead(cast("HasHead", self.model), target_ids(pair)) if head is None else head
         self.taps = model.taps
-        self._bytes = weight_bytes(model) + head.bytes
+        self._bytes = weight_bytes(model) + self.head.bytes
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the layer's cache."""
@@ -134,7 +135,7 @@ class EagleDrafter(Drafter):
             nodes: a bound on those of a sequence that go through the layer.
         """
         cache, outputs = self._layer.layout.cache, self._outputs[: batch.size]
-        return self.target.run_batch(batch, cache, ("draft", key), function, outputs, entries=nodes)
+        return self.target.run_batch(batch, cache, ("draft", key), function, outputs, entries=nodes or None)
 
     def _level(
         self, batch: Batch, features: torch.Tensor, tokens: torch.Tensor, first: int, tree: Tree | None = None
@@ -227,10 +228,16 @@ class DynamicEagle(EagleDrafter):
     """
 
     def __init__(
-        self, pair: Pair, model: DraftingModel, head: DraftHead, nodes: int, width: int, max_draft_tokens: int
+        self,
+        pair: Pair,
+        model: DraftingModel,
+        head: DraftHead | None,
+        nodes: int,
+        width: int,
+        max_draft_tokens: int,
     ):
         super().__init__(pair, model, head)
-        self.width, self.max_draft_tokens = min(width, head.rows), max_draft_tokens
+        self.width, self.max_draft_tokens = min(width, self.head.rows), max_draft_tokens
         self.max_nodes = min(nodes, most_nodes(self.width, max_draft_tokens))
         self.expanded = self.width * (max_draft_tokens - 1)
 

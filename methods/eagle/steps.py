@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from methods.common.losses import ALL, CHUNK, Distribution, Head, Loss, cross_entropies, teacher_of
-from methods.common.training import target_states
+from methods.common.losses import ALL, Distribution, Head, Loss, cross_entropies, first_choices, teacher_of
+from methods.common.training import agreements, target_states
 from methods.eagle.chain import chained
 from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from methods.eagle.layer import DraftingModel
     from specbench.data.training import Batch
@@ -90,12 +90,11 @@ class StepDistillation(torch.nn.Module):
 
     def guesses(self, states: torch.Tensor) -> torch.Tensor:
         """Outputs [n, d] -> the likeliest token [n] of each."""
-        return self.ids(torch.cat([self.logits(chunk).argmax(-1) for chunk in states.split(CHUNK)]))
+        return self.ids(first_choices(self.logits, states))
 
     def choices(self, finals: torch.Tensor) -> torch.Tensor:
         """The target's states [B, T, D] after its final norm -> its likeliest token [B, T] of each."""
-        chunks = finals.flatten(0, 1).split(CHUNK)
-        return torch.cat([self.head(chunk).argmax(-1) for chunk in chunks]).view(finals.shape[:2])
+        return first_choices(self.head, finals.flatten(0, 1)).view(finals.shape[:2])
 
     @torch.no_grad()
     def hits(self, batch: Batch) -> torch.Tensor:
@@ -115,16 +114,8 @@ class StepDistillation(torch.nn.Module):
             ]
         )
 
-
-def step_figures(hits: torch.Tensor) -> dict[str, float]:
-    """What is said of held-out text: agreement step by step, and how many steps in a row agree on average.
-
-    Args:
-        hits: [steps, n] as of `StepDistillation.hits`.
-    """
-    shares = hits.float().mean(1).tolist()
-    figures = {
-        "held_out_agreement": shares[0],
-        "held_out_run": hits.float().cumprod(0).sum(0).mean().item(),
-    }
-    return figures | {f"step_{j + 1}_agreement": share for j, share in enumerate(shares)}
+    def figures(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """What is said of held-out text: agreement step by step, and how many steps in a row agree on average."""
+        hits = torch.cat([self.hits(batch) for batch in batches], dim=1).float()
+        run = hits.cumprod(0).sum(0).mean().item()
+        return agreements("step", hits.mean(1).tolist()) | {"held_out_run": run}

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import smooth_l1_loss
 
 from methods.common.head_training import Guesses, count_ranks, train_heads
-from methods.common.losses import ALL, CHUNK, Guess, Loss, teacher_of
+from methods.common.losses import ALL, Guess, Loss, first_choices, teacher_of
 from methods.common.training import (
     SETTINGS,
     batches_on,
@@ -129,13 +129,9 @@ class Distillation(Guesses):
         is_assistant, n = batch["loss_weight"] == 1.0, features.shape[1] - AGREEMENTS
         among = torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(AGREEMENTS)]).all(0)
         steps = chained(self.model, features, embeds, AGREEMENTS)
-        student = [self.first_choices(out[:, :n][among]) for out in steps]
-        teacher = [self.first_choices(goals[:, j : j + n][among]) for j in range(AGREEMENTS)]
+        student = [first_choices(self.head, out[:, :n][among]) for out in steps]
+        teacher = [first_choices(self.head, goals[:, j : j + n][among]) for j in range(AGREEMENTS)]
         return torch.stack(student), torch.stack(teacher)
-
-    def first_choices(self, states: torch.Tensor) -> torch.Tensor:
-        """States [n, h] -> the likeliest token [n] of each."""
-        return torch.cat([self.head(chunk).argmax(-1) for chunk in states.split(CHUNK)])
 
     @torch.no_grad()
     def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import LlamaConfig
 
 from methods.common.checkpoints import (
     WEIGHTS,
@@ -17,9 +16,10 @@ from methods.common.checkpoints import (
     check_width,
     draft_token_ids,
     read_checkpoint,
+    unknown_settings,
     write_checkpoint,
 )
-from methods.eagle3.model import DEPTHS, Eagle3Config, Eagle3Model, default_taps
+from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
 from specbench.decoding.model.anatomy import check_rope
@@ -29,6 +29,8 @@ from specbench.system.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from transformers import LlamaConfig
 
     from specbench.decoding.model.staged_model import StagedModel
 
@@ -70,7 +72,7 @@ HARMLESS = {
     *("torch_dtype", "transformers_version", "auto_map", "max_window_layers", "sliding_window"),
     *("use_sliding_window", "layer_types", "next_layer_regular", "embed_requires_grad", "ttt_steps"),
     *("speculators_config", "speculators_version", "has_no_defaults_at_init", "speculators_model_type"),
-    *("para_depths", "para_num", "down_sample_ratio", "down_sample_ratio_min", "max_seq_len"),
+    *("para_depths", "para_num", "num_depths", "down_sample_ratio", "down_sample_ratio_min", "max_seq_len"),
     *("prediction_loss_weight", PARALLEL, *MASKS),
 }
 
@@ -106,9 +108,9 @@ def load_eagle3(
     width = target.hidden_size if expansion is None else expansion.old.hidden
     layers = len(target.layers) if expansion is None else expansion.old.layers
     vocab = target.vocab_size if expansion is None else expansion.old.vocab
-    config = _config(folder, settings, state, rope_theta)
-    check_width(folder, WHAT, config.input_width, width)
     read = _taps(folder, settings, taps, layers)
+    config = _config(folder, settings, state, rope_theta, len(read))
+    check_width(folder, WHAT, config.input_width, width)
     token_ids = draft_token_ids(folder, WHAT, state, config.vocab_size, vocab)
     _drop_embedding(folder, state, config, target, expansion)
     if config.mask_token_id is not None and not 0 <= config.mask_token_id < vocab:
@@ -171,16 +173,9 @@ def _flat(folder: str | Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _unknown(flat: dict[str, Any]) -> Iterator[str]:
     """What a config.json turns on that is not known here."""
-    valid = HARMLESS | FIXED.keys() | LlamaConfig().to_dict().keys()
-    yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in valid)
-    for name, value in FIXED.items():
-        if flat.get(name, value) != value:
-            yield f"sets {name}={flat[name]}, not {value}"
+    yield from unknown_settings(flat, HARMLESS, FIXED, ARCHITECTURES)
     if flat.get("speculators_model_type", KINDS[0]) not in KINDS:
         yield f"is of speculators' {flat['speculators_model_type']}, not of one of {', '.join(KINDS)}"
-    for name in flat.get("architectures") or []:
-        if name not in ARCHITECTURES:
-            yield f"is of a {name}, not of one of {', '.join(ARCHITECTURES)}"
 
 
 def _unfit(flat: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
@@ -198,8 +193,7 @@ def _unfit(flat: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
     kind = layer.get("model_type") or flat.get("model_type") or MODEL_TYPES[0]
     if kind not in MODEL_TYPES:
         yield f"has a layer of type {kind}, not one of {', '.join(MODEL_TYPES)}"
-    windows = flat.get("sliding_window") and flat.get("use_sliding_window", True)
-    if windows or {*(flat.get("layer_types") or [])} - {"full_attention"}:
+    if flat.get("sliding_window") and flat.get("use_sliding_window", True):
         yield "sets a sliding window"
     yield from (
         f"lacks {name}" for name in ("hidden_size", "num_attention_heads", "vocab_size") if not flat.get(name)
@@ -227,9 +221,13 @@ def _check_method(
 
 
 def _config(
-    folder: str | Path, settings: dict[str, Any], state: dict[str, torch.Tensor], rope_theta: float | None
+    folder: str | Path,
+    settings: dict[str, Any],
+    state: dict[str, torch.Tensor],
+    rope_theta: float | None,
+    depths: int,
 ) -> Eagle3Config:
-    """The config of the layer, with what the shapes of the tensors say."""
+    """The config of the layer, with what the shapes of the tensors say; so many depths are read."""
     attention = "midlayer.self_attn"
     needed = ("fc.weight", "lm_head.weight", f"{attention}.q_proj.weight", f"{attention}.k_proj.weight")
     if missing := [name for name in needed if name not in state]:
@@ -240,7 +238,11 @@ def _config(
     later = {int(name.split(".")[1]) for name in state if name.startswith("layers.")}
     width, heads = settings["hidden_size"], settings["num_attention_heads"]
     fc, head, q, k = (state[name].shape for name in needed)
-    head_dim, read = q[0] // heads, fc[1] // DEPTHS
+    head_dim, read = q[0] // heads, fc[1] // depths
+    if fc[1] % depths:
+        raise UserError(
+            f"{WHAT} in '{folder}' do not fit: fc has {fc[1]} columns, and {depths} depths are read"
+        )
     for name, size in (("head_dim", head_dim), ("draft_vocab_size", head[0]), ("target_hidden_size", read)):
         if settings.get(name) not in (None, size):
             raise UserError(
@@ -289,10 +291,10 @@ def _taps(
         )
     else:
         read = tuple(i + (layer_ids[0] == 1) for i in layer_ids)
-    if len(read) != DEPTHS or not 0 <= min(read) <= max(read) < layers:
+    if not 0 <= min(read) <= max(read) < layers:
         raise UserError(
-            f"{WHAT} in '{folder}' cannot be used: they read {DEPTHS} depths, of this target 0 to {layers - 1} layers, "
-            f"not {list(read)}"
+            f"{WHAT} in '{folder}' cannot be used: the depths of this target are 0 to {layers - 1} layers, not "
+            f"{list(read)}"
         )
     return read
 
@@ -348,7 +350,7 @@ def _expanded(model: Eagle3Model, target: StagedModel, expansion: Expansion) -> 
     mask, model.mask_hidden = model.mask_hidden, None
     built = expander.build(make, model, target.device, target.dtype)
     if mask is not None:
-        depths = [expander.pad(depth) for depth in mask.detach().chunk(DEPTHS, dim=-1)]
+        depths = [expander.pad(depth) for depth in mask.detach().chunk(len(model.taps), dim=-1)]
         state = torch.cat(depths, dim=-1).to(target.device, target.dtype)
         built.mask_hidden = torch.nn.Parameter(state, requires_grad=False)
         built.config.mask_token_id = config.mask_token_id

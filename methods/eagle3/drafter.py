@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from methods.common.heads import OwnHead, target_ids
 from methods.eagle.drafter import DynamicEagle
 from specbench.decoding.drafter import Needs
 from specbench.decoding.model.cost import weight_bytes
@@ -51,9 +50,7 @@ class Eagle3(DynamicEagle):
 
         taps = None if layers is None else tuple(layers)
         model = load_eagle3(packaged(weights), pair.staged, pair.expansion, taps, rope_theta)
-        vocab = target_ids(pair)
-        super().__init__(pair, model, OwnHead(model, vocab), nodes, width, max_draft_tokens)
-        self.head = OwnHead(cast("Eagle3Model", self.model), vocab)  # the copy with cheaper calls
+        super().__init__(pair, model, None, nodes, width, max_draft_tokens)
         # A round reads once what makes features of states.
         once = [model.fc, model.fc_norm, *([model.input_norm] if model.input_norm is not None else [])]
         self._once = sum(map(weight_bytes, once))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specbench.decoding.kv_cache import KVCache
     from specbench.decoding.model.staged_model import StagedModel
 
-DEPTHS = 3  # of the target, whose states are read
+DEPTHS = 3  # of the target, whose states the authors read
 
 
 class Eagle3Config(LlamaConfig):
@@ -99,9 +99,9 @@ class Eagle3Model(DraftingModel):
         super().__init__(config)
         self.taps = taps
         width, read, eps = config.hidden_size, config.input_width, config.rms_norm_eps
-        self.fc = nn.Linear(DEPTHS * read, width, bias=False)
-        self.input_norm = LlamaRMSNorm(DEPTHS * read, eps=eps) if config.norm_before_fc else None
-        norms = [LlamaRMSNorm(read, eps=eps) for _ in range(DEPTHS)] if config.fc_norm else []
+        self.fc = nn.Linear(len(taps) * read, width, bias=False)
+        self.input_norm = LlamaRMSNorm(len(taps) * read, eps=eps) if config.norm_before_fc else None
+        norms = [LlamaRMSNorm(read, eps=eps) for _ in taps] if config.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.midlayer = Midlayer(config)
@@ -110,7 +110,7 @@ class Eagle3Model(DraftingModel):
         self.compiled_layers = ("midlayer", *(f"layers.{i}" for i in range(1, self.depth)))
         self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(config, i) for i in range(1, self.depth)})
         self.mask_hidden = (
-            None if config.mask_token_id is None else nn.Parameter(torch.zeros(1, 1, DEPTHS * read))
+            None if config.mask_token_id is None else nn.Parameter(torch.zeros(1, 1, len(taps) * read))
         )
         self.norm = LlamaRMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, token_ids.shape[0], bias=False)
@@ -127,7 +127,7 @@ class Eagle3Model(DraftingModel):
     def mask_features(self) -> torch.Tensor:
         """What stands for g in a mask, [1, 1, h]."""
         assert self.mask_hidden is not None
-        return self._joined(list(self.mask_hidden.chunk(DEPTHS, dim=-1)))
+        return self._joined(list(self.mask_hidden.chunk(len(self.taps), dim=-1)))
 
     def _joined(self, depths: list[torch.Tensor]) -> torch.Tensor:
         """States [b, n, d] of all depths -> g [b, n, h]."""

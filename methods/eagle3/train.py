@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -20,13 +21,12 @@ from methods.common.training import (
     SETTINGS,
     UNSURE,
     batches,
-    held_out_batches,
     layer_sizes,
+    train_part,
     training_pair,
 )
-from methods.eagle.steps import StepDistillation, step_figures
+from methods.eagle.steps import StepDistillation
 from specbench.config.compose import with_hydra
-from specbench.data import training
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.settings import Count, Range, check_all
@@ -101,7 +101,8 @@ def fresh_model(
     Args:
         target: that it is for.
         token_ids: [draft vocabulary] ids that its head scores.
-        like_layer: layer of the target that its attention begins as, see `_begin_like`; None: at random.
+        like_layer: layer of the target that its attention begins as, see `_begin_like`, and further layers add
+            nothing yet; None: at random.
         **variants: of `Eagle3Config`.
     """
     from methods.eagle3.model import (
@@ -115,6 +116,10 @@ def fresh_model(
     model.fc.weight.zero_()[:, -config.hidden_size :].fill_diagonal_(1)
     if like_layer is not None:
         _begin_like(cast("Any", model.midlayer), cast("Any", target.layers[like_layer]))
+        further: Iterable[Any] = model.layers.values()
+        for layer in further:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
     model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))
     model.lm_head.weight.copy_(target.lm_head.weight[token_ids.to(target.device)])
     return model
@@ -151,31 +156,25 @@ def begin(cfg: DictConfig, pair: Pair, **variants: Any) -> tuple[Eagle3Model, st
     vocab = min(cfg.draft_vocab, pair.vocab_size)
     token_ids = frequent_ids(islice(batches(cfg, pair), COUNTED_BATCHES), vocab, pair.vocab_size)
     model = fresh_model(pair.staged, token_ids, cfg.like_layer, **variants)
-    attention = (
-        "random weights" if cfg.like_layer is None else f"attention of the target's layer {cfg.like_layer}"
-    )
+    attention = "random weights"
+    if cfg.like_layer is not None:
+        attention = f"attention of the target's layer {cfg.like_layer}"
+        attention += ", further layers silent" if model.depth > 1 else ""
     return model, f"{attention}, the target's norm and head"
 
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_eagle3.yaml) and returns the folder of the finished drafting model."""
     check_all(cfg, SETTINGS | VOCABULARY | {"draft_steps": Count})
+    loss = Loss.of(cfg, may_sample=False)
     if cfg.length < cfg.draft_steps + 2:
         raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     model, begins = begin(cfg, pair)
     from methods.eagle3.checkpoint import save_eagle3  # late, as above
 
-    module = TrainingTimeTest(model, pair.staged, cfg.draft_steps, Loss.of(cfg))
-    held_out = held_out_batches(cfg, pair)
-
-    def evaluate() -> dict[str, float]:
-        return step_figures(torch.cat([module.hits(batch) for batch in held_out], dim=1))
-
-    def save(out: Path, figures: dict[str, float]) -> None:
-        save_eagle3(model, out, getattr(torch, cfg.save_dtype), **figures)
-
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg, begins)
+    module = TrainingTimeTest(model, pair.staged, cfg.draft_steps, loss)
+    return train_part(module, module.figures, partial(save_eagle3, model), cfg, pair, begins)
 
 
 @one_line_errors()

@@ -1,14 +1,15 @@
 """Trains a Kangaroo adapter: `python -m methods.kangaroo.train pair=... [conversations=FILE] [out=FOLDER]`.
 
 Soft cross-entropy against the target's own next-token distribution, adapter parameters only (paper, section 4.1).
-Three things differ from the authors' script, which
-the research sheet calls faults: the loss counts position t when token t + 1 is the assistant's (not token t), position
-0 stays in (the adapter's cache holds it at inference), and positions are the true ones.
+Three things differ from the authors' script, where they are faults: the loss counts position t when token t + 1 is the
+assistant's (not token t), position 0 stays in (the adapter's cache holds it at inference), and positions are the true
+ones.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
@@ -17,14 +18,12 @@ from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
 from methods.common.training import (
     SETTINGS,
     agreement,
-    batches,
-    held_out_batches,
     predicting,
     target_states,
+    train_part,
     training_pair,
 )
 from specbench.config.compose import with_hydra
-from specbench.data import training
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import one_line_errors
@@ -107,16 +106,13 @@ def train(cfg: DictConfig) -> Path:
     like_layer = exit_layer if cfg.like_layer is None else cfg.like_layer
     adapter = fresh_adapter(target, like_layer)
     module = Distillation(adapter, target, exit_layer, Loss.of(cfg))
-    held_out = held_out_batches(cfg, pair)
 
-    def evaluate() -> dict[str, float]:
+    def evaluate(held_out: list[Batch]) -> dict[str, float]:
         return {"held_out_agreement": agreement(module.choices, held_out)}
 
-    def save(out: Path, figures: dict[str, float]) -> None:
-        save_adapter(adapter, out, getattr(torch, cfg.save_dtype), exit_layer=exit_layer, **figures)
-
     begins = f"attention of the target's layer {like_layer}, its final norm"
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg, begins)
+    save = partial(save_adapter, adapter, exit_layer=exit_layer)
+    return train_part(module, evaluate, save, cfg, pair, begins)
 
 
 @one_line_errors()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import Qwen3Config
 
 from methods.common.checkpoints import (
@@ -15,20 +16,21 @@ from methods.common.checkpoints import (
     check_tensors,
     check_width,
     read_checkpoint,
+    unknown_settings,
     write_checkpoint,
 )
 from methods.mtp.model import MtpModel
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.device import place_weights
 from specbench.decoding.model.anatomy import check_rope
-from specbench.models.expansion import Expansion
+from specbench.decoding.state import NORMED
+from specbench.models.expansion import CONSTANT, NORM_WEIGHT, Expansion
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    import torch
     from transformers import LlamaConfig
 
     from specbench.decoding.model.staged_model import StagedModel
@@ -37,6 +39,7 @@ WHAT = "the weights of the MTP head"
 FILES = (WEIGHTS,)
 LAYER, FIGURES, KIND, COUNT = "transformer_layer_config", "figures", "mtp", "num_nextn_predict_layers"
 ARCHITECTURE, TYPE = "MTPDraftModel", "qwen3"
+READS, NORM, BEFORE = "target_state", "after_norm", "before_norm"  # of ours alone
 # What files call the parts beside those of the layer: speculators' own names, and Qwen's.
 SPECULATORS, QWEN = "mtp_layers.0.", "mtp."
 QWEN_NAMES = {
@@ -59,7 +62,16 @@ FIXED = {
 # What changes nothing in how the head drafts.
 HARMLESS = {
     *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "max_window_layers"),
-    *("sliding_window", "layer_types", "rope_theta", "rope_scaling", "num_hidden_layers", LAYER, FIGURES),
+    *(
+        "sliding_window",
+        "layer_types",
+        "rope_theta",
+        "rope_scaling",
+        "num_hidden_layers",
+        LAYER,
+        FIGURES,
+        READS,
+    ),
     *("speculators_config", "speculators_version", "tie_word_embeddings", "has_no_defaults_at_init"),
 }
 
@@ -89,7 +101,9 @@ def load_mtp(folder: str | Path, target: StagedModel, expansion: Expansion | Non
         if copy is not None and expansion is None:
             check_copy(folder, WHAT, name, copy, theirs[name])
     state = {_own_name(name): tensor for name, tensor in state.items()}
-    model = MtpModel(_config(flat))
+    # Speculators trains on the states in front of the target's final norm.
+    reads = flat.get(READS) or (BEFORE if flat.get("speculators_model_type") else NORM)
+    model = MtpModel(_config(flat), NORMED if reads == NORM else len(target.layers))
     check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
     model.load_state_dict(state)
     if expansion is None:
@@ -108,6 +122,7 @@ def save_mtp(model: MtpModel, folder: str | Path, dtype: torch.dtype, **figures:
         "architectures": [ARCHITECTURE],
         "speculators_model_type": KIND,
         COUNT: 1,
+        READS: NORM if model.taps == (NORMED,) else BEFORE,
         LAYER: layer,
         "torch_dtype": str(dtype).removeprefix("torch."),
         FIGURES: figures,
@@ -120,15 +135,9 @@ def _problems(flat: dict[str, Any]) -> Iterator[str]:
     """What a config.json says that is not known here, or does not say."""
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
     yield from (f"lacks {name}" for name in needed if not flat.get(name))
-    valid = HARMLESS | FIXED.keys() | Qwen3Config().to_dict().keys()
-    yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in valid)
-    yield from (
-        f"sets {name}={flat[name]}, not {value}"
-        for name, value in FIXED.items()
-        if flat.get(name) not in (None, value)
-    )
-    if {*(flat.get("layer_types") or [])} - {"full_attention"}:
-        yield "sets a sliding window"
+    yield from unknown_settings(flat, HARMLESS, FIXED)
+    if flat.get(READS) not in (None, NORM, BEFORE):
+        yield f"sets {READS}={flat[READS]}, not {NORM} or {BEFORE}"
 
 
 def _own_name(name: str) -> str:
@@ -160,8 +169,16 @@ def _expanded(model: MtpModel, target: StagedModel) -> MtpModel:
     expander = Expansion(settings, target.config.to_dict() | sizes, "the MTP head")
 
     def make(wide: LlamaConfig) -> MtpModel:
-        return MtpModel(
-            Qwen3Config(**wide.to_dict() | {"model_type": TYPE, "layer_types": ["full_attention"]})
-        )
+        types = {"model_type": TYPE, "layer_types": ["full_attention"]}
+        return MtpModel(Qwen3Config(**wide.to_dict() | types), model.taps[0])
 
-    return expander.build(make, model, target.device, target.dtype)
+    expanded = expander.build(make, model, target.device, target.dtype)
+    if expander.new.vocab > expander.old.vocab:
+        # What the head's rows of added tokens read, as the target has it; see `Expansion`.
+        old, new = expander.old.hidden, expander.new.hidden
+        bias = torch.zeros(new, device=target.device, dtype=target.dtype)
+        bias[old] = CONSTANT
+        expanded.input_proj.bias = torch.nn.Parameter(bias, requires_grad=False)
+        with torch.no_grad():
+            expanded.final_layernorm.weight[old] = NORM_WEIGHT * (old / new) ** 0.5
+    return expanded

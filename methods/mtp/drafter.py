@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from methods.common.heads import draft_head
+from methods.common.heads import chosen_in_turn, draft_head
 from methods.eagle.drafter import EagleDrafter
 from specbench.decoding.drafter import Needs
 from specbench.decoding.state import Batch, Draft
 from specbench.models.pairs import Pair
 from specbench.system.paths import packaged
 from specbench.system.settings import Count
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Mtp(EagleDrafter):
@@ -49,17 +52,14 @@ class Mtp(EagleDrafter):
         k = min(self.max_draft_tokens, batch.max_draft)
 
         def chained(batch: Batch, out: torch.Tensor) -> list[torch.Tensor]:
-            self.head.begin(batch)
-            tokens: list[torch.Tensor] = []
-            probs: list[torch.Tensor | None] = []
-            for j in range(k):
+            def after(j: int, before: torch.Tensor) -> torch.Tensor:
+                nonlocal out
                 if j:
-                    out = self._level(batch, out, tokens[-1].unsqueeze(1), j - 1)
-                token, q = self.head.choose(self.head.logits(out[:, 0]), batch.decoding, batch.draws(j))
-                tokens.append(token)
-                probs.append(q)
-            spread = self.head.spread(probs)
-            return [torch.stack(tokens, dim=1), *([] if spread is None else [spread])]
+                    out = self._level(batch, out, before.unsqueeze(1), j - 1)
+                return self.head.logits(out[:, 0])
+
+            tokens, spread = chosen_in_turn(self.head, batch, k, after)
+            return [tokens] if spread is None else [tokens, spread]
 
         tokens, *spread = self._as_one(batch, k, chained, k - 1)
         return Draft(tokens, spread[0] if spread else None, bytes_read=k * self._bytes)

@@ -2,8 +2,9 @@
 
 x = input_proj([token_layernorm(embedding); hidden_layernorm(state)]); out = final_layernorm(Layer(x)). The target's own
 head makes tokens of it, and it is the state of the next pair of a draft (DeepSeek-V3, arXiv 2412.19437, section 2.2;
-one layer used for every token ahead: FastMTP, arXiv 2509.18362). The state is that after the target's final norm, as in
-Qwen's heads. The layer is Qwen3's; names of the parts are those of speculators' files.
+one layer used for every token ahead: FastMTP, arXiv 2509.18362). The target's state is that after its final norm, or
+the one in front of it, on which speculators trains. The layer is Qwen3's; the parts have the names of speculators'
+files.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ class MtpModel(DraftingModel):
 
     Args:
         config: of its layer.
+        tap: depth of the target whose states it reads.
     """
 
-    taps = (NORMED,)
     compiled_layers = ("layers.0",)
 
-    def __init__(self, config: Qwen3Config):
+    def __init__(self, config: Qwen3Config, tap: int = NORMED):
         super().__init__(config)
+        self.taps = (tap,)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.hidden_layernorm = Qwen3RMSNorm(width, eps=eps)
         self.token_layernorm = Qwen3RMSNorm(width, eps=eps)
@@ -43,8 +45,8 @@ class MtpModel(DraftingModel):
         self.final_layernorm = Qwen3RMSNorm(width, eps=eps)
 
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The target's states after its final norm [b, n, h]."""
-        return states[NORMED]
+        """The target's states [b, n, h]."""
+        return states[self.taps[0]]
 
     def forward(
         self,

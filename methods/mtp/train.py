@@ -8,6 +8,7 @@ head begins as the best linear estimate of the next state, with a silent layer.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -15,18 +16,16 @@ import torch
 from methods.common.losses import Loss
 from methods.common.training import (
     SETTINGS,
-    batches,
     batches_on,
-    held_out_batches,
     layer_sizes,
     least_squares,
     some_of,
+    train_part,
     training_pair,
 )
-from methods.eagle.steps import StepDistillation, step_figures
+from methods.eagle.steps import StepDistillation
 from methods.eagle.train import pairs_of
 from specbench.config.compose import with_hydra
-from specbench.data import training
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.settings import Count, Probability, check_all
@@ -78,6 +77,7 @@ def fit(model: MtpModel, target: StagedModel, text: Iterable[Batch]) -> None:
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_mtp.yaml) and returns the folder of the finished head."""
     check_all(cfg, SETTINGS | {"draft_steps": Count, "decay": Probability})
+    loss = Loss.of(cfg, may_sample=False)
     if cfg.length < cfg.draft_steps + 2:
         raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
@@ -86,16 +86,8 @@ def train(cfg: DictConfig) -> Path:
     fit(model, pair.staged, batches_on(cfg, pair))
     from methods.mtp.checkpoint import save_mtp  # late, as above
 
-    module = StepDistillation(model, pair.staged, cfg.draft_steps, cfg.decay, Loss.of(cfg))
-    held_out = held_out_batches(cfg, pair)
-
-    def evaluate() -> dict[str, float]:
-        return step_figures(torch.cat([module.hits(batch) for batch in held_out], dim=1))
-
-    def save(out: Path, figures: dict[str, float]) -> None:
-        save_mtp(model, out, getattr(torch, cfg.save_dtype), **figures)
-
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg, BEGINS)
+    module = StepDistillation(model, pair.staged, cfg.draft_steps, cfg.decay, loss)
+    return train_part(module, module.figures, partial(save_mtp, model), cfg, pair, BEGINS)
 
 
 @one_line_errors()

@@ -8,12 +8,12 @@ every place keeps every mask: of each further one only a share does, and those h
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import torch
 
 from methods.common.losses import Guess, Head, Loss, teacher_of
-from methods.common.masked_places import Places, places_by_masks, shares_of
+from methods.common.masked_places import JUDGED, MASKED_SETTINGS, Places, places_by_masks, shares_of
 from methods.common.training import (
     DRAFT_SETTINGS,
     agreement,
@@ -28,8 +28,8 @@ from methods.pard.drafter import MASK
 from specbench.config.compose import with_hydra
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
-from specbench.system.errors import one_line_errors
-from specbench.system.settings import Count, Probability, Range, check_all
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.settings import check_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,14 +39,6 @@ if TYPE_CHECKING:
 
     from specbench.data.training import Batch
     from specbench.decoding.model.staged_model import StagedModel
-
-SETTINGS = DRAFT_SETTINGS | {
-    "tokens_ahead": Annotated[int, Range(2)],
-    "retention": Probability,
-    "least_retention": Probability,
-    "mask_token": Count | None,
-}
-JUDGED = 4  # of held-out text, every so many places have all masks
 
 
 class ParallelDistillation(torch.nn.Module):
@@ -87,7 +79,7 @@ class ParallelDistillation(torch.nn.Module):
         total = torch.zeros((), device=self.target.device)
         for j, (some, states) in enumerate(zip(by_masks, self.states(batch, by_masks))):
             guessed = torch.zeros_like(batch["loss_weight"])
-            guessed[:, some[some < length - 1 - j] + 1 + j] = 1.0
+            guessed[:, some + 1 + j] = 1.0
             judged = {**batch, "loss_weight": batch["loss_weight"] * guessed}
             total = total + self.loss(
                 judged, self.loss.goals(judged, 1 + j), [Guess(1.0, states, draft_head, 1 + j)], truth
@@ -137,7 +129,9 @@ class ParallelDistillation(torch.nn.Module):
 
 def train(cfg: DictConfig) -> Path:
     """Tunes as configured (conf/train_pard.yaml) and returns the folder of the finished draft model."""
-    check_all(cfg, SETTINGS)
+    check_all(cfg, DRAFT_SETTINGS | MASKED_SETTINGS)
+    if cfg.length < cfg.tokens_ahead + 2:
+        raise UserError(f"length={cfg.length} leaves no room for tokens_ahead={cfg.tokens_ahead}")
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
     mask = mask_to_fill(cfg, pair, draft.config.vocab_size)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from methods.common.heads import OwnHead, chosen_at_once, target_ids
+from methods.common.heads import chosen_at_once
 from methods.eagle.drafter import EagleDrafter
 from methods.eagle3.drafter import embedding_bytes
 from specbench.decoding.drafter import Needs
@@ -57,10 +57,8 @@ class ParallelEagle(EagleDrafter):
 
         taps = None if layers is None else tuple(layers)
         loaded = load_eagle3(packaged(weights), pair.staged, pair.expansion, taps, rope_theta, masks=True)
-        vocab = target_ids(pair)
-        super().__init__(pair, loaded, OwnHead(loaded, vocab))
-        self.drafting = cast("Eagle3Model", self.model)  # the copy with cheaper calls
-        self.head = OwnHead(self.drafting, vocab)
+        super().__init__(pair, loaded)
+        self.drafting = cast("Eagle3Model", self.model)
         self._bytes -= embedding_bytes(loaded)
         self.max_draft_tokens = self.outputs = max_draft_tokens
         self.expanded = max_draft_tokens - 1

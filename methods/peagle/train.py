@@ -8,28 +8,27 @@ mask has in place of a state is learnt, too. Unlike in the authors' code the emb
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from methods.common.losses import ALL, Goals, Loss, teacher_of
-from methods.common.masked_places import Places, places_by_masks, shares_of
+from methods.common.masked_places import JUDGED, MASKED_SETTINGS, Places, places_by_masks, shares_of
 from methods.common.training import (
     SETTINGS,
     agreement,
     agreements,
-    batches,
-    held_out_batches,
     mask_to_fill,
+    train_part,
     training_pair,
 )
 from methods.eagle3.train import VOCABULARY, TrainingTimeTest, begin
 from specbench.config.compose import with_hydra
-from specbench.data import training
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError, one_line_errors
-from specbench.system.settings import Count, Probability, Range, check_all
+from specbench.system.settings import Count, check_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from methods.eagle3.model import Eagle3Model
     from specbench.data.training import Batch
     from specbench.decoding.model.staged_model import StagedModel
-
-JUDGED = 4  # of held-out text, every so many pairs have all masks
 
 
 class MaskDistillation(TrainingTimeTest):
@@ -71,7 +68,6 @@ class MaskDistillation(TrainingTimeTest):
         """The mean [] over all numbers of masks: the size of a loss of one token ahead."""
         weight = batch["loss_weight"]
         by_masks = places_by_masks(weight.shape[1] - 1, self.shares, weight.device)
-        by_masks = [some[some < weight.shape[1] - 2 - j] for j, some in enumerate(by_masks)]
         outputs, finals = self.filled(batch, by_masks)
         teacher = teacher_of(batch, self.head, finals)
         total = torch.zeros((), device=finals.device)
@@ -135,14 +131,8 @@ def fresh_masks(model: Eagle3Model) -> None:
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_peagle.yaml) and returns the folder of the finished drafting model."""
-    settings = {
-        "tokens_ahead": Annotated[int, Range(2)],
-        "draft_layers": Count,
-        "retention": Probability,
-        "least_retention": Probability,
-        "mask_token": Count | None,
-    }
-    check_all(cfg, SETTINGS | VOCABULARY | settings)
+    check_all(cfg, SETTINGS | VOCABULARY | MASKED_SETTINGS | {"draft_layers": Count})
+    loss = Loss.of(cfg, may_sample=False)
     if cfg.length < cfg.tokens_ahead + 3:
         raise UserError(f"length={cfg.length} leaves no room for tokens_ahead={cfg.tokens_ahead}")
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
@@ -152,16 +142,12 @@ def train(cfg: DictConfig) -> Path:
     from methods.eagle3.checkpoint import save_eagle3  # late: it takes seconds to import
 
     shares = cfg.retention, cfg.least_retention
-    module = MaskDistillation(model, pair.staged, cfg.tokens_ahead, *shares, Loss.of(cfg))
-    held_out = held_out_batches(cfg, pair)
+    module = MaskDistillation(model, pair.staged, cfg.tokens_ahead, *shares, loss)
 
-    def evaluate() -> dict[str, float]:
+    def evaluate(held_out: list[Batch]) -> dict[str, float]:
         return agreements("token", agreement(module.agreed, held_out))
 
-    def save(out: Path, figures: dict[str, float]) -> None:
-        save_eagle3(model, out, getattr(torch, cfg.save_dtype), **figures)
-
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg, begins)
+    return train_part(module, evaluate, partial(save_eagle3, model), cfg, pair, begins)
 
 
 @one_line_errors()

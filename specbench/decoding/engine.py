@@ -227,7 +227,6 @@ class Engine:
             running[0].request.decoding,
             self._layout,
             self._uniforms,
-            self.drafter.siblings,
         )
 
     def _compact_running(self, held: list[SequenceState]) -> int:

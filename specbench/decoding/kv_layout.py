@@ -66,11 +66,10 @@ class RaggedLayout:
         if tree is None and start == longest:
             return ForwardContext.consecutive(start, n)
         kv_len = longest + n
-        held = self._entries[:, :kv_len]
         if tree is None:
-            entries = span(batch.seq_lens - 1 + offset, n)
-            return ForwardContext(kv_len, self._write_index(entries), None, entries, held)
+            return self.place_at(batch.seq_lens - 1 + offset, n, kv_len)
         # Of a tree the entries are consecutive, the positions are not.
+        held = self._entries[:, :kv_len]
         there, b = offset + n, len(lengths)
         positions = batch.seq_lens.unsqueeze(1) - 1 + tree.offsets()[:, :there]
         visible = tree.visible[:, offset:there, :there]

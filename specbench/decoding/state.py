@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench.decoding.device import on_device, span
-from specbench.decoding.sampling import DRAFT
 from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:
@@ -235,7 +234,6 @@ class Batch:
         layout: of the target's cache.
         uniforms: [slots, capacity, 1 + 2 * siblings] the numbers of `position_draws` by sequence and position; None
             when greedy. A sequence's samples depend on its seed alone, not on batch composition or scheduling.
-        siblings: as in `Drafter`.
         kv_bucket: set inside a captured function: the KV length to attend to. `lengths` is then unavailable on the
             host, see `seq_lens`. None elsewhere.
     """
@@ -249,7 +247,6 @@ class Batch:
     decoding: SamplingParams
     layout: RaggedLayout
     uniforms: torch.Tensor | None = None
-    siblings: int = 1
     kv_bucket: int | None = None
     _seq_lens: torch.Tensor | None = None
 
@@ -284,7 +281,9 @@ class Batch:
         """
         if self.uniforms is None:
             return None
-        first = DRAFT + self.siblings - 1
+        first = (
+            1 + self.uniforms.shape[-1] // 2
+        )  # after the target's own and those of each sibling's acceptance
         if self.size == 1 and self.kv_bucket is None:
             numbers = self.uniforms[:1, self.lengths[0] + offset]
         else:

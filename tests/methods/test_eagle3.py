@@ -114,6 +114,24 @@ def test_the_layer_by_hand(flag):
     torch.testing.assert_close(model.logits(found)[0, 0], w["lm_head.weight"] @ ended, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("taps", [(2,), (1, 2, 3, 4)])
+def test_another_number_of_depths(taps, tmp_path):
+    """As config.json names them; the authors read three."""
+    pair = random_pair("llama")
+    three = drafting_model(pair)
+    model = Eagle3Model(Eagle3Config(**three.config.to_dict() | {"fc_norm": True}), taps, three.token_ids)
+    randomise(model, "lm_head")
+    save_eagle3(model, tmp_path, torch.float32)
+    loaded = load_eagle3(tmp_path, StagedModel(pair.target))
+    assert loaded.taps == taps and len(loaded.fc_norm) == len(taps)
+    states, w = {tap: torch.randn(1, 2, 64) for tap in taps}, model.state_dict()
+    normed = [
+        norm(states[tap], w[f"fc_norm.{i}.weight"], model.config.rms_norm_eps) for i, tap in enumerate(taps)
+    ]
+    torch.testing.assert_close(loaded.features(states), torch.cat(normed, -1) @ w["fc.weight"].T)
+    assert_lossless("llama", Eagle3(pair, str(tmp_path), 12, 3, 4))
+
+
 # -- training
 
 

@@ -309,7 +309,8 @@ def test_a_pickle_that_runs_code_is_not_loaded(tmp_path):
         ({"target_hidden_size": 128}, "target_hidden_size=128.*64"),
         ({"vocab_size": 64}, "t2d is"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, "method.layers"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 3]}, "3 depths"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3]}, "96 wide"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2, 3, 3]}, "192 columns, and 5 depths"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}, r"0 to 4 layers.*\[2, 3, 5\]"),
         (
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,18 +12,27 @@ import torch
 from methods import family
 from methods.common import build
 from specbench.data.training import RECORD
+from tests.support.conf import composed
 
-DRAFTERS = (
-    *("draft", "s2d", "streaming", "kangaroo", "kangaroo_shallow", "medusa", "medusa_shallow"),
-    *("hydra_heads", "hydra_heads_shallow"),
-    *("eagle", "eagle_shallow", "eagle3", "eagle3_shallow"),
-)
+
+def trained_on_answers(folder) -> dict[str, tuple[str, ...]]:
+    """The commands of the trainings that read the target's states, by the name of the part."""
+    groups = family.steps(family.Build(folder, family.FULL), family.WHOLE)
+    commands = {
+        step.name: step.command for group in groups for step in group if isinstance(step.command, tuple)
+    }
+    return {
+        name: command
+        for name, command in commands.items()
+        if any(word.startswith("states=") for word in command)
+    }
 
 
 def test_every_drafter_is_told_the_same(tmp_path):
-    groups = family.steps(family.Build(tmp_path, family.FULL), family.WHOLE)
-    trained = {step.name: step.command for group in groups for step in group if step.name in DRAFTERS}
-    assert set(trained) == set(DRAFTERS)
+    trained = trained_on_answers(tmp_path)
+    parts = {Path(folder).name for folder in composed("bench", "pair=tiny").pair.parts.values()}
+    counted = {"rest", "vocab_map", "sps_tree"}
+    assert set(trained) > (parts - counted) | {"draft"}
     shared = ("conversations", "batch_size", "loss_tokens", "length", "prompt_weight", "seed")
     told = [{word for word in command if word.partition("=")[0] in shared} for command in trained.values()]
     assert all(one == told[0] for one in told) and len(told[0]) == len(shared)
@@ -33,9 +43,9 @@ def test_every_drafter_is_told_the_same(tmp_path):
         if word.startswith("steps=")
     }
     (first,) = (stage for stage in family.FULL.stages if stage.name == "draft")
-    for name in ("draft", "streaming"):  # they begin as a model that has seen text of the same rows
+    for name in ("draft", "streaming", "pard"):  # they begin as a model that has seen text of the same rows
         steps[name] += first.schedule.steps * first.batch // 4
-    assert len(steps) == len(DRAFTERS) and len(set(steps.values())) == 1
+    assert len(steps) == len(trained) and len(set(steps.values())) == 1
 
 
 def test_a_step_that_fails_ends_the_build_with_its_last_line(tmp_path, monkeypatch):
@@ -77,7 +87,8 @@ def test_the_family_is_made_from_nothing_and_once(tmp_path, monkeypatch, capsys)
     arguments = ["--smoke", "--out", str(tmp_path), "--cores", "1"]
     assert family.main(arguments) == 0
     torch.use_deterministic_algorithms(deterministic)
-    records = {name: json.loads((tmp_path / "weights" / name / RECORD).read_text()) for name in DRAFTERS}
+    folders = {name: tmp_path / "weights" / name / RECORD for name in trained_on_answers(tmp_path)}
+    records = {name: json.loads(path.read_text()) for name, path in folders.items()}
     for key in ("data", "tokens_in_all", "prompt_weight", "loss_tokens"):
         assert len({record[key] for record in records.values()}) == 1, key
     assert records["draft"]["data"].startswith("sha256:") and records["draft"]["held_out_agreement"] >= 0

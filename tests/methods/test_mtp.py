@@ -193,6 +193,20 @@ def test_the_drafter_of_an_expanded_target_drafts_the_same(tmp_path):
     assert half > 2 and all(torch.equal(a.tokens, b.tokens) for a, b in zip(drafted[:half], drafted[half:]))
 
 
+def test_tokens_that_an_expanded_target_adds_are_not_drafted(tmp_path):
+    pair = random_pair("llama")
+    more = {"hidden_size": 96, "num_hidden_layers": 10, "head_dim": 24}
+    shape = pair.target.config.to_dict() | more | {"vocab_size": pair.target.config.vocab_size + 40}
+    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
+    target = StagedModel(expand_model(pair.target, expansion, torch.device("cpu"), torch.float32))
+    head = load_mtp(saved("llama", tmp_path), target, expansion)
+    hidden = torch.nn.functional.pad(torch.randn(1, 5, 64), (0, 32))
+    embeds = target.embed(torch.tensor([[3, 9, 27, 11, 33]]))
+    out = head(hidden, embeds, head.rope(torch.arange(5)[None], hidden))
+    logits = target.unembed(out)
+    assert logits[..., -40:].max() < -100 < logits[..., :-40].min()
+
+
 # -- training
 
 
@@ -237,7 +251,8 @@ def test_training_teaches_a_chain(tmp_path):
 
 def test_a_setting_of_the_training_that_cannot_work(tmp_path):
     workplace = training_workplace(tmp_path / "pair")
-    for setting, says in (("draft_steps=64", "no room"), ("decay=2.0", "decay")):
+    impossible = {"draft_steps=64": "no room", "decay=2.0": "decay", "vocab_sample=8": "vocab_sample=null"}
+    for setting, says in impossible.items():
         with pytest.raises(UserError, match=says):
             mtp_train.train(training_settings("train_mtp", workplace, tmp_path / "out", setting))
 
@@ -284,6 +299,30 @@ def test_heads_as_qwens_models_hold_them(tmp_path):
     assert all(torch.equal(weight, found[name]) for name, weight in model.state_dict().items())
 
 
+def test_heads_of_speculators_read_states_in_front_of_the_norm(tmp_path):
+    """Their trainer learns on these; ours says that it does not."""
+    pair = random_pair("llama")
+    save_mtp(head_of(pair), tmp_path, torch.float32)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings.pop("target_state") == "after_norm"
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    depth = len(pair.target.model.layers)
+    assert loaded(tmp_path).taps == (depth,)
+    drafter, seen = Mtp(pair, str(tmp_path), 2), []
+    features = drafter.model.features
+    drafter.model.features = lambda states: seen.append(states) or features(states)
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(4))
+    with torch.no_grad():
+        states = pair.target(torch.tensor([PROMPT]), output_hidden_states=True)
+        last = []
+        pair.target.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
+        pair.target(torch.tensor([PROMPT]))
+    torch.testing.assert_close(seen[0][depth], last[0], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(last[0], states.hidden_states[-1], atol=1e-2)
+    save_mtp(loaded(tmp_path), tmp_path, torch.float32)
+    assert json.loads((tmp_path / "config.json").read_text())["target_state"] == "before_norm"
+
+
 def with_copies(folder, factor: float):
     pair = random_pair("llama")
     save_mtp(head_of(pair), folder, torch.float32)
@@ -307,9 +346,10 @@ def test_files_may_hold_the_targets_embedding_and_head(tmp_path):
         ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers=3"),
         ({"speculators_model_type": "eagle3"}, "speculators_model_type=eagle3"),
         ({"router": "top"}, "sets router"),
+        ({"target_state": "other"}, "target_state=other"),
         ({"transformer_layer_config": {"model_type": "qwen3_next", "hidden_size": 64}}, "qwen3_next"),
         ({"transformer_layer_config": {"hidden_size": 64}}, "lacks vocab_size"),
-        ({"layer_types": ["linear_attention"]}, "sliding window|linear"),
+        ({"layer_types": ["linear_attention"]}, "layers of type linear_attention"),
     ],
 )
 def test_what_is_not_known_is_refused_by_its_name(change, says, tmp_path):

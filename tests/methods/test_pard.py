@@ -180,6 +180,7 @@ def test_training_teaches_tokens_further_ahead(tmp_path):
         ("mask_token=100000", "mask_token=100000"),
         ("tokens_ahead=1", "tokens_ahead"),
         ("retention=2", "retention"),
+        ("tokens_ahead=64", "no room"),
     ],
 )
 def test_a_setting_of_the_training_that_cannot_work(tmp_path, setting, says):

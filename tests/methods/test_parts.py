@@ -41,9 +41,15 @@ def test_every_part_is_made_by_a_trainer_with_settings_that_it_has(tmp_path):
 def test_those_that_are_compared_learn_alike(tmp_path):
     cfg = composed("parts", f"out={tmp_path}")
     trained = [step for group in parts.steps(cfg, []) for step in group if step.result.name == RECORD]
-    keys = (*parts.TEXT, *parts.ALIKE, "conversations", "states", "threads")
+    keys = {*parts.TEXT, *parts.ALIKE, "conversations", "states", "threads"} - {"vocab_sample"}
     shared = [{word for word in step.command if word.partition("=")[0] in keys} for step in trained]
     assert len(trained) == 7 and all(one == shared[0] for one in shared) and len(shared[0]) == len(keys)
+    # What a loss is estimated from is not what is learnt: those that take no sample compute all of it.
+    samples = {
+        step.name: [word for word in step.command if word.startswith("vocab_sample=")] for step in trained
+    }
+    assert samples.pop("eagle3") == ["vocab_sample=null"]
+    assert all(one == ["vocab_sample=4096"] for one in samples.values())
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,8 @@ def test_training_teaches_masks(tmp_path):
         ("tokens_ahead=1", "tokens_ahead"),
         ("tokens_ahead=64", "no room"),
         ("draft_layers=0", "draft_layers"),
+        ("retention=0", "retention"),
+        ("vocab_sample=8", "vocab_sample=null"),
     ],
 )
 def test_a_setting_of_the_training_that_cannot_work(tmp_path, setting, says):
@@ -356,6 +358,7 @@ def test_files_of_speculators_are_read(tmp_path):
         "mask_token_id": MASK,
         "draft_vocab_size": settings["draft_vocab_size"],
         "embed_requires_grad": True,
+        "num_depths": 8,  # of an older version
         "eagle_aux_hidden_state_layer_ids": settings["eagle_aux_hidden_state_layer_ids"],
     }
     (tmp_path / "config.json").write_text(json.dumps(nested))

@@ -87,6 +87,6 @@ def only_the_kept_tokens(rule, probs, tokens, draft_probs, uniforms, live):
 
 @pytest.mark.parametrize("wrong", [only_the_drafted_token, only_the_kept_tokens])
 def test_wrong_rules_for_a_trimmed_head_are_found(pair, tmp_path, monkeypatch, wrong):
-    """The mistakes that the research sheet has found in circulation."""
+    """Mistakes of public implementations."""
     monkeypatch.setattr(acceptance, "sampled_chain", partial(wrong, acceptance.sampled_chain))
     assert p_value_alone(pair, drafter(pair, "sps, trimmed", str(tmp_path))) < 1e-6
