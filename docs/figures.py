@@ -56,6 +56,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "dflash": ("method=dflash",),
     "ddtree": ("method=ddtree",),
     "dspark": ("method=dspark",),
+    "dflash2": ("method=dflash2",),
     "peagle": ("method=peagle",),
     "mtp": ("method=mtp",),
     "sps_tree": ("method=sps_tree",),

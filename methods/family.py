@@ -81,7 +81,8 @@ TOY = Size(
     60, 8, 4, 3, 2, 50, 2, "[1,2]", 1, (1, 1), ("[1,2,4,5,-1]", "[1,2,3,-1]"), 60, 400, 60, (1, 1)
 )  # fmt: skip
 BLOCKS = ("blocks=16",)  # whose tokens are as many as the others judge
-DSPARK = (*BLOCKS, "head=markov", "markov_rank=32", "block_size=7")
+DSPARK = (*BLOCKS, "head=markov", "rank=32", "block_size=7")
+DFLASH2 = (*BLOCKS, "head=selector", "rank=8")
 TEXT = ("prompt_weight=0.2", "length=512", "precision=bf16")  # of every drafter
 
 
@@ -99,7 +100,6 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
     common = (
         *text,
         *("batch_size=4", "threads=1"),
-        f"loss_tokens={size.loss_tokens}",
         f"save_every={size.save_every}",
     )
 
@@ -114,9 +114,17 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
         done = path.with_suffix(".done")  # a file of answers is there from the first one on
         return Step(f"answers, {name}", minutes, done, ("methods.answer", *pairs[name], *args, f"out={path}"))
 
-    def part(name: str, minutes: float, method: str, pair: str, *args: str, steps: int = size.steps) -> Step:
+    def part(
+        name: str,
+        minutes: float,
+        method: str,
+        pair: str,
+        *args: str,
+        steps: int = size.steps,
+        judged: int | str = size.loss_tokens,
+    ) -> Step:
         folder = weights / name
-        args = (*args, f"steps={steps}", f"states={states[pair]}", f"out={folder}")
+        args = (*args, f"loss_tokens={judged}", f"steps={steps}", f"states={states[pair]}", f"out={folder}")
         return Step(name, minutes, folder / RECORD, (f"methods.{method}.train", *pairs[pair], *common, *args))
 
     def keep(name: str, taps: str) -> Step:
@@ -128,6 +136,7 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
     start, exit_layer = f"draft={out / 'checkpoints' / 'draft'}", f"exit_layer={size.exit_layer}"
     taps = f"taps={size.taps[0].replace(',-1', '')}"
     second = size.steps - size.first_steps
+    several = size.loss_tokens // 2  # of those that judge several guesses of each token
     counted = (
         *("source=raw_text", "tokens=null", "temperature=0"),
         f"held_out_tokens={size.held_out}",
@@ -154,8 +163,10 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
         [
             part("eagle3", 35, "eagle3", "deep", f"like_layer={size.like[0]}"),
             part("eagle3_shallow", 35, "eagle3", "shallow", f"like_layer={size.like[1]}"),
-            part("peagle", 40, "peagle", "deep", "draft_layers=1", f"like_layer={size.like[0]}"),
-            part("mtp", 25, "mtp", "deep"),
+            part(
+                "peagle", 40, "peagle", "deep", "draft_layers=1", f"like_layer={size.like[0]}", judged=several
+            ),
+            part("mtp", 25, "mtp", "deep", judged=several),
             part("eagle", 15, "eagle", "deep"),
             part("eagle_shallow", 15, "eagle", "shallow"),
             part("hydra_heads", 20, "hydra_heads", "deep"),
@@ -168,8 +179,9 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
             part("streaming", 8, "mirror_sd", "deep", start, steps=second),
             part("draft", 4, "sps", "deep", start, steps=second),
             part("pard", 25, "pard", "deep", start, steps=second),
-            part("dflash", 25, "dflash", "deep", taps, *BLOCKS),
-            part("dspark", 35, "dflash", "deep", taps, *DSPARK),
+            part("dflash", 25, "dflash", "deep", taps, *BLOCKS, judged="null"),
+            part("dspark", 35, "dflash", "deep", taps, *DSPARK, judged="null"),
+            part("dflash2", 35, "dflash", "deep", taps, *DFLASH2, judged="null"),
             Step("datastore", 0.2, weights / "rest" / "datastore.json", datastore),
             Step("soundness", 20, weights / RESULT, look),
             Step("vocabulary map", 2, weights / "vocab_map" / "vocab_map.json", calibrate),

@@ -1,4 +1,4 @@
-"""Checkpoints of block drafters: DFlash's own (z-lab), DeepSpec's and speculators', of DFlash and DSpark.
+"""Checkpoints of block drafters: z-lab's (DFlash, DFlash2), DeepSpec's (DFlash, DSpark), and speculators' of all three.
 
 Ours are written as the first two are. Those of speculators may have a head of their own over a draft vocabulary.
 Whatever a config.json turns on is done here, too, or the checkpoint is refused by that name.
@@ -17,6 +17,7 @@ from methods.common.checkpoints import (
     check_width,
     draft_token_ids,
     read_checkpoint,
+    unknown_settings,
     write_checkpoint,
 )
 from methods.dflash.model import BlockConfig, BlockModel
@@ -37,13 +38,15 @@ if TYPE_CHECKING:
 
 WHAT = "the weights of the block drafter"
 FILES = (WEIGHTS,)
-FILLS_IN, PREDICTS = "DFlashDraftModel", "Qwen3DSparkModel"  # z-lab's architecture, and DeepSpec's
+FILLS_IN, SELECTS = "DFlashDraftModel", "DFlash2DraftModel"  # z-lab's architectures
+PREDICTS = "Qwen3DSparkModel"  # DeepSpec's
 # Of speculators: by kind, whether each place guesses the token after it where nothing else is said.
-KIND, KINDS = "speculators_model_type", {"dflash": False, "dspark": True}
+KIND, KINDS = "speculators_model_type", {"dflash": False, "dspark": True, "dflash2": False}
 LAYER, STATES, AFTER = "transformer_layer_config", "aux_hidden_state_layer_ids", "sample_from_anchor"
-ARCHITECTURES = (FILLS_IN, PREDICTS, "DFlashSpeculator", "DSparkSpeculator", "DSparkDraftModel")
+ARCHITECTURES = (FILLS_IN, SELECTS, PREDICTS, "DFlashSpeculator", "DSparkSpeculator", "DSparkDraftModel")
 NESTED, LAYERS, MASK, FIGURES = "dflash_config", "target_layer_ids", "mask_token_id", "figures"
 MARKOV, ESTIMATE, WITH_MARKOV = "markov_rank", "enable_confidence_head", "confidence_head_with_markov"
+CHOICE = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # DFlash2's
 # The target's own, which DeepSpec's files hold, too.
 COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
 # What must have this value, if it is there.
@@ -64,12 +67,20 @@ FIXED = {
 # What changes nothing in how the layers draft.
 HARMLESS = {
     *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "num_target_layers"),
-    *("block_size", "num_anchors", "max_window_layers", "sliding_window", "layer_types", "rope_theta"),
+    *(
+        "block_size",
+        "num_anchors",
+        "max_anchors",
+        "max_window_layers",
+        "sliding_window",
+        "layer_types",
+        "rope_theta",
+    ),
     *("rope_scaling", NESTED, LAYERS, MASK, FIGURES, MARKOV, ESTIMATE, WITH_MARKOV),
     *(LAYER, KIND, STATES, AFTER, "speculators_config", "speculators_version", "has_no_defaults_at_init"),
     *("draft_vocab_size", "sliding_window_non_causal", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"),
     *("confidence_head_alpha", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "lambda_base_start"),
-    *("lambda_base_decay_ratio", "auf"),
+    *("lambda_base_decay_ratio", "auf", "selector_loss_alpha", *CHOICE),
 }
 
 
@@ -126,21 +137,22 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
 def save_blocks(model: BlockModel, folder: str | Path, dtype: torch.dtype, **figures: Any) -> None:
     """Writes config.json (with figures of the training) and model.safetensors as the authors' code and vLLM read them.
 
-    A drafting model that fills in its masks is written as z-lab's, any other one as DeepSpec's.
+    A drafting model that fills in its masks is written as z-lab's, of DFlash or DFlash2, any other one as DeepSpec's.
     """
     config = model.config
     layer_ids, mask = [tap - 1 for tap in model.taps], config.mask_token_id
     special = BlockConfig.__annotations__
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in special}
     settings |= {
-        "architectures": [FILLS_IN if config.fills_in else PREDICTS],
+        "architectures": [_architecture(config)],
         "model_type": "qwen3",
         "block_size": config.block_size,
         "torch_dtype": str(dtype).removeprefix("torch."),
         FIGURES: figures,
     }
     if config.fills_in:
-        settings[NESTED] = {MASK: mask, LAYERS: layer_ids}
+        chosen = {name: getattr(config, name) for name in CHOICE} if config.selector_rank else {}
+        settings[NESTED] = {MASK: mask, LAYERS: layer_ids, **chosen}
     else:
         settings |= {
             MASK: mask,
@@ -153,26 +165,28 @@ def save_blocks(model: BlockModel, folder: str | Path, dtype: torch.dtype, **fig
     write_checkpoint(folder, settings, model.state_dict(), dtype)
 
 
+def _architecture(config: BlockConfig) -> str:
+    if not config.fills_in:
+        return PREDICTS
+    return SELECTS if config.selector_rank else FILLS_IN
+
+
 def _problems(flat: dict[str, Any]) -> Iterator[str]:
     """What a config.json says that is not known here, or does not say."""
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "block_size", LAYERS)
     yield from (f"lacks {name}" for name in needed if not flat.get(name))
     if flat.get(MASK) is None:
         yield f"lacks {MASK}"
-    valid = HARMLESS | FIXED.keys() | Qwen3Config().to_dict().keys()
-    yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in valid)
-    yield from (
-        f"sets {name}={flat[name]}, not {value}"
-        for name, value in FIXED.items()
-        if flat.get(name) not in (None, value)
-    )
+    yield from unknown_settings(flat, HARMLESS, FIXED, ARCHITECTURES)
     if (kind := flat.get(KIND)) is not None and kind not in KINDS:
         yield f"is of speculators' {kind}, not of one of {', '.join(KINDS)}"
-    for name in flat.get("architectures") or []:
-        if name not in ARCHITECTURES:
-            yield f"is of a {name}, not of one of {', '.join(ARCHITECTURES)}"
-    if {*(flat.get("layer_types") or [])} - {"full_attention"}:
-        yield "sets a sliding window"
+    elif kind is None and any(
+        "DSpark" in name and name != PREDICTS for name in flat.get("architectures") or []
+    ):
+        yield f"does not say {KIND}"
+    group, width = flat.get("conv_group_size") or 1, flat.get("hidden_size") or 0
+    if flat.get("conv_kernel_size") and width % group:
+        yield f"sets conv_group_size={group}, which does not divide hidden_size={width}"
     if flat.get(ESTIMATE) and not (flat.get(WITH_MARKOV) and flat.get(MARKOV)):
         yield f"sets {ESTIMATE} without {WITH_MARKOV}"
 
@@ -181,9 +195,10 @@ def _config(flat: dict[str, Any]) -> BlockConfig:
     """The config of the drafting layers and heads."""
     predicts = PREDICTS in (flat.get("architectures") or [])
     if (kind := flat.get(KIND)) is not None:
-        predicts = flat.get(AFTER, KINDS[kind])
-    names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling", "block_size", MASK, MARKOV} - {"dtype"}
-    chosen = {name: value for name, value in flat.items() if name in names and value is not None}
+        said = flat.get(AFTER)
+        predicts = KINDS[kind] if said is None else said
+    names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling", "block_size", MASK, MARKOV, *CHOICE}
+    chosen = {n: value for n, value in flat.items() if n in names - {"dtype"} and value is not None}
     config = BlockConfig(
         **chosen
         | {
@@ -216,9 +231,11 @@ def _drop_copies(
 
 def _expanded(model: BlockModel, target: StagedModel, expansion: Expansion) -> BlockModel:
     """The drafting model at the width and heads of an expanded target."""
-    if model.config.attention_bias or model.lm_head is not None:
+    config = model.config
+    if config.attention_bias or config.conv_kernel_size or config.selector_rank or model.lm_head is not None:
         raise UserError(
-            f"{WHAT} hold biases of queries, keys or values, or a head of their own: they cannot be expanded"
+            f"{WHAT} hold biases of queries, keys or values, convolutions, a selector, or a head of their own: they "
+            "cannot be expanded"
         )
     special = {name: getattr(model.config, name) for name in BlockConfig.__annotations__}
     # An estimate reads states that lie elsewhere now.

@@ -1,4 +1,4 @@
-"""Drafters that fill a block in one pass over masks: DFlash, trees of its guesses (DDTree), and DSpark.
+"""Drafters that fill a block in one pass over masks: DFlash, trees of its guesses (DDTree), DSpark, and DFlash2.
 
 A round: the drafting model sees the target's states of all known tokens but the pending one, as keys and values in its
 cache, and one pass over the pending token and masks gives the logits of every draft token. Once the target has verified
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 
 from methods.common.dynamic_trees import candidate_children, tree_of_marginals
-from methods.common.heads import OwnHead, chosen_at_once, draft_head, target_ids
+from methods.common.heads import OwnHead, chosen_at_once, chosen_in_turn, draft_head, target_ids
+from methods.dflash.kinds import INDEPENDENT, MARKOV, METHODS, SELECTOR
 from specbench.decoding.cpu.compiled_layers import compiled_copy
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
@@ -29,7 +30,7 @@ from specbench.system.settings import Count, Probability
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from methods.dflash.model import MarkovHead
+    from methods.dflash.model import CandidateSelector, MarkovHead
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
 
@@ -45,10 +46,10 @@ class BlockDrafter(Drafter):
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
-        UserError: the checkpoint cannot be read, does not fit the target, or is of the other method.
+        UserError: the checkpoint cannot be read, does not fit the target, or is of another method.
     """
 
-    corrected: ClassVar[bool] = False  # by DSpark's Markov head
+    joins: ClassVar[str] = INDEPENDENT  # the head that it drafts with
 
     def __init__(
         self,
@@ -61,11 +62,10 @@ class BlockDrafter(Drafter):
         from methods.dflash.checkpoint import load_blocks  # late: transformers' models take seconds to import
 
         model = load_blocks(packaged(weights), pair.staged, pair.expansion)
-        if self.corrected != bool(model.config.markov_rank):
-            names = (
-                ("without a Markov head", "dflash") if self.corrected else ("with a Markov head", "dspark")
+        if (head := model.config.head) != self.joins:
+            raise UserError(
+                f"the drafting model in '{weights}' is one of head={head}: set method={METHODS[head]}"
             )
-            raise UserError(f"the drafting model in '{weights}' is one {names[0]}: set method={names[1]}")
         compiles = options_of(pair.target).compile
         self.model = compiled_copy(model, *(model.compiled_layers if compiles else ()))
         self.taps = model.taps
@@ -213,7 +213,7 @@ class DSpark(BlockDrafter):
     """
 
     needs = Needs(part="dspark", training="head=markov")
-    corrected = True
+    joins = MARKOV
 
     def __init__(
         self,
@@ -245,18 +245,14 @@ class DSpark(BlockDrafter):
         def filled(batch: Batch) -> list[torch.Tensor]:
             states = self._states(batch, k)
             logits = self.head.logits(states)
-            self.head.begin(batch)
-            tokens, probs, before = [], [], []
-            token = batch.last_tokens(1)[:, 0]
-            for j in range(k):
-                before.append(self._before(token))
-                corrected = logits[:, j] + self._after(before[-1])
-                token, q = self.head.choose(corrected, batch.decoding, batch.draws(j))
-                tokens.append(token)
-                probs.append(q)
-            spread = self.head.spread(probs)
-            likely = [self.model.confidence(states, torch.stack(before, dim=1))] if self.threshold else []
-            return [torch.stack(tokens, dim=1), *likely, *([] if spread is None else [spread])]
+            tokens, probs = chosen_in_turn(
+                self.head, batch, k, lambda j, before: logits[:, j] + self._after(self._before(before))
+            )
+            likely = []
+            if self.threshold:
+                before = torch.cat([batch.last_tokens(1), tokens[:, :-1]], dim=1)
+                likely = [self.model.confidence(states, self._before(before))]
+            return [tokens, *likely, *([] if probs is None else [probs])]
 
         tokens, *more = self._as_one(batch, k, filled)
         draft = Draft(tokens, more[-1] if batch.uniforms is not None else None)
@@ -269,6 +265,51 @@ class DSpark(BlockDrafter):
             draft.probs = None if draft.probs is None else draft.probs[:, :most]
             draft.candidates = counts if batch.size > 1 else None
         return draft
+
+
+class DFlash2(BlockDrafter):
+    """DFlash2: a chain of tokens chosen among the likeliest of each place, by the token in front."""
+
+    needs = Needs(part="dflash2", training="head=selector")
+    joins = SELECTOR
+
+    def __init__(
+        self,
+        pair: Pair,
+        weights: str,
+        max_draft_tokens: Count | None = None,
+        vocab_map: str | None = None,
+        vocab_size: Count | None = None,
+    ):
+        super().__init__(pair, weights, max_draft_tokens, vocab_map, vocab_size)
+        self._selector = cast("CandidateSelector", self.model.candidate_selector)
+        self._count = min(self._selector.count, self.head.rows)
+        # Of the codebooks single rows are read.
+        codebooks = self._selector.predecessor_codebook, self._selector.successor_codebook
+        self._bytes -= sum(codebook.nbytes for codebook in codebooks)
+
+    def draft(self, batch: Batch) -> Draft:
+        """Drafts all tokens in one pass, and chooses them one after the other."""
+        k = min(self.max_draft_tokens, batch.max_draft)
+        selector = self._selector
+
+        def filled(batch: Batch) -> list[torch.Tensor]:
+            states = self._states(batch, k)
+            logits = self.head.logits(states)
+            likeliest, rows = logits.topk(self._count)
+            projected = selector.hidden_projection(states)
+            successors = selector.successor_codebook[self.head.ids(rows)]
+
+            def among(j: int, before: torch.Tensor) -> torch.Tensor:
+                scores = likeliest[:, j] + selector.scores(projected[:, j], before, successors[:, j])
+                never = torch.full_like(logits[:, j], -torch.inf)
+                return never.scatter(1, rows[:, j], scores.to(logits.dtype))
+
+            tokens, probs = chosen_in_turn(self.head, batch, k, among)
+            return [tokens] if probs is None else [tokens, probs]
+
+        tokens, *probs = self._as_one(batch, k, filled)
+        return Draft(tokens, probs[0] if probs else None, bytes_read=self._bytes)
 
 
 def all_see_all(places: int, device: torch.device) -> Tree:

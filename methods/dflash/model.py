@@ -1,4 +1,4 @@
-"""The drafting model of DFlash and DSpark: a few layers that fill a block of mask tokens in one pass.
+"""The drafting model of DFlash, DSpark and DFlash2: a few layers that fill a block of mask tokens in one pass.
 
 What the target computed of the known tokens stands in each layer as keys and values: c = hidden_norm(fc([states of some
 depths])) goes through the layer's own projections to keys and values, and through nothing else of it. The block is the
@@ -6,7 +6,8 @@ pending token and masks after it, at their positions. All of a block see each ot
 (arXiv 2602.06036). Layers and names of the parts are those of the authors' checkpoints, which are Qwen3's.
 
 DSpark adds two small heads. A low-rank one corrects the logits of each place by the token in front of it, a Markov
-chain; another one estimates from state and that token how likely the target accepts the place's token.
+chain; another one estimates from state and that token how likely the target accepts the place's token. DFlash2 has
+other layers, and a head that chooses among the likeliest tokens of a place by its state and the token in front.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from methods.common.draft_layer import CachedLayer
+from methods.dflash.kinds import INDEPENDENT, MARKOV, SELECTOR
+from methods.dflash.layers import ConvolvedLayer
 from specbench.decoding.cpu.packed_linear import packed_linear
 
 if TYPE_CHECKING:
@@ -48,6 +51,10 @@ class BlockConfig(Qwen3Config):
             (DFlash); otherwise each place guesses the token after it (DSpark).
         markov_rank: of DSpark's correction; 0: there is none.
         confidence: DSpark's estimate of acceptance is there.
+        conv_kernel_size: places that DFlash2's convolutions sum; 0: there are none.
+        conv_group_size: channels that share what a state adds to a convolution.
+        selector_rank: of DFlash2's selector; 0: there is none.
+        selector_top_k: tokens among which the selector chooses.
     """
 
     block_size: int = 16
@@ -55,6 +62,15 @@ class BlockConfig(Qwen3Config):
     fills_in: bool = True
     markov_rank: int = 0
     confidence: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+    selector_rank: int = 0
+    selector_top_k: int = 16
+
+    @property
+    def head(self) -> str:
+        """What joins the tokens of a block, see `methods.dflash.kinds`."""
+        return SELECTOR if self.selector_rank else MARKOV if self.markov_rank else INDEPENDENT
 
     @property
     def most_guesses(self) -> int:
@@ -69,6 +85,38 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab, rank)
         self.markov_w2 = nn.Linear(rank, rows, bias=False)
+
+
+class CandidateSelector(nn.Module):
+    """How well candidates for a place follow the token in front: products of low rank, weighed by the place's state.
+
+    Args:
+        vocab: tokens of the target.
+        width: of the states.
+        rank: of the products.
+        count: of candidates.
+    """
+
+    def __init__(self, vocab: int, width: int, rank: int, count: int):
+        super().__init__()
+        self.count = count
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab, rank))
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+
+    def scores(self, projected: torch.Tensor, before: torch.Tensor, successors: torch.Tensor) -> torch.Tensor:
+        """What is added to the logits of candidates.
+
+        Args:
+            projected: [n, rank] the states of places, by `hidden_projection`.
+            before: [n] the tokens in front.
+            successors: [n, count, rank] of the candidates.
+
+        Returns:
+            [n, count]
+        """
+        weighed = self.predecessor_codebook[before] * projected
+        return (successors @ weighed.unsqueeze(-1)).squeeze(-1)
 
 
 class ConfidenceHead(nn.Module):
@@ -98,13 +146,17 @@ class BlockModel(CachedLayer):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(taps) * width, width, bias=False)
         self.hidden_norm = Qwen3RMSNorm(width, eps=eps)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        reach, group = config.conv_kernel_size, config.conv_group_size
+        layer = partial(ConvolvedLayer, reach=reach, group=group) if reach else Qwen3DecoderLayer
+        self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(width, eps=eps)
         rank, rows = config.markov_rank, config.vocab_size if token_ids is None else token_ids.shape[0]
         self.markov_head = MarkovHead(config.vocab_size, rank, rows) if rank else None
         self.lm_head = None if token_ids is None else nn.Linear(width, rows, bias=False)
         self.register_buffer("token_ids", token_ids, persistent=False)
         self.confidence_head = ConfidenceHead(width + rank) if config.confidence else None
+        sizes = config.vocab_size, width, config.selector_rank, config.selector_top_k
+        self.candidate_selector = CandidateSelector(*sizes) if config.selector_rank else None
         self.depth = len(self.layers)
         self.compiled_layers = tuple(f"layers.{i}" for i in range(self.depth))
         self._joint: Joint | None = None
@@ -140,14 +192,25 @@ class BlockModel(CachedLayer):
         position_embeddings: Rope,
         attention_mask: torch.Tensor | None = None,
         past_key_values: KVCache | None = None,
+        places: int | None = None,
     ) -> torch.Tensor:
-        """Embedded blocks [b, n, d] -> normed states [b, n, d] for the target's head."""
+        """Embedded blocks [b, n, d] -> normed states [b, n, d] for the target's head.
+
+        Args:
+            hidden: the blocks.
+            position_embeddings: as in `context`.
+            attention_mask: what each place sees.
+            past_key_values: the cache.
+            places: of a block, where several lie side by side in a row.
+        """
+        more = {"places": places} if places is not None and self.config.conv_kernel_size else {}
         for layer in self.layers:
             hidden = layer(
                 hidden,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
                 position_embeddings=position_embeddings,
+                **more,
             )
         return self.norm(hidden)
 

@@ -1,4 +1,4 @@
-"""Trains the drafting model of DFlash or DSpark: `python -m methods.dflash.train pair=... [head=markov]`.
+"""Trains the drafting model of DFlash, DSpark or DFlash2: `python -m methods.dflash.train pair=... [head=markov]`.
 
 Blocks begin at tokens of a text that the assistant says, drawn anew for each batch. Each holds that token and masks; it
 sees the target's states of what is in front of it, and itself. Place j is judged against the target's own distribution
@@ -6,50 +6,61 @@ of the token that it guesses, with the weight exp(-j / decay). With the Markov h
 text's own token in front (arXiv 2602.06036; DeepSpec's training).
 
 What is judged is the cross-entropy; of `distance_share`, the L1 distance of both distributions in place of it. The
-estimate of acceptance learns 1 minus half that distance, which is how likely the target accepts the token.
+estimate of acceptance learns 1 minus half that distance, which is how likely the target accepts the token. DFlash2's
+selector learns beside it which of a place's candidates the target chooses, after the text's own token in front; where
+it is not among them, it takes the place of the least likely one (speculators' training).
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from methods.common.losses import CHUNK, Distribution, Goals, Head, cross_entropies, teacher_of
+from methods.common.losses import (
+    CHUNK,
+    Distribution,
+    Goals,
+    Head,
+    Loss,
+    cross_entropies,
+    first_choices,
+    teacher_of,
+)
 from methods.common.training import (
     SETTINGS,
     UNSURE,
     agreement,
     agreements,
-    batches,
-    held_out_batches,
     layer_sizes,
     mask_to_fill,
     target_states,
+    train_part,
     training_pair,
 )
+from methods.dflash.kinds import MARKOV, SELECTOR
 from specbench.config.compose import with_hydra
-from specbench.data import training
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError, one_line_errors
-from specbench.system.settings import Count, Positive, Probability, Range, check_all
+from specbench.system.settings import Count, Natural, Positive, Probability, Range, check_all
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from omegaconf import DictConfig
 
-    from methods.dflash.model import BlockModel
+    from methods.dflash.model import BlockModel, CandidateSelector
     from specbench.data.training import Batch
     from specbench.decoding.model.staged_model import StagedModel
 
 BEGINS = "random weights, the target's norm"
 EVERY = 4  # of held-out text, every so many tokens begin a block
-MARKOV = "markov"
+CANDIDATES, REACH, GROUP = 16, 2, 16  # of DFlash2, as published: of its selector, and of its convolutions
 
 
 class Injected:
@@ -84,6 +95,7 @@ class BlockDistillation(torch.nn.Module):
         self.distance_share = distance_share
         self.head = Head.of(target.model)
         self.guesses = model.config.most_guesses
+        self.candidates = min(model.config.selector_top_k, len(self.head.weight))
         self.weights = torch.exp(-torch.arange(self.guesses, device=target.device) / decay)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -149,13 +161,16 @@ class BlockDistillation(torch.nn.Module):
         block = torch.arange(blocks, device=device).repeat_interleave(places)
         within = (block.unsqueeze(1) == block).expand(rows, -1, -1)
         mask = torch.cat([in_front, within], dim=-1).unsqueeze(1)
-        out = model(hidden, model.rope(at, hidden), mask, cast("Any", Injected(keys, values)))
+        cache = cast("Any", Injected(keys, values))
+        out = model(hidden, model.rope(at, hidden), mask, cache, places)
         return out.unflatten(1, (blocks, places))[:, :, config.fills_in :], by_tap[NORMED]
 
     def judged(self, truth: Distribution, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """The losses [n] of normed states [n, d], with the tokens [n] in front of what they guess."""
         logits, embedded = self.logits(states, before)
         loss = (1 - self.distance_share) * cross_entropies(logits, truth)
+        if self.model.candidate_selector is not None:
+            loss = loss + self.chosen(logits, truth, states, before)
         if not self.distance_share and embedded is None:
             return loss
         guessed = logits.softmax(-1)
@@ -170,13 +185,43 @@ class BlockDistillation(torch.nn.Module):
             loss = loss + binary_cross_entropy_with_logits(estimate, goal, reduction="none")
         return loss
 
+    def chosen(
+        self, logits: torch.Tensor, truth: Distribution, states: torch.Tensor, before: torch.Tensor
+    ) -> torch.Tensor:
+        """The losses [n] of the selector; logits [n, vocab] are those of the places, the rest is as in `judged`."""
+        first = truth.probs.argmax(-1, keepdim=True)
+        first = first if truth.ids is None else truth.ids.gather(1, first)
+        candidates = logits.topk(self.candidates).indices
+        missing = ~(candidates == first).any(-1, keepdim=True)
+        candidates = torch.cat([candidates[:, :-1], torch.where(missing, first, candidates[:, -1:])], dim=1)
+        scores = logits.gather(1, candidates) + self.selected(states, before, candidates)
+        return cross_entropy(scores, (candidates == first).long().argmax(-1), reduction="none")
+
+    def selected(self, states: torch.Tensor, before: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """What the selector adds [n, count] to the logits of candidates [n, count]."""
+        selector = cast("CandidateSelector", self.model.candidate_selector)
+        successors = selector.successor_codebook[candidates]
+        return selector.scores(selector.hidden_projection(states), before, successors).float()
+
     def logits(self, states: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [n, vocab] of normed states [n, d] and tokens [n] in front; and how the correction embeds these."""
+        """Logits [n, vocab] of normed states [n, d] and tokens [n] in front; and how the correction embeds these.
+
+        The selector is not in them.
+        """
         logits, markov = self.head(states).float(), self.model.markov_head
         if markov is None:
             return logits, None
         embedded = markov.markov_w1(before)
         return logits + markov.markov_w2(embedded).float(), embedded
+
+    def guessed(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """First choices [n] of the drafting model; the rest is as in `logits`."""
+        logits, _ = self.logits(states, before)
+        if self.model.candidate_selector is None:
+            return logits.argmax(-1)
+        likeliest, candidates = logits.topk(self.candidates)
+        best = (likeliest + self.selected(states, before, candidates)).argmax(-1, keepdim=True)
+        return candidates.gather(1, best).squeeze(1)
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [guesses, n] of drafting model and target, each after the drafting model's own tokens before.
@@ -190,17 +235,13 @@ class BlockDistillation(torch.nn.Module):
         among = (goals.weights > 0).view(-1, k).all(-1)
         states = states.flatten(0, 1)[among]
         index, positions = (part.view(-1, k)[among] for part in (goals.batch_index, goals.positions))
-        truth = [self.first_choices(finals[index[:, j], positions[:, j] - 1]) for j in range(k)]
+        truth = [first_choices(self.head, finals[index[:, j], positions[:, j] - 1]) for j in range(k)]
         before, student = ids[index[:, 0], positions[:, 0] - 1], []
         for j in range(k):
             parts = zip(states[:, j].split(CHUNK), before.split(CHUNK))
-            before = torch.cat([self.logits(*part)[0].argmax(-1) for part in parts])
+            before = torch.cat([self.guessed(*part) for part in parts])
             student.append(before)
         return torch.stack(student), torch.stack(truth)
-
-    def first_choices(self, finals: torch.Tensor) -> torch.Tensor:
-        """The target's states [n, d] after its norm -> its likeliest token [n] of each."""
-        return torch.cat([self.head(chunk).argmax(-1) for chunk in finals.split(CHUNK)])
 
 
 def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
@@ -211,15 +252,21 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
     """
     from methods.dflash.model import BlockConfig, BlockModel, default_taps  # late: it takes seconds to import
 
-    markov = cfg.head == MARKOV
+    markov, selects = cfg.head == MARKOV, cfg.head == SELECTOR
+    if selects and target.hidden_size % GROUP:
+        raise UserError(f"head={SELECTOR} is for targets whose width is a multiple of {GROUP}")
     config = BlockConfig(
         **layer_sizes(target),
         num_hidden_layers=cfg.draft_layers,
         block_size=cfg.block_size,
         mask_token_id=mask,
         fills_in=not markov,
-        markov_rank=cfg.markov_rank if markov else 0,
+        markov_rank=cfg.rank if markov else 0,
         confidence=markov,
+        conv_kernel_size=REACH if selects else 0,
+        conv_group_size=GROUP,
+        selector_rank=cfg.rank if selects else 0,
+        selector_top_k=CANDIDATES,
     )
     layers = len(target.layers)
     taps = default_taps(layers, cfg.taps) if isinstance(cfg.taps, int) else tuple(cfg.taps)
@@ -230,23 +277,29 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
         model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))
         if model.markov_head is not None:
             model.markov_head.markov_w2.weight.zero_()  # at first nothing is corrected
+        if model.candidate_selector is not None:
+            model.candidate_selector.predecessor_codebook.normal_()
+            model.candidate_selector.successor_codebook.zero_()  # likewise
     return model
 
 
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_dflash.yaml) and returns the folder of the finished drafting model."""
     settings = {
-        "head": Literal["independent", "markov"],
+        "head": Literal["independent", "markov", "selector"],
         "block_size": Annotated[int, Range(2)],
         "draft_layers": Count,
         "taps": Count | list[int],
         "blocks": Count,
         "decay": Positive,
-        "markov_rank": Count,
+        "rank": Count,
         "distance_share": Probability,
-        "mask_token": Count | None,
+        "mask_token": Natural | None,
     }
     check_all(cfg, SETTINGS | settings)
+    Loss.of(cfg, may_sample=False)
+    if cfg.loss_tokens is not None:
+        raise UserError("what is judged are the tokens of all blocks: set blocks, and loss_tokens=null")
     if cfg.length <= cfg.block_size:
         raise UserError(f"length={cfg.length} leaves no room for block_size={cfg.block_size}")
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
@@ -256,15 +309,11 @@ def train(cfg: DictConfig) -> Path:
     from methods.dflash.checkpoint import save_blocks  # late, as above
 
     module = BlockDistillation(model, target, cfg.blocks, cfg.decay, cfg.distance_share)
-    held_out = held_out_batches(cfg, pair)
 
-    def evaluate() -> dict[str, float]:
+    def evaluate(held_out: list[Batch]) -> dict[str, float]:
         return agreements("place", agreement(module.choices, held_out))
 
-    def save(out: Path, figures: dict[str, float]) -> None:
-        save_blocks(model, out, getattr(torch, cfg.save_dtype), **figures)
-
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg, BEGINS)
+    return train_part(module, evaluate, partial(save_blocks, model), cfg, pair, BEGINS)
 
 
 @one_line_errors()

@@ -28,6 +28,7 @@ WEIGHTS = (
     "pard",
     "dflash",
     "dspark",
+    "dflash2",
     "peagle",
     "mtp",
     "streaming",

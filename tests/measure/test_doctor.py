@@ -27,7 +27,7 @@ from tests.support.conf import composed
 pytestmark = pytest.mark.slow  # answers of the embedded target
 TRAINED = (
     *("sps", "vocabtrim", "kangaroo", "medusa", "hydra_heads", "eagle", "eagle2", "eagle3", "s2d"),
-    *("dflash", "ddtree", "dspark", "peagle", "mtp"),
+    *("dflash", "ddtree", "dspark", "dflash2", "peagle", "mtp"),
 )
 
 

@@ -1,4 +1,4 @@
-"""DFlash, DDTree and DSpark: what is drafted, checked against transformers' own DFlash model; training; checkpoints."""
+"""DFlash, DDTree, DSpark, DFlash2: drafts against transformers' own DFlash model or by hand; training; checkpoints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfi
 
 from methods.common.dynamic_trees import candidate_children, tree_of_marginals
 from methods.common.training import mask_to_fill
-from methods.dflash import DDTree, DFlash, DSpark
+from methods.dflash import DDTree, DFlash, DFlash2, DSpark
 from methods.dflash import train as dflash_train
-from methods.dflash.checkpoint import FILLS_IN, NESTED, PREDICTS, load_blocks, save_blocks
+from methods.dflash.checkpoint import CHOICE, FILLS_IN, NESTED, PREDICTS, SELECTS, load_blocks, save_blocks
 from methods.dflash.drafter import all_see_all
 from methods.dflash.model import BlockConfig, BlockModel, default_taps
 from methods.dflash.train import BlockDistillation, fresh_model
@@ -48,12 +48,13 @@ from tests.support.training import training_settings, training_workplace
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 BLOCK, MASK = 5, 1
-KINDS = {DFlash: "independent", DDTree: "independent", DSpark: "markov"}
+KINDS = {DFlash: "independent", DDTree: "independent", DSpark: "markov", DFlash2: "selector"}
+HEADS = ["independent", "markov", "selector"]
 
 
 def settings_of(head: str, **changes: object):
     class Settings:
-        block_size, draft_layers, taps, markov_rank = BLOCK, 2, 2, 6
+        block_size, draft_layers, taps, rank = BLOCK, 2, 2, 6
 
     found = Settings()
     found.head = head
@@ -65,7 +66,7 @@ def settings_of(head: str, **changes: object):
 def drafting_model(pair, head: str, **changes: object) -> BlockModel:
     """Random weights, as large as those of the target."""
     model = fresh_model(settings_of(head, **changes), StagedModel(pair.target), MASK)
-    randomise(model, "markov")
+    randomise(model, "candidate_selector" if head == "selector" else "markov")
     return model.eval()
 
 
@@ -120,8 +121,61 @@ def reference(model: BlockModel) -> MuseGlimmerAssistantModel:
     return other
 
 
+def convolved_by_hand(states: torch.Tensor, kernel: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """States [places, d] summed with those in front.
+
+    Weighed by a kernel [reach, d] and what is added to it [places, reach, groups].
+    """
+    sums = torch.zeros_like(states)
+    for place in range(len(states)):
+        for back in range(min(len(kernel), place + 1)):
+            shared = added[place, back].repeat_interleave(states.shape[1] // added.shape[-1])
+            sums[place] += (kernel[back] + shared) * states[place - back]
+    return sums
+
+
+def filled_by_hand(pair, model: BlockModel, known: list[int]) -> torch.Tensor:
+    """As `filled_by_transformers`, of a model with convolutions, which transformers has not."""
+    config, places = model.config, model.config.block_size
+    block = torch.tensor([known[-1], *[config.mask_token_id] * (places - 1)])
+    context = model.hidden_norm(model.fc(known_states(pair, model.taps, known)))[0]
+    hidden = pair.target.get_input_embeddings()(block)
+    count, heads = len(context) + places, (-1, config.head_dim)
+    cos, sin = (part[0] for part in model.rope(torch.arange(count)[None], hidden))
+
+    def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        left, right = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
+
+    def around(conv, sublayer, states: torch.Tensor) -> torch.Tensor:
+        added = (states @ conv.kernel_projection.weight.T).view(places, 2, config.conv_kernel_size, -1)
+        front = convolved_by_hand(states, conv.base_kernel[0], added[:, 0])
+        return convolved_by_hand(sublayer(front), conv.base_kernel[1], added[:, 1])
+
+    for layer in model.layers:
+        attention = layer.self_attn
+
+        def attend(states: torch.Tensor, attention=attention) -> torch.Tensor:
+            seen = torch.cat([context, states])
+            query = rotated(
+                attention.q_norm(attention.q_proj(states).unflatten(-1, heads)), cos[-places:], sin[-places:]
+            )
+            key = rotated(attention.k_norm(attention.k_proj(seen).unflatten(-1, heads)), cos, sin)
+            value = attention.v_proj(seen).unflatten(-1, heads)
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            weights = torch.einsum("qhd,khd->hqk", query, key).mul(attention.scaling).softmax(-1)
+            return attention.o_proj(torch.einsum("hqk,khd->qhd", weights, value).flatten(1))
+
+        hidden = hidden + around(layer.attention_conv, attend, layer.input_layernorm(hidden))
+        hidden = hidden + around(layer.mlp_conv, layer.mlp, layer.post_attention_layernorm(hidden))
+    return model.norm(hidden)
+
+
 def filled_by_transformers(pair, model: BlockModel, known: list[int]) -> torch.Tensor:
     """Normed states [places, d] of a block after known tokens, by transformers' own DFlash model, without a cache."""
+    if model.config.conv_kernel_size:
+        return filled_by_hand(pair, model, known)
     places = model.config.block_size
     block = torch.tensor([[known[-1], *[model.config.mask_token_id] * (places - 1)]])
     states = known_states(pair, model.taps, known)
@@ -180,6 +234,34 @@ def test_a_markov_chain_is_corrected_by_the_token_in_front(tmp_path):
     drafter.draft = check
     Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(30))
     assert len(compared) > 4 and max(compared) == BLOCK
+
+
+def test_a_selected_chain_is_chosen_among_the_likeliest_of_each_place(tmp_path):
+    pair = random_pair("llama")
+    drafter, compared, changed = drafter_of(DFlash2, "llama", tmp_path), [], []
+    model, draft_of = trained_model("llama", "selector"), drafter.draft
+    selector = model.candidate_selector
+
+    def check(batch):
+        draft = draft_of(batch)
+        known, k = batch.sequences[0].tokens, draft.tokens.shape[1]
+        states = filled_by_hand(pair, model, known)
+        token, expected = known[-1], []
+        for j in range(k):
+            logits = pair.target.lm_head(states[1 + j])
+            weighed = selector.predecessor_codebook[token] * selector.hidden_projection(states[1 + j])
+            candidates = logits.topk(16).indices.tolist()
+            scores = [float(logits[c] + weighed @ selector.successor_codebook[c]) for c in candidates]
+            token = candidates[scores.index(max(scores))]
+            changed.append(token != int(logits.argmax()))
+            expected.append(token)
+        assert draft.tokens[0].tolist() == expected
+        compared.append(k)
+        return draft
+
+    drafter.draft = check
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(30))
+    assert len(compared) > 4 and {*compared} >= {BLOCK - 1} and any(changed)
 
 
 def by_hand(log_probs: torch.Tensor, nodes: int) -> set[tuple[int, ...]]:
@@ -256,7 +338,7 @@ def test_lossless_on_one_architecture(kind, tmp_path):
         assert_rounds_of_every_kind(steps, partly=True)
 
 
-@pytest.mark.parametrize("kind", [DFlash, DSpark])
+@pytest.mark.parametrize("kind", [DFlash, DSpark, DFlash2])
 def test_an_oracle_proposes_its_tokens_in_place_of_these(kind, tmp_path):
     """Token by token, though all places are guessed at once."""
     pair, folder = random_pair("llama"), saved("llama", kind, tmp_path)
@@ -279,7 +361,7 @@ def test_lossless_in_batches(scheduler, kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [DFlash, DSpark])
+@pytest.mark.parametrize("kind", [DFlash, DSpark, DFlash2])
 def test_samples_follow_the_target(kind, tmp_path):
     pair = random_pair("llama", **SHAPE)
     save_blocks(drafting_model(pair, KINDS[kind]), tmp_path, torch.float32)
@@ -348,7 +430,8 @@ def test_a_draft_reads_its_model_once(tmp_path):
         model = trained_model("llama", KINDS[kind])
         steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(9)).steps
         weights = {name: w.nbytes for name, w in model.state_dict().items()}
-        once = sum(size for name, size in weights.items() if not name.startswith("markov_head"))
+        by_row = ("markov_head", "candidate_selector.predecessor", "candidate_selector.successor")
+        once = sum(size for name, size in weights.items() if not name.startswith(by_row))
         again = BLOCK * weights.get("markov_head.markov_w2.weight", 0)
         assert steps[0].draft_bytes == once + head + again
 
@@ -358,7 +441,7 @@ def test_a_draft_reads_its_model_once(tmp_path):
 
 def test_training_sees_what_drafting_sees():
     """Blocks of a text, all at once, are those that transformers' own model fills after each beginning."""
-    for head, arch in product(("independent", "markov"), ("llama", "qwen2")):
+    for head, arch in product(HEADS, ("llama", "qwen2")):
         pair = random_pair(arch)
         model = drafting_model(pair, head)
         module = BlockDistillation(model, StagedModel(pair.target), 2, 4.0, 0.0)
@@ -411,7 +494,7 @@ def test_the_loss_by_hand(share):
     assert pair.target.lm_head.weight.grad is None
 
 
-@pytest.mark.parametrize("head", ["independent", "markov"])
+@pytest.mark.parametrize("head", HEADS)
 def test_stored_distributions_are_read_where_tokens_are_judged_alone(head):
     """Elsewhere there may be none; and a batch in which nothing is judged costs nothing, but has gradients."""
     pair = random_pair("llama")
@@ -430,7 +513,7 @@ def test_stored_distributions_are_read_where_tokens_are_judged_alone(head):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["independent", "markov"])
+@pytest.mark.parametrize("head", HEADS)
 def test_training_teaches_blocks(head, tmp_path):
     workplace = training_workplace(tmp_path / "pair")
     more = (
@@ -447,7 +530,8 @@ def test_training_teaches_blocks(head, tmp_path):
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert json.loads((out / RECORD).read_text())["place_3_agreement"] == rows[-1]["place_3_agreement"]
     settings = json.loads((out / "config.json").read_text())
-    assert settings["architectures"] == [FILLS_IN if head == "independent" else PREDICTS]
+    architectures = {"independent": FILLS_IN, "markov": PREDICTS, "selector": SELECTS}
+    assert settings["architectures"] == [architectures[head]]
 
 
 @pytest.mark.parametrize(
@@ -457,6 +541,8 @@ def test_training_teaches_blocks(head, tmp_path):
         ("block_size=1", "block_size"),
         ("head=other", "head"),
         ("block_size=64", "no room"),
+        ("vocab_sample=8", "vocab_sample=null"),
+        ("loss_tokens=8", "loss_tokens=null"),
     ],
 )
 def test_a_setting_of_the_training_that_cannot_work(tmp_path, setting, says):
@@ -515,7 +601,7 @@ def test_files_are_those_of_the_authors(tmp_path):
     assert settings["enable_confidence_head"] and settings["confidence_head_with_markov"]
 
 
-@pytest.mark.parametrize("head", ["independent", "markov"])
+@pytest.mark.parametrize("head", HEADS)
 def test_what_is_trained_drafts_the_same_when_loaded(head, tmp_path):
     pair = random_pair("qwen2")
     target, model = StagedModel(pair.target), drafting_model(random_pair("qwen2"), head)
@@ -524,7 +610,8 @@ def test_what_is_trained_drafts_the_same_when_loaded(head, tmp_path):
     save_blocks(loaded, tmp_path / "second", torch.bfloat16)
     again = load_blocks(tmp_path / "second", target)
     assert again.taps == model.taps and again.config.block_size == BLOCK
-    assert (again.config.fills_in, again.config.confidence) == (head == "independent", head == "markov")
+    assert (again.config.fills_in, again.config.confidence) == (head != "markov", head == "markov")
+    assert again.config.head == head
     hidden, features = torch.randn(2, 3, 64), torch.randn(2, 3, 64)
     rope = model.rope(torch.arange(3)[None], hidden)
     outputs = [(one(hidden, rope), *one.context(features, rope)) for one in (loaded, again)]
@@ -556,6 +643,9 @@ def of_speculators(folder, head: str, **changes: object) -> BlockModel:
         }
         nested |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
         state["markov_head.markov_w2.weight"] = state["markov_head.markov_w2.weight"][KEPT].clone()
+    elif head == "selector":
+        nested |= {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}
+        nested |= {name: getattr(model.config, name) for name in CHOICE}
     else:
         nested |= {"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]}
     torch.manual_seed(8)
@@ -614,11 +704,31 @@ def test_a_head_of_its_own_is_not_trimmed(tmp_path):
         ({"projector_type": "domino"}, "projector_type=domino"),
         ({"speculators_model_type": "eagle3"}, "speculators' eagle3"),
         ({"aux_hidden_state_layer_ids": [2, 50]}, "states after layers"),
+        (
+            {"speculators_model_type": None, "architectures": ["DSparkSpeculator"]},
+            "does not say speculators_model_type",
+        ),
     ],
 )
 def test_other_files_of_speculators_are_refused(change, says, tmp_path):
     of_speculators(tmp_path, "independent", **change)
     with pytest.raises(UserError, match=says):
+        load_blocks(tmp_path, StagedModel(random_pair("llama").target))
+
+
+def test_settings_of_a_training_change_nothing(tmp_path):
+    """As older versions of speculators write them; nor does one that is said to be null."""
+    nothing = {"max_anchors": 256, "sample_from_anchor": None}
+    of_speculators(tmp_path, "markov", **nothing)
+    assert not load_blocks(tmp_path, StagedModel(random_pair("llama").target)).config.fills_in
+
+
+def test_a_draft_vocabulary_without_a_head_is_refused(tmp_path):
+    of_speculators(tmp_path, "independent")
+    state = load_file(tmp_path / "model.safetensors")
+    del state["lm_head.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="d2t without lm_head.weight"):
         load_blocks(tmp_path, StagedModel(random_pair("llama").target))
 
 
@@ -647,13 +757,15 @@ def test_files_may_hold_the_targets_embedding_and_head(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
-        ({"selector_rank": 256}, "selector_rank"),
+        ({"architectures": ["Domino"]}, "Domino"),
+        ({"selector_rank": 256}, "missing candidate_selector"),
+        ({"conv_kernel_size": 2}, "missing layers.0.attention_conv"),
+        ({"conv_kernel_size": 2, "conv_group_size": 7}, "conv_group_size=7"),
         ({NESTED: {"mask_token_id": MASK, "target_layer_ids": [0], "use_swa": True}}, "use_swa"),
         ({NESTED: {"mask_token_id": MASK, "target_layer_ids": [50]}}, "states after layers"),
         ({NESTED: {"target_layer_ids": [0, 1]}}, "lacks mask_token_id"),
         ({NESTED: {"mask_token_id": 10**6, "target_layer_ids": [0, 1]}}, "no token 1000000"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layers of type sliding_attention"),
         ({"hidden_size": 32}, "another target"),
         ({"num_hidden_layers": 3}, "missing layers.2"),
         ({"markov_rank": 4}, "markov_head"),
@@ -676,9 +788,10 @@ def test_who_lacks_the_part_is_told_how_it_is_trained():
 
 def test_weights_of_the_other_method_are_refused(tmp_path):
     pair = random_pair("llama")
-    for kind, other in ((DFlash, DSpark), (DSpark, DFlash), (DDTree, DSpark)):
+    for kind, other in ((DFlash, DSpark), (DSpark, DFlash2), (DFlash2, DDTree), (DDTree, DSpark)):
         folder = saved("llama", kind, tmp_path / kind.__name__)
-        with pytest.raises(UserError, match="set method="):
+        name = {DFlash: "dflash", DDTree: "dflash", DSpark: "dspark", DFlash2: "dflash2"}[kind]
+        with pytest.raises(UserError, match=f"set method={name}$"):
             other(pair, folder)
     model = drafting_model(pair, "markov")
     without = BlockModel(BlockConfig(**model.config.to_dict() | {"confidence": False}), model.taps)
