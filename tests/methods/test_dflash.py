@@ -494,6 +494,34 @@ def test_the_loss_by_hand(share):
     assert pair.target.lm_head.weight.grad is None
 
 
+def test_the_loss_of_a_selector_by_hand():
+    """Beside the cross-entropy of each place: which of its candidates is the target's first choice, put among them."""
+    pair = random_pair("llama")
+    model = drafting_model(pair, "selector")
+    module = BlockDistillation(model, StagedModel(pair.target), 1, 4.0, 0.0)
+    ids, start, selector = torch.tensor([PROMPT]), 2, model.candidate_selector
+    module.drawn = lambda _: torch.tensor([[start]])
+    module.candidates = 24
+    found = module({"input_ids": ids, "loss_weight": torch.ones(1, len(PROMPT))})
+    states = filled_by_hand(pair, model, PROMPT[: start + 1])
+    truth = pair.target(ids, use_cache=False).logits[0].softmax(-1)
+    total, weights, missed = 0.0, 0.0, 0
+    for j in range(BLOCK - 1):
+        weight = torch.exp(torch.tensor(-j / 4.0))
+        logits, goal = pair.target.lm_head(states[1 + j]), truth[start + j]
+        first, candidates = int(goal.argmax()), logits.topk(24).indices.tolist()
+        if first not in candidates:
+            candidates[-1], missed = first, missed + 1
+        weighed = selector.predecessor_codebook[PROMPT[start + j]] * selector.hidden_projection(states[1 + j])
+        scores = logits[candidates] + selector.successor_codebook[candidates] @ weighed
+        loss = -(goal * logits.log_softmax(-1)).sum() - scores.log_softmax(-1)[candidates.index(first)]
+        total, weights = total + weight * loss, weights + weight
+    torch.testing.assert_close(found, total / weights * len(PROMPT), atol=1e-3, rtol=1e-4)
+    assert 0 < missed < BLOCK - 1
+    found.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_stored_distributions_are_read_where_tokens_are_judged_alone(head):
     """Elsewhere there may be none; and a batch in which nothing is judged costs nothing, but has gradients."""
