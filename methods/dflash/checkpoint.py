@@ -195,8 +195,8 @@ def _config(flat: dict[str, Any]) -> BlockConfig:
     """The config of the drafting layers and heads."""
     predicts = PREDICTS in (flat.get("architectures") or [])
     if (kind := flat.get(KIND)) is not None:
-        said = flat.get(AFTER)
-        predicts = KINDS[kind] if said is None else said
+        after = flat.get(AFTER)
+        predicts = KINDS[kind] if after is None else after
     names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling", "block_size", MASK, MARKOV, *CHOICE}
     chosen = {n: value for n, value in flat.items() if n in names - {"dtype"} and value is not None}
     config = BlockConfig(

@@ -24,15 +24,15 @@ class LocalConvolution(nn.Module):
 
     Args:
         width: of the states.
-        reach: places that are summed, a place's own included.
+        size: places that are summed, a place's own included.
         group: channels that share what the state adds.
     """
 
-    def __init__(self, width: int, reach: int, group: int):
+    def __init__(self, width: int, size: int, group: int):
         super().__init__()
         self.group = group
-        self.base_kernel = nn.Parameter(torch.zeros(2, reach, width))
-        self.kernel_projection = nn.Linear(width, 2 * reach * (width // group), bias=False)
+        self.base_kernel = nn.Parameter(torch.zeros(2, size, width))
+        self.kernel_projection = nn.Linear(width, 2 * size * (width // group), bias=False)
         with torch.no_grad():
             self.base_kernel[:, 0] = 1.0
             self.kernel_projection.weight.zero_()
@@ -41,11 +41,11 @@ class LocalConvolution(nn.Module):
         self, sublayer: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, places: int | None
     ) -> torch.Tensor:
         """What the sublayer makes of normed states [b, n, d], with both convolutions; `places` as in `convolved`."""
-        reach = self.base_kernel.shape[1]
-        added = self.kernel_projection(states).unflatten(-1, (2, reach, -1, 1))
+        size = self.base_kernel.shape[1]
+        added = self.kernel_projection(states).unflatten(-1, (2, size, -1, 1))
         kernels = (self.base_kernel.unflatten(-1, (-1, self.group)) + added).flatten(-2)
-        front, behind = kernels.unbind(2)
-        return convolved(sublayer(convolved(states, front, places)), behind, places)
+        before, after = kernels.unbind(2)
+        return convolved(sublayer(convolved(states, before, places)), after, places)
 
 
 class ConvolvedLayer(Qwen3DecoderLayer):
@@ -54,14 +54,14 @@ class ConvolvedLayer(Qwen3DecoderLayer):
     Args:
         config: of a Qwen3 layer.
         layer_idx: its number in the cache.
-        reach: as in `LocalConvolution`.
+        size: as in `LocalConvolution`.
         group: likewise.
     """
 
-    def __init__(self, config: Qwen3Config, layer_idx: int, reach: int, group: int):
+    def __init__(self, config: Qwen3Config, layer_idx: int, size: int, group: int):
         super().__init__(config, layer_idx)
-        self.attention_conv = LocalConvolution(config.hidden_size, reach, group)
-        self.mlp_conv = LocalConvolution(config.hidden_size, reach, group)
+        self.attention_conv = LocalConvolution(config.hidden_size, size, group)
+        self.mlp_conv = LocalConvolution(config.hidden_size, size, group)
 
     def forward(self, states: torch.Tensor, places: int | None = None, **arguments: Any) -> torch.Tensor:  # type: ignore[override] # the names of others are not used
         """States [b, n, d] -> states [b, n, d].
@@ -84,7 +84,7 @@ def convolved(states: torch.Tensor, kernel: torch.Tensor, places: int | None) ->
 
     Args:
         states: [b, n, d].
-        kernel: [b, n, reach, d] of each place: for itself, for the one in front, ...
+        kernel: [b, n, size, d] of each place: for itself, for the one in front, ...
         places: of a block, where n are several blocks side by side; None: all are one block.
     """
     blocks = states.unsqueeze(1) if places is None else states.unflatten(1, (-1, places))

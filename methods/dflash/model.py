@@ -146,8 +146,8 @@ class BlockModel(CachedLayer):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(taps) * width, width, bias=False)
         self.hidden_norm = Qwen3RMSNorm(width, eps=eps)
-        reach, group = config.conv_kernel_size, config.conv_group_size
-        layer = partial(ConvolvedLayer, reach=reach, group=group) if reach else Qwen3DecoderLayer
+        size, group = config.conv_kernel_size, config.conv_group_size
+        layer = partial(ConvolvedLayer, size=size, group=group) if size else Qwen3DecoderLayer
         self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(width, eps=eps)
         rank, rows = config.markov_rank, config.vocab_size if token_ids is None else token_ids.shape[0]

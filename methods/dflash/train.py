@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 BEGINS = "random weights, the target's norm"
 EVERY = 4  # of held-out text, every so many tokens begin a block
-CANDIDATES, REACH, GROUP = 16, 2, 16  # of DFlash2, as published: of its selector, and of its convolutions
+CANDIDATES, SIZE, GROUP = 16, 2, 16  # of DFlash2, as published: of its selector, and of its convolutions
 
 
 class Injected:
@@ -263,7 +263,7 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
         fills_in=not markov,
         markov_rank=cfg.rank if markov else 0,
         confidence=markov,
-        conv_kernel_size=REACH if selects else 0,
+        conv_kernel_size=SIZE if selects else 0,
         conv_group_size=GROUP,
         selector_rank=cfg.rank if selects else 0,
         selector_top_k=CANDIDATES,

@@ -51,11 +51,11 @@ def _measured(setup: Setup, drafter: VariableLength, protocol: Protocol, longest
     for length in sorted({1, longest, *(2**i for i in range(1, 20) if 2**i < longest)}):
         drafter.rule = Constant(length)
         costs[length] = _cost(setup.answers(METHOD, requests), length, size)
-    found = {length: cost for length, cost in costs.items() if cost is not None}
-    if len(found) < 2 or 0 not in found:  # such short answers, or so few drafts: every length is as good
+    medians = {length: cost for length, cost in costs.items() if cost is not None}
+    if len(medians) < 2 or 0 not in medians:  # such short answers, or so few drafts: every length is as good
         return [1.0, 1.0]
-    lengths = [*found]
-    between = np.interp(range(lengths[-1] + 1), lengths, [*found.values()]) / found[0]
+    lengths = [*medians]
+    between = np.interp(range(lengths[-1] + 1), lengths, [*medians.values()]) / medians[0]
     return [round(float(cost), 3) for cost in costs_by_length(between.tolist(), lengths[-1])]
 
 
