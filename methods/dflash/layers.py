@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 if TYPE_CHECKING:
@@ -87,9 +86,9 @@ def convolved(states: torch.Tensor, kernel: torch.Tensor, places: int | None) ->
         kernel: [b, n, size, d] of each place: for itself, for the one in front, ...
         places: of a block, where n are several blocks side by side; None: all are one block.
     """
-    blocks = states.unsqueeze(1) if places is None else states.unflatten(1, (-1, places))
+    blocks = states if places is None else states.unflatten(1, (-1, places)).flatten(0, 1)
     total = states * kernel[:, :, 0]
     for back in range(1, kernel.shape[2]):
-        in_front = pad(blocks[:, :, :-back], (0, 0, back, 0)).flatten(1, 2)
-        total = total + in_front * kernel[:, :, back]
+        in_front = torch.cat([torch.zeros_like(blocks[:, :back]), blocks[:, :-back]], dim=1)
+        total = total + in_front.view_as(states) * kernel[:, :, back]
     return total
