@@ -67,16 +67,8 @@ FIXED = {
 # What changes nothing in how the layers draft.
 HARMLESS = {
     *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "num_target_layers"),
-    *(
-        "block_size",
-        "num_anchors",
-        "max_anchors",
-        "max_window_layers",
-        "sliding_window",
-        "layer_types",
-        "rope_theta",
-    ),
-    *("rope_scaling", NESTED, LAYERS, MASK, FIGURES, MARKOV, ESTIMATE, WITH_MARKOV),
+    *("block_size", "num_anchors", "max_anchors", "max_window_layers", "sliding_window", "layer_types"),
+    *("rope_theta", "rope_scaling", NESTED, LAYERS, MASK, FIGURES, MARKOV, ESTIMATE, WITH_MARKOV),
     *(LAYER, KIND, STATES, AFTER, "speculators_config", "speculators_version", "has_no_defaults_at_init"),
     *("draft_vocab_size", "sliding_window_non_causal", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"),
     *("confidence_head_alpha", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "lambda_base_start"),

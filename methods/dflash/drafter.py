@@ -78,7 +78,7 @@ class BlockDrafter(Drafter):
                 f"the drafting model in '{weights}' has a head of its own, which is not trimmed: set vocab=full"
             )
         self.max_draft_tokens = max_draft_tokens or model.config.most_guesses
-        self._bytes = weight_bytes(model) + self.head.bytes
+        self._bytes = weight_bytes(model) - model.table_bytes + self.head.bytes
         self._places = self.max_draft_tokens + model.config.fills_in
 
     def open(self, slots: Slots, target: StagedModel) -> None:
@@ -234,9 +234,9 @@ class DSpark(BlockDrafter):
         output, self._before = markov.markov_w2, markov.markov_w1
         all_rows = ids is None or self.model.lm_head is not None
         self._after = output if all_rows else packed_linear(output.weight[ids], None)
-        # The correction's outputs are read for each token, its embeddings by single rows.
+        # The correction's outputs are read for each token.
         self._step_bytes = weight_bytes(self._after)
-        self._bytes -= weight_bytes(output) + weight_bytes(self._before)
+        self._bytes -= weight_bytes(output)
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts all tokens in one pass, and corrects them one after the other."""
@@ -273,30 +273,16 @@ class DFlash2(BlockDrafter):
     needs = Needs(part="dflash2", training="head=selector")
     joins = SELECTOR
 
-    def __init__(
-        self,
-        pair: Pair,
-        weights: str,
-        max_draft_tokens: Count | None = None,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
-    ):
-        super().__init__(pair, weights, max_draft_tokens, vocab_map, vocab_size)
-        self._selector = cast("CandidateSelector", self.model.candidate_selector)
-        self._count = min(self._selector.count, self.head.rows)
-        # Of the codebooks single rows are read.
-        codebooks = self._selector.predecessor_codebook, self._selector.successor_codebook
-        self._bytes -= sum(codebook.nbytes for codebook in codebooks)
-
     def draft(self, batch: Batch) -> Draft:
         """Drafts all tokens in one pass, and chooses them one after the other."""
         k = min(self.max_draft_tokens, batch.max_draft)
-        selector = self._selector
+        selector = cast("CandidateSelector", self.model.candidate_selector)
+        count = min(selector.count, self.head.rows)
 
         def filled(batch: Batch) -> list[torch.Tensor]:
             states = self._states(batch, k)
             logits = self.head.logits(states)
-            likeliest, rows = logits.topk(self._count)
+            likeliest, rows = logits.topk(count)
             projected = selector.hidden_projection(states)
             successors = selector.successor_codebook[self.head.ids(rows)]
 

@@ -1,4 +1,4 @@
-"""DFlash2's layers: a convolution over the places of a block in front of each sublayer, and one behind it.
+"""DFlash2's layers: a convolution over the places of a block in front of each sublayer, and one after it.
 
 Each place is summed with the ones in front of it in its block. The weights are a kernel that is learnt, and what the
 place's own normed state adds to it, by groups of channels. Names of the parts are those of the authors' checkpoints.

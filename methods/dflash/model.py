@@ -161,6 +161,15 @@ class BlockModel(CachedLayer):
         self.compiled_layers = tuple(f"layers.{i}" for i in range(self.depth))
         self._joint: Joint | None = None
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables of which a draft reads single rows."""
+        markov, selector = self.markov_head, self.candidate_selector
+        tables = [] if markov is None else [markov.markov_w1.weight]
+        if selector is not None:
+            tables += [selector.predecessor_codebook, selector.successor_codebook]
+        return sum(table.nbytes for table in tables)
+
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
         """The target's states [b, n, d] of each tap -> what layers make keys and values of, [b, n, d]."""
         return self.hidden_norm(self.fc(torch.cat([states[tap] for tap in self.taps], dim=-1)))

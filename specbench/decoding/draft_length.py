@@ -15,7 +15,7 @@ from specbench.decoding.wrapped import WrappedDrafter
 from specbench.system.settings import ADAPTIVE, CONSTANT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from specbench.decoding.drafter import Drafter
     from specbench.decoding.model.staged_model import StagedModel
@@ -109,6 +109,14 @@ def costs_by_length(costs: Sequence[float], longest: int) -> np.ndarray:
     rising = np.maximum.accumulate(np.array(costs[: longest + 1], dtype=float))
     further = np.arange(1, longest + 2 - len(rising))
     return np.concatenate([rising, rising[-1] + (rising[-1] - rising[-2]) * further])
+
+
+def listed_costs(costs: Mapping[int, float]) -> list[float] | None:
+    """Costs by draft tokens -> of none, of one, ..., up to the most that were measured; None where just one was."""
+    if len(costs) < 2:
+        return None
+    lengths = sorted(costs)
+    return np.interp(range(lengths[-1] + 1), lengths, [costs[length] for length in lengths]).tolist()
 
 
 def make_rule(name: str, longest: int, costs: Sequence[float] | None) -> Rule:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from specbench.decoding.draft_length import Constant, Goodput, VariableLength, costs_by_length
+from specbench.decoding.draft_length import Constant, Goodput, VariableLength, costs_by_length, listed_costs
 from specbench.measure.arms import BASELINE, METHOD
 from specbench.measure.warm_up import end_requests, filled
 
@@ -52,11 +50,11 @@ def _measured(setup: Setup, drafter: VariableLength, protocol: Protocol, longest
         drafter.rule = Constant(length)
         costs[length] = _cost(setup.answers(METHOD, requests), length, size)
     medians = {length: cost for length, cost in costs.items() if cost is not None}
-    if len(medians) < 2 or 0 not in medians:  # such short answers, or so few drafts: every length is as good
+    between = listed_costs(medians)
+    if between is None or 0 not in medians:  # such short answers, or so few drafts: every length is as good
         return [1.0, 1.0]
-    lengths = [*medians]
-    between = np.interp(range(lengths[-1] + 1), lengths, [*medians.values()]) / medians[0]
-    return [round(float(cost), 3) for cost in costs_by_length(between.tolist(), lengths[-1])]
+    rising = costs_by_length(between, max(medians)) / medians[0]
+    return [round(float(cost), 3) for cost in rising]
 
 
 def _cost(answers: Iterable[Generation], length: int, size: int) -> float | None:

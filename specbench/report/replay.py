@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specbench.config.spec import POOL
-from specbench.decoding.draft_length import Adaptive, Constant, Goodput, costs_by_length
+from specbench.decoding.draft_length import Adaptive, Constant, Goodput, costs_by_length, listed_costs
 from specbench.measure.arms import BASELINE, METHOD
 from specbench.measure.metrics.dataframes import steps_frame
 from specbench.report.cells import NUMBER, PlainTable, console, number_text
@@ -35,7 +35,7 @@ from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import ADAPTIVE, CONSTANT, GOODPUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     import pandas as pd
     from rich.table import Table
@@ -218,14 +218,6 @@ def mean_costs(recorded: Iterable[Recorded]) -> dict[int, float]:
     return {length: sum(some) / len(some) for length, some in sorted(costs.items())}
 
 
-def listed(costs: Mapping[int, float]) -> list[float] | None:
-    """Costs by draft tokens -> of none, of one, ..., up to the most that were measured; None where just one was."""
-    if len(costs) < 2:
-        return None
-    lengths = sorted(costs)
-    return np.interp(range(lengths[-1] + 1), lengths, [costs[length] for length in lengths]).tolist()
-
-
 def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
     """What other lengths and rules give.
 
@@ -240,7 +232,7 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
     constant = [one for one in recorded if one.rule == CONSTANT]
     base = max(constant or recorded, key=lambda one: one.longest)
     means = mean_costs(recorded)
-    costs = listed(means)
+    costs = listed_costs(means)
     measured = {
         one.longest if one.rule == CONSTANT else one.rule: one.measured
         for one in recorded

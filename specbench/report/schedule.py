@@ -81,10 +81,9 @@ def schedules(runs: Iterable[Run]) -> list[Schedule]:
     measured: dict[tuple[str, str], dict[int, list[Run]]] = {}
     for run in runs:
         summary = run.summary
-        if summary["overall"]["acceptance_rate"] is None or not draft_length(summary):
-            continue  # nothing is drafted, or no length is set
-        if summary["draft_length"] != CONSTANT:
-            continue
+        has_length = draft_length(summary) and summary["draft_length"] == CONSTANT
+        if summary["overall"]["acceptance_rate"] is None or not has_length:
+            continue  # nothing is drafted, or not with one length
         key = (summary["drafter"] or summary["method"], setting_of(summary, batches=False))
         measured.setdefault(key, {}).setdefault(batch_size(summary), []).append(run)
     return [

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specbench.decoding.draft_length import Adaptive, Constant
+from specbench.decoding.draft_length import Adaptive, Constant, listed_costs
 from specbench.report.replay import (
     LEAST_ROUNDS,
     Recorded,
     groups,
-    listed,
     main,
     play,
     replay_table,
@@ -84,7 +83,7 @@ def test_rounds_by_hand():
 
 def test_a_run_is_replayed_to_what_it_had():
     recorded = Recorded(run(6))
-    again = play(recorded, listed(recorded.costs()), Constant(6))
+    again = play(recorded, listed_costs(recorded.costs()), Constant(6))
     assert again.length == pytest.approx(recorded.measured.length, rel=0.005)
     assert again.speedup == pytest.approx(recorded.measured.speedup, rel=0.01)
 
@@ -94,7 +93,7 @@ def test_shorter_drafts_are_what_they_would_have_been(length):
     """Within 2 % of the length and 5 % of the speedup that drafts of that length really have."""
     longest, really = Recorded(run(6)), Recorded(run(length)).measured
     costs = longest.costs() | Recorded(run(2)).costs() | Recorded(run(4)).costs()
-    replayed = play(longest, listed(costs), Constant(length))
+    replayed = play(longest, listed_costs(costs), Constant(length))
     assert replayed.length == pytest.approx(really.length, rel=0.02)
     assert replayed.speedup == pytest.approx(really.speedup, rel=0.05)
 
@@ -104,7 +103,7 @@ def test_what_was_never_guessed_is_drawn_by_what_follows_whole_drafts():
     always = Recorded(run(3, of=[np.ones(48)] * 4))
     assert always.after_full == 1.0
     assert np.isnan(always.answers[0].right).sum() == 12  # one of four places
-    assert play(always, listed(always.costs()), Constant(1)).length == pytest.approx(2.0)
+    assert play(always, listed_costs(always.costs()), Constant(1)).length == pytest.approx(2.0)
     rng = np.random.default_rng(1)
     half = Recorded(run(1, of=[*(rng.random((40, 200)) < 0.5).astype(float)]))
     assert half.after_full == pytest.approx(0.5, abs=0.03)
@@ -113,11 +112,11 @@ def test_what_was_never_guessed_is_drawn_by_what_follows_whole_drafts():
 def test_an_oracle_is_as_fast_as_any_length_and_emits_as_much_as_the_longest():
     recorded = Recorded(run(6))
     costs = {int(k): v for k, v in COSTS.items()}
-    best = play(recorded, listed(costs), Constant(6), oracle=True)
-    lengths = [play(recorded, listed(costs), Constant(k)) for k in range(1, 7)]
+    best = play(recorded, listed_costs(costs), Constant(6), oracle=True)
+    lengths = [play(recorded, listed_costs(costs), Constant(k)) for k in range(1, 7)]
     assert best.length == pytest.approx(lengths[-1].length)
     assert best.speedup > max(one.speedup for one in lengths)
-    assert play(recorded, listed(costs), Adaptive(6)).length < best.length
+    assert play(recorded, listed_costs(costs), Adaptive(6)).length < best.length
 
 
 def test_costs_are_in_rounds_of_the_baseline():
@@ -125,7 +124,7 @@ def test_costs_are_in_rounds_of_the_baseline():
     assert recorded.costs() == {0: 1.0, 4: pytest.approx(COSTS[4])}
     few = Recorded(run(4, of=[np.ones(4 * (LEAST_ROUNDS - 2))]))
     assert few.costs() == {0: 1.0}  # too few rounds for a mean
-    assert play(few, listed(few.costs()), Constant(2)).speedup is None
+    assert play(few, listed_costs(few.costs()), Constant(2)).speedup is None
 
 
 def test_the_table_sets_what_was_measured_beside():
