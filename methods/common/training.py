@@ -314,8 +314,9 @@ def train_draft(
     return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
 
 
-def some_of(text: Iterable[Batch], places: int = FITTED_PLACES) -> Iterator[Batch]:
-    """The first batches, until they hold `places` places."""
+def some_of(text: Iterable[Batch]) -> Iterator[Batch]:
+    """The first batches, until they hold as many places as a fit needs."""
+    places = FITTED_PLACES
     for batch in text:
         yield batch
         places -= batch["input_ids"].numel()

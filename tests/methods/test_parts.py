@@ -15,10 +15,12 @@ from specbench.data.training import RECORD
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from specbench.system.files import read_json
+from specbench.system.settings import plain
 from tests.support.conf import composed
 from tests.support.training import saved_pair, training_workplace
 
 TOY = ("steps=2", "length=20", "save_every=2", "loss_tokens=8", "vocab_sample=8", "taps=[1,-1]")
+SMALL = {"draft_vocab": 12, "mask_token": 5, "layers": 3, "taps": [1, 2]}  # for a toy's vocabulary and layers
 
 
 @pytest.mark.slow
@@ -43,13 +45,27 @@ def test_those_that_are_compared_learn_alike(tmp_path):
     trained = [step for group in parts.steps(cfg, []) for step in group if step.result.name == RECORD]
     keys = {*parts.TEXT, *parts.ALIKE, "conversations", "states", "threads"} - {"vocab_sample"}
     shared = [{word for word in step.command if word.partition("=")[0] in keys} for step in trained]
-    assert len(trained) == 7 and all(one == shared[0] for one in shared) and len(shared[0]) == len(keys)
+    assert len(trained) == 13 and all(one == shared[0] for one in shared) and len(shared[0]) == len(keys)
     # What a loss is estimated from is not what is learnt: those that take no sample compute all of it.
     samples = {
         step.name: [word for word in step.command if word.startswith("vocab_sample=")] for step in trained
     }
-    assert samples.pop("eagle3") == ["vocab_sample=null"]
-    assert all(one == ["vocab_sample=4096"] for one in samples.values())
+    whole = {"eagle3", "peagle", "mtp", "dflash", "dspark", "dflash2"}
+    assert samples == {name: [f"vocab_sample={'null' if name in whole else 4096}"] for name in samples}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, part in composed("parts").parts.items() if part.alike])
+def test_a_trainer_accepts_its_settings(tmp_path, name):
+    cfg = composed("parts")
+    toy = {"steps": 1, "length": 20, "save_every": 1, "vocab_sample": None}
+    trainer = cfg.parts[name].module
+    conf = f"train_{trainer.split('.')[1]}"
+    toy |= {key: value for key, value in SMALL.items() if key in composed(conf)}
+    settings = {key: cfg[key] for key in (*parts.TEXT, *parts.ALIKE)} | plain(cfg.parts[name].settings) | toy
+    words = [*saved_pair(training_workplace(tmp_path)), *parts.arguments(settings), f"out={tmp_path}/out"]
+    folder = importlib.import_module(trainer).train(composed(conf, *words))
+    assert read_json(folder / RECORD)["steps"] == 1
 
 
 @pytest.mark.parametrize(
