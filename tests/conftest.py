@@ -3,9 +3,9 @@
 - fast (`make test-fast`): all that no marker below names; the heart of every part, in a minute or two on two cores.
 - `first_fast`: of its cases, the first is fast and the others are slow.
 - `nightly` (`make test-nightly`): what tests a stored artefact, a compiler or a simulation, not a change.
-- all markers below: of these tests every eighth runs each time, and the others are nightly. $SPECBENCH_TURN, a number,
+- all markers below: of these tests every twelfth runs each time, and the others are nightly. $SPECBENCH_TURN, a number,
   says which: CI takes other ones each hour, so that all have their turn. SPECBENCH_TURN=all runs all of them.
-- `one_in(k)`: of its cases every k-th runs each time, where eight are not few enough, or where the test is fast.
+- `one_in(k)`: of its cases every k-th runs each time, where twelve are not few enough, or where the test is fast.
 - `slow`: training, long statistics, further architectures, and what takes half a second where finer tests are fast.
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
 - `model`: needs a real model, and is skipped where it was not fetched; SPECBENCH_MODELS=1 fetches it.
@@ -44,7 +44,7 @@ from tests.support.synthetic import QUIET
 
 TURN = os.environ.get("SPECBENCH_TURN", "0")
 ALL = "all"  # as TURN: no test waits for its turn
-SLOW, SHARE = ("slow", "process", "cluster", "browser", "model"), 8
+SLOW, SHARE = ("slow", "process", "cluster", "browser", "model"), 12
 USERS_CACHE = cache_folder()  # no test writes there but those of `model`, and what compiles the kernels
 
 hypothesis.settings.register_profile("specbench", deadline=None, derandomize=True)

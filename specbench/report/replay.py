@@ -169,11 +169,11 @@ def rounds_of(right: np.ndarray, rule: Rule) -> list[tuple[int, int]]:
         Draft tokens and accepted ones of each round.
     """
     rounds, at, length, counts = [], 0, rule.initial, np.zeros(2)
+    wrong = np.append(np.flatnonzero(right == 0), len(right))
+    next_wrong = wrong[np.searchsorted(wrong, np.arange(len(right)))].tolist()  # of each place
     while at < len(right):
         drafted = min(length, len(right) - at - 1)
-        window = right[at : at + drafted]
-        wrong = np.flatnonzero(window == 0)
-        accepted = int(wrong[0]) if len(wrong) else drafted
+        accepted = min(drafted, next_wrong[at] - at)
         rounds.append((drafted, accepted))
         at += accepted + 1
         if drafted:

@@ -74,6 +74,7 @@ def test_products_of_other_layouts_and_other_attention_are_called_from_python(la
     assert target.stack.is_compiled
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_layers_share_a_function_and_a_changed_weight_is_seen():
     with torch.inference_mode(False):
@@ -90,6 +91,7 @@ def test_layers_share_a_function_and_a_changed_weight_is_seen():
     torch.testing.assert_close(second, logits_of(plain(target), ids)["chain"], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_fault_in_a_compiled_layer_is_found_by_its_first_pass(monkeypatch, capfd):
     compiled_layers._warn_once.cache_clear()

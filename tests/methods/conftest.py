@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from accelerate.state import AcceleratorState
 
+from methods.common import training
 from tests.support.decoding import random_pair
 from tests.support.methods import saved_adapter
 
@@ -24,3 +25,9 @@ def fresh_accelerator() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def _small_fits(monkeypatch):
+    """A fit of a fresh part by least squares needs few places where the vocabulary is a toy's."""
+    monkeypatch.setattr(training, "FITTED_PLACES", 2000)

@@ -95,6 +95,7 @@ def known_states(pair, taps: tuple[int, ...], known: list[int]) -> torch.Tensor:
     return torch.cat([output.hidden_states[tap] for tap in taps], dim=-1)
 
 
+@cache
 def reference(model: BlockModel) -> MuseGlimmerAssistantModel:
     """The same weights in transformers' own DFlash model."""
     config = model.config
@@ -191,6 +192,7 @@ def filled_by_transformers(pair, model: BlockModel, known: list[int]) -> torch.T
 # -- drafting
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_a_chain_is_what_transformers_own_model_guesses(arch, tmp_path):
     pair = random_pair(arch)
@@ -689,6 +691,7 @@ def of_speculators(folder, head: str, **changes: object) -> BlockModel:
 KEPT = [3, 4, 9, 11, 17, 20, 29, 33, 40]
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_of_speculators_draft_with_the_head_that_they_hold(kind, tmp_path):
     """Over the tokens that it scores; the rest is as in the other forms."""

@@ -114,6 +114,7 @@ def test_the_layer_by_hand(flag):
     torch.testing.assert_close(model.logits(found)[0, 0], w["lm_head.weight"] @ ended, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("taps", [(2,), (1, 2, 3, 4)])
 def test_another_number_of_depths(taps, tmp_path):
     """As config.json names them; the authors read three."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from methods.common import training
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.mtp import Mtp
@@ -108,6 +109,7 @@ def test_the_head_by_hand():
 # -- drafting
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_a_draft_is_a_chain_of_the_heads_guesses(arch, tmp_path):
     pair = random_pair(arch)
@@ -210,8 +212,9 @@ def test_tokens_that_an_expanded_target_adds_are_not_drafted(tmp_path):
 # -- training
 
 
-def test_a_fresh_head_is_the_best_linear_estimate_of_the_next_state():
+def test_a_fresh_head_is_the_best_linear_estimate_of_the_next_state(monkeypatch):
     """Of the size that the target's states have after their norm."""
+    monkeypatch.setattr(training, "FITTED_PLACES", 60_000)  # all of the text below
     pair = random_pair("llama")
     target = StagedModel(pair.target)
     model = fresh_model(target)

@@ -137,6 +137,7 @@ def test_a_length_with_least_variance():
 # -- one sequence
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("cost", ["none", "sps"])
 def test_each_place_of_a_draft_has_its_acceptance(cost, tmp_path):
     """Of many answers, alone and in a batch; a given length has drafts of two neighbouring numbers alone."""

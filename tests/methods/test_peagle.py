@@ -82,6 +82,7 @@ def filled(pair, model: Eagle3Model, known: list[int], masks: int) -> torch.Tens
 # -- drafting
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_a_draft_is_what_masks_guess(arch, tmp_path):
     pair = random_pair(arch)

@@ -88,6 +88,7 @@ def test_a_run_is_replayed_to_what_it_had():
     assert again.speedup == pytest.approx(recorded.measured.speedup, rel=0.01)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
 def test_shorter_drafts_are_what_they_would_have_been(length):
     """Within 2 % of the length and 5 % of the speedup that drafts of that length really have."""
