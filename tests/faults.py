@@ -79,11 +79,11 @@ FAULTS = (
         ACCEPT,
     ),
     Fault(
-        "the bonus token is the one before",
+        "a rejected draft token follows in place of the target's own",
         "acceptance",
         f"{D}/acceptance.py",
-        "return Accepted(count, _at(choices, count), choices)",
-        "return Accepted(count, _at(choices, (count - 1).clamp(min=0)), choices)",
+        "return Accepted(leading(choices[..., :-1] == tokens, valid_mask), choices)",
+        "return Accepted(leading(choices[..., :-1] == tokens, valid_mask), torch.cat([tokens, choices[..., -1:]], -1))",
         ACCEPT,
     ),
     Fault(
@@ -115,8 +115,8 @@ FAULTS = (
         "a node attends to its siblings",
         "trees",
         f"{D}/tree.py",
-        "return cls(parents, on_path, on_path.sum(-1), seen, max_children)",
-        "return cls(parents, on_path, on_path.sum(-1), torch.ones_like(seen).tril(), max_children)",
+        "return cls(parents, seen[:, 1:, 1:].sum(-1), seen, max_children)",
+        "return cls(parents, seen[:, 1:, 1:].sum(-1), torch.ones_like(seen).tril(), max_children)",
         LOSSLESS,
     ),
     Fault(

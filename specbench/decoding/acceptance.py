@@ -41,14 +41,12 @@ class Accepted:
 
     Attributes:
         count: [b] draft tokens kept.
-        next: [b] the target's token that follows them.
-        tokens: [b, 1 + k] that begin with the kept ones and `next`; the rest is of no use.
+        tokens: [b, 1 + k] that begin with the kept ones and the target's token that follows; the rest is of no use.
         path: for a tree [b, k], of which the first `count` are the indices of the kept nodes from the root down; None
             for a chain.
     """
 
     count: torch.Tensor
-    next: torch.Tensor
     tokens: torch.Tensor
     path: torch.Tensor | None = None
 
@@ -88,7 +86,7 @@ def accept_at_once(
         rebuilt = Draft(tokens, by_name.get("probs"), tree, by_name.get("candidates"))
         accepted = accept(logits, rebuilt, decoding, by_name.get("uniforms"), by_name.get("limits"))
         path = [] if accepted.path is None else [accepted.path]
-        return [accepted.count, accepted.next, accepted.tokens, *path]
+        return [accepted.count, accepted.tokens, *path]
 
     key = "accept", decoding.temperature, decoding.verification, max_children, *inputs, len(shape)
     return Accepted(*runner.run(owner, key, accept_tensors, logits, draft.tokens, *inputs.values(), *shape))
@@ -114,14 +112,16 @@ def accept(
     b, k = draft.tokens.shape
     if k == 0:
         choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, :1, TARGET])
-        return Accepted(draft.tokens.new_zeros(b), choices[:, 0], choices)
+        return Accepted(draft.tokens.new_zeros(b), choices)
     valid_mask = _valid_mask(draft, limits)
     if draft.tree is not None:
         return _accept_tree(logits, draft, draft.tree, decoding, uniforms, valid_mask)
     if uniforms is None or draft.probs is None:
         choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, : 1 + k, TARGET])
         if decoding.verification == TYPICAL:
-            return typical_chain(logits, choices, draft.tokens, valid_mask)
+            fits = (choices[:, :-1] == draft.tokens) | is_typical(logits[:, :-1], draft.tokens)
+            count = leading(fits, valid_mask)
+            return outcome(draft.tokens, count, _at(choices, count))
         return greedy_chain(choices, draft.tokens, valid_mask)
     rule = block_chain if decoding.verification == BLOCK else sampled_chain
     count, rest = rule(decoding.probs(logits), draft.tokens, draft.probs, uniforms[:, :k, ACCEPT], valid_mask)
@@ -135,7 +135,7 @@ def outcome(
     accepted_tokens = tokens if path is None else tokens.gather(1, path.clamp(max=tokens.shape[1] - 1))
     steps, next_ = torch.arange(1 + tokens.shape[1], device=tokens.device), following.unsqueeze(1)
     new = torch.where(steps == count.unsqueeze(1), next_, torch.cat([accepted_tokens, next_], dim=1))
-    return Accepted(count, following, new, path)
+    return Accepted(count, new, path)
 
 
 def _accept_tree(
@@ -195,24 +195,13 @@ def greedy_chain(
         tokens: [..., k] the draft.
         valid_mask: [..., k], which of the tokens were drafted at all; None for all of them.
     """
-    fits = choices[..., :-1] == tokens
-    count = leading(fits, valid_mask)
     # What is kept are choices of the target, too.
-    return Accepted(count, _at(choices, count), choices)
+    return Accepted(leading(choices[..., :-1] == tokens, valid_mask), choices)
 
 
 def leading(fits: torch.Tensor, valid_mask: torch.Tensor | None) -> torch.Tensor:
     """How many tokens [...] from the first on fit: of [..., k], and of those that `valid_mask` lets be accepted."""
     return (fits if valid_mask is None else fits & valid_mask).cumprod(-1).sum(-1)
-
-
-def typical_chain(
-    logits: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor, valid_mask: torch.Tensor | None = None
-) -> Accepted:
-    """Accepts draft tokens while each is the target's own choice or typical of it; lossy. Arguments are of `accept`."""
-    fits = (choices[:, :-1] == tokens) | is_typical(logits[:, :-1], tokens)
-    count = leading(fits, valid_mask)
-    return outcome(tokens, count, _at(choices, count))
 
 
 def is_typical(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -278,7 +278,6 @@ class Engine:
             logits,
             states,
             accepted.count,
-            accepted.next,
             accepted.path,
             counts,
             tokens,

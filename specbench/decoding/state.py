@@ -181,7 +181,6 @@ class Verified:
         hidden_states: of each tapped layer [b, 1 + k, d], of the same tokens. Layers below the one that the draft
             resumed at are missing.
         count: [b] draft tokens that were accepted.
-        next: [b] the target's own token after them.
         path: of a tree [b, k], of which the first `count` are the indices of the accepted nodes from the root down;
             None for a chain.
         counts: `count` on the host.
@@ -193,7 +192,6 @@ class Verified:
     logits: torch.Tensor
     hidden_states: dict[int, torch.Tensor]
     count: torch.Tensor
-    next: torch.Tensor
     path: torch.Tensor | None
     counts: list[int]
     tokens: list[list[int]]

@@ -21,14 +21,12 @@ class Tree:
     Attributes:
         parents: [b or 1, k] index of each node's parent, -1 for children of the pending token. Parents stand before
             their children.
-        on_path: [b or 1, k, k] which nodes lie on the path to each node, itself included.
-        depths: [b or 1, k] nodes on that path.
+        depths: [b or 1, k] nodes on the path to each node, itself included.
         visible: [b or 1, 1 + k, 1 + k] which of the pending token and the nodes each of them attends to.
         max_children: a bound on the children of one node, for trees of drawn tokens; None: k.
     """
 
     parents: torch.Tensor
-    on_path: torch.Tensor
     depths: torch.Tensor
     visible: torch.Tensor
     max_children: int | None = None
@@ -39,8 +37,7 @@ class Tree:
         parents = parents if parents.dim() == 2 else parents.unsqueeze(0)
         seen = torch.nn.functional.pad(ancestors(parents), (1, 0, 1, 0))
         seen[..., 0].fill_(True)
-        on_path = seen[:, 1:, 1:]
-        return cls(parents, on_path, on_path.sum(-1), seen, max_children)
+        return cls(parents, seen[:, 1:, 1:].sum(-1), seen, max_children)
 
     @classmethod
     def of_lists(cls, parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
@@ -59,18 +56,23 @@ class Tree:
         bits = np.frombuffer(sets, dtype=np.uint8).reshape(len(parents), n, width)
         seen = on_device(np.unpackbits(bits, axis=2, count=n, bitorder="little"), device, torch.bool)
         numbers = on_device([parents, depths], device)
-        return cls(numbers[0], seen[:, 1:, 1:], numbers[1], seen)
+        return cls(numbers[0], numbers[1], seen)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What `of_tensors` makes it of again, with `max_children`."""
-        return self.parents, self.on_path, self.depths, self.visible
+        return self.parents, self.depths, self.visible
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[torch.Tensor], max_children: int | None = None) -> Tree:
         """The tree of these `tensors`."""
-        parents, on_path, depths, visible = tensors
-        return cls(parents, on_path, depths, visible, max_children)
+        parents, depths, visible = tensors
+        return cls(parents, depths, visible, max_children)
+
+    @property
+    def on_path(self) -> torch.Tensor:
+        """[b or 1, k, k] which nodes lie on the path to each node, itself included."""
+        return self.visible[:, 1:, 1:]
 
     def offsets(self) -> torch.Tensor:
         """[b or 1, 1 + k] positions of the pending token and the nodes after the pending token's."""

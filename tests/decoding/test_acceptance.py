@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbench.decoding import acceptance
 from specbench.decoding.acceptance import (
+    Accepted,
     accept,
     greedy_chain,
     is_typical,
@@ -26,6 +27,11 @@ from specbench.decoding.tree import Tree, ancestors
 SMALL = st.integers(0, 2)
 
 
+def next_token(verdict: Accepted) -> torch.Tensor:
+    """[...] the target's token that follows what was accepted."""
+    return verdict.tokens.gather(-1, verdict.count.unsqueeze(-1)).squeeze(-1)
+
+
 @given(st.lists(st.tuples(SMALL, SMALL), max_size=8), SMALL)
 def test_greedy_chain_keeps_the_matching_prefix(pairs, bonus):
     choices, tokens = [c for c, _ in pairs] + [bonus], [t for _, t in pairs]
@@ -33,7 +39,7 @@ def test_greedy_chain_keeps_the_matching_prefix(pairs, bonus):
     while kept < len(tokens) and tokens[kept] == choices[kept]:
         kept += 1
     verdict = greedy_chain(torch.tensor(choices), torch.tensor(tokens, dtype=torch.int64))
-    assert (verdict.count.item(), verdict.next.item()) == (kept, choices[kept])
+    assert (verdict.count.item(), next_token(verdict).item()) == (kept, choices[kept])
 
 
 def test_greedy_chain_takes_rows_of_a_batch_one_by_one():
@@ -41,7 +47,7 @@ def test_greedy_chain_takes_rows_of_a_batch_one_by_one():
     batch = greedy_chain(choices, tokens)
     for i in range(50):
         single = greedy_chain(choices[i], tokens[i])
-        assert (batch.count[i], batch.next[i]) == (single.count, single.next)
+        assert (batch.count[i], next_token(batch)[i]) == (single.count, next_token(single))
 
 
 @st.composite
@@ -72,11 +78,11 @@ def test_greedy_tree_walks_the_matching_path(tree):
     draft = Draft(torch.tensor([tokens]), tree=Tree.of(torch.tensor(parents)))
     verdict = accept(logits, draft, SamplingParams(1), None)
     assert verdict.path[0, : verdict.count].tolist() == path
-    assert verdict.next.item() == choices[node + 1]
+    assert next_token(verdict).item() == choices[node + 1]
     for most in range(len(path) + 1):
         cut = accept(logits, draft, SamplingParams(1), None, limits=torch.tensor([most]))
         assert cut.path[0, : cut.count].tolist() == path[:most]
-        assert cut.next.item() == choices[([-1, *path])[most] + 1]
+        assert next_token(cut).item() == choices[([-1, *path])[most] + 1]
     # Of nodes that are only looked at none is accepted.
     some = accept(
         logits, replace(draft, candidates=torch.tensor([len(tokens) // 2])), SamplingParams(1), None
@@ -114,7 +120,7 @@ def test_trees_of_a_batch_are_accepted_one_by_one():
                     )
                     alone = accept(logits[one], own, decoding, None if uniforms is None else uniforms[one])
                     n = int(alone.count)
-                    assert (int(batch.count[i]), int(batch.next[i])) == (n, int(alone.next))
+                    assert (int(batch.count[i]), int(next_token(batch)[i])) == (n, int(next_token(alone)))
                     assert batch.path[i, :n].tolist() == alone.path[0, :n].tolist()
 
 
@@ -173,7 +179,7 @@ def emitted_pairs(draft_kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         q = q.expand(ROWS, 2, VOCAB)
     if q is None:
         verdict = greedy_chain(sample_inverse_cdf(probs, torch.rand(ROWS, 3, generator=g)), tokens)
-        count, following = verdict.count, verdict.next
+        count, following = verdict.count, next_token(verdict)
     else:
         count, rest = sampled_chain(probs, tokens, q, torch.rand(ROWS, 2, generator=g))
         following = torch.multinomial(rest, 1, generator=g).squeeze(-1)
@@ -304,7 +310,7 @@ def test_sampled_trees_leave_the_distribution_unchanged(deterministic):
                 sample_inverse_cdf(q.expand(1, 3, -1), rows.unsqueeze(0)), q.expand(1, 3, VOCAB), tree
             )
         verdict = accept(logits, draft, SamplingParams(9, 1.0), numbers.unsqueeze(0))
-        kept = [*draft.tokens[0, verdict.path[0, : verdict.count]].tolist(), verdict.next.item()]
+        kept = [*draft.tokens[0, verdict.path[0, : verdict.count]].tolist(), next_token(verdict).item()]
         if verdict.count and len(kept) < 2:
             raise AssertionError("a kept token is followed by one of the target")
         second = kept[1] if len(kept) > 1 else torch.multinomial(p[1], 1, generator=g).item()
@@ -356,7 +362,7 @@ def test_a_tree_without_nodes_is_an_empty_chain():
     verdict = accept(
         torch.tensor([[[0.0, 2.0]]]), Draft(nothing, tree=Tree.of(nothing)), SamplingParams(1), None
     )
-    assert (verdict.count.item(), verdict.next.item(), verdict.path) == (0, 1, None)
+    assert (verdict.count.item(), next_token(verdict).item(), verdict.path) == (0, 1, None)
 
 
 # -- a rule that is lossy
@@ -378,7 +384,7 @@ def test_typical_acceptance_keeps_tokens_that_are_not_the_targets_choice(tree):
     kept = accept(logits, draft, SamplingParams(9, verification="typical"), None)
     assert kept.count.tolist() == [3] and kept.tokens.tolist() == [[5, 3, 7, 3]]
     strict = accept(logits, draft, SamplingParams(9), None)
-    assert strict.count.tolist() == [0] and strict.next.tolist() == [3]
+    assert strict.count.tolist() == [0] and next_token(strict).tolist() == [3]
 
 
 def test_typical_acceptance_keeps_no_token_that_was_not_drafted():

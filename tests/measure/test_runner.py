@@ -457,7 +457,8 @@ def accept_one_too_many(monkeypatch, bench):
     def generous(logits, draft, *more):
         verdict = real(logits, draft, *more)
         count = (verdict.count + 1).clamp(max=draft.tokens.shape[1])
-        return outcome(draft.tokens, count, verdict.next, verdict.path)
+        following = verdict.tokens.gather(1, verdict.count.unsqueeze(1)).squeeze(1)
+        return outcome(draft.tokens, count, following, verdict.path)
 
     monkeypatch.setattr(acceptance, "accept", generous)
 

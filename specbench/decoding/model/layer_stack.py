@@ -151,7 +151,8 @@ class LayerStack:
     @property
     def positions(self) -> int:
         """How many positions there are angles for."""
-        return min((cos.shape[1] for cos, _ in self.angles.values()), default=0)
+        counts = [cos.shape[1] for cos, _ in self.angles.values()]
+        return min(counts) if counts else 0  # dynamo knows no default of `min`
 
     def ropes(self, ctx: ForwardContext, n: int) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
         """Cosines and sines [b or 1, n, rotary_dim] of the positions of a pass, of each table of angles."""
