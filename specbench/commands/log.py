@@ -229,12 +229,13 @@ def main() -> int:
     from specbench.report.runs import finished_runs
 
     if arguments.pop("command") == "log":
-        folders = [run.folder for run in finished_runs(arguments.pop("run_dir"))[0]]
+        runs, left_out = finished_runs(arguments.pop("run_dir"))
+        tables.print_left_out(left_out)
         try:
-            logged = [track(run_dir, tracker_of(run_dir, **arguments)) for run_dir in folders]
+            logged = [track(run.folder, tracker_of(run.folder, **arguments)) for run in runs]
         except KeyboardInterrupt:
             return 130
-        return 0 if all(logged) else 1
+        return 0 if all(logged) and not left_out else 1
     os.environ["WANDB_SILENT"] = "true"  # it prints nothing, and asks nothing
     runs, left_out = finished_runs(pull(**arguments))
     tables.print_overview(runs)

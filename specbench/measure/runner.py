@@ -231,8 +231,12 @@ class Job:
         }
         provenance.record(self.run_dir, collected | chosen | {"speed": speed | {"first": first}})
         if (self.run_dir / store.FACTS).exists():  # resumed: the peak is that of all processes
-            bench.conductor.peak_memory = read_json(self.run_dir / store.FACTS)["peak_memory_bytes"]
-        run_facts = facts(bench) | {"layouts": layouts, "speed": speed, "round_costs": costs}
+            facts_before = read_json(self.run_dir / store.FACTS)
+            bench.conductor.peak_memory = facts_before["peak_memory_bytes"]
+            if setup.served is not None:
+                setup.served.faults[:0] = facts_before["engine"]["faults"]
+        draft = setup.spec.needs.draft_of(self.cfg.pair)
+        run_facts = facts(bench) | {"layouts": layouts, "speed": speed, "round_costs": costs, "draft": draft}
         write_json(self.run_dir / store.FACTS, run_facts)
         return run_facts, probes
 

@@ -9,6 +9,7 @@ prints that table alone, `--write PAGE` writes it into a page.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from specbench.report import cells, claims, compare, decision, formats, gate, pa
 from specbench.report.published_tables import published_tables
 from specbench.report.runs import Run, SkippedRun, finished_runs, is_run, summary_frame
 from specbench.report.training_data import differing_training, training_table
-from specbench.system.errors import file_errors, one_line_errors
+from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.files import make_folder
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def compare_runs(arguments: list[str]) -> int:
     parser.add_argument("--metric", choices=compare.METRICS, default=compare.SPEEDUP)
     parser.add_argument(
         "--fail-below",
-        type=float,
+        type=_limit,
         metavar="RATIO",
         help="exit code 1 if the whole interval of the ratio to the first run lies below, or answers are violations; 2 "
         "if the runs may not be compared",
@@ -102,6 +103,7 @@ def compare_runs(arguments: list[str]) -> int:
     parser.add_argument(
         "--allow",
         action="append",
+        type=_key,
         default=[],
         metavar="KEY",
         help="what else may differ, such as machine or versions.torch; code always may",
@@ -109,8 +111,10 @@ def compare_runs(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     options = parser.parse_args(arguments)
     runs, left_out = finished_runs(options.runs, with_records=True)
-    if not options.json:
-        tables.print_left_out(left_out)
+    if left_out and (options.json or options.fail_below is not None):
+        # The run after it would else be judged, or be what the others are judged by.
+        raise UserError(f"a gate needs every run: {'; '.join(map(str, left_out))}")
+    tables.print_left_out(left_out)
     compare.at_least_two(runs)
     if not options.json:
         compare.print_comparison(runs, options.metric)
@@ -119,6 +123,21 @@ def compare_runs(arguments: list[str]) -> int:
     judged = gate.judge(runs, options.metric, options.fail_below, options.allow)
     print(gate.as_json(judged) if options.json else "\n".join(map(str, judged)))
     return gate.exit_code(judged)
+
+
+def _limit(text: str) -> float:
+    """A ratio above 0; argparse makes a line of the ValueError."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+def _key(text: str) -> str:
+    """Not empty, as a variable of CI may be: every key begins with that."""
+    if not text:
+        raise argparse.ArgumentTypeError("must name what may differ, such as versions.torch")
+    return text
 
 
 def write_report(arguments: list[str], with_claims: bool = False) -> int:
@@ -164,6 +183,7 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
     for path in options.write if with_claims else []:
         claims.renew(path, checked, runs)
     if with_claims and options.markdown:
+        print("\n".join(f"left out: {one}" for one in left_out), file=sys.stderr, end="\n" * bool(left_out))
         print(claims.markdown(checked, runs))
     else:
         print_report(runs)

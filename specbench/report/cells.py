@@ -57,6 +57,12 @@ def speedup_text(numbers: dict, narrow: bool = False) -> Text:
     return ratio_text(numbers["speedup"], numbers["speedup_low"], numbers["speedup_high"], narrow)
 
 
+def questions_text(numbers: dict) -> str:
+    """How many questions a block of numbers rests on, such as "6 of 36" where the others have no speedup."""
+    every, timed = numbers["questions"], numbers["speedup_questions"]
+    return str(every) if timed in (every, None) or numbers.get("pools") else f"{timed} of {every}"
+
+
 def ratio_text(value: float | None, low: float | None, high: float | None, narrow: bool = False) -> Text:
     """A ratio and its interval; without colour where it could as well be 1. narrow: in two lines."""
     outcome = verdict(low, high)

@@ -16,7 +16,7 @@ from specbench.measure.metrics.statistics import Speedup
 from specbench.report import cells, formats, remarks
 from specbench.report.runs import Run, method_label, named
 from specbench.system.errors import UserError
-from specbench.system.settings import CONSTANT
+from specbench.system.settings import CONSTANT, TYPICAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,7 +29,10 @@ SMALL = {"pair": ["tiny", "tiny_shallow"]}
 # The same family, expanded to the width of other models: its passes cost what theirs do, but its text is its own.
 EXPANDED = {"weights": "expanded"}
 # What two runs have in common whose numbers are compared; their questions are paired one by one.
-CONTEXT = ("pair", "data", "dtype", "temperature", "verification", "protocol", "threads", "drafter")
+CONTEXT = (
+    *("pair", "data", "dtype", "device", "weights", "anatomy", "temperature", "verification", "protocol"),
+    *("threads", "drafter"),
+)
 STYLES = {
     "supported": "green",
     "supported (point estimate)": "",
@@ -81,10 +84,21 @@ class Checked:
 def check_claims(runs: list[Run], claims: list[dict] | None = None) -> list[Checked]:
     """Every claim against the runs of this project's own decoding with drafts of one length.
 
-    What no run tells is "not measured".
+    A run counts for none with random weights, with the lossy rule that is there as a control, or with failed questions;
+    a run that anything else is wrong with counts for the claims on answers alone. What no run tells is "not measured".
     """
-    runs = [run for run in runs if run.summary["engine"] is None and run.summary["draft_length"] == CONSTANT]
+    runs = [run for run in runs if _may_count(run.summary)]
     return [check(claim, runs) for claim in (yaml.safe_load(FILE.read_text()) if claims is None else claims)]
+
+
+def _may_count(summary: Mapping) -> bool:
+    of_one_length = summary["engine"] is None and summary["draft_length"] == CONSTANT
+    return (
+        of_one_length
+        and summary["weights"] != "random"
+        and summary["verification"] != TYPICAL
+        and not summary["failed"]
+    )
 
 
 def check(claim: Mapping, runs: list[Run]) -> Checked:
@@ -107,6 +121,8 @@ def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]
         return find(claim, runs), None
     groups: dict[str, list[Run]] = {"real": [], "expanded": [], "small": []}
     for run in runs:
+        if remarks.faults(run.summary):
+            continue
         kind = "small" if _matches(SMALL, run) else "expanded" if _matches(EXPANDED, run) else "real"
         groups[kind].append(run)
     real, expanded, small = (find(claim, group) for group in groups.values())
@@ -378,7 +394,7 @@ def _speedup(numbers: Mapping) -> Speedup:
 
 
 def _question_count(run: Run) -> str:
-    return f"{run.summary['overall']['questions']} questions"
+    return f"{cells.questions_text(run.summary['overall'])} questions"
 
 
 def _shown(estimate: Speedup | None) -> str:

@@ -8,7 +8,8 @@ from rich.text import Text
 
 from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics import summary as metrics
-from specbench.measure.metrics.statistics import LEAST_PASSES
+from specbench.measure.metrics.statistics import LEAST_PASSES, Speedup
+from specbench.measure.metrics.summary import REPEAT
 from specbench.report import cells, remarks, tables
 from specbench.report.phases import different_phases, slow_machines
 from specbench.report.runs import Run, not_comparable, row_names, task_names
@@ -30,7 +31,7 @@ def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
         UserError: fewer than two runs.
     """
     at_least_two(runs)
-    hindrances = [*not_comparable(runs), *differing_questions(runs), *without_difference(runs)]
+    hindrances = [*not_comparable(runs), *differing_questions(runs), *without_difference(runs), *faulty(runs)]
     apart = differing_turns(runs) + differing_training(run.summary for run in runs)
     machine = [*different_phases(runs), *slow_machines(runs), *remarks.disturbances(runs)]
     tables.print_notes(hindrances + apart + machine)
@@ -58,12 +59,17 @@ def differing_questions(runs: list[Run]) -> list[str]:
                 f"{run.name} answered {len(prompts)} turns, {first.name} {len(first_prompts)}: "
                 f"only the {len(shared)} in both count"
             )
-        differing = sum(first_prompts[turn] != prompts[turn] for turn in shared)
+        differing = sum(_unlike(first_prompts[turn], prompts[turn]) for turn in shared)
         if differing:
             lines.append(
                 f"{run.name} had other prompts than {first.name} in {differing} of {len(shared)} turns"
             )
     return lines
+
+
+def faulty(runs: list[Run]) -> list[str]:
+    """What is wrong with each run, a line each."""
+    return [f"{run.name}: {line}" for run in runs for line in remarks.faults(run.summary)]
 
 
 def differing_turns(runs: list[Run]) -> list[str]:
@@ -120,7 +126,12 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
     by_task = {
         task: metrics.relative([one[one.index.isin(ids)]], [other], processes) for task, ids in tasks.items()
     }
-    return by_task | {"overall": metrics.relative([one], [other], processes)}
+    overall = metrics.relative([one], [other], processes)
+    if (
+        overall.unit == REPEAT and what in metrics.COUNTED
+    ):  # the same in each repeat, which says nothing of pools
+        overall = overall._replace(ratio=Speedup(overall.ratio.value, None, None))
+    return by_task | {"overall": overall}
 
 
 def _alone(runs: list[Run]) -> bool:
@@ -140,12 +151,19 @@ def _pools(run: Run) -> dict[int, int]:
     return {record["question_id"]: record["pool"] for record in run.records if run.unit == POOL}
 
 
-def _prompts(run: Run) -> dict[tuple[int, int], str]:
-    return {
-        (record["question_id"], turn["turn"]): turn["prompt_sha256"]
-        for record in run.records
-        for turn in record["turns"]
-    }
+def _prompts(run: Run) -> dict[tuple[int, int], dict[int, str]]:
+    """The digests of each turn's prompt by repeat: a drawn answer is part of the next turn's prompt."""
+    prompts: dict[tuple[int, int], dict[int, str]] = {}
+    for record in run.records:
+        for turn in record["turns"]:
+            of_turn = prompts.setdefault((record["question_id"], turn["turn"]), {})
+            of_turn[record["repeat"]] = turn["prompt_sha256"]
+    return prompts
+
+
+def _unlike(first: dict[int, str], second: dict[int, str]) -> bool:
+    """Whether a turn had another prompt in any repeat that both have."""
+    return any(first[repeat] != second[repeat] for repeat in first.keys() & second.keys())
 
 
 def _difference(difference: metrics.Relative | None) -> Text:

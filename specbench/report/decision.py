@@ -27,6 +27,7 @@ from specbench.report.cells import (
 from specbench.report.remarks import disturbed, dtype_label, faults
 from specbench.report.runs import Run, as_text, method_label, named, varied_settings
 from specbench.report.training_data import tokens_seen
+from specbench.system.settings import TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,6 +40,7 @@ SETTING = {
     "data": "data={}",
     "task": "task={}",
     "temperature": "temperature {:g}",
+    "verification": "{} verification",
     "dtype": "{}",
     "device": "{}",
     "weights": "{} weights",
@@ -48,6 +50,7 @@ SETTING = {
 }
 USUAL = {
     "temperature": 0.0,
+    "verification": TOKEN,
     "task": "all",
     "weights": "pretrained",
     "protocol": "paired",
@@ -170,7 +173,7 @@ def decisions(runs: Iterable[Run]) -> list[Decision]:
     for run, differing in zip(runs, varied):
         setting = setting_of(run.summary)
         settings.setdefault(setting, {})
-        if run.summary["overall"]["acceptance_rate"] is None:  # nothing was drafted
+        if _is_plain(run.summary):
             itself.setdefault(setting, []).append(run)
             continue
         label = ", ".join([method_label(run.summary), *as_text(differing)])
@@ -180,6 +183,12 @@ def decisions(runs: Iterable[Run]) -> list[Decision]:
         for setting, of_it in settings.items()
         if of_it
     ]
+
+
+def _is_plain(summary: dict) -> bool:
+    """Whether a run set the baseline beside itself: a drafter that found nothing, or failed, is none."""
+    drafts = summary["settings"] if summary["drafter"] is None else summary["drafter"] != "none"
+    return summary["overall"]["acceptance_rate"] is None and not drafts and not faults(summary)
 
 
 def decision_table(decision: Decision) -> Table:

@@ -7,15 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from specbench.config.spec import POOL
-from specbench.measure.machine import provenance
 from specbench.measure.metrics.statistics import LEAST_POOLS, LEAST_QUESTIONS
 from specbench.report import remarks
-from specbench.report.compare import SPEEDUP, differing_questions, relative, without_difference
+from specbench.report.compare import SPEEDUP, differing_questions, faulty, relative, without_difference
+from specbench.report.runs import Run, differences
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-    from specbench.report.runs import Run
 
 # What a gate is there to judge: that the code differs keeps nobody from comparing.
 CODE = ("source_sha256", "versions.specbench")
@@ -63,8 +61,8 @@ def judge(
 ) -> list[Judged]:
     """Judges each run after the first by the ratio of a metric to that of the first.
 
-    A run fails when the whole interval lies below the limit, or when it has violations: what is fast with other
-    answers is not fast.
+    A run fails when the whole interval lies below the limit, or when anything is wrong with either run, such as a
+    violation or a failed question: what is fast with other answers, or with fewer, is not fast.
 
     Args:
         runs: two or more finished runs with their records.
@@ -97,7 +95,7 @@ def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: t
         if run.summary["unit"] == POOL:
             least = f"{LEAST_POOLS} pools, or repeats of one"
         hindrances.append(f"there is no interval: it takes {least}")
-    wrong = [f"violations in {run.name}" for run in (first, run) if run.summary["equivalence"]["violation"]]
+    wrong = faulty([first, run])
     verdict = None
     if fail_below is not None:
         lost = high is not None and high < fail_below
@@ -110,5 +108,4 @@ def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: t
 def _differing(first: Run, run: Run, allow: tuple[str, ...]) -> list[str]:
     if first.provenance is None or run.provenance is None:
         return ["a run has no provenance that can be read"]
-    differences = provenance.differences(first.provenance, run.provenance)
-    return [line for line in differences if not line.startswith(allow)]
+    return [line for line in differences(first, run) if not line.startswith(allow)]

@@ -56,6 +56,7 @@ DIFFERING = {
     "data": "{}",
     "task": "{}",
     "temperature": "T={:g}",
+    "threads": "threads={}",
     "verification": "{} verification",
     "dtype": "{}",
     "device": "{}",
@@ -112,6 +113,9 @@ class SkippedRun:
 
     folder: Path
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder.name}: {self.reason}"
 
 
 def read_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[Run], list[SkippedRun]]:
@@ -291,14 +295,24 @@ def task_names(summaries: Iterable[Mapping]) -> list[str]:
 def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
     """For each summary the settings that were varied for its method: in which two of its runs on one pair differ."""
     summaries = list(summaries)
+    every = [_chosen(summary) for summary in summaries]
     first: dict[tuple[str, str], dict] = {}
     varied: dict[str, set] = {}
-    for summary in summaries:
-        settings, method = summary["settings"], method_label(summary)
+    for summary, settings in zip(summaries, every):
+        method = method_label(summary)
         base = first.setdefault((method, summary["pair"]), settings)
         differing = {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)}
         varied.setdefault(method, set()).update(differing)
-    return [{k: v for k, v in s["settings"].items() if k in varied[method_label(s)]} for s in summaries]
+    return [
+        {key: value for key, value in settings.items() if key in varied[method_label(summary)]}
+        for summary, settings in zip(summaries, every)
+    ]
+
+
+def _chosen(summary: Mapping) -> dict:
+    """The settings of a run, and its draft model, which the pair names."""
+    draft = summary.get("draft")
+    return summary["settings"] | ({} if draft is None else {"draft": draft})
 
 
 def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[str]:
@@ -418,13 +432,28 @@ def not_comparable(runs: Iterable[Run]) -> list[str]:
                 run.name
             )
         elif first is None:
-            name, first = run.name, run.provenance
-        elif reasons := provenance.differences(first, run.provenance):
+            name, first = run.name, run
+        elif reasons := differences(first, run):
             names_by_reason.setdefault("; ".join(reasons), []).append(run.name)
     return [
         f"not comparable with {name}: {named(others)} ({reasons})"
         for reasons, others in names_by_reason.items()
     ]
+
+
+def differences(first: Run, run: Run) -> list[str]:
+    """Why two runs with provenance may not be compared, by it and by what they computed with; [] if they may."""
+    ours, theirs = (_means(one.summary) for one in (first, run))
+    means = [f"{name} {ours[name]} against {theirs[name]}" for name in ours if ours[name] != theirs[name]]
+    return provenance.differences(first.provenance or {}, run.provenance or {}) + means
+
+
+def _means(summary: Mapping) -> dict[str, str | None]:
+    return {
+        "kernels": f"torch's ({reason})" if (reason := summary.get("kernels")) else "our own",
+        "compiled": str(bool(summary.get("compiled"))),
+        "engine.version": (summary.get("engine") or {}).get("version"),
+    }
 
 
 def named(names: list[str]) -> str:

@@ -15,6 +15,7 @@ from specbench.report.cells import (
     console,
     equivalence_text,
     number_text,
+    questions_text,
     share_text,
     speedup_text,
 )
@@ -258,7 +259,7 @@ def print_overview(runs: list[Run]) -> None:
 def print_left_out(left_out: Iterable[SkippedRun]) -> None:
     """Names the runs that no number is taken from, every one."""
     for item in left_out:
-        print_notes([f"left out: {item.folder.name}: {item.reason}"])
+        print_notes([f"left out: {item}"])
 
 
 def print_notes(lines: list[str]) -> None:
@@ -286,7 +287,7 @@ def _add_columns(table: PlainTable, first: str, with_baseline: bool = False) -> 
 
 def _cells(numbers: dict) -> list[str | Text]:
     return [
-        str(numbers["questions"]),
+        questions_text(numbers),
         number_text(numbers["tokens_per_second"], 1),
         speedup_text(numbers),
         number_text(numbers["acceptance_length"], 2),

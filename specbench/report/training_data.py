@@ -20,11 +20,11 @@ SAME = "all drafters that were trained here saw as many tokens of the same data,
 def training_table(summaries: Iterable[dict]) -> Table | None:
     """A row for each trained part of each method and pair; None where no run has one."""
     summaries = list(summaries)
-    rows = {}
+    rows = []
     for label, summary in zip(labels(summaries), summaries):
         for name, record in summary.get("training", {}).items():
             shares = [value for key, value in record.items() if key.startswith("held_out")]
-            rows[label, name] = (
+            row = (
                 label,
                 name,
                 record.get("begins", UNKNOWN),
@@ -34,12 +34,14 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
                 f"{record['loss']:.3f}" if "loss" in record else UNKNOWN,
                 ", ".join(f"{share:.3f}" for share in shares) or UNKNOWN,
             )
+            if row not in rows:
+                rows.append(row)
     if not rows:
         return None
     table = PlainTable("what drafters were trained on", "" if differing_training(summaries) else SAME)
     table.add_columns("run", "part", "begins as", "data", overflow="fold")
     table.add_columns("tokens,\nall stages", "steps", "loss", "held-out\nshares", **NUMBER)
-    for row in rows.values():
+    for row in rows:
         table.add_row(*row)
     return table
 

@@ -291,6 +291,14 @@ def test_scalars_are_numbers_by_path():
     assert scalars({"a": {"b": 1, "c": None, "d": {"e": 0.5}}, "f": "text"}) == {"a/b": 1, "a/d/e": 0.5}
 
 
+def test_a_run_that_is_left_out_is_named_and_the_exit_code_says_so(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tracking, "track", lambda *_: True)
+    (tmp_path / store.CODE).write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["log", "log", str(runs[0]), str(tmp_path)])
+    assert tracking.main() == 1
+    assert f"left out: {tmp_path.name}: unfinished" in capsys.readouterr().out
+
+
 def test_nothing_is_written_without_a_tracker(run_dir):
     before = sorted(run_dir.iterdir())
     assert tracking.track(run_dir, NONE)

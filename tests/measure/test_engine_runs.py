@@ -136,6 +136,17 @@ def test_a_server_at_a_url_that_fails_ends_the_run_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
+def test_what_one_process_met_is_told_by_those_after_it(run, answer):
+    """Its servers said two things in the first handshake, and nothing wrong in the second one."""
+    _, out, _, folder = run(
+        Stub(answer, fault="breaks", after=2, times=1), Stub(answer, drafts=True), "repeats=2", "processes=2"
+    )
+    summary = read_run(folder).summary
+    assert summary["processes"] == 2 and "FAULTS of openai: 1" in out
+    assert summary["engine"]["faults"] == ["plain: two answers to one prompt differ"]
+
+
+@pytest.mark.slow
 def test_a_batch_is_asked_for_at_once_and_compared_with_one_at_a_time(run, answer):
     plain = Stub(answer)
     words = ["method=ragged", "drafter=sps", "batch_size=2", "pool=3"]

@@ -170,6 +170,14 @@ def test_only_what_code_does_tells_it_apart(tmp_path, monkeypatch):
     assert digest("def draft(:\n") != first  # what cannot be read counts as it is
 
 
+def test_other_kernels_are_other_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "KERNELS", tmp_path)
+    (tmp_path / "product.cpp").write_text("x += 1;\n")
+    first = source_sha256()
+    (tmp_path / "product.cpp").write_text("x += 2;\n")
+    assert source_sha256() != first
+
+
 def test_what_trains_or_tunes_may_change_while_a_run_is_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "ROOT", tmp_path)
     monkeypatch.setattr(source, "METHODS", tmp_path / "methods")

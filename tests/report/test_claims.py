@@ -110,6 +110,34 @@ def test_a_real_pair_comes_before_an_expanded_one():
     assert claims.check(claim, runs_of(a=wide)).fitting.estimate.value == 1.2
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"weights": "random"}, {"verification": "typical"}, {"failed": 30}),
+        {"equivalence__violation": 40},
+        {"baseline__equivalence__violation": 1},
+    ],
+)
+def test_a_run_that_something_is_wrong_with_supports_nothing(change):
+    claim = KNOWN[0]
+    sound = published(1.8, pair="smollm2-135m")
+    (checked,) = claims.check_claims(
+        runs_of(a=sound, b=changed(sound, overall__speedup=9.0, **change)), [claim]
+    )
+    assert checked.fitting.estimate.value == 1.8
+    (checked,) = claims.check_claims(runs_of(b=changed(sound, **change)), [claim])
+    assert checked.fitting.verdict == "not measured"
+
+
+def test_a_lossy_control_takes_nothing_from_the_claim_that_answers_are_exact():
+    claim = next(claim for claim in KNOWN if claim["measure"] == "certified")
+    lossy = wrong() | {"verification": "typical"}
+    (checked,) = claims.check_claims(runs_of(a=published(1.8), b=lossy), [claim])
+    assert checked.fitting.estimate.value == 1.0
+    (checked,) = claims.check_claims(runs_of(a=published(1.8), b=wrong()), [claim])
+    assert checked.fitting.estimate.value < 1.0
+
+
 @pytest.mark.parametrize("key", sorted(set(claims.CONTEXT) - {"pair"}))
 def test_runs_of_different_contexts_are_not_compared(tmp_path, key):
     claim = AGAINST | {"against": [{"method": "weak"}]}

@@ -1,3 +1,4 @@
+import copy
 import random
 
 import numpy as np
@@ -141,6 +142,20 @@ def test_other_prompts_are_told(run):
     assert compare.differing_questions([first, run("c", records(times))]) == []
 
 
+def test_prompts_are_compared_repeat_by_repeat(run):
+    """A drawn answer is part of the next turn's prompt: another repeat has another one."""
+    times = seconds(1.5, seed=1)
+    again = [copy.deepcopy(one) | {"repeat": 1} for one in records(times)]
+    for one in again:
+        one["turns"][0]["prompt_sha256"] = "1" * 64
+    first, both = run("a", records(times)), run("b", records(times) + again)
+    assert compare.differing_questions([first, both]) == []
+    other = run("c", again[:1] + records(times)[1:] + [records(times)[0]])
+    assert compare.differing_questions([both, other]) == []
+    again[1]["turns"][0]["prompt_sha256"] = "2" * 64
+    assert "in 1 of 40 turns" in compare.differing_questions([both, run("d", records(times) + again)])[0]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -236,6 +251,9 @@ def test_an_interval_over_repeats_of_one_pool_says_so(run):
     first, second = (run(name, batch(plain, method), batched()) for name, method in times.items())
     shown = row(compare.difference_table([first, second]), "overall")[1]
     assert shown.startswith("2.00 [") and shown.endswith("], 3 repeats of one pool: timing noise only")
+    # Repeats count the same, which tells nothing of how far other questions would differ.
+    counted, _, unit = compare.relative(first, second, "acceptance_length")["overall"]
+    assert (counted.value, counted.low, counted.high, unit) == (1.0, None, None, "repeat")
 
 
 def test_what_processes_differ_by_widens_the_interval(run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specbench.report import remarks
 from specbench.report.decision import decision_table, decisions
+from specbench.report.runs import labels
 from tests.report.test_tables import shown
 from tests.support.samples import NUMBERS, SUMMARY, batched, changed, faster, runs_of, wrong
 
@@ -58,7 +59,7 @@ def test_a_violation_is_no_alternative_however_fast():
 
 
 def test_a_baseline_that_differs_from_itself_takes_the_trust_away():
-    itself = {"overall__acceptance_rate": None, "overall__acceptance_length": 1.0}
+    itself = {"overall__acceptance_rate": None, "overall__acceptance_length": 1.0, "settings": {}}
     told = one(a=run("ar", 1.0, 0.98, 1.02, **itself), b=run("sps", 1.5, 1.4, 1.6))
     assert [a.label for a in told.alternatives] == ["sps"]
     assert "trust no speedup" not in told.sentence
@@ -95,7 +96,36 @@ def test_what_is_decoded_otherwise_has_a_decision_of_its_own():
 
 
 def test_runs_that_draft_nothing_leave_nothing_to_decide():
-    assert not decisions(runs_of(a=changed(SUMMARY, overall__acceptance_rate=None)))
+    assert not decisions(runs_of(a=changed(SUMMARY, overall__acceptance_rate=None, settings={})))
+
+
+def test_a_drafter_that_found_nothing_is_not_the_baseline():
+    found_nothing = run("pld", 0.9, 0.85, 0.95, overall__acceptance_rate=None)
+    assert dict(zip(["pld"], one(a=found_nothing).ranks)) == {"pld": "slower"}
+    failed = run("ar", 1.0, 0.9, 1.1, overall__acceptance_rate=None, settings={}, failed=80)
+    assert one(a=failed).sentence.endswith("Not to be trusted: ar")
+
+
+def test_ways_to_verify_are_settings_of_their_own():
+    """The lossy one, which is there as a control, takes no trust from the others."""
+    token = run("sps", 1.3, 1.25, 1.35)
+    block, typical = (run("sps", 1.5, 1.45, 1.55, verification=way) for way in ("block", "typical"))
+    by_token, by_block, lossy = decisions(runs_of(a=token, b=block, c=typical))
+    assert by_token.sentence.startswith("Take sps") and "1.30" in by_token.sentence
+    assert "block verification" in by_block.setting and "1.50" in by_block.sentence
+    assert "typical verification" in lossy.setting and lossy.sentence.endswith("Not to be trusted: sps")
+
+
+def test_draft_models_and_threads_are_told_apart():
+    small, large = (
+        run("sps", speedup, 1.2, 1.7, draft=name) for speedup, name in ((1.3, "small"), (1.6, "large"))
+    )
+    assert [one.label for one in one(a=small, b=large).alternatives] == [
+        "sps, draft=large",
+        "sps, draft=small",
+    ]
+    threads = labels([small | {"threads": 1}, small | {"threads": 4}])
+    assert threads == ["sps, threads=1", "sps, threads=4"]
 
 
 def test_a_table_says_what_drafters_were_trained_on_and_which_runs_were_disturbed(monkeypatch):

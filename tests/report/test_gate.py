@@ -2,12 +2,15 @@
 
 import json
 import sys
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
+from specbench.measure.records import run_folder as store
 from specbench.report import __main__ as report
 from specbench.report import gate
+from specbench.report.runs import differences
 from tests.report.test_compare import records, run, seconds  # noqa: F401 - run is a fixture
 from tests.support.samples import PROVENANCE, SUMMARY, changed
 
@@ -69,7 +72,59 @@ def test_other_code_is_what_a_gate_judges_but_another_machine_is_not(pair):
 def test_violations_fail_whatever_the_speed(pair):
     summary = SUMMARY | {"equivalence": SUMMARY["equivalence"] | {"violation": 1}}
     [one] = gate.judge(pair(2.0, summary=summary), fail_below=0.97)
-    assert one.verdict == "failed" and "violations in" in one.reasons[0]
+    assert one.verdict == "failed" and "VIOLATION: 1 of 80 answers" in one.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"failed": 3}, "FAILED: 3 questions"),
+        ({"verification": "typical"}, "LOSSY"),
+        ({"baseline__equivalence__violation": 2}, "differ in 2 answers"),
+    ],
+)
+def test_whatever_is_wrong_with_a_run_fails_it(pair, change, says):
+    first, second = pair(2.0)
+    broken = replace(second, summary=changed(second.summary, **change))
+    for runs in ([first, broken], [broken, first]):
+        [one] = gate.judge(runs, fail_below=0.97)
+        assert one.verdict == "failed" and says in one.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kernels": "no C++ compiler"}, "kernels our own against torch's (no C++ compiler)"),
+        ({"compiled": True}, "compiled False against True"),
+        ({"engine": {"version": "2"}}, "engine.version None against 2"),
+    ],
+)
+def test_what_runs_computed_with_must_be_the_same(pair, change, says):
+    first, second = pair(1.5)
+    assert says in differences(first, replace(second, summary=second.summary | change))
+    if "engine" not in change:
+        runs = [first, replace(second, summary=second.summary | change)]
+        assert gate.judge(runs, fail_below=0.97)[0].verdict == "incomparable"
+        assert gate.judge(runs, fail_below=0.97, allow=[*change])[0].verdict == "passed"
+
+
+def test_a_run_that_was_named_and_has_no_numbers_stops_a_gate(pair, monkeypatch, capsys):
+    """Else the one after it would be judged, or be what the others are judged by."""
+    first, second = pair(1.5)
+    (second.folder / store.SUMMARY).unlink()
+    for options in (("--fail-below", "0.9"), ("--json",)):
+        for folders in ((first.folder, second.folder), (second.folder, first.folder)):
+            with pytest.raises(SystemExit) as ended:
+                command(monkeypatch, capsys, *folders, *options)
+            assert ended.value.code == 2
+            assert f"a gate needs every run: {second.name}: unfinished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [("--fail-below", "nan"), ("--fail-below", "0"), ("--allow", "")])
+def test_a_limit_that_nothing_can_miss_is_refused(pair, monkeypatch, capsys, options):
+    with pytest.raises(SystemExit) as ended:
+        command(monkeypatch, capsys, *(run.folder for run in pair(1.5)), *options)
+    assert ended.value.code == 2 and options[0] in capsys.readouterr().err
 
 
 def test_too_few_questions_for_an_interval_may_not_be_compared(run):  # noqa: F811

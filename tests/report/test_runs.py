@@ -406,7 +406,7 @@ def test_a_run_reads_its_records_only_when_asked(tmp_path):
     run = read_run(run_dir)
     _, line = (run_dir / store.RECORDS).read_bytes().splitlines(keepends=True)
     (run_dir / store.RECORDS).write_bytes(b"{broken\n" + line)
-    assert run.summary == changed(SUMMARY, overall__questions=2)
+    assert run.summary == changed(SUMMARY, overall__questions=2, overall__speedup_questions=2)
     with pytest.raises(UserError, match=r"records\.jsonl, line 1"):
         _ = run.records
     assert Run(tmp_path / "no_records", SUMMARY).records == []

@@ -70,6 +70,7 @@ COMPARABLE = (
         "config.batch_size",
         "config.protocol",
         "config.engine.name",
+        "config.engine.plain",
     ),
 )
 PROVENANCE = "provenance.json"

@@ -169,7 +169,7 @@ def distinct_ngrams(records: list[dict], n: int = 4) -> float | None:
     """
     arm = ARMS["engine"]
     answers = {
-        (record["question_id"], turn["turn"]): turn["arms"][arm][0]["tokens"]
+        (record["question_id"], turn["turn"], record["repeat"]): turn["arms"][arm][0]["tokens"]
         for record in records
         for turn in record["turns"]
         if turn["arms"].get(arm)

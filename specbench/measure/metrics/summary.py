@@ -38,12 +38,13 @@ if TYPE_CHECKING:
     from specbench.measure.metrics.statistics import Run
 
 SCHEMA = 4
+REPEAT = "repeat"  # of one pool
 COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed
 # What a summary holds of the facts of its run; older folders lack some.
 OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_bytes")
 OF_NEWER_FACTS = (
     *("threads", "layouts", "kernels", "compiled"),
-    *("extra_cores", "slice_seconds", "anatomy", "weights_source", "round_costs"),
+    *("extra_cores", "slice_seconds", "anatomy", "weights_source", "round_costs", "draft"),
 )
 QUESTION_COLUMNS = {
     "question_id": "int64",
@@ -239,7 +240,7 @@ def relative(
     quotient = ratio_of_means(ours, theirs, pools, [_process_sums(run, units) for run in processes])
     if pools is None or len(units) > 1:
         return Relative(quotient, len(units), QUESTION if pools is None else POOL)
-    return Relative(quotient, len(shared), "repeat")
+    return Relative(quotient, len(shared), REPEAT)
 
 
 def _process_sums(frames: list[pd.DataFrame], shared: set) -> Run:

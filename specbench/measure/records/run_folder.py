@@ -105,7 +105,8 @@ def why_failed(run_dir: Path) -> str | None:
     if not failed:
         return None
     first = failed[0]
-    share = f"{len(failed)} of {len(records)} questions failed"
+    bad, every = ({record["question_id"] for record in some} for some in (failed, records))
+    share = f"{len(bad)} of {len(every)} questions failed"
     return f"{share}, the first, {first['question_id']}, with {first['error']}"
 
 

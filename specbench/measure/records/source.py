@@ -22,17 +22,20 @@ MAKING = (
     *("specbench/commands/audit.py", "specbench/engines/audit.py"),
     *("specbench/commands/tune.py", "specbench/commands/converse.py", "specbench/data/synthesis.py"),
 )
+KERNELS = ROOT / "specbench" / "decoding" / "cpu" / "kernels"  # in C++
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def source_sha256() -> str:
-    """Hex digest of the code that measures: the Python files of harness and methods, known to git or not.
+    """Hex digest of the code that measures: the Python files of harness and methods, known to git or not, and kernels.
 
-    Comments, docstrings and the layout of lines are no part of it: they change no measurement.
+    Comments, docstrings and the layout of lines of Python files are no part of it: they change no measurement.
     """
     digest = hashlib.sha256()
     for path in measuring_files():
         digest.update(f"{_name(path)}\0{_code_sha256(path.read_bytes())}\0".encode())
+    for path in sorted(KERNELS.iterdir()):
+        digest.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
     return digest.hexdigest()
 
 
