@@ -12,7 +12,7 @@ import json
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -60,8 +60,10 @@ def answered(
                 requests.append(Request(prompt, SamplingParams(room, decoding.temperature), seed + index))
                 indices.append(index)
         for index, answer in zip(indices, engine.generate(requests) if requests else []):
-            text = pair.decode(answer.tokens)
-            dialogues[index] += [users[index][turn], {"role": "assistant", "content": text}]
+            message: dict[str, Any] = {"role": "assistant", "content": pair.decode(answer.tokens)}
+            if answer.finish != "stop":
+                message["complete"] = False  # trainers learn no stop token from it
+            dialogues[index] += [users[index][turn], message]
     return dialogues
 
 
@@ -75,7 +77,10 @@ def answer(cfg: DictConfig) -> Path:
     out = Path(cfg.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     done = whole_lines(out)
-    texts: Iterator[Messages] = conversations(cfg.conversations, cfg.pair, cfg.seed, split=cfg.split)
+    # Once: in a second epoch, greedy answers would come again, among them those that trainers hold out.
+    texts: Iterator[Messages] = conversations(
+        cfg.conversations, cfg.pair, cfg.seed, split=cfg.split, epochs=1
+    )
     texts = islice(texts, done, None)
     with (
         out.open("a", encoding="utf-8") as file,
@@ -83,6 +88,9 @@ def answer(cfg: DictConfig) -> Path:
     ):
         while done < cfg.count:
             originals = list(islice(texts, min(POOL * cfg.batch_size, cfg.count - done)))
+            if not originals:
+                bar.write(f"there are {done} conversations, not {cfg.count}: all of them are answered")
+                break
             for messages in answered(pair, engine, originals, decoding, cfg.seed + done):
                 file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
             file.flush()

@@ -12,6 +12,7 @@ stopped goes on with the row that follows.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from itertools import islice
@@ -29,16 +30,19 @@ from specbench.data.training import data_of
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, one_line_errors
+from specbench.system.files import write_json
 from specbench.system.settings import Count, Range, Seed, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from omegaconf import DictConfig
+    from transformers import PreTrainedModel
 
     from specbench.data.training import Batch
 
-RECORD, IDS, WEIGHTS = "states.json", "ids.bin", "weights.bin"
+RECORD, BEGUN, IDS, WEIGHTS = "states.json", "begun.json", "ids.bin", "weights.bin"
+SAMPLED = 64  # values of each weight, which tell targets apart
 HELD_OUT, HELD_OUT_ROWS = "held_out", 64
 TOO_MANY = 10_000  # conversations in a row without anything to learn from
 # What rows depend on: a trainer must ask for the same.
@@ -94,7 +98,30 @@ def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
 def facts(cfg: DictConfig, pair: Pair) -> dict[str, Any]:
     """What the rows and states of a folder depend on."""
     width = pair.target.config.get_text_config().hidden_size
-    return {"data": data_of(cfg), "hidden_size": width} | {name: cfg[name] for name in SAME}
+    of_target = {"hidden_size": width, "target_sha256": target_sha256(pair.target)}
+    return {"data": data_of(cfg)} | of_target | {name: cfg[name] for name in SAME}
+
+
+@torch.no_grad()
+def target_sha256(target: PreTrainedModel) -> str:
+    """Hex digest of some values of every weight, in bfloat16: the same whatever dtype the target is loaded in."""
+    digest = hashlib.sha256()
+    for weight in target.parameters():
+        values = weight.flatten()[:: max(1, weight.numel() // SAMPLED)][:SAMPLED]
+        digest.update(values.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_same(out: Path, wanted: dict[str, Any]) -> None:
+    """Raises UserError where a folder of states was begun with other settings than those that are wanted."""
+    for file in (out / BEGUN, out / RECORD):
+        there = json.loads(file.read_text()) if file.exists() else {}
+        for name, value in wanted.items():
+            if there.get(name, value) != value:
+                raise UserError(
+                    f"the states in '{out}' were begun with {name}={there[name]}, not {value}: give the same settings, "
+                    "or another out=FOLDER"
+                )
 
 
 @torch.inference_mode()
@@ -104,10 +131,23 @@ def write(cfg: DictConfig) -> Path:
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     if cfg.conversations is None and cfg.tokens is None:
         raise UserError("a pair's own text does not end: say how much of it with tokens=1000000")
+    layers = pair.target.config.get_text_config().num_hidden_layers
+    if wrong := [tap for tap in cfg.taps if not NORMED <= tap <= layers]:
+        raise UserError(
+            f"taps holds {wrong[0]}, and the target has the depths 0 to {layers}, and -1 after its norm"
+        )
     out = Path(cfg.out)
+    wanted = facts(cfg, pair) | {
+        "taps": sorted(set(cfg.taps)),
+        "precision": cfg.precision,
+        "top": top_of(cfg, pair),
+    }
+    check_same(out, wanted)
     if (out / RECORD).exists():
         print(f"already there: {out}")
         return out
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / BEGUN, wanted)
     most = None if cfg.tokens is None else -(-cfg.tokens // cfg.length)
     store(islice(rows_of(cfg, pair, held_out=True), HELD_OUT_ROWS), cfg, pair, out / HELD_OUT)
     store(islice(rows_of(cfg, pair, epochs=1), most), cfg, pair, out)
@@ -122,7 +162,7 @@ def store(rows: Iterator[Tokens], cfg: DictConfig, pair: Pair, out: Path) -> Non
     out.mkdir(parents=True, exist_ok=True)
     taps, width = sorted(set(cfg.taps)), pair.target.config.get_text_config().hidden_size
     bytes_of = {IDS: 4, WEIGHTS: 4} | {f"{key_of(tap)}.bin": 2 * width for tap in taps}
-    top = min(cfg.top, len(pair.tokenizer), pair.target.get_output_embeddings().weight.shape[0])
+    top = top_of(cfg, pair)
     if top:
         bytes_of |= {f"{LIKELIEST}.bin": 4 * top, f"{PROBS}.bin": 2 * top}
     sizes = {out / name: cfg.length * size for name, size in bytes_of.items()}
@@ -149,6 +189,11 @@ def store(rows: Iterator[Tokens], cfg: DictConfig, pair: Pair, out: Path) -> Non
         file.close()
     record = facts(cfg, pair) | {"taps": taps, "top": top}
     (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def top_of(cfg: DictConfig, pair: Pair) -> int:
+    """How many of the likeliest tokens are stored: as configured, and no more than there are."""
+    return min(cfg.top, len(pair.tokenizer), pair.target.get_output_embeddings().weight.shape[0])
 
 
 def distributions(finals: torch.Tensor, batch: Batch, pair: Pair, top: int) -> dict[str, torch.Tensor]:
@@ -184,7 +229,7 @@ def batches_of_states(cfg: DictConfig, pair: Pair, held_out: bool = False) -> It
         raise UserError(f"there are no states in '{folder}': `python -m methods.states` makes them")
     record = json.loads((folder / RECORD).read_text())
     for name, value in facts(cfg, pair).items():
-        if record[name] != value:
+        if record.get(name, value) != value:
             raise UserError(f"the states in '{folder}' have {name}={record[name]}, and the training {value}")
     widths = {key_of(tap): record["hidden_size"] for tap in record["taps"]}
     kinds = {"ids": np.int32, "weights": np.float32} | dict.fromkeys(widths, np.int16)

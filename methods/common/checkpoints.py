@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen3Config
 
 from specbench.models.pairs import fetch_small_files
 from specbench.system.errors import UserError, one_line
@@ -95,6 +94,8 @@ def unknown_settings(
         fixed: what must have this value, if it is there.
         architectures: that are known; none: it does not matter.
     """
+    from transformers import LlamaConfig, Qwen3Config  # late: it takes seconds
+
     valid = harmless | fixed.keys() | Qwen3Config().to_dict().keys() | LlamaConfig().to_dict().keys()
     yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in valid)
     yield from (

@@ -103,7 +103,8 @@ def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
         return facts | {
             "logprob": arm.logprob,
             "surprise": arm.surprise,
-            "wrong": abs(arm.surprise) > SURPRISE,
+            "wrong_ends": arm.wrong_ends,
+            "wrong": abs(arm.surprise) > SURPRISE or arm.wrong_ends > 0,
         }
     departures = [(one.answer.name, arm.verdict(one), arm.departure(one)) for one in arm.judged]
     return facts | {
@@ -139,6 +140,7 @@ def _drawn_table(arms: list[Arm], pairs: dict[str, Likelihoods | None]) -> Table
     table = Table("", "answers", "tokens", "mean log p", "standard errors off", "beside plain, by prompt")
     for arm in arms:
         off = f"{arm.surprise:+.1f}" + ("  violation" if abs(arm.surprise) > SURPRISE else "")
+        off += f"  violation: {arm.wrong_ends} do not end where they should" if arm.wrong_ends else ""
         pair = pairs.get(arm.name)
         beside = ""
         if pair is not None:

@@ -138,7 +138,7 @@ COMMANDS = {
             ("audit fast.jsonl pair=qwen3-8b plain=plain.jsonl again=plain2.jsonl", "beside the engine's plain ones"),
             ("audit fast.jsonl pair=qwen3-8b temperature=0.8 plain=plain.jsonl", "drawn answers, by their likelihood"),
         ),
-        notes=COMPOSED + "\nExit code 1 where answers are violations.",
+        notes="Keys are pair= and those of conf/audit.yaml (Hydra).\nExit code 1 where answers are violations.",
     ),
     "doctor": Command(
         "specbench.commands.doctor",

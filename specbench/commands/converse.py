@@ -10,6 +10,7 @@ one continues, too.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections import Counter
@@ -235,12 +236,18 @@ class Output:
         lines: one for each pool that is whole.
 
     Raises:
-        UserError: the file was begun with other settings.
+        UserError: the file was begun with other settings, or is not what the log says.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path, self.log = path, log_of(path)
+        size = path.stat().st_size if path.exists() else 0
         if not whole_lines(self.log):
+            if size:
+                raise UserError(
+                    f"{path} is there without {self.log.name}, which says what of it is whole: "
+                    "move it away, or give another out=FILE"
+                )
             self.log.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
         header, *self.lines = map(json.loads, self.log.read_text(encoding="utf-8").splitlines())
         for key, value in settings.items():
@@ -249,9 +256,14 @@ class Output:
                     f"{path} was begun with {key}={header['settings'].get(key)}, not {value}: "
                     "give the same settings, or another out=FILE"
                 )
+        counted_bytes = self.lines[-1]["bytes"] if self.lines else 0
+        if size < counted_bytes:
+            raise UserError(
+                f"{path} lacks {counted_bytes - size} bytes that {self.log.name} counts: "
+                "remove both, or give another out=FILE"
+            )
         path.touch()
-        with path.open("r+b") as file:
-            file.truncate(self.lines[-1]["bytes"] if self.lines else 0)
+        os.truncate(path, counted_bytes)  # a pool that was not finished is written anew
 
     @property
     def tokens(self) -> int:

@@ -38,6 +38,8 @@ def fetch(cfg: DictConfig) -> None:
             revision = pair.get(f"{what}_revision")
             folder = fetch_small_files(name, revision, pair.gated, [*SMALL_FILES, *WEIGHTS])
         print(f"{what}: {folder}")
+    if pair.tokenizer is not None and (local_folder(pair.tokenizer) is None):
+        print(f"tokenizer: {fetch_small_files(pair.tokenizer, None, pair.gated, [*SMALL_FILES])}")
 
 
 @one_line_errors()

@@ -27,6 +27,8 @@ from specbench import CONF
 from specbench.models.expansion import layer_at
 from specbench.system.errors import UserError, suggest
 
+NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -157,7 +159,7 @@ def explain(error: HydraException | OmegaConfBaseException, config_name: str, ov
         choices = [option for option in error.options if not option.startswith("_")]
         return f"unknown {group} '{choice}': {suggest(choice, choices)}"
     if isinstance(error, ConfigCompositionException):
-        key = re.match(r"Could not override '([\w.]+)'", str(error))
+        key = NO_KEY.match(str(error))
         if key:
             return unknown_key(key[1], config_name, overrides)
     return f"{error} {error.__cause__ or ''}"
@@ -176,15 +178,28 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
     choices = [f"{group}={value.split(',')[0]}" for group, value in pairs if is_group(group)]
     if user_conf := own_conf():
         choices.append(f"hydra.searchpath=[file://{user_conf}]")
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        hydra_too = key.startswith("hydra.")
-        node: Any = OmegaConf.to_container(compose(config_name, choices, return_hydra_config=hydra_too))
+    node = _composed_of(config_name, [one for one in choices if not one.startswith(f"{key}=")], key)
     for part in key.split("."):
         children = node if isinstance(node, dict) else {}
         if part not in children:
             return f"unknown key '{key}': {suggest(part, children)}"
         node = children[part]
     return f"key '{key}' is not there for every choice of this sweep"
+
+
+def _composed_of(config_name: str, choices: list[str], key: str) -> Any:
+    """The configuration of some choices, to look for a key in; choices of groups that it does not have are left out."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        while True:
+            try:
+                composed = compose(config_name, choices, return_hydra_config=key.startswith("hydra."))
+                return OmegaConf.to_container(composed)
+            except ConfigCompositionException as error:
+                group = NO_KEY.match(str(error))
+                rest = [one for one in choices if group is None or not one.startswith(f"{group[1]}=")]
+                if len(rest) == len(choices):
+                    raise
+                choices = rest
 
 
 def choice(group: str, name: str, *, _parent_: DictConfig, _root_: DictConfig) -> DictConfig:

@@ -30,15 +30,15 @@ class MeasuredTexts:
         self._by_start: defaultdict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
         for question in questions:
             for turn in question.turns:
-                self._turns.add(tuple(turn.split()))
+                self._turns.add(words_of(turn))
             for text in (*question.turns, *(question.reference or ())):
-                words = tuple(text.split()) if isinstance(text, str) else ()
+                words = words_of(text) if isinstance(text, str) else ()
                 if len(words) >= WORDS:
                     self._by_start[words[:WORDS]].append(words)
 
     def in_text(self, text: str) -> bool:
-        """Whether a message is one of them, or holds one; line breaks and spaces do not count."""
-        words = tuple(text.split())
+        """Whether a message is one of them, or holds one; case, punctuation and spaces do not count."""
+        words = words_of(text)
         return words in self._turns or any(
             words[i : i + len(passage)] == passage
             for i in range(len(words) - WORDS + 1)
@@ -53,8 +53,8 @@ class MeasuredTexts:
 class BenchmarkNgrams:
     """Runs of `WORDS` words of a benchmark's turns, for text that was written anew and must share none with them.
 
-    This is stricter than `MeasuredTexts`: one such run is enough. Case and punctuation do not count. Turns of fewer
-    words are found as a whole message alone.
+    This is stricter than `MeasuredTexts`: one such run is enough. Turns of fewer words are found as a whole message
+    alone.
 
     Args:
         questions: whose turns they are.

@@ -137,7 +137,14 @@ def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages],
 
     One row holds the whole conversation, unless the template writes earlier turns anew (Qwen3 drops what was thought):
     then a row begins with each turn that does not continue the last one, and counts the answers from there on.
+
+    Raises:
+        UserError: `prompt_weight` is 1 or more: what the assistant says is known by its weight.
     """
+    if prompt_weight >= 1:
+        raise UserError(
+            f"prompt_weight must be less than 1, the weight of what the assistant says, not {prompt_weight}"
+        )
     eos = pair.tokenizer.eos_token_id
     stop = [eos] if eos in pair.stop_ids else sorted(pair.stop_ids)[:1]
 

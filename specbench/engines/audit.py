@@ -11,10 +11,12 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from scipy import stats
 
 from specbench.decoding.stop import truncate_at_stop
@@ -58,11 +60,12 @@ def read_answers(path: Path, pair: Pair) -> list[Answered]:
     if not path.is_file():
         raise UserError(f"there is no file '{path}'")
     answers = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines, which would split at U+2028 inside a text, too.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
             try:
                 answers.append(_read(json.loads(line), number, pair))
-            except (json.JSONDecodeError, UserError) as error:
+            except (ValueError, TemplateError, UserError) as error:  # also bytes that are no UTF-8
                 raise UserError(f"{path}, line {number}: {error}") from error
     if not answers:
         raise UserError(f"'{path}' holds no answers")
@@ -75,21 +78,43 @@ def _read(line: Any, number: int, pair: Pair) -> Answered:
         raise UserError("a line has `tokens`, and either `prompt` or `messages`")
     if unknown := line.keys() - KEYS:
         raise UserError(f"unknown key '{min(unknown)}': there are {', '.join(sorted(KEYS))}")
-    if "messages" in line:
-        prompt = pair.prompt_ids(line["messages"])
-    else:
-        prompt = pair.encode(line["prompt"]) if isinstance(line["prompt"], str) else line["prompt"]
-    for name, ids in (("prompt", prompt), ("tokens", line["tokens"])):
+    prompt, tokens = _prompt_of(line, pair), line["tokens"]
+    for name, ids in (("prompt", prompt), ("tokens", tokens)):
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < pair.vocab_size for i in ids):
             raise UserError(f"{name} must be token ids from 0 to {pair.vocab_size - 1}")
     if not prompt:
         raise UserError("the prompt is empty")
-    if len(prompt) + len(line["tokens"]) >= pair.context_length:
+    if len(prompt) + len(tokens) > pair.context_length:
         raise UserError(f"prompt and answer do not fit into a context of {pair.context_length}")
-    logprobs = line.get("logprobs")
-    if logprobs is not None and len(logprobs) != len(line["tokens"]):
-        raise UserError(f"{len(logprobs)} logprobs for {len(line['tokens'])} tokens")
-    return Answered(str(line.get("id", number)), prompt, line["tokens"], logprobs, line.get("max_new_tokens"))
+    logprobs, cap = line.get("logprobs"), line.get("max_new_tokens")
+    if logprobs is not None:
+        check_logprobs(logprobs, len(tokens))
+    if cap is not None and (type(cap) is not int or cap < 1):
+        raise UserError("max_new_tokens must be a whole number from 1 on")
+    return Answered(str(line.get("id", number)), prompt, tokens, logprobs, cap)
+
+
+def check_logprobs(logprobs: Any, count: int) -> None:
+    """Raises UserError unless they are `count` finite numbers."""
+    if not isinstance(logprobs, list) or not all(type(p) in (int, float) and isfinite(p) for p in logprobs):
+        raise UserError("logprobs must be finite numbers, one for each token")
+    if len(logprobs) != count:
+        raise UserError(f"{len(logprobs)} logprobs for {count} tokens")
+
+
+def _prompt_of(line: dict, pair: Pair) -> Any:
+    if "messages" not in line:
+        return pair.encode(line["prompt"]) if isinstance(line["prompt"], str) else line["prompt"]
+    if not _are_messages(line["messages"]):
+        raise UserError("messages must be a list of objects with the texts `role` and `content`")
+    return pair.prompt_ids(line["messages"])
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content"))
+        for one in value
+    )
 
 
 @dataclass(frozen=True)
@@ -123,6 +148,7 @@ class Judged:
         surprise: sum over the places of log p of the answer's token and of the entropy: 0 on average, if it is drawn.
         variance: of that sum.
         logprob: sum of log p.
+        room: tokens of an answer that the context has room for.
         logprob_error: mean distance of the engine's own log p from the referee's; None: it gave none.
     """
 
@@ -134,6 +160,13 @@ class Judged:
     variance: float
     logprob: float
     logprob_error: float | None
+    room: int
+
+
+def limit_of(answer: Answered, cap: int | None, room: int) -> float:
+    """Tokens that an answer may have: what it says, or else `cap`, but no more than there is room for."""
+    limits = [limit for limit in (answer.max_new_tokens or cap, room) if limit is not None]
+    return min(limits)
 
 
 class Referee:
@@ -148,8 +181,13 @@ class Referee:
         self.pair, self.temperature = pair, temperature
         self.target: StagedModel = pair.staged
 
-    def judge(self, answer: Answered) -> Judged:
-        """Feeds an answer to the target."""
+    def judge(self, answer: Answered, cap: int | None = None) -> Judged:
+        """Feeds an answer to the target.
+
+        Args:
+            answer: of an engine.
+            cap: tokens of it at most, where it does not say.
+        """
         tokens, device = answer.tokens, self.target.device
         # A token more, whose logits say what would have followed.
         logits = forced_logits(self.target, answer.prompt, [*tokens, 0], BLOCK)
@@ -158,7 +196,12 @@ class Referee:
         margins = highest[:-1] - logits[:-1].gather(1, ids).squeeze(1)
         stops = torch.tensor(sorted(self.pair.stop_ids), device=device)
         end_margin = (highest[-1] - logits[-1, stops].max()).item() if len(stops) else math.inf
-        likely = of_logits(logits[:-1], tokens, self.temperature)
+        room = self.pair.context_length - len(answer.prompt)
+        drawn, limit = tokens, limit_of(answer, cap, room)
+        if len(stops) and len(tokens) < limit and not (tokens and tokens[-1] in self.pair.stop_ids):
+            # The stop token that ended it was left out, and was drawn, too.
+            drawn = [*tokens, int(stops[logits[-1, stops].argmax()])]
+        likely = of_logits(logits[: len(drawn)], drawn, self.temperature)
         error = None
         if answer.logprobs is not None and tokens:
             logprobs = torch.tensor(answer.logprobs, dtype=torch.double, device=device)
@@ -173,6 +216,7 @@ class Referee:
             likely.variance,
             likely.logprob,
             error,
+            room,
         )
 
     def noise(self, answers: Sequence[Answered]) -> float:
@@ -200,6 +244,7 @@ class Arm:
         bound: logits within which a departure is rounding.
         stop_ids: that end an answer.
         cap: tokens of an answer at most, where a line does not say.
+        drawn: whether the answers were drawn: where they end is then judged with their likelihood.
     """
 
     name: str
@@ -207,6 +252,7 @@ class Arm:
     bound: float
     stop_ids: frozenset[int]
     cap: int | None
+    drawn: bool = False
 
     def departure(self, judged: Judged) -> Departure | None:
         """The first place at which an answer is not the referee's, a violation before a tie; None: it is exact."""
@@ -214,7 +260,7 @@ class Arm:
         wrong = np.flatnonzero(margins > self.bound)
         if len(wrong):
             return self._at(judged, int(wrong[0]), "a token that the referee would not say")
-        end = self._wrong_end(judged)
+        end = self.wrong_end(judged)
         if end is not None:
             return end
         other = np.flatnonzero(np.array(judged.best[:-1]) != np.array(answer.tokens, dtype=int))
@@ -258,16 +304,23 @@ class Arm:
         margin = float(judged.margins[index])
         return Departure(index, judged.answer.tokens[index], judged.best[index], margin, reason)
 
-    def _wrong_end(self, judged: Judged) -> Departure | None:
-        """The departure of an answer that goes on after a stop token, or ends where nothing ends it."""
+    @property
+    def wrong_ends(self) -> int:
+        """How many answers go on after their end, or end where nothing can end them."""
+        return sum(self.wrong_end(one) is not None for one in self.judged)
+
+    def wrong_end(self, judged: Judged) -> Departure | None:
+        """The departure of an answer that goes on after its end, or ends where nothing ends it."""
         answer, n = judged.answer, len(judged.answer.tokens)
         ended = len(truncate_at_stop(answer.tokens, self.stop_ids))
         if ended < n:
             return Departure(ended, answer.tokens[ended], None, None, "goes on after a stop token")
-        cap = self.cap if answer.max_new_tokens is None else answer.max_new_tokens
+        limit = limit_of(answer, self.cap, judged.room)
+        if n > limit:
+            return Departure(int(limit), answer.tokens[int(limit)], None, None, "goes on after its limit")
         stopped = n > 0 and answer.tokens[-1] in self.stop_ids
         # Some engines leave the stop token out.
-        if stopped or cap is None or n >= cap or judged.end_margin <= self.bound:
+        if stopped or n == limit or judged.end_margin <= self.bound or (self.drawn and self.stop_ids):
             return None
         return Departure(n, None, judged.best[-1], None, "ends early")
 
@@ -286,13 +339,14 @@ def arms_of(
     """
     everything = [answer for answers in answers_by_arm.values() for answer in answers]
     if cap is None:
-        cap = max(len(answer.tokens) for answer in everything)
-    judged = {name: [referee.judge(a) for a in answers] for name, answers in answers_by_arm.items()}
+        cap = max(1, *(len(answer.tokens) for answer in everything))
+    judged = {name: [referee.judge(a, cap) for a in answers] for name, answers in answers_by_arm.items()}
     bound = referee.noise(everything) if tolerance is None else tolerance
     stop_ids = referee.pair.stop_ids
     if tolerance is None and len(judged) > 1 and referee.temperature == 0.0:
         bound = max(bound, largest_rounding(next(iter(judged.values()))))
-    return [Arm(name, ones, bound, stop_ids, cap) for name, ones in judged.items()]
+    drawn = referee.temperature > 0
+    return [Arm(name, ones, bound, stop_ids, cap, drawn) for name, ones in judged.items()]
 
 
 def largest_rounding(judged: Sequence[Judged]) -> float:

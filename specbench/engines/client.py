@@ -37,7 +37,7 @@ def events(url: str, path: str, body: Mapping, timeout: float) -> Iterator[tuple
     """
     with closing(_connection(url, timeout)) as connection:
         try:
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            connection.request("POST", _at(url, path), json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != http.client.OK:
                 message = response.read(SHOWN).decode(errors="replace")
@@ -59,7 +59,7 @@ def is_ready(url: str, path: str, timeout: float = 2.0) -> bool:
     """Whether a server answers a request for a path with 200."""
     with closing(_connection(url, timeout)) as connection:
         try:
-            connection.request("GET", path)
+            connection.request("GET", _at(url, path))
             return connection.getresponse().status == http.client.OK
         except (OSError, http.client.HTTPException):
             return False
@@ -69,6 +69,11 @@ def _connection(url: str, timeout: float) -> http.client.HTTPConnection:
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     return kind(parts.hostname or "", parts.port, timeout=timeout)
+
+
+def _at(url: str, path: str) -> str:
+    """A path below that of a URL, such as that of a gateway."""
+    return urlsplit(url).path.rstrip("/") + path
 
 
 def _event(content: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from specbench.engines.dialects import DIALECTS, openai
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
@@ -12,6 +13,14 @@ from specbench.system.errors import UserError, suggest
 
 if TYPE_CHECKING:
     from specbench.models.pairs import Pair
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number
+        return False
 
 
 class OpenAI(ServedEngine):
@@ -52,7 +61,7 @@ class OpenAI(ServedEngine):
     ):
         urls = {PLAIN: plain_url, SPECULATIVE: speculative_url}
         for name, url in urls.items():
-            if not url or not url.startswith(("http://", "https://")):
+            if not url or not _is_url(url):
                 raise UserError(f"set engine.{name}_url to the {name} server, such as http://127.0.0.1:8000")
         if dialect not in DIALECTS:
             raise UserError(f"unknown engine.dialect '{dialect}': {suggest(dialect, DIALECTS)}")

@@ -150,6 +150,8 @@ def engine_noise(
         chosen = torch.tensor(answer, device=logits.device)[:, None]
         short = (logits.amax(-1, keepdim=True) - logits.gather(-1, chosen)).squeeze(-1).tolist()
         for place, likeliest in enumerate(tops[: len(answer)]):
+            if len(likeliest) < 2:  # a server may give fewer than it is asked for
+                continue
             first, second = sorted(likeliest, key=lambda token: -likeliest[token])[:2]
             gap = float(logits[place, first] - logits[place, second])
             short[place] = abs(gap - (likeliest[first] - likeliest[second]))

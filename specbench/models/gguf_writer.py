@@ -31,6 +31,10 @@ def check_writable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     """Raises UserError unless model and tokenizer are of a kind that `write_gguf` writes."""
     if model.config.model_type != "llama":
         raise UserError(f"only models of the Llama family become GGUF files, not '{model.config.model_type}'")
+    if (rope := model.config.rope_parameters.get("rope_type", "default")) != "default":
+        raise UserError(f"rotary positions of type '{rope}' are not written into GGUF files")
+    if any(getattr(model.config, name, False) for name in ("attention_bias", "mlp_bias")):
+        raise UserError("layers with biases are not written into GGUF files")
     kind = _tokenizer_model(tokenizer)["type"]
     if kind != "BPE":
         raise UserError(f"only BPE tokenizers go into GGUF files, not {kind}")

@@ -10,6 +10,7 @@ import pytest
 from specbench import __version__
 from specbench.commands import cli
 from specbench.system.errors import UserError
+from tests.support.commands import exit_code
 
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "matplotlib", "scipy", "hydra", "accelerate")
 
@@ -133,6 +134,22 @@ for words in {inputs}:
     assert code == 2, words
 """
     assert imported_by(code) <= allowed
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("audit x.jsonl task=all", "task"),
+        ("audit x.jsonl decoding=greedy task=qa", "decoding"),
+        ("fetch tiny method=sps", "method"),
+        ("export gguf data=spec_bench", "data"),
+        ("run methud=sps task=qa", "methud"),
+    ],
+)
+def test_a_group_that_a_command_has_not_is_one_line(monkeypatch, capsys, words, key):
+    monkeypatch.setattr(sys, "argv", ["specbench", *words.split()])
+    assert exit_code(cli.main) == 2
+    assert f"error: unknown key '{key}': " in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

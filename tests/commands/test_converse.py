@@ -134,6 +134,21 @@ def test_a_stopped_run_goes_on_after_its_last_pool(workplace, written, tmp_path)
     assert log.read_text() == written.with_name("talk.log.jsonl").read_text()
 
 
+def test_a_file_that_is_not_what_the_log_says_stays_as_it_is(workplace, written, tmp_path):
+    """One of somebody else's, which has no log; and one that lost what was written."""
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("my own\n")
+    with pytest.raises(UserError, match="is there without mine.log.jsonl"):
+        converse(settings(workplace, mine))
+    assert mine.read_text() == "my own\n"
+    out = tmp_path / "talk.jsonl"
+    log = written.with_name("talk.log.jsonl").read_text()
+    (tmp_path / "talk.log.jsonl").write_text(log)
+    with pytest.raises(UserError, match=r"lacks \d+ bytes"):
+        converse(settings(workplace, out))
+    assert not out.exists()
+
+
 def test_other_settings_need_another_file(workplace, written):
     before = written.read_text()
     with pytest.raises(UserError, match="begun with temperature=1.0, not 0.5: .*out=FILE"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,6 +119,46 @@ def test_an_answer_must_end_where_the_target_ends():
     assert (departure.index, departure.reason) == (len(tokens), "goes on after a stop token")
 
 
+def test_an_engine_that_says_nothing_is_not_exact():
+    [arm] = arms_of(Referee(random_pair("llama"), 0.0), {"answers": [answered([], cap=None)] * 2}, None, 1e-3)
+    assert arm.verdicts == {VIOLATION: 2} and arm.departure(arm.judged[0]).reason == "ends early"
+
+
+def test_an_answer_beyond_its_limit_is_a_violation():
+    arm = audited(random_pair("llama"), [answered(greedy(random_pair("llama")), cap=5)])
+    departure = arm.departure(arm.judged[0])
+    assert arm.verdicts == {VIOLATION: 1} and (departure.index, departure.reason) == (
+        5,
+        "goes on after its limit",
+    )
+
+
+def test_an_answer_may_fill_the_context():
+    pair = random_pair("llama")
+    tokens = greedy(pair)
+    small = type("Small", (type(pair),), {"context_length": len(PROMPT) + len(tokens)})(**vars(pair))
+    arm = audited(small, [answered(tokens, cap=10**6)])
+    assert arm.verdicts == {EXACT: 1}
+
+
+@pytest.mark.slow
+def test_drawn_answers_must_end_where_one_may_be_drawn():
+    """With their stop token or without; but not before, not after it, and not beyond their limit."""
+    pair, _ = with_a_stop(random_pair("llama"))
+    right = drawn(pair, 60, 0.8)
+    ended = [one for one in right if one.tokens[-1] in pair.stop_ids]
+    assert len(ended) > 5
+    bare = [replace(one, tokens=one.tokens[:-1]) if one in ended else one for one in right]
+    cut, empty = ([replace(one, tokens=one.tokens[:n]) for one in right] for n in (2, 0))
+    whole, without, short, nothing = drawn_arms(pair, right, bare, cut, empty)
+    assert abs(whole.surprise) < SURPRISE and abs(without.surprise) < SURPRISE
+    assert short.surprise < -SURPRISE and nothing.surprise < -SURPRISE
+    assert [arm.wrong_ends for arm in (whole, without, short, nothing)] == [0] * 4
+    late = [replace(one, tokens=[*one.tokens, 5]) for one in ended]
+    [arm] = drawn_arms(pair, late)
+    assert arm.wrong_ends == len(late)
+
+
 def test_without_a_cap_the_longest_answer_is_at_it():
     pair = random_pair("llama")
     tokens = greedy(pair)
@@ -194,7 +235,7 @@ def test_the_surprise_of_a_token_is_zero_on_average():
         rtol=1e-3,
         atol=1e-6,
     )
-    ones = [referee.judge(answered([token])) for token in range(len(probs))]
+    ones = [referee.judge(answered([token], cap=1)) for token in range(len(probs))]
     surprises = torch.tensor([one.surprise for one in ones], dtype=torch.double)
     assert (probs @ surprises).item() == pytest.approx(0.0, abs=1e-4)
     assert (probs @ surprises.square()).item() == pytest.approx(ones[0].variance, rel=1e-3)
@@ -261,11 +302,18 @@ def tiny():
         ('{"prompt": [99999999], "tokens": [1]}', "prompt must be token ids"),
         ('{"prompt": [], "tokens": [1]}', "the prompt is empty"),
         ('{"prompt": [1], "tokens": [1, 2], "logprobs": [-1]}', "1 logprobs for 2 tokens"),
+        ('{"prompt": [1], "tokens": [1, 2], "logprobs": [null, -1.0]}', "logprobs must be finite numbers"),
+        ('{"prompt": [1], "tokens": [1], "logprobs": 3}', "logprobs must be finite numbers"),
+        ('{"prompt": [1], "tokens": [1], "max_new_tokens": "16"}', "max_new_tokens must be a whole number"),
+        ('{"messages": "hello", "tokens": [1]}', "messages must be a list of objects"),
+        ('{"messages": [{"content": "hi"}], "tokens": [1]}', "messages must be a list of objects"),
+        (b'{"prompt": "\xe9", "tokens": [1]}', "codec can't decode"),
     ],
 )
 def test_bad_lines_are_one_line(tiny, tmp_path, line, message):
     path = tmp_path / "answers.jsonl"
-    path.write_text('{"prompt": "Hello", "tokens": [5]}\n' + line + "\n")
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes('{"prompt": "Hello\u2028", "tokens": [5]}\n'.encode() + line + b"\n")
     with pytest.raises(UserError, match=message.replace("[", r"\[")):
         read_answers(path, tiny)
     with pytest.raises(UserError, match="there is no file"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
+from specbench.engines.client import is_ready
 from specbench.engines.environments import environment, interpreter
+from specbench.engines.openai import OpenAI
 from specbench.measure.numeric_noise import ENGINE_NOISE, engine_noise, forced_logits
 from specbench.models.pairs import load_pair
 from specbench.report.runs import read_run
@@ -204,6 +207,26 @@ def test_settings_of_a_method_are_those_of_the_engine_in_its_words():
     assert spec.engine["name"] == "llama_cpp"
 
 
+@pytest.mark.parametrize("url", ["http://localhost:80x", "localhost:8000", "http://", "ftp://x", ""])
+def test_a_url_that_is_none_is_one_line(url):
+    with pytest.raises(UserError, match="set engine.plain_url to the plain server"):
+        OpenAI(random_pair("llama"), "sps", 1, url, "http://127.0.0.1:8000", None)
+
+
+def test_a_path_of_a_url_comes_in_front(monkeypatch):
+    """As that of a gateway, which has several servers."""
+    asked = []
+
+    def request(_self, _verb, path):
+        asked.append(path)
+        raise OSError
+
+    monkeypatch.setattr(HTTPConnection, "request", request)
+    for url in ("http://127.0.0.1:1", "http://127.0.0.1:1/deployed/"):
+        assert not is_ready(url, "/health")
+    assert asked == ["/health", "/deployed/health"]
+
+
 def test_an_engine_that_is_not_installed_says_how(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
     for name in ("llama_cpp", "vllm"):
@@ -236,6 +259,12 @@ class TestNoise:
         for move in (0.0, 0.01, 0.1):
             noise = engine_noise(pair.staged, [(self.PROMPT, self.TOKENS, self.tops(pair, move))])
             assert noise == pytest.approx(2 * move, abs=1e-4)
+
+    def test_a_place_with_one_choice_alone_tells_what_its_token_falls_short_by(self, pair):
+        """A server may give fewer than it is asked for."""
+        greedy = int(forced_logits(pair.staged, self.PROMPT, [5], 1).argmax())
+        for tops in ([{}], [{greedy: -0.1}]):
+            assert engine_noise(pair.staged, [(self.PROMPT, [greedy], tops)]) == 0.0
 
     def test_what_no_rounding_explains_is_none(self, pair):
         tops = self.tops(pair)

@@ -137,6 +137,45 @@ def test_states_of_other_rows_are_refused(workplace, folder, tmp_path, changed):
         next(batches(cfg, load_pair(cfg.pair, 0, with_draft=False)))
 
 
+@pytest.mark.parametrize("changed", ["seed=1", "taps=[1]", "top=3", "precision=bf16"])
+def test_a_folder_goes_on_with_the_settings_that_began_it(workplace, tmp_path, monkeypatch, changed):
+    cfg = settings(workplace, tmp_path / "again")
+
+    def stopped(rows, size):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(states, "batched", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        states.write(cfg)
+    monkeypatch.undo()
+    other = settings(workplace, tmp_path / "again", changed)
+    for _ in ("begun", "finished"):
+        with pytest.raises(UserError, match=f"were begun with {changed.partition('=')[0]}="):
+            states.write(other)
+        states.write(cfg)
+
+
+def test_states_of_another_target_are_refused(workplace, folder, tmp_path):
+    cfg = training_settings("train_kangaroo", workplace, tmp_path, f"states={folder}", "exit_layer=2")
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    digest = states.target_sha256(pair.target)
+    assert states.target_sha256(pair.target.bfloat16()) == digest
+    with torch.no_grad():
+        pair.target.model.layers[1].self_attn.q_proj.weight.mul_(1.5)
+    with pytest.raises(UserError, match="target_sha256"):
+        next(batches(cfg, pair))
+
+
+def test_a_depth_that_is_none_is_one_line(workplace, tmp_path):
+    with pytest.raises(UserError, match="taps holds 99, and the target has the depths 0 to 4"):
+        states.write(settings(workplace, tmp_path / "again", "taps=[1,99]"))
+
+
+def test_prompts_must_weigh_less_than_answers(workplace, tmp_path):
+    with pytest.raises(UserError, match="prompt_weight must be less than 1"):
+        states.write(settings(workplace, tmp_path / "again", "prompt_weight=1.0"))
+
+
 def test_a_text_without_an_end_needs_a_number_of_tokens(workplace, tmp_path):
     with pytest.raises(UserError, match="tokens="):
         states.write(settings(workplace, tmp_path, "conversations=null"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -83,6 +84,23 @@ def test_other_families_are_refused(tiny):
     pair = random_pair("opt")
     with pytest.raises(UserError, match="Llama family ... not 'opt'".replace(" ... ", ".*")):
         as_gguf(pair.target, tiny.tokenizer, "a")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "positions of type 'llama3'"),
+        ({"attention_bias": True}, "layers with biases"),
+        ({"mlp_bias": True}, "layers with biases"),
+    ],
+)
+def test_what_would_be_lost_in_a_file_is_refused(tiny, change, says):
+    model = copy.copy(tiny.target)
+    model.config = copy.deepcopy(tiny.target.config)
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    with pytest.raises(UserError, match=says):
+        as_gguf(model, tiny.tokenizer, "a")
 
 
 @pytest.mark.parametrize("form", ["gguf", "folder"])

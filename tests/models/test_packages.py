@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specbench.commands.fetch import main
-from specbench.models import packages
+from specbench.models import packages, pairs
 from specbench.models.packages import PARTIAL, described, fetched
 from specbench.system.errors import UserError
 from tests.support.commands import exit_code, run_main
@@ -166,6 +166,14 @@ def test_the_command_fetches_all_models_of_a_pair(monkeypatch, capfd):
     assert out.startswith("target: ")
     assert "draft: " in out
     assert "parts.kangaroo: " in out
+
+
+def test_a_tokenizer_of_the_hub_is_fetched_too(monkeypatch, capfd):
+    fetched = []
+    monkeypatch.setattr(pairs, "fetch_small_files", lambda name, *_: fetched.append(name) or name)
+    monkeypatch.setattr("sys.argv", ["specbench fetch", "tiny", "pair.tokenizer=org/tokenizer"])
+    assert exit_code(main) == 0
+    assert fetched == ["org/tokenizer"] and "tokenizer: org/tokenizer" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

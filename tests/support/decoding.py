@@ -29,6 +29,10 @@ class RandomPair(SimpleNamespace):
     def staged(self) -> StagedModel:
         return StagedModel(self.target)
 
+    @property
+    def context_length(self) -> int:
+        return self.target.config.max_position_embeddings
+
 
 @cache
 # Outside inference mode, whichever test asks first: the pair is kept for tests that train, too.
