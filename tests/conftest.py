@@ -10,7 +10,7 @@
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
 - `model`: needs a real model, and is skipped where it was not fetched; SPECBENCH_MODELS=1 fetches it.
 - `cuda`: needs a GPU and is skipped without one; `make test ARGS="-m cuda"` runs these alone.
-- `make test`: all of them but `nightly`, in seven minutes or so.
+- `make test`: all of them but `nightly`, in six minutes or so.
 """
 
 from __future__ import annotations
