@@ -79,7 +79,7 @@ def answer(cfg: DictConfig) -> Path:
     done = whole_lines(out)
     # Once: in a second epoch, greedy answers would come again, among them those that trainers hold out.
     texts: Iterator[Messages] = conversations(
-        cfg.conversations, cfg.pair, cfg.seed, split=cfg.split, epochs=1
+        cfg.conversations, cfg.pair, cfg.seed, split=cfg.split, epochs=1, needs_answers=False
     )
     texts = islice(texts, done, None)
     with (

@@ -104,7 +104,7 @@ def facts(cfg: DictConfig, pair: Pair) -> dict[str, Any]:
 
 @torch.no_grad()
 def target_sha256(target: PreTrainedModel) -> str:
-    """Hex digest of some values of every weight, in bfloat16: the same whatever dtype the target is loaded in."""
+    """Hex digest of some values of every weight, in bfloat16: the same for a target in float32 and in bfloat16."""
     digest = hashlib.sha256()
     for weight in target.parameters():
         values = weight.flatten()[:: max(1, weight.numel() // SAMPLED)][:SAMPLED]
@@ -114,7 +114,7 @@ def target_sha256(target: PreTrainedModel) -> str:
 
 def check_same(out: Path, wanted: dict[str, Any]) -> None:
     """Raises UserError where a folder of states was begun with other settings than those that are wanted."""
-    for file in (out / BEGUN, out / RECORD):
+    for file in (out / HELD_OUT / RECORD, out / BEGUN, out / RECORD):
         there = json.loads(file.read_text()) if file.exists() else {}
         for name, value in wanted.items():
             if there.get(name, value) != value:
@@ -222,7 +222,7 @@ def batches_of_states(cfg: DictConfig, pair: Pair, held_out: bool = False) -> It
     """Endless batches of the rows in `cfg.states`, each epoch in an order of its own, with the states of all taps.
 
     Raises:
-        UserError: the folder is not finished, or holds the states of other rows or of another target's width.
+        UserError: the folder is not finished, or holds the states of other rows or of another target.
     """
     folder, length = Path(cfg.states) / (HELD_OUT if held_out else ""), cfg.length
     if not (folder / RECORD).is_file():

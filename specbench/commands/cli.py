@@ -89,7 +89,7 @@ COMMANDS = {
         first=("compare",),
         notes=(
             "--metric NAME       speedup (the default), acceptance_length or mbsu\n"
-            "--fail-below RATIO  exit code 1 if the whole interval of B / A lies below, or answers are violations;\n"
+            "--fail-below RATIO  exit code 1 if the whole interval of B / A lies below, or something is wrong;\n"
             "                    2 if the runs may not be compared\n"
             "--allow KEY         what else may differ, such as machine or versions.torch; the code always may\n"
             "--json              print JSON and nothing else"

@@ -19,7 +19,7 @@ WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 
 
 def fetch(cfg: DictConfig) -> None:
-    """Fetches target, draft model and trained parts, and prints where each lies. Raises UserError where it cannot."""
+    """Fetches target, draft model, trained parts and tokenizer, and prints where each lies, or raises UserError."""
     from specbench.models.pairs import (
         SMALL_FILES,
         fetch_small_files,
@@ -38,8 +38,9 @@ def fetch(cfg: DictConfig) -> None:
             revision = pair.get(f"{what}_revision")
             folder = fetch_small_files(name, revision, pair.gated, [*SMALL_FILES, *WEIGHTS])
         print(f"{what}: {folder}")
-    if pair.tokenizer is not None and (local_folder(pair.tokenizer) is None):
-        print(f"tokenizer: {fetch_small_files(pair.tokenizer, None, pair.gated, [*SMALL_FILES])}")
+    if (name := pair.tokenizer) is not None:
+        folder = local_folder(name) or model_folder(name, pair.packages)
+        print(f"tokenizer: {folder or fetch_small_files(name, None, pair.gated, [*SMALL_FILES])}")
 
 
 @one_line_errors()

@@ -39,14 +39,24 @@ def conversations(
     held_out: bool = False,
     split: str = "train",
     epochs: int | None = None,
+    needs_answers: bool = True,
 ) -> Iterator[Messages]:
     """Conversations in an order that `seed` draws; the held-out ones are disjoint from the others.
 
     They are endless, unless `epochs` says how often a file or data set is read; a pair's own have no end.
 
-    source: a JSON Lines file or the name of a data set on the hub, whose rows have `messages` ({role, content}) or
-    ShareGPT's `conversations` ({from, value}); None for the pair's own (`pair.training`). Raises UserError when there
-    is none, or naming a line that is none.
+    Args:
+        source: a JSON Lines file or the name of a data set on the hub, whose rows have `messages` ({role, content}) or
+            ShareGPT's `conversations` ({from, value}); None for the pair's own (`pair.training`).
+        pair_cfg: of the pair.
+        seed: of the order.
+        held_out: whether the held-out ones are given, or the others.
+        split: of a data set.
+        epochs: how often a file or data set is read; None: again and again.
+        needs_answers: whether the assistant must say something in one of them.
+
+    Raises:
+        UserError: there is no such source, a line of it is no conversation, or the assistant says nothing.
     """
     if source is None:
         if pair_cfg.get("training") is None:
@@ -62,7 +72,7 @@ def conversations(
         for messages in shuffled(chosen, random.Random(f"{seed} {epoch}")):
             answered += any(message["role"] == "assistant" for message in messages)
             yield messages
-        if not answered:
+        if needs_answers and not answered:
             raise UserError(
                 f"'{source}' holds too few conversations in which the assistant says anything: some must be left to be "
                 "held out"

@@ -161,7 +161,7 @@ class Engine:
             raise
         finally:
             for slot, one in enumerate(held):
-                if not one.done:  # given up
+                if not one.ended:  # given up, or complete in a round that raised
                     self.drafter.end(slot)
         opening = self.clock.seconds(begun, opened) / len(sequences)
         timed = [self._timed(r) for r in rounds]
@@ -204,7 +204,7 @@ class Engine:
             drafter.commit(batch, verified)
         for slot, one in enumerate(running):
             if one.done:
-                drafter.end(slot)
+                self._end(slot, one)
         layer = draft.resume.layer if draft.resume is not None else 0
         self._last = clock.mark()
         marks = (begun, arranged, drafted, verified_at, self._last)
@@ -365,9 +365,14 @@ class Engine:
             self.drafter.end(slot)
             raise
         if one.done:
-            self.drafter.end(slot)
+            self._end(slot, one)
         self._last = self.clock.mark()
         one.prefill = (begun, self._last)
+
+    def _end(self, slot: int, one: SequenceState) -> None:
+        """Lets the drafter know that a sequence is complete."""
+        one.ended = True
+        self.drafter.end(slot)
 
     def _allocate(self, requests: list[Request]) -> None:
         """Makes what holds these requests, or takes what the last call has left."""

@@ -50,6 +50,7 @@ class SequenceState:
         skipped_rounds: rounds in a row in which a younger sequence ran and this one did not.
         rounds: (round, slot, drafted, depth, accepted, emitted) for each round that it took part in.
         prefill: marks in time around its prefill.
+        ended: whether the drafter knows that it is complete.
     """
 
     request_index: int
@@ -59,6 +60,7 @@ class SequenceState:
     skipped_rounds: int = 0
     rounds: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
     prefill: tuple[Timestamp, ...] = ()
+    ended: bool = False
 
     @property
     def length(self) -> int:

@@ -163,10 +163,9 @@ class Judged:
     room: int
 
 
-def limit_of(answer: Answered, cap: int | None, room: int) -> float:
+def limit_of(answer: Answered, cap: int | None, room: int) -> int:
     """Tokens that an answer may have: what it says, or else `cap`, but no more than there is room for."""
-    limits = [limit for limit in (answer.max_new_tokens or cap, room) if limit is not None]
-    return min(limits)
+    return min(answer.max_new_tokens or cap or room, room)
 
 
 class Referee:
@@ -202,6 +201,7 @@ class Referee:
             # The stop token that ended it was left out, and was drawn, too.
             drawn = [*tokens, int(stops[logits[-1, stops].argmax()])]
         likely = of_logits(logits[: len(drawn)], drawn, self.temperature)
+        of_answer = of_logits(logits[:-1], tokens, self.temperature)
         error = None
         if answer.logprobs is not None and tokens:
             logprobs = torch.tensor(answer.logprobs, dtype=torch.double, device=device)
@@ -214,7 +214,7 @@ class Referee:
             end_margin,
             likely.surprise,
             likely.variance,
-            likely.logprob,
+            of_answer.logprob,
             error,
             room,
         )
@@ -317,7 +317,7 @@ class Arm:
             return Departure(ended, answer.tokens[ended], None, None, "goes on after a stop token")
         limit = limit_of(answer, self.cap, judged.room)
         if n > limit:
-            return Departure(int(limit), answer.tokens[int(limit)], None, None, "goes on after its limit")
+            return Departure(limit, answer.tokens[limit], None, None, "goes on after its limit")
         stopped = n > 0 and answer.tokens[-1] in self.stop_ids
         # Some engines leave the stop token out.
         if stopped or n == limit or judged.end_margin <= self.bound or (self.drawn and self.stop_ids):
@@ -397,14 +397,15 @@ def first_tokens(referee: Referee, arm: Arm) -> Iterator[tuple[Answered, int, fl
     """Of each prompt with many answers: one of them, how many, and the p value of their first tokens (chi-square)."""
     by_prompt: dict[tuple[int, ...], list[Answered]] = defaultdict(list)
     for one in arm.judged:
-        if one.answer.tokens:
+        if one.answer.tokens or arm.stop_ids:
             by_prompt[tuple(one.answer.prompt)].append(one.answer)
     for answers in by_prompt.values():
         n = len(answers)
         if n < SEEDS:
             continue
         probs = referee.first_tokens(answers[0].prompt).numpy()
-        counts = np.bincount([answer.tokens[0] for answer in answers], minlength=len(probs))
+        stop = max(arm.stop_ids, key=lambda token: probs[token], default=0)  # that an empty answer left out
+        counts = np.bincount([(answer.tokens or [stop])[0] for answer in answers], minlength=len(probs))
         often = probs * n >= EXPECTED
         share, seen = float(probs[often].sum()), int(counts[often].sum())
         # Two tests: how many are frequent ones, and which of these.

@@ -72,8 +72,8 @@ def _connection(url: str, timeout: float) -> http.client.HTTPConnection:
 
 
 def _at(url: str, path: str) -> str:
-    """A path below that of a URL, such as that of a gateway."""
-    return urlsplit(url).path.rstrip("/") + path
+    """A path below that of a URL, such as a gateway's; the /v1 that some write behind a server's is in `path`."""
+    return urlsplit(url).path.rstrip("/").removesuffix("/v1") + path
 
 
 def _event(content: str) -> dict[str, Any]:

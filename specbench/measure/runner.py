@@ -235,7 +235,8 @@ class Job:
             bench.conductor.peak_memory = facts_before["peak_memory_bytes"]
             if setup.served is not None:
                 setup.served.faults[:0] = facts_before["engine"]["faults"]
-        draft = setup.spec.needs.draft_of(self.cfg.pair)
+        # Another engine may draft with a file of its own.
+        draft = None if setup.served is not None else setup.spec.needs.draft_of(self.cfg.pair)
         run_facts = facts(bench) | {"layouts": layouts, "speed": speed, "round_costs": costs, "draft": draft}
         write_json(self.run_dir / store.FACTS, run_facts)
         return run_facts, probes

@@ -97,8 +97,8 @@ def compare_runs(arguments: list[str]) -> int:
         "--fail-below",
         type=_limit,
         metavar="RATIO",
-        help="exit code 1 if the whole interval of the ratio to the first run lies below, or answers are violations; 2 "
-        "if the runs may not be compared",
+        help="exit code 1 if the whole interval of the ratio to the first run lies below, or something is wrong with a "
+        "run; 2 if the runs may not be compared",
     )
     parser.add_argument(
         "--allow",

@@ -67,9 +67,11 @@ def differing_questions(runs: list[Run]) -> list[str]:
     return lines
 
 
-def faulty(runs: list[Run]) -> list[str]:
-    """What is wrong with each run, a line each."""
-    return [f"{run.name}: {line}" for run in runs for line in remarks.faults(run.summary)]
+def faulty(runs: list[Run], with_speed: bool = True) -> list[str]:
+    """What is wrong with each run, a line each; with what its speed rests on, too, unless told otherwise."""
+    return [
+        f"{run.name}: {line}" for run in runs for line in remarks.faults(run.summary, with_speed=with_speed)
+    ]
 
 
 def differing_turns(runs: list[Run]) -> list[str]:

@@ -188,7 +188,8 @@ def decisions(runs: Iterable[Run]) -> list[Decision]:
 def _is_plain(summary: dict) -> bool:
     """Whether a run set the baseline beside itself: a drafter that found nothing, or failed, is none."""
     drafts = summary["settings"] if summary["drafter"] is None else summary["drafter"] != "none"
-    return summary["overall"]["acceptance_rate"] is None and not drafts and not faults(summary)
+    nothing = summary["overall"]["acceptance_rate"] is None and summary.get("engine") is None
+    return nothing and not drafts and not faults(summary)
 
 
 def decision_table(decision: Decision) -> Table:
@@ -249,7 +250,7 @@ def setting_of(summary: dict, batches: bool = True) -> str:
     if (threads := summary.get("threads")) is not None:
         words.append(f"{threads} threads" if threads != 1 else "1 thread")
     if (engine := (summary.get("engine") or {}).get("name", OWN)) != OWN:
-        words.append(engine)
+        words += [engine, *as_text(summary["engine"]["plain"])]
     return ", ".join(words)
 
 

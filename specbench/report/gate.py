@@ -87,15 +87,19 @@ def as_json(judged: list[Judged]) -> str:
 def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: tuple[str, ...]) -> Judged:
     hindrances = [*_differing(first, run, allow), *differing_questions([first, run])]
     hindrances += without_difference([first, run])
+    if metric == SPEEDUP:
+        hindrances += [
+            f"{one.name}: {line}" for one in (first, run) if (line := remarks.no_speed(one.summary))
+        ]
     overall = relative(first, run, metric).get("overall")
     ratio, count, unit = overall or (None, 0, "question")
     value, low, high = (ratio.value, ratio.low, ratio.high) if ratio else (None, None, None)
     if high is None and not hindrances:
         least = f"{LEAST_QUESTIONS} questions that both answered"
         if run.summary["unit"] == POOL:
-            least = f"{LEAST_POOLS} pools, or repeats of one"
+            least = f"{LEAST_POOLS} pools" + (", or repeats of one" if metric == SPEEDUP else "")
         hindrances.append(f"there is no interval: it takes {least}")
-    wrong = faulty([first, run])
+    wrong = faulty([first, run], with_speed=False)
     verdict = None
     if fail_below is not None:
         lost = high is not None and high < fail_below

@@ -257,9 +257,10 @@ def baseline_rate(baseline: dict) -> float | None:
     return rates[baseline["quoted_against"]]
 
 
-def faults(summary: dict, with_baseline: bool = True) -> list[str]:
-    """What is wrong with a run, a line each; of its baseline too, unless that is told elsewhere."""
-    lines, counts, baseline = engine_faults(summary), summary["equivalence"], summary["baseline"]
+def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -> list[str]:
+    """What is wrong with a run, a line each; of its baseline, and of what its speed rests on, unless told elsewhere."""
+    lines = engine_faults(summary) + ([line] if with_speed and (line := no_speed(summary)) else [])
+    counts, baseline = summary["equivalence"], summary["baseline"]
     if counts["violation"]:
         whose = "the target's own" if summary.get("engine") is None else "those of its plain arm"
         lines.append(f"VIOLATION: {counts['violation']} of {counts['answers']} answers are not {whose}")
@@ -273,7 +274,7 @@ def faults(summary: dict, with_baseline: bool = True) -> list[str]:
 
 
 def engine_faults(summary: dict) -> list[str]:
-    """What is wrong with another engine; nothing of this project's own."""
+    """What is wrong with the answers of another engine; nothing of this project's own."""
     engine = summary.get("engine")
     if engine is None:
         return []
@@ -289,11 +290,17 @@ def engine_faults(summary: dict) -> list[str]:
             lines.append(
                 f"VIOLATION: {whose} answers of {name} are not drawn from the target's distributions"
             )
-    if not _tells_speeds_apart(engine["again"], summary["overall"]):
-        lines.append(f"NO VERDICT ON SPEED: plain {name} against itself has {itself_text(engine)}")
     if faults_met := engine["faults"]:
         lines.append(f"FAULTS of {name}: {len(faults_met)}, the first: {faults_met[0]}")
     return lines
+
+
+def no_speed(summary: dict) -> str:
+    """A line where another engine differs from itself in speed, so that it tells nothing of a method; else nothing."""
+    engine = summary.get("engine")
+    if engine is None or _tells_speeds_apart(engine["again"], summary["overall"]):
+        return ""
+    return f"NO VERDICT ON SPEED: plain {engine['name']} against itself has {itself_text(engine)}"
 
 
 def notes(runs: list[Run]) -> list[str]:

@@ -49,6 +49,7 @@ PROVENANCE = dict.fromkeys(
     ("time", "command", "config", "versions", "load_average", "threads", "source_sha256", "git", "questions")
 ) | {"machine": dict.fromkeys(("cpu", "cores", "usable_cores", "gpus"))}
 NAMED = 3
+DRAFT = "draft"  # the draft model of a pair, as a setting
 # What else than method and settings runs can differ in, and how a label says it.
 DIFFERING = {
     "pair": "{}",
@@ -302,6 +303,8 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
         method = method_label(summary)
         base = first.setdefault((method, summary["pair"]), settings)
         differing = {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)}
+        if not {DRAFT} <= base.keys() & settings.keys():
+            differing.discard(DRAFT)  # which older runs do not tell
         varied.setdefault(method, set()).update(differing)
     return [
         {key: value for key, value in settings.items() if key in varied[method_label(summary)]}
@@ -312,7 +315,7 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
 def _chosen(summary: Mapping) -> dict:
     """The settings of a run, and its draft model, which the pair names."""
     draft = summary.get("draft")
-    return summary["settings"] | ({} if draft is None else {"draft": draft})
+    return summary["settings"] | ({} if draft is None else {DRAFT: draft})
 
 
 def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[str]:
@@ -444,16 +447,18 @@ def not_comparable(runs: Iterable[Run]) -> list[str]:
 def differences(first: Run, run: Run) -> list[str]:
     """Why two runs with provenance may not be compared, by it and by what they computed with; [] if they may."""
     ours, theirs = (_means(one.summary) for one in (first, run))
-    means = [f"{name} {ours[name]} against {theirs[name]}" for name in ours if ours[name] != theirs[name]]
+    shared = ours.keys() & theirs.keys()  # older summaries lack some
+    means = [
+        f"{name} {ours[name]} against {theirs[name]}" for name in sorted(shared) if ours[name] != theirs[name]
+    ]
     return provenance.differences(first.provenance or {}, run.provenance or {}) + means
 
 
-def _means(summary: Mapping) -> dict[str, str | None]:
-    return {
-        "kernels": f"torch's ({reason})" if (reason := summary.get("kernels")) else "our own",
-        "compiled": str(bool(summary.get("compiled"))),
-        "engine.version": (summary.get("engine") or {}).get("version"),
-    }
+def _means(summary: Mapping) -> dict[str, object]:
+    means: dict[str, object] = {"engine.version": (summary.get("engine") or {}).get("version")}
+    if "kernels" in summary:
+        means["kernels"] = f"torch's ({reason})" if (reason := summary["kernels"]) else "our own"
+    return means | {key: summary[key] for key in ("compiled",) if key in summary}
 
 
 def named(names: list[str]) -> str:

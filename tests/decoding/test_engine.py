@@ -66,6 +66,33 @@ def test_answers_may_fill_the_context_to_the_brim():
     assert len(plain.tokens) == 24
 
 
+class Raising(Drafter):
+    """Raises in the round that completes a sequence."""
+
+    max_draft_tokens = 1
+
+    def __init__(self):
+        self.ended = []
+
+    def draft(self, batch):
+        return Draft(batch.tokens[: batch.size, :1])
+
+    def commit(self, batch, verified):
+        if any(one.done for one in batch.sequences):
+            raise RuntimeError
+
+    def end(self, slot):
+        self.ended.append(slot)
+
+
+def test_each_sequence_ends_once_for_the_drafter_whatever_raises():
+    target, drafter = StagedModel(random_pair("llama").target), Raising()
+    requests = [Request([7, 9, 4 + i], SamplingParams(4 + i)) for i in range(3)]
+    with pytest.raises(RuntimeError):
+        Engine(target, drafter, frozenset(), Scheduler(3)).generate(requests)
+    assert sorted(drafter.ended) == [0, 1, 2]
+
+
 class Spectator(Drafter):
     """Two candidates for each sequence but the first, and a chain of three that is only looked at."""
 

@@ -133,6 +133,15 @@ def test_an_answer_beyond_its_limit_is_a_violation():
     )
 
 
+def test_a_stop_token_that_was_left_out_changes_no_mean():
+    pair, tokens = with_a_stop(random_pair("llama"))
+    referee = Referee(pair, 0.8)
+    with_it, without = (referee.judge(answered(some), NEW) for some in (tokens, tokens[:-1]))
+    assert without.surprise == pytest.approx(with_it.surprise)
+    last = referee.judge(answered([tokens[-1]], [*PROMPT, *tokens[:-1]], cap=1)).logprob
+    assert without.logprob == pytest.approx(with_it.logprob - last, abs=1e-4)
+
+
 def test_an_answer_may_fill_the_context():
     pair = random_pair("llama")
     tokens = greedy(pair)
@@ -321,6 +330,9 @@ def test_bad_lines_are_one_line(tiny, tmp_path, line, message):
     path.write_text("\n")
     with pytest.raises(UserError, match="holds no answers"):
         read_answers(path, tiny)
+    full = {"prompt": [1], "tokens": [1] * (tiny.context_length - 1)}
+    path.write_text(json.dumps(full))
+    assert len(read_answers(path, tiny)) == 1
     long = {"prompt": [1], "tokens": [1] * tiny.context_length}
     path.write_text(json.dumps(long))
     with pytest.raises(UserError, match="do not fit"):

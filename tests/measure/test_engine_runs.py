@@ -15,7 +15,7 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
-from specbench.engines.client import is_ready
+from specbench.engines.client import EngineError, events, is_ready
 from specbench.engines.environments import environment, interpreter
 from specbench.engines.openai import OpenAI
 from specbench.measure.numeric_noise import ENGINE_NOISE, engine_noise, forced_logits
@@ -217,14 +217,17 @@ def test_a_path_of_a_url_comes_in_front(monkeypatch):
     """As that of a gateway, which has several servers."""
     asked = []
 
-    def request(_self, _verb, path):
+    def request(_self, _verb, path, *_):
         asked.append(path)
         raise OSError
 
     monkeypatch.setattr(HTTPConnection, "request", request)
-    for url in ("http://127.0.0.1:1", "http://127.0.0.1:1/deployed/"):
+    for url in ("http://127.0.0.1:1", "http://127.0.0.1:1/deployed/", "http://127.0.0.1:1/v1"):
         assert not is_ready(url, "/health")
-    assert asked == ["/health", "/deployed/health"]
+        with pytest.raises(EngineError):
+            list(events(url, "/v1/completions", {}, 1.0))
+    paths = ["", "/deployed", ""]
+    assert asked == [path + end for path in paths for end in ("/health", "/v1/completions")]
 
 
 def test_an_engine_that_is_not_installed_says_how(monkeypatch, tmp_path):

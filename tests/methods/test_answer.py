@@ -63,6 +63,16 @@ def test_every_turn_is_answered_by_the_target(workplace, tmp_path):
             assert messages[i] == {"role": "assistant", "content": pair.decode(ids)} | cut
 
 
+def test_prompts_alone_are_answered(workplace, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(7)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = settings(workplace, tmp_path / "new.jsonl", f"conversations={tmp_path}/prompts.jsonl")
+    found = list(read(str(answer(cfg))))
+    assert len(found) == 6 and all(
+        messages[-1]["role"] == "assistant" for messages in found
+    )  # one is held out
+
+
 def test_a_file_is_answered_once(workplace, tmp_path, capsys):
     """A second time would bring greedy answers again, among them those that trainers hold out."""
     found = list(read(str(answer(settings(workplace, tmp_path / "new.jsonl", "count=1000")))))

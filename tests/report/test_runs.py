@@ -401,6 +401,11 @@ def test_other_pairs_and_batch_sizes_are_no_surprise(tmp_path):
     assert "config.pair.target" in runs.differing_by_pair([*found, same_pair])[0]
 
 
+def test_older_runs_do_not_tell_their_draft_model():
+    runs = [SUMMARY | {"draft": "a"}, SUMMARY]
+    assert labels(runs) == ["kangaroo", "kangaroo"]
+
+
 def test_a_run_reads_its_records_only_when_asked(tmp_path):
     run_dir = write_run(tmp_path, "a", records=[answered(1), answered(2)])
     run = read_run(run_dir)

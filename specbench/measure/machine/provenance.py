@@ -70,7 +70,7 @@ COMPARABLE = (
         "config.batch_size",
         "config.protocol",
         "config.engine.name",
-        "config.engine.plain",
+        "config.engine.plain.",  # not plain_url
     ),
 )
 PROVENANCE = "provenance.json"
