@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from scipy import stats
 
 from specbench.decoding.stop import truncate_at_stop
-from specbench.measure.likelihood import BLOCK, of_logits, token_logprobs
+from specbench.measure.likelihood import BLOCK, of_logits, token_logprobs, with_stop
 from specbench.measure.metrics.engine import standard_errors
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, shape_noise
@@ -196,10 +196,7 @@ class Referee:
         stops = torch.tensor(sorted(self.pair.stop_ids), device=device)
         end_margin = (highest[-1] - logits[-1, stops].max()).item() if len(stops) else math.inf
         room = self.pair.context_length - len(answer.prompt)
-        drawn, limit = tokens, limit_of(answer, cap, room)
-        if len(stops) and len(tokens) < limit and not (tokens and tokens[-1] in self.pair.stop_ids):
-            # The stop token that ended it was left out, and was drawn, too.
-            drawn = [*tokens, int(stops[logits[-1, stops].argmax()])]
+        drawn = with_stop(tokens, limit_of(answer, cap, room), self.pair.stop_ids, logits[-1])
         likely = of_logits(logits[: len(drawn)], drawn, self.temperature)
         of_answer = of_logits(logits[:-1], tokens, self.temperature)
         error = None

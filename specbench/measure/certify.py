@@ -138,7 +138,11 @@ class Certifier:
 
     def likelihood(self, request: Request, tokens: list[int]) -> Likelihood:
         """How likely the target finds an answer that another engine drew."""
-        return likelihood(self.setup.target, request.prompt, tokens, request.decoding.temperature)
+        decoding = request.decoding
+        stop_ids = self.setup.pair.stop_ids
+        return likelihood(
+            self.setup.target, request.prompt, tokens, decoding.temperature, decoding.max_new_tokens, stop_ids
+        )
 
     def noise(self, arm: str) -> float:
         """The rounding noise in logits between an arm and the reference, on its answers to the warm-up questions.

@@ -14,6 +14,8 @@ import torch
 from specbench.measure.numeric_noise import forced_logits
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from specbench.decoding.model.staged_model import StagedModel
 
 BLOCK = 32  # tokens that the target is fed at a time
@@ -36,9 +38,41 @@ class Likelihood:
     variance: float
 
 
-def likelihood(target: StagedModel, prompt: list[int], tokens: list[int], temperature: float) -> Likelihood:
-    """How likely the target finds an answer at a temperature."""
-    return of_logits(forced_logits(target, prompt, tokens, BLOCK), tokens, temperature)
+def likelihood(
+    target: StagedModel,
+    prompt: list[int],
+    tokens: list[int],
+    temperature: float,
+    limit: int,
+    stop_ids: Collection[int],
+) -> Likelihood:
+    """How likely the target finds an answer at a temperature, its end included.
+
+    Args:
+        target: judges.
+        prompt: token ids.
+        tokens: of the answer, with its stop token or without.
+        temperature: that it was drawn at.
+        limit: tokens that it may have.
+        stop_ids: that end an answer.
+    """
+    logits = forced_logits(target, prompt, [*tokens, 0], BLOCK)
+    drawn = with_stop(tokens, limit, stop_ids, logits[-1])
+    return of_logits(logits[: len(drawn)], drawn, temperature)
+
+
+def with_stop(tokens: list[int], limit: int, stop_ids: Collection[int], logits: torch.Tensor) -> list[int]:
+    """What was drawn for an answer: its tokens, and the stop token where some engines leave it out.
+
+    Args:
+        tokens: of the answer.
+        limit: tokens that it may have.
+        stop_ids: that end an answer; the likeliest counts.
+        logits: [vocab] after the answer.
+    """
+    if not stop_ids or len(tokens) >= limit or (tokens and tokens[-1] in stop_ids):
+        return tokens
+    return [*tokens, max(stop_ids, key=lambda token: float(logits[token]))]
 
 
 def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float) -> Likelihood:

@@ -35,10 +35,25 @@ def test_tokens_of_another_temperature_do_not(at, sign):
 
 def test_a_model_is_asked_at_the_places_of_the_answer():
     pair, prompt, tokens = random_pair("llama"), [3, 9, 27, 11], [5, 6, 7, 8, 9]
-    one = likelihood(pair.staged, prompt, tokens, 0.7)
+    one = likelihood(pair.staged, prompt, tokens, 0.7, 5, pair.stop_ids)
     logits = pair.target(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
     expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum().item()
     assert one.logprob == pytest.approx(expected, abs=1e-3) and one.tokens == 5
+
+
+def test_an_end_without_a_stop_token_was_drawn_too():
+    """As some engines leave it out. One that was cut has drawn an unlikely one."""
+    pair, prompt, tokens = random_pair("llama"), [3, 9, 27, 11], [5, 6, 7]
+    logits = pair.target(torch.tensor([prompt + tokens])).logits[0, -1].float()
+    ranked = logits.argsort(descending=True).tolist()
+    stop_ids = frozenset({ranked[3], ranked[-1]})
+    full, ended = (likelihood(pair.staged, prompt, tokens, 1.0, n, stop_ids) for n in (3, 9))
+    assert (full.tokens, ended.tokens) == (3, 4)
+    assert ended.logprob - full.logprob == pytest.approx(float(logits.log_softmax(-1)[ranked[3]]), abs=1e-3)
+    said = likelihood(pair.staged, prompt, [*tokens, ranked[3]], 1.0, 9, stop_ids)
+    assert said.tokens == 4 and said.logprob == pytest.approx(ended.logprob, abs=1e-3)
+    assert likelihood(pair.staged, prompt, tokens, 1.0, 9, frozenset()).tokens == 3
+    assert likelihood(pair.staged, prompt, [], 1.0, 9, stop_ids).tokens == 1
 
 
 def test_a_run_sums_over_its_answers():
