@@ -11,7 +11,6 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,7 +95,9 @@ def _read(line: Any, number: int, pair: Pair) -> Answered:
 
 def check_logprobs(logprobs: Any, count: int) -> None:
     """Raises UserError unless they are `count` finite numbers."""
-    if not isinstance(logprobs, list) or not all(type(p) in (int, float) and isfinite(p) for p in logprobs):
+    if not isinstance(logprobs, list) or not all(
+        type(p) in (int, float) and math.isfinite(p) for p in logprobs
+    ):
         raise UserError("logprobs must be finite numbers, one for each token")
     if len(logprobs) != count:
         raise UserError(f"{len(logprobs)} logprobs for {count} tokens")
