@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from methods.ar import Autoregressive
+from methods.common import rank_trees
 from methods.eagle import Eagle, Eagle2
 from methods.eagle import checkpoint as eagle
 from methods.eagle.model import EagleModel, eagle_config
@@ -43,6 +44,14 @@ COMMON = {"num_key_value_heads": 8, "num_attention_heads": 32, "vocab_size": 128
 TARGET = COMMON | {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128}
 DRAFT = COMMON | {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_trees_without_data_are_kept() -> Iterator[None]:
+    """Trees are made once for all drafters: those of tensors without data are of no use to other tests."""
+    rank_trees.rank_tree.cache_clear()
+    yield
+    rank_trees.rank_tree.cache_clear()
 
 
 def model(shape: dict, layers: int) -> LlamaForCausalLM:
