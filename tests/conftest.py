@@ -1,6 +1,6 @@
 """Set-up of every test: no network but a test's own, reproducible draws, few threads. The tiers:
 
-- fast (`make test-fast`): all that no marker below names; the heart of every part, in two to three minutes on two cores.
+- fast (`make test-fast`): all that no marker below names; the heart of every part, in two to three minutes.
 - `first_fast`: of its cases, the first is fast and the others are slow.
 - `nightly` (`make test-nightly`): what tests a stored artefact, a compiler or a simulation, not a change.
 - all markers below: of these tests every twelfth runs each time, and the others are nightly. $SPECBENCH_TURN, a number,
