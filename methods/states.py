@@ -140,7 +140,7 @@ def write(cfg: DictConfig) -> Path:
     wanted = facts(cfg, pair) | {
         "taps": sorted(set(cfg.taps)),
         "precision": cfg.precision,
-        "top": top_of(cfg, pair),
+        "top": min(cfg.top, len(pair.tokenizer), pair.target.get_output_embeddings().weight.shape[0]),
     }
     check_same(out, wanted)
     if (out / RECORD).exists():
@@ -149,20 +149,19 @@ def write(cfg: DictConfig) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / BEGUN, wanted)
     most = None if cfg.tokens is None else -(-cfg.tokens // cfg.length)
-    store(islice(rows_of(cfg, pair, held_out=True), HELD_OUT_ROWS), cfg, pair, out / HELD_OUT)
-    store(islice(rows_of(cfg, pair, epochs=1), most), cfg, pair, out)
+    store(islice(rows_of(cfg, pair, held_out=True), HELD_OUT_ROWS), cfg, pair, out / HELD_OUT, wanted)
+    store(islice(rows_of(cfg, pair, epochs=1), most), cfg, pair, out, wanted)
     print(out)
     return out
 
 
-def store(rows: Iterator[Tokens], cfg: DictConfig, pair: Pair, out: Path) -> None:
-    """Writes rows and the target's states of them, after the rows that the folder holds already."""
+def store(rows: Iterator[Tokens], cfg: DictConfig, pair: Pair, out: Path, record: dict[str, Any]) -> None:
+    """Writes rows and the target's states of them, after the rows that the folder holds already, and then `record`."""
     if (out / RECORD).exists():
         return
     out.mkdir(parents=True, exist_ok=True)
-    taps, width = sorted(set(cfg.taps)), pair.target.config.get_text_config().hidden_size
+    taps, top, width = record["taps"], record["top"], record["hidden_size"]
     bytes_of = {IDS: 4, WEIGHTS: 4} | {f"{key_of(tap)}.bin": 2 * width for tap in taps}
-    top = top_of(cfg, pair)
     if top:
         bytes_of |= {f"{LIKELIEST}.bin": 4 * top, f"{PROBS}.bin": 2 * top}
     sizes = {out / name: cfg.length * size for name, size in bytes_of.items()}
@@ -187,13 +186,7 @@ def store(rows: Iterator[Tokens], cfg: DictConfig, pair: Pair, out: Path) -> Non
             files[name].write(raw.numpy().tobytes())
     for file in files.values():
         file.close()
-    record = facts(cfg, pair) | {"taps": taps, "top": top}
     (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-
-
-def top_of(cfg: DictConfig, pair: Pair) -> int:
-    """How many of the likeliest tokens are stored: as configured, and no more than there are."""
-    return min(cfg.top, len(pair.tokenizer), pair.target.get_output_embeddings().weight.shape[0])
 
 
 def distributions(finals: torch.Tensor, batch: Batch, pair: Pair, top: int) -> dict[str, torch.Tensor]:

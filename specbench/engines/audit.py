@@ -199,7 +199,7 @@ class Referee:
         room = self.pair.context_length - len(answer.prompt)
         drawn = with_stop(tokens, limit_of(answer, cap, room), self.pair.stop_ids, logits[-1])
         likely = of_logits(logits[: len(drawn)], drawn, self.temperature)
-        of_answer = of_logits(logits[:-1], tokens, self.temperature)
+        of_answer = likely if drawn is tokens else of_logits(logits[:-1], tokens, self.temperature)
         error = None
         if answer.logprobs is not None and tokens:
             logprobs = torch.tensor(answer.logprobs, dtype=torch.double, device=device)

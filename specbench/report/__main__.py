@@ -183,7 +183,8 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
     for path in options.write if with_claims else []:
         claims.renew(path, checked, runs)
     if with_claims and options.markdown:
-        print("\n".join(f"left out: {one}" for one in left_out), file=sys.stderr, end="\n" * bool(left_out))
+        for one in left_out:
+            print(f"left out: {one}", file=sys.stderr)
         print(claims.markdown(checked, runs))
     else:
         print_report(runs)
