@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from specbench.decoding.drafter import Drafter
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.models.pairs import Pair
 
 
 class Autoregressive(Drafter):
     """Drafts nothing, so that every round is one target pass and one token."""
 
+    needs = Needs(text_alone=True)
     deterministic = True
 
     def __init__(self, pair: Pair):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from specbench.decoding.drafter import Drafter
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import require_at_least
@@ -33,6 +33,7 @@ class PromptLookup(Drafter):
         UserError: `min_ngram` is above `max_ngram`.
     """
 
+    needs = Needs(text_alone=True)
     deterministic = True
 
     def __init__(

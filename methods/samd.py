@@ -20,7 +20,7 @@ from methods.common.suffix_automaton import SuffixAutomaton
 from methods.rest.datastore import load_datastore, tree_after
 from specbench.data.warm_start import WARM
 from specbench.decoding.device import on_device
-from specbench.decoding.drafter import make_drafter
+from specbench.decoding.drafter import Needs, make_drafter
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.decoding.tree import Tree
 from specbench.decoding.wrapped import WrappedDrafter
@@ -57,6 +57,8 @@ class SAMDecoding(WrappedDrafter):
     Raises:
         UserError: the corpus is missing, or of another tokenizer, or is asked for more than it is sorted by.
     """
+
+    needs = Needs(text_alone=True)
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from methods.common.counted_trees import Counted, likeliest
 from methods.common.suffix_automaton import Match, SuffixAutomaton
 from specbench.data.warm_start import warm_answers
-from specbench.decoding.drafter import Drafter
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability, Range
@@ -41,6 +41,7 @@ class SuffixDecoding(Drafter):
         warm: a file of conversations whose answers are known from the beginning.
     """
 
+    needs = Needs(text_alone=True)
     deterministic = True
 
     def __init__(

@@ -62,6 +62,8 @@ COMPOSED = {
     "calibrate": "calibrate_vocab",
     "converse": "converse",
     "lengthen": "lengthen",
+    "serve": "serve",
+    "doctor": "bench",
 }
 MODULES = {  # python -m MODULE: the configuration that it composes
     "specbench.commands.run": "bench",

@@ -12,7 +12,7 @@ import torch
 
 from methods.common.heads import DraftHead, draft_head, target_ids
 from methods.common.rank_trees import chosen_paths, likeliest_ids, rank_tree
-from methods.medusa.checkpoint import load_heads
+from methods.medusa.checkpoint import load_heads, save_for_vllm
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
@@ -22,6 +22,8 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
@@ -57,7 +59,7 @@ class Medusa(Drafter):
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
-        target = pair.staged
+        self.target = target = pair.staged
         self.heads, settings, ids = load_heads(packaged(weights), target, pair)
         if ids is not None and vocab_map is not None:
             raise UserError(
@@ -83,7 +85,6 @@ class Medusa(Drafter):
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for the state that each sequence drafts from."""
-        self._target = target
         self._states = slots.tensor(target.hidden_size, dtype=target.dtype)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
@@ -106,8 +107,14 @@ class Medusa(Drafter):
             return [torch.cat(tokens, dim=1)]
 
         key = ("draft", paths, len(levels))
-        (tokens,) = self._target.run_batch(batch, self.heads, key, filled, self._states[: batch.size])
+        (tokens,) = self.target.run_batch(batch, self.heads, key, filled, self._states[: batch.size])
         return Draft(tokens, tree=tree, bytes_read=self._bytes)
+
+    def export(self, folder: Path) -> None:
+        """Writes the heads as vLLM reads them, which has chains of their likeliest tokens in place of the tree."""
+        if self.head.token_ids is not None:
+            raise UserError("heads that score some tokens alone are not exported: set vocab=full")
+        save_for_vllm(self.heads, self.target.lm_head.weight, folder, self.target.dtype)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes the state of the last token that was accepted."""

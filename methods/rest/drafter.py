@@ -30,7 +30,7 @@ class REST(Drafter):
         UserError: the datastore is missing, or of another tokenizer, or is asked for more than it is sorted by.
     """
 
-    needs = Needs(part="rest")
+    needs = Needs(part="rest", text_alone=True)
     deterministic = True
 
     def __init__(

@@ -150,6 +150,16 @@ COMMANDS = {
         ),
         notes=COMPOSED + "\nExit code 1 where there are findings.",
     ),
+    "serve": Command(
+        "specbench.commands.serve",
+        f"{KEYS} [port=8000]",
+        "Serve a method over HTTP: completions of token ids, every target pass as it ends.",
+        (
+            ("serve method=sps pair=tiny port=8001", "speculative sampling on the embedded pair"),
+            ("serve method=ar pair=tiny port=8000", "and autoregressive decoding, for engine=openai"),
+        ),
+        notes=COMPOSED,
+    ),
     "engine": Command(
         "specbench.commands.engine",
         "install NAME",
@@ -161,11 +171,12 @@ COMMANDS = {
     ),
     "export": Command(
         "specbench.commands.export",
-        f"gguf|folder {KEYS}",
-        "Write a pair's models as files that other engines read.",
+        f"gguf|folder|part {KEYS}",
+        "Write a pair's models, or what a method drafts with, as files that other engines read.",
         (
             ("export gguf pair=smollm2-135m", "target and draft model for llama.cpp, in the user's cache"),
             ("export folder pair=tiny out=models", "as transformers saves them"),
+            ("export part method=medusa pair=tiny out=heads", "Medusa's heads as vLLM reads them"),
         ),
     ),
     "log": Command(

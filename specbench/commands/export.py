@@ -1,4 +1,4 @@
-"""Writes a pair's models as files that other engines read: `specbench export gguf|folder pair=NAME [out=FOLDER]`."""
+"""Writes models as files that other engines read: `specbench export gguf|folder|part pair=NAME [out=FOLDER]`."""
 
 from __future__ import annotations
 
@@ -7,33 +7,53 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from specbench.config.checks import check
 from specbench.config.compose import positional, with_hydra
 from specbench.system.errors import one_line_errors
 from specbench.system.files import make_folder
 from specbench.system.settings import check_all
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from omegaconf import DictConfig
 
-SETTINGS = {"form": Literal["gguf", "folder"], "out": str | None}
-USAGE = "specbench export gguf|folder pair=NAME [out=FOLDER], such as specbench export gguf pair=smollm2-135m"
+PART = "part"
+SETTINGS = {"form": Literal["gguf", "folder", "part"], "out": str | None}
+USAGE = "specbench export gguf|folder|part pair=NAME [out=FOLDER], such as specbench export gguf pair=smollm2-135m"
 
 
 def export(cfg: DictConfig) -> None:
-    """Writes target and draft model in the pair's dtype and prints where each lies. Raises UserError if it cannot."""
+    """Writes what is asked for in the pair's dtype and prints where each lies. Raises UserError if it cannot."""
     check_all(cfg, SETTINGS)
+    for what, path in (_part if cfg.form == PART else _models)(cfg):
+        if cfg.out is not None:
+            path = _copied(path, make_folder(Path(cfg.out)) / path.name)
+        print(f"{what}: {path}")
+
+
+def _models(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
+    """Target and draft model."""
     from specbench.models.export import as_folder, as_gguf  # late: torch takes seconds
     from specbench.models.pairs import load_pair
 
     pair = load_pair(cfg.pair, 0, with_draft=cfg.pair.draft is not None)
     write = as_gguf if cfg.form == "gguf" else as_folder
     for what, model in (("target", pair.target), ("draft", pair.draft)):
-        if model is None:
-            continue
-        path = write(model, pair.tokenizer, f"{pair.name}-{what}")
-        if cfg.out is not None:
-            path = _copied(path, make_folder(Path(cfg.out)) / path.name)
-        print(f"{what}: {path}")
+        if model is not None:
+            yield what, write(model, pair.tokenizer, f"{pair.name}-{what}")
+
+
+def _part(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
+    """What a method drafts with."""
+    spec = check(cfg)
+    from specbench.decoding.drafter import make_drafter  # late, as above
+    from specbench.models.export import as_part
+    from specbench.models.pairs import load_pair
+
+    name, needs = spec.drafter["name"], spec.needs
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=needs.draft_model)
+    yield name, as_part(make_drafter(spec.drafter, pair=pair), f"{pair.name}-{name}")
 
 
 def _copied(source: Path, to: Path) -> Path:
@@ -47,7 +67,9 @@ def _copied(source: Path, to: Path) -> Path:
 def main() -> int:
     """Does what the command line says; returns the exit code."""
     sys.argv[1:] = positional("form", sys.argv[1:], USAGE)
-    return with_hydra("export", one_line_errors()(export))
+    # Of a method all that a run takes may be set, of a pair's models the pair alone.
+    config = "export_part" if f"form={PART}" in sys.argv else "export"
+    return with_hydra(config, one_line_errors()(export))
 
 
 if __name__ == "__main__":

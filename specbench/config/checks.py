@@ -112,7 +112,7 @@ def check(cfg: DictConfig) -> RunSpec:
     with open_dict(cfg):
         # What another engine drafts with is in its words: neither published nor tuned here.
         rule = cfg.decoding.draft_length
-        cfg.settings_source = None if spec.engine is not None else settings_source(spec, cfg.pair.name, rule)
+        cfg.settings_source = settings_source(spec, cfg.pair.name, rule) if spec.is_own_code else None
     return spec
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # What has times of its own: a question, or a pool of questions, whose sequences share their rounds.
 QUESTION, POOL = "question", "pool"
 OWN = "own"  # the name of the engine that is this project's
+OWN_CODE = "own_code"  # set where this project's own code drafts inside another engine
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,25 @@ class RunSpec:
     @property
     def settings(self) -> dict[str, Any]:
         """What a user sets of the method, and of a scheduler's drafter as `drafter.NAME`; of an engine in its words."""
-        if self.engine is not None:
-            return values.flat((self.engine["speculative"] or {}).get(self.drafter["name"], {}))
-        return {
+        if not self.is_own_code:
+            return values.flat(self._in_its_words)
+        return values.flat(self._in_its_words) | {
             key_of(group, name): value
             for group, chosen in self.groups.items()
             for name, value in values.settings(chosen).items()
         }
+
+    @property
+    def is_own_code(self) -> bool:
+        """Whether this project's own code drafts: here, or inside another engine."""
+        return self.engine is None or bool(self._in_its_words.get(OWN_CODE))
+
+    @property
+    def _in_its_words(self) -> dict[str, Any]:
+        """How another engine is told to draft."""
+        if self.engine is None:
+            return {}
+        return (self.engine["speculative"] or {}).get(self.drafter["name"], {})
 
     @property
     def learns(self) -> bool:

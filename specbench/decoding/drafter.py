@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.state import Draft
+from specbench.system.errors import UserError
 from specbench.system.settings import WRAPPED, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     import pandas as pd
     import torch
@@ -35,6 +37,7 @@ class Needs:
         any_length: whether it can draft fewer tokens than its longest draft has.
         reference_answer: the target's own greedy answer to a prompt, which `Drafter.set_reference_answers` is given
             before it is timed.
+        text_alone: nothing but the tokens so far: it can draft inside another engine.
     """
 
     draft_model: bool = False
@@ -44,6 +47,7 @@ class Needs:
     batching: bool = True
     any_length: bool = True
     reference_answer: bool = False
+    text_alone: bool = False
 
     def around(self, inner: Needs) -> Needs:
         """What a drafter with these needs requires when it wraps one that needs `inner`."""
@@ -53,6 +57,7 @@ class Needs:
             batching=self.batching and inner.batching,
             any_length=self.any_length and inner.any_length,
             reference_answer=self.reference_answer or inner.reference_answer,
+            text_alone=self.text_alone and inner.text_alone,
         )
 
     def draft_of(self, pair_cfg: DictConfig) -> str | None:
@@ -203,6 +208,14 @@ class Drafter:
 
     def restore(self, state: Any) -> None:
         """Goes back to what `snapshot` gave."""
+
+    def export(self, folder: Path) -> None:
+        """Writes what it drafts with into a new folder, in the form that serving engines read.
+
+        Raises:
+            UserError: There is no such form.
+        """
+        raise UserError(f"{type(self).__name__} has no weights in a form of their own for other engines")
 
     def close(self) -> None:
         """Releases what is kept between answers, such as processes. The drafter must not be used afterwards."""

@@ -18,10 +18,10 @@ class Step:
     """One draft-verify round.
 
     Attributes:
-        drafted: draft tokens handed to verification (all nodes of a tree).
+        drafted: draft tokens handed to verification (all nodes of a tree). None: another engine does not tell it.
         accepted: draft tokens that became part of the output. A stop token inside the draft ends the count.
         emitted: tokens the round added to the output, the target's own (bonus) token included.
-        depth: draft tokens on the longest path that could have been accepted (equals drafted for a chain).
+        depth: draft tokens on the longest path that could have been accepted (equals drafted for a chain), or None.
         draft_seconds: drafting. In a batch all seconds are this sequence's share of the round, one in `sequences`. NaN
             where another engine, which shows whole rounds alone, decodes: `other_seconds` is then all of the round.
         verify_seconds: verifying.
@@ -33,10 +33,10 @@ class Step:
         stats: numbers of the drafter's and the scheduler's own, see `Draft`.
     """
 
-    drafted: int
+    drafted: int | None
     accepted: int
     emitted: int
-    depth: int
+    depth: int | None
     draft_seconds: float
     verify_seconds: float
     other_seconds: float

@@ -8,6 +8,7 @@ from specbench.decoding.drafter import Drafter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     import torch
 
@@ -82,6 +83,10 @@ class WrappedDrafter(Drafter):
     def restore(self, state: Any) -> None:
         """As the inner drafter."""
         self.inner.restore(state)
+
+    def export(self, folder: Path) -> None:
+        """As the inner drafter."""
+        self.inner.export(folder)
 
     def close(self) -> None:
         """As the inner drafter."""

@@ -26,11 +26,13 @@ class TargetPass:
         at: `time.perf_counter()` when its last token arrived.
         tokens: that it gave.
         drafted: that it verified; None: the server does not say.
+        accepted: of these; None: as many as its tokens tell. It may be more where the answer ended inside the draft.
     """
 
     at: float
     tokens: list[int]
     drafted: int | None = 0
+    accepted: int | None = None
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
         now_drafted, now_accepted = timings.get("draft_n", drafted), timings.get("draft_n_accepted", accepted)
         for token in event.get("tokens", ()):
             if left == 0:
-                reply.passes.append(TargetPass(at, [], now_drafted - drafted))
+                reply.passes.append(TargetPass(at, [], now_drafted - drafted, now_accepted - accepted))
                 left = now_accepted - accepted + 1
                 drafted, accepted = now_drafted, now_accepted
             reply.passes[-1].tokens.append(token)
@@ -158,34 +160,56 @@ def openai(
             reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         counts = (event.get("metrics") or {}).get("speculative_decoding")
         if counts is not None and reply.passes:
-            _count_drafts(reply.passes[1:], counts["per_step_accepted"], counts["per_step_drafted"])
+            accepted, drafted = (counts.get(f"per_step_{name}") or [] for name in ("accepted", "drafted"))
+            _count_drafts(reply.passes[1:], accepted, drafted)
     if not ended:
         raise EngineError("the stream ended before the answer did")
     return reply
 
 
 def _count_drafts(passes: list[TargetPass], accepted: list[int], drafted: list[int]) -> None:
-    """Notes in passes what each verified, from counts of those that verified a draft, in order.
+    """Notes in passes what each verified, from counts of all of them, or of those that verified a draft, in order.
 
-    Of several passes of one token it is not told which had a draft: the later ones are taken.
+    Of several passes of one token it is not told which had a draft: the later ones are taken. The last pass may be cut
+    short, by a stop token or at the cap.
 
     Raises:
         EngineError: The counts do not fit the tokens.
     """
+    sizes = [len(one.tokens) for one in passes]
+    numbers: list[int] | None
+    if len(accepted) == len(passes):
+        fit = all(size == 1 + count for size, count in zip(sizes[:-1], accepted))
+        fit = fit and all(size <= 1 + count for size, count in zip(sizes[-1:], accepted[-1:]))
+        numbers = [*range(len(passes))] if fit else None
+    else:
+        numbers = _passes_of(sizes, accepted, cut=False) or _passes_of(sizes, accepted, cut=True)
+    if numbers is None:
+        raise EngineError(
+            f"{accepted} draft tokens are said to be accepted, where passes have {sizes} tokens"
+        )
     for one in passes:
-        one.drafted = 0
-    number = len(passes)
-    for count, of_draft in zip(reversed(accepted), reversed(drafted)):
-        number -= 1
-        # The last pass may be cut short, by a stop token or at the cap.
-        while number >= 0 and len(passes[number].tokens) == 1 and count > 0 and number < len(passes) - 1:
-            number -= 1
-        fits = number >= 0 and len(passes[number].tokens) <= count + 1
-        if not fits or (len(passes[number].tokens) < count + 1 and number < len(passes) - 1):
-            raise EngineError(
-                f"{count} draft tokens are said to be accepted where no pass has as many tokens"
-            )
-        passes[number].drafted = of_draft
+        one.drafted = one.accepted = 0
+    for number, count, of_draft in zip(numbers, accepted, drafted):
+        passes[number].drafted, passes[number].accepted = of_draft, count
+
+
+def _passes_of(sizes: list[int], accepted: list[int], cut: bool) -> list[int] | None:
+    """Which passes counts belong to, found from the end; `cut`: the last one belongs to the last pass, cut short."""
+    numbers: list[int] = []
+    at = len(sizes) - 1
+    for count in reversed(accepted):
+        if cut and not numbers:
+            fits = at >= 0 and sizes[at] <= 1 + count
+        else:
+            while at >= 0 and sizes[at] == 1 and count > 0:
+                at -= 1
+            fits = at >= 0 and sizes[at] == 1 + count
+        if not fits:
+            return None
+        numbers.insert(0, at)
+        at -= 1
+    return numbers if all(size == 1 for size in sizes[: at + 1]) else None
 
 
 DIALECTS: dict[str, Callable[..., Reply]] = {"llama_cpp": llama_cpp, "openai": openai}

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.engines.environments import interpreter
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
-from specbench.engines.server import Server, shared_cores
+from specbench.engines.server import STANDALONE, Server, shared_cores
 from specbench.models.export import as_gguf
-from specbench.system.errors import UserError
-from specbench.system.paths import packaged
+from specbench.system.paths import existing_file
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from specbench.models.pairs import Pair
 
-SCRIPT = Path(__file__).with_name("serve_llama_cpp.py")
+SCRIPT = STANDALONE / "serve_llama_cpp.py"
 
 
 class LlamaCpp(ServedEngine):
@@ -24,7 +25,7 @@ class LlamaCpp(ServedEngine):
 
     Args:
         pair: whose target and draft model they get, as GGUF files in the pair's dtype.
-        method: the name of what the speculative one drafts as.
+        drafter: configuration of what the speculative one drafts as.
         threads: of each server.
         plain: parameters of both, as xllamacpp spells them.
         speculative: by method, parameters of the speculative one, those of `speculative` there.
@@ -43,7 +44,7 @@ class LlamaCpp(ServedEngine):
     def __init__(
         self,
         pair: Pair,
-        method: str,
+        drafter: Mapping[str, Any],
         threads: int,
         plain: dict,
         speculative: dict,
@@ -59,7 +60,9 @@ class LlamaCpp(ServedEngine):
         program = Path(python) if python else interpreter(name, install)
         self.version = install["requirements"][-1]
         self.same_weights = target is None
-        of_target = _file(target) if target else as_gguf(pair.target, pair.tokenizer, f"{pair.name}-target")
+        of_target = (
+            existing_file(target) if target else as_gguf(pair.target, pair.tokenizer, f"{pair.name}-target")
+        )
         every = {
             "model": {"path": str(of_target)},
             "n_ctx": pair.context_length * batch_size,  # of all its slots together
@@ -68,8 +71,8 @@ class LlamaCpp(ServedEngine):
             "cpuparams_batch": {"n_threads": threads},
             **plain,
         }
-        drafts = dict(speculative[method])
-        of_draft = _file(draft) if draft else None
+        drafts = dict(speculative[drafter["name"]])
+        of_draft = existing_file(draft) if draft else None
         if of_draft is None and pair.draft is not None:
             of_draft = as_gguf(pair.draft, pair.tokenizer, f"{pair.name}-draft")
         if of_draft is not None:
@@ -92,11 +95,3 @@ class LlamaCpp(ServedEngine):
             SPECULATIVE: server(SPECULATIVE, every | {"speculative": drafts}),
         }
         super().__init__(pair, servers, name, answer_seconds, batch_size)
-
-
-def _file(name: str) -> Path:
-    """A file. Raises UserError where there is none."""
-    path = packaged(name)
-    if not path.is_file():
-        raise UserError(f"there is no file '{name}'")
-    return path.resolve()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from specbench.engines.dialects import DIALECTS, openai
@@ -12,6 +12,8 @@ from specbench.engines.server import Server
 from specbench.system.errors import UserError, suggest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from specbench.models.pairs import Pair
 
 
@@ -28,7 +30,7 @@ class OpenAI(ServedEngine):
 
     Args:
         pair: whose target they serve.
-        method: the name of what the speculative one drafts as.
+        drafter: configuration of what the speculative one drafts as.
         threads: unused; whoever started the servers chose theirs.
         plain_url: of the plain server.
         speculative_url: of the speculative one.
@@ -47,7 +49,7 @@ class OpenAI(ServedEngine):
     def __init__(
         self,
         pair: Pair,
-        method: str,
+        drafter: Mapping[str, Any],
         threads: int,
         plain_url: str | None,
         speculative_url: str | None,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.engine import Rounds
     from specbench.decoding.state import Request
-    from specbench.engines.dialects import Reply
+    from specbench.engines.dialects import Reply, TargetPass
     from specbench.engines.server import Server
     from specbench.models.pairs import Pair
 
@@ -47,10 +47,12 @@ class ServedEngine:
         version: of the engine.
         faults: what went wrong so far, a line each.
         same_weights: whether it decodes with the pair's own weights, not with a file that somebody quantised.
+        counts_drafts: whether the engine tells how many tokens a pass verified.
     """
 
     version: str = "unknown"
     same_weights: bool = True
+    counts_drafts: bool = True
 
     def __init__(
         self,
@@ -184,20 +186,23 @@ class ServedEngine:
         first, *others = reply.passes
         steps, before = [], first.at
         for one in others:
-            emitted = len(one.tokens)
-            if emitted > 1 and one.drafted is None:
-                raise EngineError(f"a pass gave {emitted} tokens, and what it verified is not told")
-            drafted = one.drafted or 0
+            emitted, drafted = len(one.tokens), one.drafted
+            if drafted is None and self.counts_drafts:
+                if emitted > 1:
+                    raise EngineError(f"a pass gave {emitted} tokens, and what it verified is not told")
+                drafted = 0
+            if (accepted := one.accepted) is None:
+                accepted = emitted - 1 if drafted is None else min(emitted - 1, drafted)
             steps.append(
                 Step(
                     drafted=drafted,
-                    accepted=min(emitted - 1, drafted),
+                    accepted=min(accepted, emitted),  # all, where a token of the draft ended the answer
                     emitted=emitted,
                     depth=drafted,
                     draft_seconds=math.nan,
                     verify_seconds=math.nan,
                     other_seconds=one.at - before,
-                    draft_bytes=None if drafted else 0,
+                    draft_bytes=0 if drafted == 0 else None,
                     target_bytes=self._target_bytes,
                 )
             )
@@ -211,8 +216,7 @@ class ServedEngine:
 
         Greedy answers show that drafts are accepted; drawn ones may be wrong for another reason.
         """
-        drafted = accepted = 0
-        counted_drafts = False
+        speculative: list[TargetPass] = []
         for name in (PLAIN, SPECULATIVE):
             _check_read(name, self._reply(name, requests[0]), requests[0])
         for drawn in requests:
@@ -229,11 +233,18 @@ class ServedEngine:
                 raise UserError("the plain server drafts: start it without speculation")
             if again.tokens != replies[PLAIN].tokens:
                 self.faults.append("plain: two answers to one prompt differ")
-            passes = replies[SPECULATIVE].passes[1:]
-            counted_drafts |= any(one.drafted is not None for one in passes)
-            drafted += sum(one.drafted or 0 for one in passes)
-            accepted += sum(len(one.tokens) - 1 for one in passes)
-        if not counted_drafts:
+            speculative += replies[SPECULATIVE].passes[1:]
+        self._check_drafts(speculative)
+
+    def _check_drafts(self, passes: list[TargetPass]) -> None:
+        """Raises UserError unless some drafts are accepted, of numbers that are told where the engine tells them."""
+        drafted = sum(one.drafted or 0 for one in passes)
+        accepted = sum(len(one.tokens) - 1 for one in passes)
+        if not self.counts_drafts:
+            if not accepted:
+                raise UserError("every pass of the speculative server gives one token: does it draft?")
+            return
+        if all(one.drafted is None for one in passes):
             raise UserError(
                 "the speculative server does not say what it drafts: vLLM does with "
                 "--per-request-spec-decode-metrics detailed"

@@ -28,6 +28,9 @@ HOST = "127.0.0.1"
 POLL_SECONDS = 0.05  # between two looks whether a server is ready
 END_SECONDS = 10.0  # that a server has to end when it is asked to
 SUPERVISOR = Path(__file__).with_name("supervise.py")
+STANDALONE = Path(__file__).with_name(
+    "standalone"
+)  # the folder of scripts that run in environments of engines
 LAST_LINES = 3  # of what a server printed, when it failed
 
 

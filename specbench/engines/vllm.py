@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import specbench
+from specbench import METHODS
+from specbench.config.spec import OWN_CODE
+from specbench.data.warm_start import WARM
+from specbench.decoding.drafter import make_drafter, needs_of
 from specbench.engines.environments import interpreter
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import HOST, Server, shared_cores
-from specbench.models.export import as_folder
-from specbench.system.paths import packaged
+from specbench.engines.vllm_proposer import DRAFTER
+from specbench.models.export import as_folder, as_part
+from specbench.system.errors import UserError
+from specbench.system.files import make_folder
+from specbench.system.paths import cache_folder, packaged
+from specbench.system.settings import LEARNS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from specbench.models.pairs import Pair
 
 # What its processes are told: no network, no reports of use, one GiB of keys and values on a CPU.
@@ -22,6 +34,8 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
+PROPOSER = "specbench.engines.vllm_proposer.Proposer"
+EXPORTED = "exported"  # set where the model is what `Drafter.export` writes
 PRELOADED = ("lib/libiomp5.so",)  # of the environment, where it is there: vLLM's threads want it
 
 
@@ -30,11 +44,12 @@ class Vllm(ServedEngine):
 
     Args:
         pair: whose target and draft model they get, as folders in the pair's dtype.
-        method: the name of what the speculative one drafts as.
+        drafter: configuration of what the speculative one drafts as.
         threads: of each server, on a CPU.
         plain: options of both, without `--`: {enforce-eager: true}.
         speculative: by method, the `--speculative-config` of the second one. Its `model` is a folder, and the pair's
-            draft model where none is named.
+            draft model where none is named; `exported: true` stands for what the drafter exports, and `own_code: true`
+            lets this project's own code draft there.
         install: what the environment holds.
         python: an interpreter that has vLLM; None: that of the environment.
         start_seconds: that starting a server may take: it compiles.
@@ -42,13 +57,13 @@ class Vllm(ServedEngine):
         batch_size: requests that a server is given at once.
 
     Raises:
-        UserError: The engine is not installed.
+        UserError: The engine is not installed, or a drafter cannot draft inside it.
     """
 
     def __init__(
         self,
         pair: Pair,
-        method: str,
+        drafter: Mapping[str, Any],
         threads: int,
         plain: dict,
         speculative: dict,
@@ -60,15 +75,22 @@ class Vllm(ServedEngine):
     ):
         program = Path(python) if python else interpreter("vllm", install)
         self.version = install["requirements"][-1]
-        drafts = dict(speculative[method])
-        if "model" in drafts:
+        # First of all: a drafter may lay the target's weights out anew.
+        folder = as_folder(pair.target, pair.tokenizer, f"{pair.name}-target")
+        drafts = dict(speculative[drafter["name"]])
+        environment = dict(ENVIRONMENT)
+        if drafts.pop(EXPORTED, False):
+            drafts["model"] = str(as_part(make_drafter(drafter, pair=pair), f"{pair.name}-{drafter['name']}"))
+        elif drafts.pop(OWN_CODE, False):
+            drafts |= {"method": "custom_class", "model": PROPOSER}
+            environment |= {"PYTHONPATH": str(_importable()), DRAFTER: json.dumps(_of_text(drafter))}
+        elif "model" in drafts:
             drafts["model"] = str(packaged(drafts["model"]))
         elif pair.draft is not None:
             drafts["model"] = str(as_folder(pair.draft, pair.tokenizer, f"{pair.name}-draft"))
-        folder = as_folder(pair.target, pair.tokenizer, f"{pair.name}-target")
         cores = shared_cores(threads)
         preloaded = [str(path) for name in PRELOADED if (path := program.parent.parent / name).exists()]
-        environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         if preloaded:
             environment["LD_PRELOAD"] = ":".join(preloaded)
         options = {
@@ -103,6 +125,30 @@ class Vllm(ServedEngine):
             SPECULATIVE: server(SPECULATIVE, options | speculating),
         }
         super().__init__(pair, servers, "openai", answer_seconds, batch_size)
+
+
+def _of_text(drafter: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of a drafter that can draft inside vLLM. Raises UserError for another one."""
+    name, (memory, lasting) = drafter["name"], LEARNS
+    if not needs_of(drafter).text_alone:
+        raise UserError(f"{name} needs models or states: engine vllm drafts so with code of its own alone")
+    if drafter.get(memory) == lasting or drafter.get(WARM):
+        raise UserError(
+            f"inside vLLM {name} knows one answer at a time: leave out {memory}={lasting} and {WARM}"
+        )
+    return drafter
+
+
+def _importable() -> Path:
+    """A folder in which Python finds this project, and nothing else of the environment that it lies in."""
+    folder = make_folder(cache_folder() / "engines" / "imports")
+    for package in (Path(specbench.__file__).parent, METHODS):
+        link = folder / package.name
+        if not link.exists() or link.resolve() != package.resolve():
+            partial = folder / f"partial-{os.getpid()}"
+            partial.symlink_to(package)
+            partial.replace(link)
+    return folder
 
 
 def _words(name: str, value: Any) -> list[str]:

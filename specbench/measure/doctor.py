@@ -119,7 +119,7 @@ def observed(pair: Pair, watched: Watched, requests: Sequence[Request]) -> Count
                 counts.agreed.update(s for s in (0, *SHIFTS) if text[position + s] in firsts)
         for step in answer.steps:
             stopped = step.emitted == step.accepted
-            for place in range(min(step.accepted + 1, step.depth)):
+            for place in range(min(step.accepted + 1, step.depth or 0)):
                 if place < step.accepted or not stopped:
                     counts.judged[place] += 1
                     counts.accepted[place] += place < step.accepted

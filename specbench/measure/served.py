@@ -45,7 +45,7 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     threads = cfg.threads or len(own_cores())
     make = pkgutil.resolve_name(spec.engine["_target_"])
-    chosen = {"method": spec.drafter["name"], "threads": threads, "batch_size": spec.batch_size}
+    chosen = {"drafter": spec.drafter, "threads": threads, "batch_size": spec.batch_size}
     served = make(pair=pair, **chosen, **parameters(spec.engine))
     check_staged(pair.staged, pair.sample_ids())  # after the models were written: it lays their weights out
     decoding = SamplingParams(cfg.decoding.max_new_tokens, cfg.decoding.temperature)

@@ -1,6 +1,6 @@
-"""Models as files of the user's cache, for engines that read them: a GGUF file, or a folder as transformers saves it.
+"""Models as files of the user's cache, for other engines: GGUF files, folders as transformers saves them, heads.
 
-Each is written once, in the model's own dtype, under a name that follows from its weights.
+Each is written once, in the model's own dtype where nothing else is said, under a name that follows from its weights.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,28 +20,42 @@ from specbench.system.paths import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-FORM = 1  # of what is kept; another one is written anew
+    from specbench.decoding.drafter import Drafter
+
+FORM = 2  # of what is kept; another one is written anew
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of a GGUF file's matrices
 
 
-def as_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Path:
+def as_gguf(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    kind: str | None = None,
+    splitting: str = "default",
+) -> Path:
     """The GGUF file of a model.
 
     Args:
         model: of the Llama family.
         tokenizer: byte-level BPE.
         name: that the file begins with.
+        kind: of its matrices; None: that of the model's dtype.
+        splitting: as in `write_gguf`.
 
     Raises:
         UserError: The model or its tokenizer is of another kind.
     """
     check_writable(model, tokenizer)
-    kind = KINDS[model.dtype]
-    return _written(model, f"{name}-{kind}.gguf", lambda path: write_gguf(path, model, tokenizer, kind))
+    kind = kind or KINDS[model.dtype]
+    ending = f"{kind}.gguf" if splitting == "default" else f"{kind}-{splitting}.gguf"
+
+    def write(path: Path) -> None:
+        write_gguf(path, model, tokenizer, kind, splitting=splitting)
+
+    return _written(model, f"{name}-{ending}", write)
 
 
 def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Path:
@@ -50,6 +66,30 @@ def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: 
         tokenizer.save_pretrained(path)
 
     return _written(model, name, save)
+
+
+def as_part(drafter: Drafter, name: str) -> Path:
+    """The folder of what a drafter drafts with, in the form that serving engines read.
+
+    Args:
+        drafter: that has such a form.
+        name: of the folder.
+
+    Raises:
+        UserError: It has none.
+    """
+    root = make_folder(cache_folder() / "export")
+    with tempfile.TemporaryDirectory(dir=root) as scratch:
+        written = Path(scratch) / name
+        drafter.export(written)
+        digest = hashlib.sha256()
+        for path in sorted(written.iterdir()):
+            digest.update(path.read_bytes())
+        folder = make_folder(root / digest.hexdigest()[:12])
+        with lock_folder(folder, "written", wait=True):
+            if not (folder / name).exists():
+                written.rename(folder / name)
+    return folder / name
 
 
 def _written(model: PreTrainedModel, name: str, write: Callable[[Path], None]) -> Path:

@@ -6,12 +6,21 @@ import os
 from pathlib import Path
 
 from specbench import ROOT
+from specbench.system.errors import UserError
 
 
 def packaged(path: str | Path) -> Path:
     """A path from a configuration: `specbench/...` lies inside this repository, any other stands as it is."""
     path = Path(path).expanduser()
     return ROOT / path if path.parts[:1] == ("specbench",) else path
+
+
+def existing_file(path: str | Path) -> Path:
+    """The file that a configuration names. Raises UserError where there is none."""
+    file = packaged(path)
+    if not file.is_file():
+        raise UserError(f"there is no file '{path}'")
+    return file.resolve()
 
 
 def cache_folder() -> Path:

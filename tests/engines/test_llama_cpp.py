@@ -80,7 +80,7 @@ def test_servers_get_the_pairs_models_and_the_same_cores(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
     pair = load_pair(composed("bench", "pair=tiny", "pair.device=cpu").pair, 0, with_draft=True)
     options = {"plain": {"n_ubatch": 64}, "install": {"requirements": ["x==1"]}, "python": "python3"}
-    engine = LlamaCpp(pair, "sps", 1, speculative={"sps": {"types": ["draft_simple"]}}, **options)
+    engine = LlamaCpp(pair, {"name": "sps"}, 1, speculative={"sps": {"types": ["draft_simple"]}}, **options)
     plain, speculative = (engine.servers[name] for name in (PLAIN, SPECULATIVE))
     assert plain.cores == speculative.cores and len(plain.cores) == 1
     of_plain, of_speculative = (one.command(8000) for one in (plain, speculative))
@@ -89,10 +89,12 @@ def test_servers_get_the_pairs_models_and_the_same_cores(monkeypatch, tmp_path):
     assert "draft" not in of_plain[3] and "tiny-draft-F32.gguf" in of_speculative[3]
     assert engine.same_weights
     (tmp_path / "q4.gguf").write_bytes(b"")
-    quantised = LlamaCpp(pair, "sps", 1, speculative={"sps": {}}, target=str(tmp_path / "q4.gguf"), **options)
+    quantised = LlamaCpp(
+        pair, {"name": "sps"}, 1, speculative={"sps": {}}, target=str(tmp_path / "q4.gguf"), **options
+    )
     assert not quantised.same_weights and "q4.gguf" in quantised.servers[PLAIN].command(1)[3]
     with pytest.raises(UserError, match="no file"):
-        LlamaCpp(pair, "sps", 1, speculative={"sps": {}}, target="/none.gguf", **options)
+        LlamaCpp(pair, {"name": "sps"}, 1, speculative={"sps": {}}, target="/none.gguf", **options)
 
 
 @pytest.mark.nightly

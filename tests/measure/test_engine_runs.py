@@ -207,10 +207,18 @@ def test_settings_of_a_method_are_those_of_the_engine_in_its_words():
     assert spec.engine["name"] == "llama_cpp"
 
 
+def test_settings_of_own_code_inside_another_engine_are_the_methods_too():
+    words = ["method=suffix", "engine=vllm", "method.factor=2", "settings=published"]
+    spec = checks.check(composed("bench", "pair=tiny", *words))
+    assert spec.settings["num_speculative_tokens"] == 32 and spec.settings["factor"] == 2
+    other = checks.check(composed("bench", "pair=tiny", "method=pld", "engine=vllm"))
+    assert "match" not in other.settings and not other.is_own_code
+
+
 @pytest.mark.parametrize("url", ["http://localhost:80x", "localhost:8000", "http://", "ftp://x", ""])
 def test_a_url_that_is_none_is_one_line(url):
     with pytest.raises(UserError, match="set engine.plain_url to the plain server"):
-        OpenAI(random_pair("llama"), "sps", 1, url, "http://127.0.0.1:8000", None)
+        OpenAI(random_pair("llama"), {"name": "sps"}, 1, url, "http://127.0.0.1:8000", None)
 
 
 def test_a_path_of_a_url_comes_in_front(monkeypatch):
@@ -232,11 +240,11 @@ def test_a_path_of_a_url_comes_in_front(monkeypatch):
 
 def test_an_engine_that_is_not_installed_says_how(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
-    for name in ("llama_cpp", "vllm"):
+    for name in ("llama_cpp", "openvino", "vllm"):
         with pytest.raises(UserError, match=f"specbench engine install {name}"):
             interpreter(name, content_of(name))
     assert environment("vllm", {"requirements": ["a==1"]}) != environment("vllm", {"requirements": ["a==2"]})
-    with pytest.raises(UserError, match="known: llama_cpp, vllm"):
+    with pytest.raises(UserError, match="known: llama_cpp, openvino, vllm"):
         content_of("vlm")
 
 

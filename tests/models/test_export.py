@@ -6,13 +6,16 @@ import copy
 import sys
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbench.commands import export as command
+from specbench.decoding.drafter import Drafter
 from specbench.models import export as module
-from specbench.models.export import as_folder, as_gguf
+from specbench.models.export import as_folder, as_gguf, as_part
 from specbench.models.gguf import converted
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
@@ -68,7 +71,7 @@ def test_each_is_written_once_and_anew_where_weights_differ(tiny, cache, monkeyp
 
 
 def test_what_a_killed_process_left_is_no_file(tiny, monkeypatch):
-    def killed(path, *_):
+    def killed(path, *_, **__):
         path.write_text("half")
         raise KeyboardInterrupt
 
@@ -78,6 +81,40 @@ def test_what_a_killed_process_left_is_no_file(tiny, monkeypatch):
             as_gguf(tiny.draft, tiny.tokenizer, "a")
     path = as_gguf(tiny.draft, tiny.tokenizer, "a")
     assert path.stat().st_size > 10_000 and not list(path.parent.glob("partial*"))
+
+
+def test_matrices_of_another_kind_and_a_tokenizer_by_another_name(tiny):
+    path = as_gguf(tiny.draft, tiny.tokenizer, "tiny-draft", "F16", "smollm")
+    assert path.name == "tiny-draft-F16-smollm.gguf"
+    fields = gguf.GGUFReader(path).fields
+    assert fields["tokenizer.ggml.pre"].contents() == "smollm"
+    assert fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_F16
+    model = AutoModelForCausalLM.from_pretrained(converted(path))
+    theirs, ours = model.state_dict(), tiny.draft.state_dict()
+    assert all(torch.equal(theirs[name], ours[name].half().float()) for name in ours if ours[name].ndim == 2)
+
+
+class Exporting(Drafter):
+    """Writes a text."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def export(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text(self.text)
+
+
+def test_what_a_drafter_exports_lies_where_its_content_says(cache):
+    path = as_part(Exporting("a"), "heads")
+    assert (path / "config.json").read_text() == "a" and path.name == "heads" and path.parent.parent == cache
+    assert as_part(Exporting("a"), "heads") == path != as_part(Exporting("b"), "heads")
+    assert {one.name for one in cache.iterdir()} == {
+        path.parent.name,
+        as_part(Exporting("b"), "heads").parent.name,
+    }
+    with pytest.raises(UserError, match="no weights"):
+        as_part(Drafter(), "nothing")
 
 
 def test_other_families_are_refused(tiny):
@@ -110,6 +147,18 @@ def test_the_command_writes_both_models_and_prints_where(tmp_path, monkeypatch, 
     lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
     assert lines.keys() == {"target", "draft"}
     assert all(Path(path).exists() and Path(path).parent == tmp_path / "out" for path in lines.values())
+
+
+def test_the_command_writes_a_part_as_vllm_reads_it(tmp_path, monkeypatch, capsys):
+    words = ["export", "part", "method=medusa", "pair=tiny", f"out={tmp_path / 'out'}"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert exit_code(command.main) == 0
+    assert capsys.readouterr().out == f"medusa: {tmp_path / 'out' / 'tiny-medusa'}\n"
+    with safe_open(tmp_path / "out" / "tiny-medusa" / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" in set(file.keys())
+    monkeypatch.setattr(sys, "argv", ["export", "part", "method=pld", "pair=tiny"])
+    assert exit_code(command.main) == 2
+    assert "PromptLookup has no weights" in capsys.readouterr().err
 
 
 def test_an_unknown_form_is_one_line(monkeypatch, capsys):

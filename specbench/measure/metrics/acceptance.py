@@ -33,12 +33,12 @@ def acceptance_length_by_answer(rounds: pd.DataFrame) -> float | None:
 
 def accepted_per_verified(rounds: pd.DataFrame) -> float | None:
     """Tokens said per token that the target's passes computed: (accepted + passes) / (drafted + passes)."""
-    return ratio(rounds["accepted"].sum() + len(rounds), rounds["drafted"].sum() + len(rounds))
+    return ratio(rounds["accepted"].sum() + len(rounds), rounds["drafted"].sum(skipna=False) + len(rounds))
 
 
 def acceptance_rate(rounds: pd.DataFrame) -> float | None:
-    """Accepted / drafted tokens; None for a method that never drafted."""
-    return ratio(rounds["accepted"].sum(), rounds["drafted"].sum())
+    """Accepted / drafted tokens; None for a method that never drafted, or where drafts were not counted."""
+    return ratio(rounds["accepted"].sum(), rounds["drafted"].sum(skipna=False))
 
 
 def acceptance_at_positions(rounds: pd.DataFrame, conditional: bool = False) -> list[float | None]:
@@ -57,8 +57,13 @@ def acceptance_at_positions(rounds: pd.DataFrame, conditional: bool = False) -> 
 
 
 def judged_positions(rounds: pd.DataFrame) -> list[int]:
-    """How many rounds judged each draft position: all before it was accepted, and no stop token was."""
+    """How many rounds judged each draft position: all before it was accepted, and no stop token was.
+
+    Of none, where it is not known how long drafts were.
+    """
     depth, accepted, emitted = (rounds[name].to_numpy() for name in ("depth", "accepted", "emitted"))
+    if np.isnan(depth).any():
+        return []
     stopped = emitted == accepted  # the answer ended inside the draft: there was no token of the target's own
     return [
         int(((depth > position) & (accepted >= position) & ~(stopped & (accepted == position))).sum())

@@ -25,6 +25,7 @@ STEP_COLUMNS = {
     "align_seconds": "float64",
     "stats": "object",
 }
+UNTOLD = ("drafted", "depth")  # by some engines
 KEYS = {
     "question_id": "int64",
     "task": "str",
@@ -52,14 +53,19 @@ def generations_frame(records: list[dict]) -> pd.DataFrame:
 
 
 def steps_frame(records: list[dict]) -> pd.DataFrame:
-    """One row per round of every generation: KEYS, PLACE_COLUMNS, STEP_COLUMNS."""
+    """One row per round of every generation: KEYS, PLACE_COLUMNS, STEP_COLUMNS.
+
+    Counts of drafts that another engine does not tell are NaN, and their columns then float64.
+    """
     rows = [
         (*keys, step, place, turn["prompt_tokens"] + place, *values)
         for keys, turn, generation in _generations(records)
         for step, (place, values) in enumerate(zip(_places(generation["steps"]), _rows(generation["steps"])))
     ]
     types = KEYS | PLACE_COLUMNS | STEP_COLUMNS
-    return pd.DataFrame(rows, columns=list(types)).astype(types)
+    frame = pd.DataFrame(rows, columns=list(types))
+    types |= {name: "float64" for name in UNTOLD if frame[name].isna().any()}
+    return frame.astype(types)
 
 
 def _places(steps: dict[str, list]) -> Iterator[int]:

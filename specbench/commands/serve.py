@@ -1,0 +1,68 @@
+"""Serves a method over HTTP, one answer at a time: `specbench serve method=NAME pair=NAME [port=N] [key=value ...]`.
+
+It is what a run measures, asked as servers of other engines are: `engine=openai`, or any client that sends and takes
+token ids.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+from specbench.config.checks import check
+from specbench.config.compose import with_hydra
+from specbench.config.spec import QUESTION
+from specbench.engines.standalone.completions import PATH, CompletionServer
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.settings import GOODPUT, Range, check_all
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+SETTINGS = {"port": Annotated[int, Range(1, 65535)]}
+
+
+def serve(cfg: DictConfig) -> None:
+    """Loads the pair, warms up as a run does, and serves until it is ended.
+
+    Raises:
+        UserError: The configuration cannot be served, or the port is taken.
+    """
+    check_all(cfg, SETTINGS)
+    spec = check(cfg)
+    if spec.engine is not None or spec.unit != QUESTION or spec.needs.reference_answer:
+        raise UserError("one drafter of this project's is served, one answer at a time: such as method=sps")
+    try:
+        listening = CompletionServer(cfg.port)
+    except OSError as error:
+        raise UserError(f"port {cfg.port} cannot be listened at: {error.strerror}") from error
+    from specbench.engines.own import OwnDecoder  # late: torch takes seconds
+    from specbench.measure.arms import METHOD
+    from specbench.measure.round_costs import set_round_costs
+    from specbench.measure.runner import prepare
+    from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
+
+    with listening as server:
+        bench = prepare(cfg)
+        with closing(bench.setup) as setup:
+            decoder = OwnDecoder(setup.pair, setup.drafter, cfg.decoding.verification)
+            setup.arms[METHOD] = decoder.engine.rounds
+            choose_threads(setup, bench.protocol, cfg.threads)
+            choose_layouts(setup)
+            warm_up(setup, bench.protocol)
+            if cfg.decoding.draft_length == GOODPUT:
+                set_round_costs(setup, bench.protocol, cfg.decoding.round_costs)
+            setup.drafter.forget()  # what it was warmed up with
+            print(f"{spec.drafter['name']} on {setup.pair.name} at {server.url}{PATH}", flush=True)
+            server.run(decoder)
+
+
+@one_line_errors()
+def main() -> int:
+    """Does what the command line says; returns the exit code."""
+    return with_hydra("serve", one_line_errors()(serve))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""OpenVINO GenAI as an engine of a run, behind a server of this project's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbench.engines.environments import interpreter
+from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
+from specbench.engines.server import STANDALONE, Server, shared_cores
+from specbench.models.export import as_gguf
+from specbench.system.errors import UserError
+from specbench.system.paths import existing_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
+
+    from specbench.models.pairs import Pair
+
+SCRIPT = STANDALONE / "serve_openvino.py"
+PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+KIND = "F16"  # the matrices of the GGUF files that it reads: of F32 and BF16 it takes none
+SPLITTING = "smollm"  # one of the ways to split text that it knows; it is asked for token ids alone
+LOOKUP, CACHING = "lookup", "enable_prefix_caching"
+
+
+class OpenVINO(ServedEngine):
+    """Two servers of OpenVINO, alive side by side on the same cores.
+
+    Args:
+        pair: whose target and draft model they get, as GGUF files with matrices in float16. They compute in the pair's
+            dtype.
+        drafter: configuration of what the speculative one drafts as.
+        threads: of each server.
+        plain: properties of the device for both, as OpenVINO spells them.
+        speculative: by method, settings of the speculative one's generation; `lookup: true` looks drafts up, else the
+            draft model drafts.
+        scheduler: settings of OpenVINO's scheduler for both.
+        install: what the environment holds.
+        python: an interpreter that has openvino_genai; None: that of the environment.
+        target: a GGUF file in place of the pair's target, such as a quantised one.
+        start_seconds: that starting a server may take.
+        answer_seconds: without an event, after which a server counts as hung.
+        batch_size: requests that a server is given at once: 1.
+
+    Raises:
+        UserError: The engine is not installed, a model cannot become a GGUF file, there is a batch, or the scheduler
+            keeps prompts.
+    """
+
+    counts_drafts = False
+
+    def __init__(
+        self,
+        pair: Pair,
+        drafter: Mapping[str, Any],
+        threads: int,
+        plain: dict,
+        speculative: dict,
+        scheduler: dict,
+        install: dict,
+        python: str | None = None,
+        target: str | None = None,
+        start_seconds: float = 120.0,
+        answer_seconds: float = 120.0,
+        batch_size: int = 1,
+    ):
+        if batch_size > 1:
+            raise UserError("engine openvino is asked for one answer at a time: leave batch_size out")
+        if scheduler is None or scheduler.get(CACHING, True):
+            raise UserError(
+                f"a scheduler that keeps prompts makes second answers faster: set engine.scheduler.{CACHING}=false"
+            )
+        name = "openvino"
+        program = Path(python) if python else interpreter(name, install)
+        self.version = install["requirements"][-1]
+        self.same_weights = target is None and _fits(pair.target)
+        precision = PRECISIONS[pair.dtype]
+        properties = {
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+            **plain,
+        }
+        of_target = existing_file(target) if target else _as_file(pair, pair.target, "target")
+        generation = dict(speculative[drafter["name"]])
+        lookup = bool(generation.pop(LOOKUP, False))
+        of_draft = None if lookup or pair.draft is None else _as_file(pair, pair.draft, "draft")
+        if not lookup and of_draft is None:
+            raise UserError(f"engine openvino drafts as {drafter['name']} with a draft model: set pair.draft")
+        cores = shared_cores(threads)
+        every = {"target": str(of_target), "properties": properties, "scheduler": scheduler}
+        drafts = {"draft": of_draft and str(of_draft), LOOKUP: lookup, "generation": generation}
+        settings = {
+            PLAIN: every | {"draft": None, LOOKUP: False, "generation": {}},
+            SPECULATIVE: every | drafts,
+        }
+
+        def server(arm: str) -> Server:
+            words = json.dumps(settings[arm])
+            return Server(
+                arm,
+                "",
+                lambda port: [str(program), str(SCRIPT), str(port), words],
+                seconds=start_seconds,
+                cores=cores,
+            )
+
+        super().__init__(pair, {arm: server(arm) for arm in settings}, "openai", answer_seconds, batch_size)
+
+
+def _as_file(pair: Pair, model: PreTrainedModel, what: str) -> Path:
+    return as_gguf(model, pair.tokenizer, f"{pair.name}-{what}", KIND, SPLITTING)
+
+
+def _fits(model: PreTrainedModel) -> bool:
+    """Whether matrices lose nothing in float16."""
+    matrices = (weight for weight in model.state_dict().values() if weight.ndim == 2)
+    return all(bool((weight.half().to(weight.dtype) == weight).all()) for weight in matrices)

@@ -1,0 +1,95 @@
+"""This project's own decoding behind a server of completions: one sequence at a time, every pass told as it ends."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
+from specbench.engines.standalone.completions import RequestError
+from specbench.system.errors import UserError
+from specbench.system.settings import Seed, check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from specbench.decoding.drafter import Drafter
+    from specbench.decoding.state import SequenceState
+    from specbench.engines.standalone.completions import Completion, Send
+    from specbench.models.pairs import Pair
+
+
+class Streamed(Scheduler):
+    """Runs one sequence, and sends what a round has added to its answer before the next one begins."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._send: Send | None = None
+        self._sent = 0
+
+    @contextmanager
+    def sending(self, send: Send) -> Iterator[None]:
+        """While it is open, sends each pass once the next round begins; `tell` sends the last one."""
+        self._send, self._sent = send, 0
+        try:
+            yield
+        finally:
+            self._send = None
+
+    def choose(self, held: list[SequenceState]) -> list[int]:
+        """The one sequence that is held."""
+        [one] = held
+        _, _, drafted, _, accepted, _ = one.rounds[-1] if one.rounds else (0,) * 6
+        self.tell(one.new_tokens, drafted, accepted)
+        return super().choose(held)
+
+    def tell(self, answer: list[int], drafted: int | None, accepted: int) -> None:
+        """Sends what an answer has that was not sent, if somebody listens, with the counts of its last round."""
+        if self._send is not None and len(answer) > self._sent:
+            self._send(answer[self._sent :], drafted, accepted)
+            self._sent = len(answer)
+
+
+class OwnDecoder:
+    """Decodes what a server of completions is asked for.
+
+    Args:
+        pair: with the target.
+        drafter: that drafts for it.
+        verification: as in `SamplingParams`.
+    """
+
+    def __init__(self, pair: Pair, drafter: Drafter, verification: str):
+        self.scheduler = Streamed()
+        self.vocab_size = pair.vocab_size
+        self.engine = Engine(pair.staged, drafter, pair.stop_ids, self.scheduler, pair.context_length)
+        self.verification = verification
+
+    def __call__(self, completion: Completion, send: Send) -> str:
+        """Decodes one request and sends every pass as it ends.
+
+        Returns:
+            "stop" or "length".
+
+        Raises:
+            RequestError: The engine cannot decode it.
+        """
+        if max(completion.prompt) >= self.vocab_size:
+            raise RequestError(
+                f"'prompt' holds token {max(completion.prompt)}, and there are {self.vocab_size}"
+            )
+        decoding = SamplingParams(completion.max_tokens, float(completion.temperature), self.verification)
+        stops = self.engine.stop_ids | frozenset(completion.stop_token_ids)
+        request = Request(completion.prompt, decoding, completion.seed, stops)
+        with self.scheduler.sending(send):
+            try:
+                check("seed", completion.seed, Seed)
+                [answer] = self.engine.generate([request])
+            except UserError as error:
+                raise RequestError(str(error)) from error
+            counts = [(step.drafted, step.accepted) for step in answer.steps[-1:]] or [(0, 0)]
+            self.scheduler.tell(answer.tokens, *counts[0])
+        return answer.finish

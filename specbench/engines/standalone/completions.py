@@ -1,0 +1,258 @@
+"""An HTTP server of completions as vLLM extends OpenAI's: token ids in, an event with those of each target pass out.
+
+Whatever decodes can stand behind it. One request is answered after the other, by the thread that calls `run`: a
+decoder's threads and caches then belong to one thread, and two answers never share the processor.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import SimpleQueue
+from typing import Any
+
+HOST = "127.0.0.1"
+PATH = "/v1/completions"
+OK, BAD_REQUEST, NOT_FOUND, FAILED, GONE = 200, 400, 404, 500, 503
+# Accepted and ignored: clients that want token ids set them, and log-probabilities are not told.
+IGNORED = ("model", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "logprobs")
+
+# Takes the tokens of one target pass, how many draft tokens it verified, and how many of these were accepted; None:
+# not known.
+Send = Callable[[list[int], int | None, int | None], None]
+
+
+class RequestError(Exception):
+    """Why a request is not answered, in one line."""
+
+
+class HungUpError(Exception):
+    """Whoever asked is not there any more."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What is asked for.
+
+    Attributes:
+        prompt: token ids.
+        max_tokens: new tokens at most.
+        temperature: 0 is greedy.
+        seed: of the sampling.
+        stop_token_ids: that end the answer, beside the model's own.
+        stream: whether every pass is sent as it comes.
+    """
+
+    prompt: list[int]
+    max_tokens: int = 16
+    temperature: float = 0.0
+    seed: int = 0
+    stop_token_ids: list[int] = field(default_factory=list)
+    stream: bool = False
+
+    @classmethod
+    def of(cls, body: Any) -> Completion:
+        """The request of a body. Raises RequestError for a field that is missing, unknown or of another type."""
+        if not isinstance(body, dict):
+            raise RequestError("the request is no JSON object")
+        fields = {name: value for name, value in body.items() if name not in IGNORED and value is not None}
+        kinds: dict[str, tuple[type, ...]] = {
+            "prompt": (list,),
+            "max_tokens": (int,),
+            "temperature": (int, float),
+            "seed": (int,),
+            "stop_token_ids": (list,),
+            "stream": (bool,),
+        }
+        for name, value in fields.items():
+            if name not in kinds:
+                raise RequestError(f"'{name}' is not known here: leave it out")
+            if not isinstance(value, kinds[name]) or (isinstance(value, bool) and name != "stream"):
+                raise RequestError(f"'{name}' has a value of the wrong type")
+        for name in ("prompt", "stop_token_ids"):
+            if not all(type(token) is int and token >= 0 for token in fields.get(name, ())):
+                raise RequestError(f"'{name}' must be a list of token ids")
+        if not fields.get("prompt"):
+            raise RequestError("'prompt' must be a list of token ids, with one at least")
+        if fields.get("max_tokens", 1) < 1 or fields.get("temperature", 0) < 0:
+            raise RequestError("'max_tokens' must be at least 1, and 'temperature' at least 0")
+        return cls(**fields)
+
+
+# Decodes one request, hands every pass to the second argument, and returns "stop" or "length".
+Decode = Callable[[Completion, Send], str]
+
+
+class CompletionServer(ThreadingHTTPServer):
+    """Accepts connections once made, and answers them while `run` runs. Use it as a context manager.
+
+    Args:
+        port: to listen at; 0: any that is free.
+        poll_seconds: that ending it may take.
+
+    Attributes:
+        url: that it is reached at.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port: int, poll_seconds: float = 0.5):
+        super().__init__((HOST, port), _Handler)
+        self.poll_seconds = poll_seconds
+        self.url = f"http://{HOST}:{self.server_address[1]}"
+        self.waiting: SimpleQueue[_Handler | None] = SimpleQueue()
+
+    def run(self, decode: Decode) -> None:
+        """Answers requests, one after the other, until `stop`."""
+        threading.Thread(target=self.serve_forever, args=(self.poll_seconds,), daemon=True).start()
+        try:
+            while (handler := self.waiting.get()) is not None:
+                handler.answer(decode)
+        finally:
+            self.shutdown()
+            while not self.waiting.empty():
+                if (late := self.waiting.get()) is not None:
+                    late.turn_away()
+
+    def stop(self) -> None:
+        """Lets `run` return after the requests that wait now."""
+        self.waiting.put(None)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request: parsed in a thread of its own, which then waits until it is answered."""
+
+    server: CompletionServer
+    disable_nagle_algorithm = True  # an event is sent at once
+
+    def log_message(self, *_: object) -> None:
+        """Prints nothing."""
+
+    def handle_one_request(self) -> None:
+        """Reads a request and answers it."""
+        with suppress(HungUpError):
+            super().handle_one_request()
+
+    def do_GET(self) -> None:
+        """`/health` says that the server is ready; `/v1/models` is what clients of OpenAI's look at first."""
+        if self.path == "/health":
+            self._answer(OK, {})
+        elif self.path == "/v1/models":
+            self._answer(OK, {"object": "list", "data": [{"id": "model", "object": "model"}]})
+        else:
+            self._refuse(NOT_FOUND, f"there is nothing at {self.path}")
+
+    def do_POST(self) -> None:
+        """A completion."""
+        if self.path != PATH:
+            self._refuse(NOT_FOUND, f"there is nothing at {self.path}: ask {PATH}")
+            return
+        try:
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+            self.completion = Completion.of(body)
+        except (ValueError, RequestError) as error:
+            self._refuse(BAD_REQUEST, str(error))
+            return
+        self.answered, self.begun = threading.Event(), False
+        self.server.waiting.put(self)
+        self.answered.wait()
+
+    def answer(self, decode: Decode) -> None:
+        """Decodes, in the thread of whoever calls, and sends what comes."""
+        tokens: list[int] = []
+        passes: list[tuple[int | None, int | None]] = []
+
+        def send(new: list[int], drafted: int | None, accepted: int | None) -> None:
+            if self.completion.stream:
+                prompt = {} if passes else {"prompt_token_ids": self.completion.prompt}
+                self._event({"choices": [_choice(new) | prompt]})
+            passes.append((drafted, accepted))
+            tokens.extend(new)
+
+        try:
+            finish = decode(self.completion, send)
+            end = _usage(self.completion.prompt, tokens, passes)
+            if self.completion.stream:
+                self._event({"choices": [_choice([], finish)]})
+                self._event({"choices": []} | end)
+                with self._reaching_the_client():
+                    self.wfile.write(b"data: [DONE]\n\n")
+            else:
+                prompt = {"prompt_token_ids": self.completion.prompt}
+                self._answer(OK, {"choices": [_choice(tokens, finish) | prompt]} | end)
+        except HungUpError:
+            pass
+        except RequestError as error:
+            self._fail(BAD_REQUEST, str(error))
+        except Exception as error:  # noqa: BLE001 - told to whoever asked, and printed; the next request may do
+            traceback.print_exc()
+            self._fail(FAILED, f"{type(error).__name__} {error}")
+        finally:
+            self.answered.set()
+
+    def turn_away(self) -> None:
+        """Answers that nobody decodes any more."""
+        self._fail(GONE, "the server is ending")
+        self.answered.set()
+
+    def _event(self, content: dict[str, Any]) -> None:
+        with self._reaching_the_client():
+            if not self.begun:
+                self.begun = True
+                self.send_response(OK)
+                self.send_header("Content-Type", "text/event-stream")
+                self.end_headers()
+            self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
+
+    def _fail(self, code: int, message: str) -> None:
+        """Tells an error: as the answer, or as an event where the answer has begun."""
+        with suppress(HungUpError):
+            if self.begun:
+                self._event({"error": {"message": message}})
+            else:
+                self._refuse(code, message)
+
+    def _refuse(self, code: int, message: str) -> None:
+        self._answer(code, {"error": {"message": message}})
+
+    def _answer(self, code: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        with self._reaching_the_client():
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    @contextmanager
+    def _reaching_the_client(self) -> Iterator[None]:
+        """Raises HungUpError where nobody is there: a connection of the decoder's own that breaks is something else."""
+        try:
+            yield
+        except ConnectionError as error:
+            raise HungUpError from error
+
+
+def _choice(tokens: list[int], finish: str | None = None) -> dict[str, Any]:
+    return {"index": 0, "text": "", "token_ids": tokens, "finish_reason": finish}
+
+
+def _usage(
+    prompt: list[int], tokens: list[int], passes: list[tuple[int | None, int | None]]
+) -> dict[str, Any]:
+    """What is told at the end: numbers of tokens, and the counts of every pass but the prompt's, as vLLM names them."""
+    usage = {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(tokens),
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    drafted, accepted = ([counts[i] for counts in passes[1:]] for i in (0, 1))
+    if None in drafted:
+        return {"usage": usage}
+    counts = {"per_step_accepted": accepted, "per_step_drafted": drafted}
+    return {"usage": usage, "metrics": {"speculative_decoding": counts}}

@@ -1,0 +1,132 @@
+"""OpenVINO GenAI behind an HTTP server of completions: `python serve_openvino.py PORT JSON`, in its own environment.
+
+It imports nothing of this project but the server beside it: the environment has neither torch nor specbench.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino  # type: ignore[import-not-found] # of another environment
+import openvino_genai  # type: ignore[import-not-found]
+from completions import Completion, CompletionServer, RequestError, Send  # type: ignore[import-not-found] # beside it
+
+DEVICE = "CPU"
+
+
+def pipeline(settings: dict[str, Any]) -> Any:
+    """The pipeline of a server's settings.
+
+    `target` and `draft` are GGUF files, the latter or None; `properties` are the device's, `scheduler` holds settings
+    of OpenVINO's scheduler, `lookup` says whether drafts are looked up in the prompt.
+    """
+    properties = settings["properties"]
+    options: dict[str, Any] = dict(properties)
+    options["scheduler_config"] = set_all(openvino_genai.SchedulerConfig(), settings["scheduler"])
+    if settings["lookup"]:
+        options["prompt_lookup"] = True
+    if settings["draft"] is not None:
+        folder = converted(Path(settings["draft"]))
+        options["draft_model"] = openvino_genai.draft_model(str(folder), DEVICE, **properties)
+    return openvino_genai.LLMPipeline(settings["target"], DEVICE, **options)
+
+
+def converted(file: Path) -> Path:
+    """The folder of what OpenVINO makes of a GGUF file, which a draft model must be; made where it is not there."""
+    folder = file.with_name(f"{file.stem}-openvino-{openvino_genai.__version__}")
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+            work = Path(scratch) / folder.name  # OpenVINO writes beside the file
+            work.mkdir()
+            os.link(file, work / file.name)
+            openvino_genai.LLMPipeline(str(work / file.name), DEVICE, enable_save_ov_model=True)
+            (work / file.name).unlink()
+            with suppress(OSError):  # another process was faster
+                work.rename(folder)
+    return folder
+
+
+def set_all(settings: Any, values: dict[str, Any]) -> Any:
+    """Sets attributes by name, those that there are, and returns what has them."""
+    for name, value in values.items():
+        if not hasattr(settings, name):
+            raise SystemExit(f"{type(settings).__name__} has no parameter '{name}'")
+        setattr(settings, name, value)
+    return settings
+
+
+class Streamer(openvino_genai.StreamerBase):
+    """Sends what each pass gives: OpenVINO hands its tokens over once a pass.
+
+    count: draft tokens that are noted for every pass; None if passes have drafts, whose number OpenVINO does not tell.
+    """
+
+    def __init__(self, send: Send, count: int | None):
+        super().__init__()
+        self.send, self.count = send, count
+        self.sent = 0
+        self.failed: Exception | None = None
+
+    def write(self, token: int | list[int]) -> Any:
+        """Takes the tokens of a pass."""
+        tokens = token if isinstance(token, list) else [token]
+        self.sent += len(tokens)
+        try:
+            self.send(tokens, self.count, self.count)
+        except Exception as error:  # noqa: BLE001 - raised again, but not through OpenVINO's own code
+            self.failed = error
+            return openvino_genai.StreamingStatus.CANCEL
+        return openvino_genai.StreamingStatus.RUNNING
+
+    def end(self) -> None:
+        """Has nothing to do."""
+
+
+class Decoder:
+    """What the server decodes with. Of its settings `generation` is of every answer; see `pipeline` for the others."""
+
+    def __init__(self, settings: dict[str, Any]):
+        self.generation = settings["generation"]
+        set_all(openvino_genai.GenerationConfig(), self.generation)  # before an answer waits for it
+        self.pipeline = pipeline(settings)
+        self.count = None if settings["lookup"] or settings["draft"] is not None else 0
+
+    def __call__(self, completion: Completion, send: Send) -> str:
+        """Decodes one request and sends every pass as it ends; returns "stop" or "length"."""
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = completion.max_tokens
+        config.stop_token_ids = set(completion.stop_token_ids)
+        config.do_sample = completion.temperature > 0
+        if config.do_sample:
+            config.temperature, config.rng_seed = completion.temperature, completion.seed
+        set_all(config, self.generation)
+        streamer = Streamer(send, self.count)
+        prompt = openvino.Tensor(np.array([completion.prompt], dtype=np.int64))
+        result = self.pipeline.generate(prompt, config, streamer)
+        if streamer.failed is not None:
+            raise streamer.failed
+        if not result.tokens or not result.tokens[0]:
+            raise RequestError("OpenVINO gives no tokens: does the prompt fit engine.scheduler.cache_size?")
+        [tokens] = result.tokens
+        if rest := tokens[streamer.sent :]:
+            send(rest, self.count, self.count)
+        return "length" if len(tokens) == completion.max_tokens else "stop"
+
+
+def main() -> None:
+    """Serves until it is ended."""
+    decoder = Decoder(json.loads(sys.argv[2]))
+    with CompletionServer(int(sys.argv[1])) as server:
+        print(f"serving at {server.url}", flush=True)
+        server.run(decoder)
+
+
+if __name__ == "__main__":
+    main()
