@@ -25,7 +25,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import one_line_errors
-from specbench.system.files import whole_lines
+from specbench.system.files import check_settings, whole_lines, write_json
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ SETTINGS = {
     "temperature": Temperature,
     "seed": Seed,
 }
+# What answers depend on: a file that goes on must have the same.
+SAME = ("conversations", "split", "max_new_tokens", "temperature", "seed")
 POOL = 8  # batches that are answered together, so that few places are empty at the end
 
 
@@ -76,7 +78,11 @@ def answer(cfg: DictConfig) -> Path:
     decoding = SamplingParams(cfg.max_new_tokens, cfg.temperature)
     out = Path(cfg.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    done = whole_lines(out)
+    settings = {name: cfg[name] for name in SAME} | {"target": cfg.pair.target}
+    begun = out.with_name(f"{out.stem}.settings.json")
+    if done := whole_lines(out):
+        check_settings(begun, settings, f"'{out}'")
+    write_json(begun, settings)
     # Once: in a second epoch, greedy answers would come again, among them those that trainers hold out.
     texts: Iterator[Messages] = conversations(
         cfg.conversations, cfg.pair, cfg.seed, split=cfg.split, epochs=1, needs_answers=False

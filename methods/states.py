@@ -30,7 +30,7 @@ from specbench.data.training import data_of
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, one_line_errors
-from specbench.system.files import write_json
+from specbench.system.files import check_settings, write_json
 from specbench.system.settings import Count, Range, Seed, check_all
 
 if TYPE_CHECKING:
@@ -112,18 +112,6 @@ def target_sha256(target: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def check_same(out: Path, wanted: dict[str, Any]) -> None:
-    """Raises UserError where a folder of states was begun with other settings than those that are wanted."""
-    for file in (out / HELD_OUT / RECORD, out / BEGUN, out / RECORD):
-        there = json.loads(file.read_text()) if file.exists() else {}
-        for name, value in wanted.items():
-            if there.get(name, value) != value:
-                raise UserError(
-                    f"the states in '{out}' were begun with {name}={there[name]}, not {value}: give the same settings, "
-                    "or another out=FOLDER"
-                )
-
-
 @torch.inference_mode()
 def write(cfg: DictConfig) -> Path:
     """Computes states as configured (conf/states.yaml) and returns their folder."""
@@ -142,7 +130,8 @@ def write(cfg: DictConfig) -> Path:
         "precision": cfg.precision,
         "top": min(cfg.top, len(pair.tokenizer), pair.target.get_output_embeddings().weight.shape[0]),
     }
-    check_same(out, wanted)
+    for file in (out / HELD_OUT / RECORD, out / BEGUN, out / RECORD):
+        check_settings(file, wanted, f"the folder of states '{out}'")
     if (out / RECORD).exists():
         print(f"already there: {out}")
         return out

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.system.errors import UserError, file_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 
@@ -115,6 +115,22 @@ def write_json(path: Path, value: dict) -> None:
 def read_json(path: Path) -> dict:
     """The content of a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def check_settings(file: Path, wanted: Mapping[str, Any], what: str) -> None:
+    """Raises UserError where a file of settings, if there is one, says that something was begun with other ones.
+
+    Args:
+        file: the settings that it was begun with.
+        wanted: those that it is to go on with.
+        what: it is, for the error.
+    """
+    there = read_json(file) if file.exists() else {}
+    for name, value in wanted.items():
+        if there.get(name, value) != value:
+            raise UserError(
+                f"{what} was begun with {name}={there[name]}, not {value}: give the same settings, or another out="
+            )
 
 
 def finite(value: Any) -> Any:

@@ -87,6 +87,16 @@ def test_a_stopped_run_goes_on_behind_its_last_whole_line(workplace, tmp_path):
     assert answer(settings(workplace, part, "count=30")).read_text() == whole
 
 
+def test_a_file_does_not_go_on_with_other_settings(workplace, tmp_path):
+    out = answer(settings(workplace, tmp_path / "new.jsonl", "count=8"))
+    before = out.read_bytes()
+    with pytest.raises(UserError, match="begun with max_new_tokens=.*not 7: give the same settings"):
+        answer(settings(workplace, out, "count=16", "max_new_tokens=7"))
+    assert out.read_bytes() == before
+    out.unlink()
+    answer(settings(workplace, out, "count=8", "max_new_tokens=7"))  # it begins anew
+
+
 def test_nothing_to_do(workplace, tmp_path):
     with pytest.raises(UserError, match="^count .*1.*0"):
         answer(settings(workplace, tmp_path / "new.jsonl", "count=0"))
