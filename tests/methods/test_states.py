@@ -150,7 +150,7 @@ def test_a_folder_goes_on_with_the_settings_that_began_it(workplace, tmp_path, m
     monkeypatch.undo()
     other = settings(workplace, tmp_path / "again", changed)
     for _ in ("begun", "finished"):
-        with pytest.raises(UserError, match=f"were begun with {changed.partition('=')[0]}="):
+        with pytest.raises(UserError, match=f"was begun with {changed.partition('=')[0]}="):
             states.write(other)
         states.write(cfg)
 
