@@ -82,7 +82,8 @@ def answer(cfg: DictConfig) -> Path:
     begun = out.with_name(f"{out.stem}.settings.json")
     if done := whole_lines(out):
         check_settings(begun, settings, f"'{out}'")
-    write_json(begun, settings)
+    else:
+        write_json(begun, settings)
     # Once: in a second epoch, greedy answers would come again, among them those that trainers hold out.
     texts: Iterator[Messages] = conversations(
         cfg.conversations, cfg.pair, cfg.seed, split=cfg.split, epochs=1, needs_answers=False

@@ -155,8 +155,8 @@ COMMANDS = {
         f"{KEYS} [port=8000]",
         "Serve a method over HTTP: completions of token ids, every target pass as it ends.",
         (
-            ("serve method=sps pair=tiny port=8001", "speculative sampling on the embedded pair"),
-            ("serve method=ar pair=tiny port=8000", "and autoregressive decoding, for engine=openai"),
+            ("serve method=sps pair=tiny threads=1 port=8001", "speculative sampling on the embedded pair"),
+            ("serve method=ar pair=tiny threads=1 port=8000", "and autoregressive decoding, for engine=openai"),
         ),
         notes=COMPOSED,
     ),

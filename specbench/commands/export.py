@@ -49,10 +49,11 @@ def _part(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
     spec = check(cfg)
     from specbench.decoding.drafter import make_drafter  # late, as above
     from specbench.models.export import as_part
-    from specbench.models.pairs import load_pair
+    from specbench.models.pairs import load_pair, with_part
 
     name, needs = spec.drafter["name"], spec.needs
-    pair = load_pair(cfg.pair, cfg.seed, with_draft=needs.draft_model)
+    pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair)) if needs.part else cfg.pair
+    pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     yield name, as_part(make_drafter(spec.drafter, pair=pair), f"{pair.name}-{name}")
 
 

@@ -76,7 +76,7 @@ class RunSpec:
         """What a user sets of the method, and of a scheduler's drafter as `drafter.NAME`; of an engine in its words."""
         if not self.is_own_code:
             return values.flat(self._in_its_words)
-        return values.flat(self._in_its_words) | {
+        return {
             key_of(group, name): value
             for group, chosen in self.groups.items()
             for name, value in values.settings(chosen).items()

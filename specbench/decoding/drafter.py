@@ -215,7 +215,9 @@ class Drafter:
         Raises:
             UserError: There is no such form.
         """
-        raise UserError(f"{type(self).__name__} has no weights in a form of their own for other engines")
+        raise UserError(
+            f"{type(self).__name__} has nothing to export; parts that other engines read are read as they are"
+        )
 
     def close(self) -> None:
         """Releases what is kept between answers, such as processes. The drafter must not be used afterwards."""

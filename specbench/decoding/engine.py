@@ -24,7 +24,7 @@ from specbench.decoding.state import Batch, Draft, Request, SequenceState, Verif
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Step, Timestamp, counted
 from specbench.system.errors import UserError, require_at_least
-from specbench.system.settings import BLOCK
+from specbench.system.settings import BLOCK, TYPICAL
 
 if TYPE_CHECKING:
     from specbench.decoding.drafter import Drafter
@@ -416,6 +416,8 @@ class Engine:
             raise UserError(
                 "decoding.verification=block is for chains, and this drafter draws trees: set it to token"
             )
+        if requests[0].decoding.verification == TYPICAL and not requests[0].decoding.greedy:
+            raise UserError("decoding.verification=typical is for greedy decoding: set it to token")
         for request in requests:
             check_request(request, self.context_length)
 

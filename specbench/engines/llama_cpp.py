@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.engines.environments import interpreter
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
-from specbench.engines.server import STANDALONE, Server, shared_cores
+from specbench.engines.server import STANDALONE, scripted, shared_cores
 from specbench.models.export import as_gguf
 from specbench.system.paths import existing_file
 
@@ -80,18 +79,8 @@ class LlamaCpp(ServedEngine):
             drafts["draft"] = {"mparams": {"path": str(of_draft)}, **threads_of_it, **drafts.get("draft", {})}
         cores = shared_cores(threads)
 
-        def server(arm: str, parameters: dict[str, Any]) -> Server:
-            words = json.dumps(parameters)
-            return Server(
-                arm,
-                "",
-                lambda port: [str(program), str(SCRIPT), str(port), words],
-                seconds=start_seconds,
-                cores=cores,
-            )
-
         servers = {
-            PLAIN: server(PLAIN, every),
-            SPECULATIVE: server(SPECULATIVE, every | {"speculative": drafts}),
+            arm: scripted(arm, program, SCRIPT, parameters, start_seconds, cores)
+            for arm, parameters in ((PLAIN, every), (SPECULATIVE, every | {"speculative": drafts}))
         }
         super().__init__(pair, servers, name, answer_seconds, batch_size)

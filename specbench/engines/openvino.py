@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import torch
 
 from specbench.engines.environments import interpreter
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
-from specbench.engines.server import STANDALONE, Server, shared_cores
+from specbench.engines.server import STANDALONE, scripted, shared_cores
 from specbench.models.export import as_gguf
 from specbench.system.errors import UserError
 from specbench.system.paths import existing_file
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 SCRIPT = STANDALONE / "serve_openvino.py"
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 KIND = "F16"  # the matrices of the GGUF files that it reads: of F32 and BF16 it takes none
-SPLITTING = "smollm"  # one of the ways to split text that it knows; it is asked for token ids alone
+PRE_TOKENIZER = "smollm"  # one of the ways to split text that it knows; it is asked for token ids alone
 LOOKUP, CACHING = "lookup", "enable_prefix_caching"
 
 
@@ -37,10 +36,9 @@ class OpenVINO(ServedEngine):
             dtype.
         drafter: configuration of what the speculative one drafts as.
         threads: of each server.
-        plain: properties of the device for both, as OpenVINO spells them.
+        plain: properties of the device for both, as OpenVINO spells them; `scheduler` holds settings of its scheduler.
         speculative: by method, settings of the speculative one's generation; `lookup: true` looks drafts up, else the
             draft model drafts.
-        scheduler: settings of OpenVINO's scheduler for both.
         install: what the environment holds.
         python: an interpreter that has openvino_genai; None: that of the environment.
         target: a GGUF file in place of the pair's target, such as a quantised one.
@@ -53,8 +51,6 @@ class OpenVINO(ServedEngine):
             keeps prompts.
     """
 
-    counts_drafts = False
-
     def __init__(
         self,
         pair: Pair,
@@ -62,7 +58,6 @@ class OpenVINO(ServedEngine):
         threads: int,
         plain: dict,
         speculative: dict,
-        scheduler: dict,
         install: dict,
         python: str | None = None,
         target: str | None = None,
@@ -72,50 +67,45 @@ class OpenVINO(ServedEngine):
     ):
         if batch_size > 1:
             raise UserError("engine openvino is asked for one answer at a time: leave batch_size out")
-        if scheduler is None or scheduler.get(CACHING, True):
+        properties = dict(plain)
+        scheduler = properties.pop("scheduler", {})
+        if scheduler.get(CACHING, True):
             raise UserError(
-                f"a scheduler that keeps prompts makes second answers faster: set engine.scheduler.{CACHING}=false"
+                f"a scheduler that keeps prompts makes second answers faster: engine.plain.scheduler.{CACHING}=false"
             )
-        name = "openvino"
-        program = Path(python) if python else interpreter(name, install)
+        program = Path(python) if python else interpreter("openvino", install)
         self.version = install["requirements"][-1]
         self.same_weights = target is None and _fits(pair.target)
         precision = PRECISIONS[pair.dtype]
-        properties = {
-            "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": precision,
-            "KV_CACHE_PRECISION": precision,
-            **plain,
-        }
-        of_target = existing_file(target) if target else _as_file(pair, pair.target, "target")
         generation = dict(speculative[drafter["name"]])
         lookup = bool(generation.pop(LOOKUP, False))
-        of_draft = None if lookup or pair.draft is None else _as_file(pair, pair.draft, "draft")
+        of_draft = None if lookup or pair.draft is None else str(_as_file(pair, pair.draft, "draft"))
         if not lookup and of_draft is None:
             raise UserError(f"engine openvino drafts as {drafter['name']} with a draft model: set pair.draft")
-        cores = shared_cores(threads)
-        every = {"target": str(of_target), "properties": properties, "scheduler": scheduler}
-        drafts = {"draft": of_draft and str(of_draft), LOOKUP: lookup, "generation": generation}
-        settings = {
-            PLAIN: every | {"draft": None, LOOKUP: False, "generation": {}},
-            SPECULATIVE: every | drafts,
+        every = {
+            "target": str(existing_file(target) if target else _as_file(pair, pair.target, "target")),
+            "properties": {
+                "INFERENCE_NUM_THREADS": threads,
+                "INFERENCE_PRECISION_HINT": precision,
+                "KV_CACHE_PRECISION": precision,
+                **properties,
+            },
+            "scheduler": scheduler,
+            "draft": None,
+            LOOKUP: False,
+            "generation": {},
         }
-
-        def server(arm: str) -> Server:
-            words = json.dumps(settings[arm])
-            return Server(
-                arm,
-                "",
-                lambda port: [str(program), str(SCRIPT), str(port), words],
-                seconds=start_seconds,
-                cores=cores,
-            )
-
-        super().__init__(pair, {arm: server(arm) for arm in settings}, "openai", answer_seconds, batch_size)
+        drafts = {"draft": of_draft, LOOKUP: lookup, "generation": generation}
+        cores = shared_cores(threads)
+        servers = {
+            arm: scripted(arm, program, SCRIPT, settings, start_seconds, cores)
+            for arm, settings in ((PLAIN, every), (SPECULATIVE, every | drafts))
+        }
+        super().__init__(pair, servers, "openai", answer_seconds, batch_size)
 
 
 def _as_file(pair: Pair, model: PreTrainedModel, what: str) -> Path:
-    return as_gguf(model, pair.tokenizer, f"{pair.name}-{what}", KIND, SPLITTING)
+    return as_gguf(model, pair.tokenizer, f"{pair.name}-{what}", KIND, PRE_TOKENIZER)
 
 
 def _fits(model: PreTrainedModel) -> bool:

@@ -47,12 +47,10 @@ class ServedEngine:
         version: of the engine.
         faults: what went wrong so far, a line each.
         same_weights: whether it decodes with the pair's own weights, not with a file that somebody quantised.
-        counts_drafts: whether the engine tells how many tokens a pass verified.
     """
 
     version: str = "unknown"
     same_weights: bool = True
-    counts_drafts: bool = True
 
     def __init__(
         self,
@@ -170,7 +168,7 @@ class ServedEngine:
         begun = time.perf_counter()
         reply = self._reply(name, request)
         ended = time.perf_counter()
-        return self._generation(reply, request, begun, ended)
+        return self._generation(name, reply, request, begun, ended)
 
     def _reply(self, name: str, request: Request, tops: bool = False) -> Reply:
         stops = self.pair.stop_ids if request.stop_ids is None else request.stop_ids
@@ -179,7 +177,9 @@ class ServedEngine:
             raise EngineError("the answer holds no token ids")
         return reply
 
-    def _generation(self, reply: Reply, request: Request, begun: float, ended: float) -> Generation:
+    def _generation(
+        self, name: str, reply: Reply, request: Request, begun: float, ended: float
+    ) -> Generation:
         """A reply as the journal holds it: the prompt's pass, then a round for each other one."""
         tokens = reply.tokens
         finish = "stop" if tokens[-1] in self.pair.stop_ids else "length"
@@ -187,9 +187,9 @@ class ServedEngine:
         steps, before = [], first.at
         for one in others:
             emitted, drafted = len(one.tokens), one.drafted
-            if drafted is None and self.counts_drafts:
+            if name == PLAIN:
                 if emitted > 1:
-                    raise EngineError(f"a pass gave {emitted} tokens, and what it verified is not told")
+                    raise EngineError(f"a pass of the plain server gave {emitted} tokens")
                 drafted = 0
             if (accepted := one.accepted) is None:
                 accepted = emitted - 1 if drafted is None else min(emitted - 1, drafted)
@@ -236,24 +236,16 @@ class ServedEngine:
             speculative += replies[SPECULATIVE].passes[1:]
         self._check_drafts(speculative)
 
-    def _check_drafts(self, passes: list[TargetPass]) -> None:
-        """Raises UserError unless some drafts are accepted, of numbers that are told where the engine tells them."""
-        drafted = sum(one.drafted or 0 for one in passes)
-        accepted = sum(len(one.tokens) - 1 for one in passes)
-        if not self.counts_drafts:
-            if not accepted:
-                raise UserError("every pass of the speculative server gives one token: does it draft?")
-            return
-        if all(one.drafted is None for one in passes):
-            raise UserError(
-                "the speculative server does not say what it drafts: vLLM does with "
-                "--per-request-spec-decode-metrics detailed"
-            )
-        if not drafted:
+    @staticmethod
+    def _check_drafts(passes: list[TargetPass]) -> None:
+        """Raises UserError unless some drafts are accepted; not every server tells how many tokens it drafts."""
+        counts = [one.drafted for one in passes if one.drafted is not None]
+        if counts and not any(counts):
             raise UserError("the speculative server drafts nothing: is its kind of speculation named?")
-        if not accepted:
+        if all(len(one.tokens) == 1 for one in passes):
+            drafted = f"{sum(counts)} draft tokens" if counts else "what it drafts, if it does"
             raise UserError(
-                f"the speculative server accepts none of {drafted} draft tokens: are the draft's weights loaded?"
+                f"the speculative server accepts none of {drafted}: are the draft's weights loaded?"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
@@ -122,6 +123,16 @@ class Server:
         self._log.seek(0)
         lines = deque((line.decode(errors="replace").strip() for line in self._log), LAST_LINES)
         return " | ".join(filter(None, lines)) or "it printed nothing"
+
+
+def scripted(
+    arm: str, program: Path, script: Path, settings: dict[str, Any], seconds: float, cores: Collection[int]
+) -> Server:
+    """A server that a script in an engine's environment is: `python SCRIPT PORT JSON`; arguments as of `Server`."""
+    words = json.dumps(settings)
+    return Server(
+        arm, "", lambda port: [str(program), str(script), str(port), words], seconds=seconds, cores=cores
+    )
 
 
 def shared_cores(threads: int) -> list[int]:

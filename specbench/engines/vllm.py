@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class Vllm(ServedEngine):
         plain: options of both, without `--`: {enforce-eager: true}.
         speculative: by method, the `--speculative-config` of the second one. Its `model` is a folder, and the pair's
             draft model where none is named; `exported: true` stands for what the drafter exports, and `own_code: true`
-            lets this project's own code draft there.
+            lets this project's own code draft there, with the drafter's settings.
         install: what the environment holds.
         python: an interpreter that has vLLM; None: that of the environment.
         start_seconds: that starting a server may take: it compiles.
@@ -82,8 +83,9 @@ class Vllm(ServedEngine):
         if drafts.pop(EXPORTED, False):
             drafts["model"] = str(as_part(make_drafter(drafter, pair=pair), f"{pair.name}-{drafter['name']}"))
         elif drafts.pop(OWN_CODE, False):
-            drafts |= {"method": "custom_class", "model": PROPOSER}
             environment |= {"PYTHONPATH": str(_importable()), DRAFTER: json.dumps(_of_text(drafter))}
+            longest = drafter["max_draft_tokens"]
+            drafts = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": longest}
         elif "model" in drafts:
             drafts["model"] = str(packaged(drafts["model"]))
         elif pair.draft is not None:
@@ -141,13 +143,11 @@ def _of_text(drafter: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _importable() -> Path:
     """A folder in which Python finds this project, and nothing else of the environment that it lies in."""
-    folder = make_folder(cache_folder() / "engines" / "imports")
+    of_checkout = hashlib.sha256(str(METHODS).encode()).hexdigest()[:8]
+    folder = make_folder(cache_folder() / "engines" / f"imports-{of_checkout}")
     for package in (Path(specbench.__file__).parent, METHODS):
-        link = folder / package.name
-        if not link.exists() or link.resolve() != package.resolve():
-            partial = folder / f"partial-{os.getpid()}"
-            partial.symlink_to(package)
-            partial.replace(link)
+        with suppress(FileExistsError):
+            (folder / package.name).symlink_to(package)
     return folder
 
 

@@ -107,8 +107,7 @@ class Row:
 
     def _begin(self, text: list[int], new: int) -> SequenceState:
         """A new text in the place of the one before."""
-        if (before := self.sequence) is not None:
-            before.stop_ids = frozenset(before.tokens[-1:])  # it is complete, whatever ended it
+        if self.sequence is not None:
             self.drafter.end(0)
         prompt = text[:-new]
         request = Request(prompt, SamplingParams(self.context))

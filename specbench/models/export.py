@@ -34,7 +34,7 @@ def as_gguf(
     tokenizer: PreTrainedTokenizerBase,
     name: str,
     kind: str | None = None,
-    splitting: str = "default",
+    pre_tokenizer: str = "default",
 ) -> Path:
     """The GGUF file of a model.
 
@@ -43,17 +43,17 @@ def as_gguf(
         tokenizer: byte-level BPE.
         name: that the file begins with.
         kind: of its matrices; None: that of the model's dtype.
-        splitting: as in `write_gguf`.
+        pre_tokenizer: as in `write_gguf`.
 
     Raises:
         UserError: The model or its tokenizer is of another kind.
     """
     check_writable(model, tokenizer)
     kind = kind or KINDS[model.dtype]
-    ending = f"{kind}.gguf" if splitting == "default" else f"{kind}-{splitting}.gguf"
+    ending = f"{kind}.gguf" if pre_tokenizer == "default" else f"{kind}-{pre_tokenizer}.gguf"
 
     def write(path: Path) -> None:
-        write_gguf(path, model, tokenizer, kind, splitting=splitting)
+        write_gguf(path, model, tokenizer, kind, pre_tokenizer=pre_tokenizer)
 
     return _written(model, f"{name}-{ending}", write)
 

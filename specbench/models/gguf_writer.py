@@ -48,7 +48,7 @@ def write_gguf(
     weights: Mapping[str, np.ndarray] | None = None,
     architecture: str = "llama",
     tokens: list[str] | None = None,
-    splitting: str = "default",
+    pre_tokenizer: str = "default",
 ) -> None:
     """Writes a Llama model and its byte-level BPE tokenizer.
 
@@ -60,7 +60,7 @@ def write_gguf(
         weights: by llama.cpp's names; None: the model's.
         architecture: what the file says it is.
         tokens: by id; None: the tokenizer's.
-        splitting: what llama.cpp calls the way in which the tokenizer splits text before it merges bytes.
+        pre_tokenizer: what llama.cpp calls the way in which the tokenizer splits text before it merges bytes.
     """
     import gguf
 
@@ -76,7 +76,7 @@ def write_gguf(
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
-    _add_tokenizer(writer, tokenizer, tokens or tokens_of(tokenizer, config.vocab_size), splitting)
+    _add_tokenizer(writer, tokenizer, tokens or tokens_of(tokenizer, config.vocab_size), pre_tokenizer)
     wanted = gguf.GGMLQuantizationType[kind]
     for name, values in (tensors(model) if weights is None else weights).items():
         of_this = wanted if values.ndim == 2 else gguf.GGMLQuantizationType.F32
@@ -120,14 +120,14 @@ def _tokenizer_model(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _add_tokenizer(
-    writer: Any, tokenizer: PreTrainedTokenizerBase, tokens: list[str], splitting: str
+    writer: Any, tokenizer: PreTrainedTokenizerBase, tokens: list[str], pre_tokenizer: str
 ) -> None:
     """Adds tokens, merges, special ids and the chat template."""
     import gguf
 
     special = set(tokenizer.all_special_ids)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(splitting)
+    writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(tokens)
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     writer.add_token_types([control if i in special else normal for i in range(len(tokens))])

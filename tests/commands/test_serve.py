@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -10,10 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from specbench.commands import serve
+from specbench.decoding.draft_length import Goodput
 from specbench.engines.client import is_ready
 from specbench.engines.server import free_port
+from specbench.engines.standalone.completions import CompletionServer
 from specbench.report.runs import read_run
 from tests.support.commands import cli, exit_code, wait_for
 
@@ -45,17 +47,36 @@ def test_a_port_that_is_taken_is_one_line(monkeypatch, capsys):
     assert f"port {port} cannot be listened at: Address already in use" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_what_is_served_is_warmed_up_as_in_a_run_and_has_forgotten_it(monkeypatch, capsys):
+    decoders = []
+    monkeypatch.setattr(CompletionServer, "run", lambda self, decode: decoders.append((decode, self.url)))
+    port = free_port()
+    words = ["method=suffix", "method.memory=run", "pair=tiny", "threads=1", f"port={port}"]
+    monkeypatch.setattr(sys, "argv", ["serve", *words, "decoding.draft_length=goodput"])
+    before = torch.get_num_threads()
+    try:
+        assert exit_code(serve.main) == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    [(decoder, url)] = decoders
+    drafter = decoder.engine.drafter
+    assert drafter.snapshot() == [] and isinstance(drafter.rule, Goodput)
+    assert capsys.readouterr().out == f"suffix on tiny at {url}/v1/completions\n"
+
+
 @contextmanager
 def served(*words: str):
     """The URL of a method that is served by a process of its own."""
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "specbench.commands.serve", "pair=tiny", "threads=1", f"port={port}", *words],
-        env=os.environ,
+        [sys.executable, "-m", "specbench.commands.serve", "pair=tiny", "threads=1", f"port={port}", *words]
     )
     try:
         url = f"http://127.0.0.1:{port}"
         wait_for(lambda: process.poll() is not None or is_ready(url, "/health"))
+        assert process.poll() is None
         yield url
     finally:
         process.terminate()

@@ -12,24 +12,18 @@ from typing import ClassVar
 import pytest
 import torch
 
-from specbench.decoding.engine import exhaust
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.engines import openvino
 from specbench.engines.dialects import openai
 from specbench.engines.openvino import SCRIPT, OpenVINO
-from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
-from specbench.engines.server import Server
+from specbench.engines.served import PLAIN, SPECULATIVE
 from specbench.engines.standalone import completions
-from specbench.measure.metrics.acceptance import acceptance_length, acceptance_rate, judged_positions
-from specbench.measure.metrics.dataframes import steps_frame
 from specbench.report.runs import read_run
 from specbench.system.errors import UserError
 from tests.engines.test_completions import serving as answering
 from tests.engines.test_llama_cpp import is_installed
 from tests.support.commands import cli
-from tests.support.decoding import random_pair
-from tests.support.engine_stub import Stub, counting, serving
 
 PRESETS = {"sps": {"num_assistant_tokens": 4}, "pld": {"lookup": True, "max_ngram_size": 3}}
 SCHEDULER = {"enable_prefix_caching": False}
@@ -55,7 +49,8 @@ def told(monkeypatch):
             tokenizer=None,
             dtype=settings.pop("dtype", torch.float32),
         )
-        options = {"plain": {}, "speculative": PRESETS, "scheduler": SCHEDULER} | settings
+        plain = {"scheduler": SCHEDULER} | settings.pop("plain", {})
+        options = {"plain": plain, "speculative": PRESETS} | settings
         install = {"requirements": ["openvino-genai==1"]}
         engine = OpenVINO(pair, {"name": method}, 1, install=install, **options)
         commands = {arm: server.command(8123) for arm, server in engine.servers.items()}
@@ -67,7 +62,7 @@ def told(monkeypatch):
 
 def test_one_server_decodes_plainly_and_the_other_speculates(told):
     engine, of = told("sps", draft=object())
-    assert engine.version == "openvino-genai==1" and not engine.counts_drafts
+    assert engine.version == "openvino-genai==1"
     assert of[SPECULATIVE]["draft"] == "/models/tiny-draft/F16/smollm"
     assert of[PLAIN]["draft"] is None and of[PLAIN]["generation"] == {}
     assert of[SPECULATIVE]["generation"] == PRESETS["sps"] and not of[SPECULATIVE]["lookup"]
@@ -102,8 +97,8 @@ def test_weights_that_float16_does_not_hold_are_others(told, tmp_path):
         ("sps", {}, "set pair.draft"),
         ("pld", {"batch_size": 2}, "one answer at a time"),
         ("pld", {"target": "/none.gguf"}, "no file"),
-        ("pld", {"scheduler": None}, "keeps prompts"),
-        ("pld", {"scheduler": {"cache_size": 1}}, "keeps prompts"),
+        ("pld", {"plain": {"scheduler": {}}}, "keeps prompts"),
+        ("pld", {"plain": {"scheduler": {"enable_prefix_caching": True}}}, "keeps prompts"),
     ],
 )
 def test_what_it_cannot_do_is_refused(told, method, settings, said):
@@ -200,23 +195,19 @@ class TestScript:
     @pytest.mark.parametrize("more", [{"scheduler": {"nonsense": 1}}, {"generation": {"nonsense": 1}}])
     def test_unknown_settings_are_refused(self, script, more):
         with pytest.raises(SystemExit, match="no parameter 'nonsense'"):
-            script.pipeline(words(**more))
             script.Decoder(words(**more))
 
     @pytest.mark.parametrize(
-        ("lookup", "drafted", "passes"),
-        [
-            (False, 0, [[10], [11], [12], [13], [14], [2]]),
-            (True, None, [[10], [11, 12], [13, 14], [2]]),
-        ],
+        ("lookup", "passes"),
+        [(False, [[10], [11], [12], [13], [14], [2]]), (True, [[10], [11, 12], [13, 14], [2]])],
     )
-    def test_answers_pass_by_pass(self, script, monkeypatch, lookup, drafted, passes):
+    def test_answers_pass_by_pass(self, script, monkeypatch, lookup, passes):
         monkeypatch.setattr(Pipeline, "width", 2 if lookup else 1)
         decode = script.Decoder(words(lookup=lookup, generation={"num_assistant_tokens": 5}))
         with answering(decode) as url:
             reply = openai(url, Request(PROMPT, SamplingParams(6, 0.5), seed=3), frozenset({2}), 10.0)
         assert [one.tokens for one in reply.passes] == passes
-        assert {one.drafted for one in reply.passes[1:]} == {drafted}
+        assert {one.drafted for one in reply.passes} == {None}  # it does not tell
 
     def test_settings_of_a_request(self, script):
         decode = script.Decoder(words(generation={"num_assistant_tokens": 5}))
@@ -241,47 +232,6 @@ class TestScript:
         decode.pipeline.generate = lambda *_: SimpleNamespace(tokens=[[]])
         with pytest.raises(completions.RequestError, match="no tokens"):
             decode(completions.Completion(PROMPT, 9), lambda *_: None)
-
-
-class TestUntoldCounts:
-    """An engine that does not tell how many tokens its passes verify has lengths, and no rates."""
-
-    class Untold(ServedEngine):
-        counts_drafts = False
-
-    @pytest.fixture
-    def answer(self):
-        pair = random_pair("llama")
-        with serving(Stub(counting), Stub(counting, drafts=True, fault="uncounted")) as urls:
-            servers = {name: Server(name, url, seconds=5) for name, url in zip((PLAIN, SPECULATIVE), urls)}
-            engine = self.Untold(pair, servers, "openai", 5.0)
-            request = Request(PROMPT, SamplingParams(16))
-            engine.open([request])
-            [answer] = exhaust(engine.speculative([request]))
-        return answer
-
-    def test_steps(self, answer):
-        assert [step.emitted for step in answer.steps] == [3, 1, 4, 2, 3, 1, 1]
-        assert [step.accepted for step in answer.steps] == [2, 0, 3, 1, 2, 0, 0]
-        assert {(step.drafted, step.depth, step.draft_bytes) for step in answer.steps} == {(None, None, None)}
-
-    def test_metrics(self, answer):
-        names = answer.steps[0].__dataclass_fields__
-        steps = {name: [getattr(step, name) for step in answer.steps] for name in names}
-        generation = {"tokens": answer.tokens, "prefill_seconds": 0.1, "seconds": 1.0, "steps": steps}
-        turn = {"turn": 0, "prompt_tokens": 3, "arms": {"method": [generation]}}
-        record = {"question_id": 1, "task": "qa", "category": "qa", "pool": 0, "repeat": 0, "process": 0}
-        rounds = steps_frame([record | {"error": None, "turns": [turn]}])
-        assert acceptance_length(rounds) == pytest.approx(15 / 7)
-        assert acceptance_rate(rounds) is None and judged_positions(rounds) == []
-
-    def test_a_server_that_does_not_draft_is_refused(self):
-        pair = random_pair("llama")
-        with serving(Stub(counting), Stub(counting)) as urls:
-            servers = {name: Server(name, url, seconds=5) for name, url in zip((PLAIN, SPECULATIVE), urls)}
-            engine = self.Untold(pair, servers, "openai", 5.0)
-            with pytest.raises(UserError, match="does it draft"):
-                engine.open([Request(PROMPT, SamplingParams(16))])
 
 
 @pytest.mark.nightly

@@ -191,16 +191,44 @@ class TestHandshake:
         assert any("differ" in fault for fault in engine.faults)
 
 
-@pytest.mark.parametrize(("dialect", "fault", "said"), [
-    ("llama_cpp", "swallows", "temperature=0.8"),
-    ("openai", "uncounted", "per-request-spec-decode-metrics"),
-])  # fmt: skip
-def test_what_only_one_dialect_tells(pair, dialect, fault, said):
+def test_what_only_one_dialect_tells(pair):
     with (
-        serving(Stub(counting), Stub(counting, drafts=True, fault=fault)) as urls,
-        pytest.raises(UserError, match=said),
+        serving(Stub(counting), Stub(counting, drafts=True, fault="swallows")) as urls,
+        pytest.raises(UserError, match="temperature=0.8"),
     ):
-        engine_of(pair, urls, dialect).open([request()])
+        engine_of(pair, urls, "llama_cpp").open([request()])
+
+
+class TestUntoldCounts:
+    """A server that does not tell how many tokens its passes verify has lengths, and no rates."""
+
+    def test_lengths_are_those_of_the_passes(self, pair):
+        with serving(Stub(counting), Stub(counting, drafts=True, fault="uncounted")) as urls:
+            engine = engine_of(pair, urls, "openai")
+            engine.open([request()])
+            [plain], [answer] = (exhaust(arm([request()])) for arm in (engine.plain, engine.speculative))
+        assert [step.emitted for step in answer.steps] == [3, 1, 4, 2, 3, 1, 1]
+        assert [step.accepted for step in answer.steps] == [2, 0, 3, 1, 2, 0, 0]
+        told = [
+            {(step.drafted, step.depth, step.draft_bytes) for step in one.steps} for one in (plain, answer)
+        ]
+        assert told == [{(0, 0, 0)}, {(None, None, None)}]
+
+    def test_one_that_accepts_nothing_is_refused(self, pair):
+        with (
+            serving(Stub(counting), Stub(counting, fault="uncounted")) as urls,
+            pytest.raises(UserError, match="accepts none of what it drafts"),
+        ):
+            engine_of(pair, urls, "openai").open([request()])
+
+    def test_a_plain_server_that_gives_several_tokens_at_once_is_found(self, pair):
+        stub = Stub(counting)
+        with serving(stub, Stub(counting, drafts=True)) as urls:
+            engine = engine_of(pair, urls, "openai")
+            engine.open([request()])
+            stub.drafts = True
+            with pytest.raises(JobError, match="pass of the plain server gave 3 tokens"):
+                exhaust(engine.plain([request()]))
 
 
 def test_an_answer_that_goes_on_after_a_stop_token_is_refused(pair):

@@ -22,8 +22,8 @@ PRESETS = {
     "pld": {"method": "ngram"},
     "eagle3": {"method": "eagle3", "model": "heads"},
     "medusa": {"method": "medusa", "exported": True},
-    "suffix": {"own_code": True, "num_speculative_tokens": 8},
-    "recycling": {"own_code": True, "num_speculative_tokens": 8},
+    "suffix": {"own_code": True, "prompt_lookup_max": 3},
+    "recycling": {"own_code": True},
 }
 SUFFIX = {"_target_": "methods.suffix.SuffixDecoding", "name": "suffix", "max_draft_tokens": 8}
 

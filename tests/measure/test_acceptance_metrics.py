@@ -89,3 +89,14 @@ def test_a_tree_is_counted_along_its_longest_path():
     found = overall([record(turns=[turn(method=generation() | {"steps": rounds})])])
     assert found["acceptance_rate"] == pytest.approx(2 / 24)
     assert found["acceptance_by_position"] == [0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("told", [None, 3])
+def test_where_drafts_are_not_counted_there_are_lengths_and_no_rates(told):
+    """Also where some of them are."""
+    unknown = {"drafted": None, "draft_bytes": None}
+    rounds = columns([{"accepted": 2} | unknown | {"drafted": told}, {"accepted": 0} | unknown])
+    found = overall([record(turns=[turn(method=generation() | {"steps": rounds})])])
+    assert found["acceptance_length"] == 2.0
+    assert found["acceptance_rate"] is None and found["accepted_per_verified"] is None
+    assert found["acceptance_by_position"] == found["judged_by_position"] == [] and found["mbsu"] is None

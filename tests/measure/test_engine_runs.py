@@ -210,7 +210,7 @@ def test_settings_of_a_method_are_those_of_the_engine_in_its_words():
 def test_settings_of_own_code_inside_another_engine_are_the_methods_too():
     words = ["method=suffix", "engine=vllm", "method.factor=2", "settings=published"]
     spec = checks.check(composed("bench", "pair=tiny", *words))
-    assert spec.settings["num_speculative_tokens"] == 32 and spec.settings["factor"] == 2
+    assert spec.settings["max_draft_tokens"] == 32 and spec.settings["factor"] == 2
     other = checks.check(composed("bench", "pair=tiny", "method=pld", "engine=vllm"))
     assert "match" not in other.settings and not other.is_own_code
 

@@ -29,7 +29,6 @@ MAKERS = {
     "pld, latest": lambda pair: PromptLookup(pair, LONGEST, match="latest"),
     "samd": lambda pair: SAMDecoding(pair, max_draft_tokens=LONGEST),
     "suffix": lambda pair: SuffixDecoding(pair, "chain", LONGEST),
-    "suffix, run": lambda pair: SuffixDecoding(pair, "chain", LONGEST, memory="run"),
 }
 
 
@@ -63,7 +62,7 @@ def test_it_drafts_as_in_the_engine(pair, prompts, name):
     engine = Engine(pair.staged, noted, pair.stop_ids)
     row = Row(MAKERS[name](pair), LONGEST, max(map(len, prompts)) + NEW)
     count = 0
-    for prompt in prompts:  # one after the other in the same row, which remembers what its drafter does
+    for prompt in prompts:  # one after the other in the same row
         noted.drafts.clear()
         row.context = len(prompt) + NEW
         [answer] = engine.generate([Request(prompt, SamplingParams(NEW))])
@@ -86,7 +85,7 @@ def passes(answer) -> list[list[int]]:
 
 
 def test_a_text_that_does_not_go_on_is_another_one():
-    row = Row(SuffixDecoding(None, "chain", 4, memory="run"), 4, 64)
+    row = Row(SuffixDecoding(None, "chain", 4), 4, 64)
     assert row.propose([5, 6, 7, 8, 9, 1], 1) == []
     assert row.propose([5, 6, 7, 8, 9, 1, 5, 6], 2) == [7, 8]  # as many as match
     # The same text, but for a question in between: what is new is more than what was said.

@@ -113,7 +113,7 @@ def test_what_a_drafter_exports_lies_where_its_content_says(cache):
         path.parent.name,
         as_part(Exporting("b"), "heads").parent.name,
     }
-    with pytest.raises(UserError, match="no weights"):
+    with pytest.raises(UserError, match="nothing to export"):
         as_part(Drafter(), "nothing")
 
 
@@ -158,7 +158,7 @@ def test_the_command_writes_a_part_as_vllm_reads_it(tmp_path, monkeypatch, capsy
         assert "lm_head.weight" in set(file.keys())
     monkeypatch.setattr(sys, "argv", ["export", "part", "method=pld", "pair=tiny"])
     assert exit_code(command.main) == 2
-    assert "PromptLookup has no weights" in capsys.readouterr().err
+    assert "PromptLookup has nothing to export" in capsys.readouterr().err
 
 
 def test_an_unknown_form_is_one_line(monkeypatch, capsys):

@@ -55,7 +55,7 @@ def columns(rounds: list[dict]) -> dict:
             "draft_seconds": 0.01,
             "verify_seconds": 0.02,
             "other_seconds": 0.005,
-            "draft_bytes": r.get("drafted", 5) * 100,
+            "draft_bytes": (r.get("drafted", 5) or 0) * 100,
             "target_bytes": 1000,
             "sequences": 1,
             "align_seconds": 0.0,

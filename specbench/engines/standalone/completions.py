@@ -18,7 +18,7 @@ from typing import Any
 
 HOST = "127.0.0.1"
 PATH = "/v1/completions"
-OK, BAD_REQUEST, NOT_FOUND, FAILED, GONE = 200, 400, 404, 500, 503
+OK, BAD_REQUEST, NOT_FOUND, FAILED = 200, 400, 404, 500
 # Accepted and ignored: clients that want token ids set them, and log-probabilities are not told.
 IGNORED = ("model", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "logprobs")
 
@@ -115,9 +115,6 @@ class CompletionServer(ThreadingHTTPServer):
                 handler.answer(decode)
         finally:
             self.shutdown()
-            while not self.waiting.empty():
-                if (late := self.waiting.get()) is not None:
-                    late.turn_away()
 
     def stop(self) -> None:
         """Lets `run` return after the requests that wait now."""
@@ -194,11 +191,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(FAILED, f"{type(error).__name__} {error}")
         finally:
             self.answered.set()
-
-    def turn_away(self) -> None:
-        """Answers that nobody decodes any more."""
-        self._fail(GONE, "the server is ending")
-        self.answered.set()
 
     def _event(self, content: dict[str, Any]) -> None:
         with self._reaching_the_client():

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,11 @@ def converted(file: Path) -> Path:
             os.link(file, work / file.name)
             openvino_genai.LLMPipeline(str(work / file.name), DEVICE, enable_save_ov_model=True)
             (work / file.name).unlink()
-            with suppress(OSError):  # another process was faster
+            try:
                 work.rename(folder)
+            except OSError:
+                if not folder.exists():  # else another process was faster
+                    raise
     return folder
 
 
@@ -63,15 +65,11 @@ def set_all(settings: Any, values: dict[str, Any]) -> Any:
 
 
 class Streamer(openvino_genai.StreamerBase):
-    """Sends what each pass gives: OpenVINO hands its tokens over once a pass.
+    """Sends what each pass gives: OpenVINO hands its tokens over once a pass, and does not tell what it drafted."""
 
-    count: draft tokens that are noted for every pass; None if passes have drafts, whose number OpenVINO does not tell.
-    """
-
-    def __init__(self, send: Send, count: int | None):
+    def __init__(self, send: Send):
         super().__init__()
-        self.send, self.count = send, count
-        self.sent = 0
+        self.send, self.sent = send, 0
         self.failed: Exception | None = None
 
     def write(self, token: int | list[int]) -> Any:
@@ -79,7 +77,7 @@ class Streamer(openvino_genai.StreamerBase):
         tokens = token if isinstance(token, list) else [token]
         self.sent += len(tokens)
         try:
-            self.send(tokens, self.count, self.count)
+            self.send(tokens, None, None)
         except Exception as error:  # noqa: BLE001 - raised again, but not through OpenVINO's own code
             self.failed = error
             return openvino_genai.StreamingStatus.CANCEL
@@ -96,7 +94,6 @@ class Decoder:
         self.generation = settings["generation"]
         set_all(openvino_genai.GenerationConfig(), self.generation)  # before an answer waits for it
         self.pipeline = pipeline(settings)
-        self.count = None if settings["lookup"] or settings["draft"] is not None else 0
 
     def __call__(self, completion: Completion, send: Send) -> str:
         """Decodes one request and sends every pass as it ends; returns "stop" or "length"."""
@@ -107,7 +104,7 @@ class Decoder:
         if config.do_sample:
             config.temperature, config.rng_seed = completion.temperature, completion.seed
         set_all(config, self.generation)
-        streamer = Streamer(send, self.count)
+        streamer = Streamer(send)
         prompt = openvino.Tensor(np.array([completion.prompt], dtype=np.int64))
         result = self.pipeline.generate(prompt, config, streamer)
         if streamer.failed is not None:
@@ -116,7 +113,7 @@ class Decoder:
             raise RequestError("OpenVINO gives no tokens: does the prompt fit engine.scheduler.cache_size?")
         [tokens] = result.tokens
         if rest := tokens[streamer.sent :]:
-            send(rest, self.count, self.count)
+            send(rest, None, None)
         return "length" if len(tokens) == completion.max_tokens else "stop"
 
 

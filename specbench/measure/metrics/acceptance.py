@@ -67,7 +67,7 @@ def judged_positions(rounds: pd.DataFrame) -> list[int]:
     stopped = emitted == accepted  # the answer ended inside the draft: there was no token of the target's own
     return [
         int(((depth > position) & (accepted >= position) & ~(stopped & (accepted == position))).sum())
-        for position in range(depth.max(initial=0))
+        for position in range(int(depth.max(initial=0)))
     ]
 
 
