@@ -121,8 +121,8 @@ class Server:
         if self._log is None:
             return ""
         self._log.seek(0)
-        lines = deque((line.decode(errors="replace").strip() for line in self._log), LAST_LINES)
-        return " | ".join(filter(None, lines)) or "it printed nothing"
+        lines = filter(None, (line.decode(errors="replace").strip() for line in self._log))
+        return " | ".join(deque(lines, LAST_LINES)) or "it printed nothing"
 
 
 def scripted(

@@ -250,7 +250,7 @@ def main() -> None:
     """`python engine_stub.py PORT JSON`: a stub in a process of its own, which says `counting`."""
     told = json.loads(sys.argv[2])
     if told.pop("fails", False):
-        print("no such model", flush=True)
+        print("no such model\n\n\n\n", flush=True)  # as OpenVINO's errors end
         sys.exit(4)
     if (marker := told.pop("marker", None)) is not None:  # started once more: wrong from the first request on
         if os.path.exists(marker):
