@@ -31,16 +31,14 @@ def examine(cfg: DictConfig) -> int:
     from specbench.decoding.sampling import SamplingParams
     from specbench.measure import doctor
     from specbench.measure.protocol import Protocol
-    from specbench.models.pairs import load_pair, with_part
+    from specbench.models.pairs import load_pair, pair_for
     from specbench.system.threads import use_threads
 
-    needs, pair_cfg = spec.needs, cfg.pair
+    needs = spec.needs
     if needs.reference_answer:
         raise UserError(f"{spec.drafter['name']} drafts by chance: there is nothing to examine")
-    if needs.part:
-        pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
     use_threads(cfg.threads, None)
-    pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
+    pair = load_pair(pair_for(cfg.pair, needs), cfg.seed, with_draft=needs.draft_model)
     protocol = Protocol(pair, SamplingParams(TOKENS), cfg.protocol, cfg.seed, warmup_questions(cfg.data))
     make = partial(make_drafter, spec.drafter, pair=pair)
     base, findings = doctor.examine(pair, make, protocol.warm_up_requests(TOKENS))

@@ -49,11 +49,10 @@ def _part(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
     spec = check(cfg)
     from specbench.decoding.drafter import make_drafter  # late, as above
     from specbench.models.export import as_part
-    from specbench.models.pairs import load_pair, with_part
+    from specbench.models.pairs import load_pair, pair_for
 
     name, needs = spec.drafter["name"], spec.needs
-    pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair)) if needs.part else cfg.pair
-    pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
+    pair = load_pair(pair_for(cfg.pair, needs), cfg.seed, with_draft=needs.draft_model)
     yield name, as_part(make_drafter(spec.drafter, pair=pair), f"{pair.name}-{name}")
 
 

@@ -42,8 +42,8 @@ class Streamed(Scheduler):
     def choose(self, held: list[SequenceState]) -> list[int]:
         """The one sequence that is held."""
         [one] = held
-        _, _, drafted, _, accepted, _ = one.rounds[-1] if one.rounds else (0,) * 6
-        self.tell(one.new_tokens, drafted, accepted)
+        counts = [(drafted, accepted) for _, _, drafted, _, accepted, _ in one.rounds[-1:]] or [(0, 0)]
+        self.tell(one.new_tokens, *counts[0])
         return super().choose(held)
 
     def tell(self, answer: list[int], drafted: int | None, accepted: int) -> None:

@@ -118,8 +118,9 @@ def observed(pair: Pair, watched: Watched, requests: Sequence[Request]) -> Count
                 counts.rounds += 1
                 counts.agreed.update(s for s in (0, *SHIFTS) if text[position + s] in firsts)
         for step in answer.steps:
+            assert step.depth is not None  # decoding of this project's own tells it
             stopped = step.emitted == step.accepted
-            for place in range(min(step.accepted + 1, step.depth or 0)):
+            for place in range(min(step.accepted + 1, step.depth)):
                 if place < step.accepted or not stopped:
                     counts.judged[place] += 1
                     counts.accepted[place] += place < step.accepted

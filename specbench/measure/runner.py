@@ -47,7 +47,7 @@ from specbench.measure.records import run_folder as store
 from specbench.measure.round_costs import set_round_costs
 from specbench.measure.served import prepare_served
 from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
-from specbench.models.pairs import load_pair, with_part
+from specbench.models.pairs import load_pair, pair_for
 from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
 from specbench.system.settings import CONSTANT, GOODPUT, flat, parameters
@@ -62,9 +62,7 @@ def prepare(cfg: DictConfig) -> Bench:
     if spec.engine is not None:
         return prepare_served(cfg, spec)
     needs = spec.needs
-    pair_cfg = cfg.pair
-    if needs.part:  # it may bring the draft model with it
-        pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
+    pair_cfg = pair_for(cfg.pair, needs)
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model, width=cfg.decoding.verify_width)
     target = pair.staged
     check_staged(target, pair.sample_ids())

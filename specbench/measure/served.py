@@ -20,7 +20,7 @@ from specbench.measure.certify import Certifier
 from specbench.measure.conductor import Conductor
 from specbench.measure.machine import provenance
 from specbench.measure.protocol import Protocol
-from specbench.models.pairs import load_pair, with_part
+from specbench.models.pairs import load_pair, pair_for
 from specbench.system.processes import own_cores
 from specbench.system.settings import parameters
 
@@ -39,9 +39,8 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
         UserError: They do not start, or do not do what a measurement rests on.
     """
     assert spec.engine is not None
-    needs, pair_cfg = spec.needs, cfg.pair
-    if needs.part:
-        pair_cfg = with_part(cfg.pair, needs.draft_of(cfg.pair))
+    needs = spec.needs
+    pair_cfg = pair_for(cfg.pair, needs)
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
     threads = cfg.threads or len(own_cores())
     make = pkgutil.resolve_name(spec.engine["_target_"])

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from specbench.decoding.drafter import Needs
     from specbench.decoding.model.staged_model import StagedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -254,6 +255,11 @@ def with_part(pair_cfg: DictConfig, folder: str | None) -> DictConfig:
         part_settings["draft_shape"] = {"num_hidden_layers": None}
     merged: Any = OmegaConf.merge(pair_cfg, part_settings)
     return merged
+
+
+def pair_for(pair_cfg: DictConfig, needs: Needs) -> DictConfig:
+    """A pair's configuration as a drafter with these needs has it: its part may bring the draft model with it."""
+    return with_part(pair_cfg, needs.draft_of(pair_cfg)) if needs.part else pair_cfg
 
 
 def draft_of(pair: Pair) -> PreTrainedModel:
