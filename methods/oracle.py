@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from specbench.decoding.device import span
+from specbench.decoding.device import on_device, span
 from specbench.decoding.drafter import Needs, make_drafter
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.models.pairs import Pair
@@ -156,7 +156,7 @@ class Oracle(WrappedDrafter):
         if foretold is not None:
             places = slice(len(prompt), len(prompt) + len(foretold.right))
             for table, values in zip(self._tables, (foretold.right, foretold.wrong, foretold.draws)):
-                table[slot, places] = torch.from_numpy(values).to(self.device)
+                table[slot, places] = on_device(values, self.device, table.dtype)
         self._compare(slot, 0, sequence.new_tokens)
         super().begin(slot, sequence, prefill)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,15 +84,15 @@ def test_numbers_of_the_host_are_copied_without_a_wait(monkeypatch):
     assert on_device([], CPU).dtype == torch.int64
 
     class Pinned:
+        def __init__(self, values: torch.Tensor):
+            self.values = values
+
         def to(self, device, non_blocking=False) -> tuple:
-            return device, non_blocking
+            return self.values.tolist(), device, non_blocking
 
-    def tensor(values, dtype, pin_memory) -> Pinned:
-        assert (values, dtype, pin_memory) == ([5], torch.int64, True)
-        return Pinned()
-
-    monkeypatch.setattr(torch, "tensor", tensor)
-    assert on_device([5], SECOND_GPU) == (SECOND_GPU, True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: Pinned(self))
+    for values in ([5], np.array([5])):  # torch pins no array of numpy as it makes a tensor of it
+        assert on_device(values, SECOND_GPU) == ([5], SECOND_GPU, True)
 
 
 def test_slots_are_moved_all_at_once():
