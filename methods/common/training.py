@@ -15,6 +15,7 @@ from specbench.data import training
 from specbench.data.conversations import batched, conversations
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.anatomy import rotary_of
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
@@ -194,7 +195,7 @@ def _changed(cfg: DictConfig, **settings: object) -> DictConfig:
 
 
 def layer_sizes(target: StagedModel) -> dict[str, Any]:
-    """What the config of a drafting layer of a target's width and heads says of sizes."""
+    """What the config of a drafting layer takes over from its target: width, heads, and rotary positions."""
     config = target.config
     sizes = Sizes.of(config.to_dict())
     return {
@@ -206,6 +207,7 @@ def layer_sizes(target: StagedModel) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
         "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": rotary_of(config),
     }
 
 

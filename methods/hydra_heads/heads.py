@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from methods.common.draft_layer import DraftLayer
+from specbench.decoding.model.anatomy import rotary_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -104,8 +105,6 @@ class Heads(nn.Module):
 def prefix_config(target_config: PretrainedConfig) -> LlamaConfig:
     """The prefix layer of a target: one Llama layer of its dimensions, rotary positions as in the target."""
     heads, hidden = target_config.num_attention_heads, target_config.hidden_size
-    rope = getattr(target_config, "rope_parameters", None) or {}
-    rotary = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
     return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=getattr(target_config, "intermediate_size", None) or target_config.ffn_dim,
@@ -116,5 +115,5 @@ def prefix_config(target_config: PretrainedConfig) -> LlamaConfig:
         vocab_size=target_config.vocab_size,
         rms_norm_eps=getattr(target_config, "rms_norm_eps", None) or 1e-6,
         max_position_embeddings=target_config.max_position_embeddings,
-        rope_parameters=rotary if "rope_theta" in rotary else {"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters=rotary_of(target_config),
     )

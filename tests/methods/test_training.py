@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from methods.common.training import agreement, batches, held_out_batches, training_pair
 from methods.eagle import train as eagle_train
+from methods.eagle3.train import fresh_model as fresh_eagle3
 from methods.kangaroo import train as kangaroo_train
 from methods.mirror_sd import train as mirror_train
 from methods.mirror_sd.streams import load_streams
+from methods.mtp.train import fresh_model as fresh_mtp
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from specbench import ROOT
@@ -28,7 +30,7 @@ from specbench.system import threads
 from specbench.system.errors import UserError
 from tests.support.decoding import random_pair
 from tests.support.messages import says
-from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.models import EVERY_ARCHITECTURE, random_model
 from tests.support.training import (
     Stopped,
     stop_after,
@@ -383,3 +385,18 @@ def test_text_in_which_the_assistant_never_speaks_is_refused(workplace, tmp_path
     cfg = training_settings("train_kangaroo", workplace, tmp_path, f"conversations={tmp_path}/mute.jsonl")
     with pytest.raises(UserError, match="too few .*assistant"):
         next(batches(cfg, load_pair(cfg.pair, 0, with_draft=False)))
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "base"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+        ("opt", {}, 1e4),  # has no rotary positions: the usual ones
+    ],
+)
+def test_a_drafting_layer_turns_as_its_target_does(arch, settings, base):
+    target = StagedModel(random_model(arch, 0, **settings))
+    for model in (fresh_eagle3(target, torch.arange(8)), fresh_mtp(target)):
+        width = model.head_dim
+        frequencies = base ** -(torch.arange(0, width, 2) / width)
+        torch.testing.assert_close(model.rotary.inv_freq, frequencies)
