@@ -47,6 +47,12 @@ LOOK_OFTEN = (
 # Where there is no time for every method.
 SOME = ("sps", "pld", "recycling", "medusa", "kangaroo")
 REPEATS = 20
+# What a kernel does, by a piece of its name; all others work element by element, or sum.
+KERNELS = {
+    "products": ("gemm", "gemv", "cutlass", "nvjet", "splitk", "::mm", "addmm"),
+    "attention": ("attention", "flash", "fmha", "softmax", "attend"),
+    "copies": ("memcpy", "memset", "copy", "index_put", "cat"),
+}
 # On a CPU, to try the script itself: narrow models, few tokens.
 SMALL_TARGET = {
     "model_type": "llama",
@@ -270,6 +276,37 @@ def graphs(check: Check, compiles: bool = False) -> None:
             check.say(Figure(f"{name}: five tokens of the draft model as one", spent, "ms", 0, 5 * most / 2))
             check.say(Figure(f"{name}: tokens drafted as one that differ", differing, "", 0, 0))
         del model, pair
+
+
+@torch.inference_mode()
+def profile(check: Check) -> None:
+    """Where the time of a captured pass goes: how long the kernels of each kind run, and how many there are."""
+    pair = load_pair(check.settings("llama-3.1-8b", init="random"), 0, with_draft=False)  # type: ignore[arg-type] # as above
+    for n in (1, 6):
+        model, repeats = StagedModel(pair.target), 3 if check.small else REPEATS
+        cache, clock = model.new_cache(2048), Clock(check.device)
+        ids = torch.ones(1, n, dtype=torch.int64, device=check.device)
+        work = partial(model.verify, ids[:, :1], Draft(ids[:, 1:]), cache, 300)
+        spent = MS * seconds(check, work)
+        with torch.profiler.profile() as watched:
+            for _ in range(repeats):
+                work()
+            clock.synchronize()
+        on_gpu = check.device.type == "cuda"
+        found = {kind: [0.0, 0] for kind in (*KERNELS, "other kernels")}
+        for event in watched.key_averages():
+            took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            if took and on_gpu == (event.device_type == torch.autograd.DeviceType.CUDA):
+                name = event.key.lower()
+                kinds = (kind for kind, pieces in KERNELS.items() if any(piece in name for piece in pieces))
+                one = found[next(kinds, "other kernels")]
+                one[0] += took / repeats / MS
+                one[1] += event.count // repeats
+        label = "one token" if n == 1 else f"{n} tokens"
+        for kind, (took, count) in found.items():
+            check.say(Figure(f"{label}: {kind}", took, "ms", note=f"{count} a pass"))
+        busy = sum(took for took, _ in found.values())
+        check.say(Figure(f"{label}: between kernels", spent - busy, "ms", note=f"of {spent:.2f} ms"))
 
 
 @torch.inference_mode()
@@ -582,6 +619,7 @@ PARTS: dict[str, Part] = {
     "embedded-float32": Part(partial(embedded, dtype="float32"), 80),
     "passes": Part(passes, 40),
     "graphs": Part(graphs, 35),
+    "profile": Part(profile, 25),
     "attention": Part(attention, 20),
     "oracle": Part(oracle, 45),
     "expanded-llama-3.1-8b": Part(partial(expanded, name="llama-3.1-8b", every=True), 130),
