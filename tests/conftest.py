@@ -4,7 +4,8 @@
 - `first_fast`: of its cases, the first is fast and the others are slow.
 - `nightly` (`make test-nightly`): what tests a stored artefact, a compiler or a simulation, not a change.
 - all markers below: of these tests every twelfth runs each time, and the others are nightly. $SPECBENCH_TURN, a number,
-  says which: CI takes other ones each hour, so that all have their turn. SPECBENCH_TURN=all runs all of them.
+  says which: CI takes other ones each hour, so that all have their turn. SPECBENCH_TURN=all runs all of
+  them, and so does `-k`, which asks for certain ones.
 - `one_in(k)`: of its cases every k-th runs each time, where twelve are not few enough, or where the test is fast.
 - `slow`: training, long statistics, further architectures, and what takes half a second where finer tests are fast.
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
@@ -52,16 +53,17 @@ hypothesis.settings.load_profile("specbench")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the further cases of `first_fast` and `one_in`, and skips what needs a GPU where there is none."""
     cases: Counter[str] = Counter()
+    turns = TURN != ALL and not config.option.keyword
     for item in items:
         function = item.nodeid.partition("[")[0]
         if item.get_closest_marker("first_fast") and cases[function]:
             item.add_marker("slow")
         # Another start for each function: those of one case do not all have the same turn.
         number = crc32(function.encode()) + cases[function]
-        if TURN != ALL and (number - int(TURN)) % one_in(item):
+        if turns and (number - int(TURN)) % one_in(item):
             item.add_marker("nightly")
         cases[function] += 1
     if torch.cuda.is_available():

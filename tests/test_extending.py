@@ -67,13 +67,13 @@ def test_layers(pair):
 
 def examples() -> dict[str, str]:
     """By path, the content of every example of a module or a YAML in the docs."""
-    lookups, cached, *choices = (
+    lookups, cached, on_states, *choices = (
         (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-        for page in ("adding-a-method", "drafting-models", "own-models", "questions")
+        for page in ("adding-a-method", "drafting-models", "drafting-layers", "own-models", "questions")
     )
     found = re.findall(
         r"^`((?:methods|conf)/[\w/.]+)`[^\n]*:\n\n```\w+\n(.*?)^```",
-        lookups + cached,
+        lookups + cached + on_states,
         re.MULTILINE | re.DOTALL,
     )
     for content in re.findall(r"^```yaml\n(.*?)^```", "".join(choices), flags=re.MULTILINE | re.DOTALL):
@@ -124,6 +124,7 @@ def test_what_is_added_by_the_letter_passes_every_test(extended):
         "bigram",
         "bigram_tree",
         "early_exit",
+        "on_states",
         "my-pair",
         "code",
     }
