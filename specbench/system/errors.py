@@ -94,10 +94,19 @@ def file_errors(writing: Path | None = None) -> Iterator[None]:
 def one_line_errors() -> Iterator[None]:
     """Around an entry point, as decorator or context: a UserError becomes one line on stderr and exit code 2.
 
-    Every other exception keeps its traceback: it is a fault of this program, not of its user.
+    So does a GPU that is full. Every other exception keeps its traceback: it is a fault of this program.
     """
     try:
         yield
     except UserError as error:
         print_error(error)
+        raise SystemExit(2) from None
+    except RuntimeError as error:
+        torch = sys.modules.get("torch")  # not imported for this: it takes seconds
+        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+            raise
+        what = str(error).partition(". GPU")[0]
+        print_error(
+            UserError(f"{what}: a smaller batch_size, a shorter length or pair.dtype=bfloat16 needs less")
+        )
         raise SystemExit(2) from None

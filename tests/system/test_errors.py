@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from specbench.system.errors import UserError, file_errors, one_line_errors, suggest
 
@@ -23,7 +24,20 @@ def test_a_user_error_is_one_line_and_exit_code_2(capsys):
     assert captured.out == ""
 
 
+def test_a_full_gpu_is_one_line(capsys):
+    full = (
+        "CUDA out of memory. Tried to allocate 100.00 MiB. GPU 0 has a total capacity of 79.18 GiB of which"
+    )
+    with pytest.raises(SystemExit) as exit_, one_line_errors():
+        raise torch.OutOfMemoryError(full)
+    assert exit_.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: CUDA out of memory. Tried to allocate 100.00 MiB: a smaller batch_size")
+
+
 def test_other_errors_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="no memory"), one_line_errors():
+        raise RuntimeError("no memory")
     with pytest.raises(ZeroDivisionError), one_line_errors():
         1 / 0  # noqa: B018
 
