@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
 from specbench.config.spec import POOL
 from specbench.decoding.draft_length import Adaptive, Constant, Goodput, costs_by_length, listed_costs
@@ -37,7 +38,6 @@ from specbench.system.settings import ADAPTIVE, CONSTANT, GOODPUT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import pandas as pd
     from rich.table import Table
 
     from specbench.decoding.draft_length import Rule
@@ -54,11 +54,13 @@ class Answer:
 
     Attributes:
         right: [n] 1 where the drafter guesses the token, 0 where it does not, NaN where it was not asked.
+        limited: whether it ended for its length: drafts were no longer than what was left of it.
         baseline_seconds: that autoregressive decoding took for it, prompt included.
         prefill_seconds: that the method took for its prompt.
     """
 
     right: np.ndarray
+    limited: bool
     baseline_seconds: float
     prefill_seconds: float
 
@@ -112,12 +114,13 @@ class Recorded:
         overall = self.run.summary["overall"]
         return Played(overall["acceptance_length"], overall["speedup"])
 
-    def costs(self) -> dict[int, float]:
-        """Means of the rounds' seconds by draft tokens, in rounds of the baseline."""
-        seconds = _seconds(self._rounds) / self.baseline_round
-        by_length = seconds.groupby(self._rounds["drafted"]).agg(["mean", "size"])
-        usual = by_length[by_length["size"] >= LEAST_ROUNDS]["mean"]
-        return {0: 1.0} | {int(length): float(cost) for length, cost in usual.items() if length}
+    def costs(self) -> pd.DataFrame:
+        """`sum` and `size` of the rounds' seconds by draft tokens, in rounds of the baseline."""
+        return (
+            (_seconds(self._rounds) / self.baseline_round)
+            .groupby(self._rounds["drafted"])
+            .agg(["sum", "size"])
+        )
 
     def _after_full(self) -> float:
         """How often the first guess after a draft that was accepted whole is right."""
@@ -141,7 +144,8 @@ class Recorded:
                     plain = turn["arms"][BASELINE][i]
                     if key in rounds:
                         right = _guesses(rounds[key], len(answer["tokens"]))
-                        yield Answer(right, plain["seconds"], answer["prefill_seconds"] or 0.0)
+                        limited, prefill = answer["finish"] == "length", answer["prefill_seconds"] or 0.0
+                        yield Answer(right, limited, plain["seconds"], prefill)
 
 
 def _seconds(rounds: pd.DataFrame) -> pd.Series:
@@ -158,12 +162,13 @@ def _guesses(rounds: pd.DataFrame, tokens: int) -> np.ndarray:
     return right[1:]
 
 
-def rounds_of(right: np.ndarray, rule: Rule) -> list[tuple[int, int]]:
+def rounds_of(right: np.ndarray, rule: Rule, limited: bool = True) -> list[tuple[int, int]]:
     """Plays a rule over an answer.
 
     Args:
         right: [n] whether each place is guessed.
         rule: chooses the lengths, as it does in `draft_length.VariableLength`.
+        limited: as in `Answer`; where it is not, nobody knows of its end when the last draft is made.
 
     Returns:
         Draft tokens and accepted ones of each round.
@@ -172,7 +177,7 @@ def rounds_of(right: np.ndarray, rule: Rule) -> list[tuple[int, int]]:
     wrong = np.append(np.flatnonzero(right == 0), len(right))
     next_wrong = wrong[np.searchsorted(wrong, np.arange(len(right)))].tolist()  # of each place
     while at < len(right):
-        drafted = min(length, len(right) - at - 1)
+        drafted = min(length, len(right) - at - 1) if limited else length
         accepted = min(drafted, next_wrong[at] - at)
         rounds.append((drafted, accepted))
         at += accepted + 1
@@ -197,7 +202,7 @@ def play(recorded: Recorded, costs: Sequence[float] | None, rule: Rule, oracle: 
     for answer in recorded.answers:
         for _ in range(DRAWS):
             drawn = rng.random(len(answer.right)) < recorded.after_full
-            rounds = rounds_of(np.where(np.isnan(answer.right), drawn, answer.right), rule)
+            rounds = rounds_of(np.where(np.isnan(answer.right), drawn, answer.right), rule, answer.limited)
             tokens += len(answer.right)
             passes += len(rounds)
             if by_length is not None:
@@ -210,12 +215,11 @@ def play(recorded: Recorded, costs: Sequence[float] | None, rule: Rule, oracle: 
 
 
 def mean_costs(recorded: Iterable[Recorded]) -> dict[int, float]:
-    """Costs of a round by draft tokens, in rounds of the baseline: means of the runs that had such rounds."""
-    costs: dict[int, list[float]] = {}
-    for one in recorded:
-        for length, cost in one.costs().items():
-            costs.setdefault(length, []).append(cost)
-    return {length: sum(some) / len(some) for length, some in sorted(costs.items())}
+    """Costs of a round by draft tokens, in rounds of the baseline: means of all such rounds of the runs."""
+    every = pd.concat([one.costs() for one in recorded]).groupby(level=0).sum()
+    usual = every[every["size"] >= LEAST_ROUNDS]
+    means = usual["sum"] / usual["size"]
+    return {0: 1.0} | {int(length): float(cost) for length, cost in means.items() if length}
 
 
 def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
@@ -233,15 +237,14 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
     base = max(constant or recorded, key=lambda one: one.longest)
     means = mean_costs(recorded)
     costs = listed_costs(means)
-    measured = {
-        one.longest if one.rule == CONSTANT else one.rule: one.measured
-        for one in recorded
-        if one.rule == CONSTANT or one.most == base.longest
-    }
+    beside = [one for one in recorded if one.rule == CONSTANT or one.most == base.longest]
+    measured = {one.longest if one.rule == CONSTANT else one.rule: one.measured for one in beside}
     rules: dict[str | int, Rule] = {length: Constant(length) for length in range(1, base.longest + 1)}
     rules[ADAPTIVE] = Adaptive(base.longest)
     if costs is not None:
-        rules[GOODPUT] = Goodput(base.longest, costs)
+        # A run of the rule measured its costs on warm-up questions: the rule is played with these.
+        of_runs = (one.run.summary["round_costs"] for one in beside if one.rule == GOODPUT)
+        rules[GOODPUT] = Goodput(base.longest, next(of_runs, None) or costs)
     rows = [(str(name), play(base, costs, rule), measured.get(name, NOTHING)) for name, rule in rules.items()]
     rows.append((ORACLE, play(base, costs, Constant(base.longest), oracle=True), NOTHING))
     by_length = ", ".join(f"{length}: {cost:.2f}" for length, cost in means.items() if length)
@@ -252,8 +255,8 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
     )
     table.add_columns("draft length")
     table.add_columns("accept. length\nreplayed", "measured", "speedup\nreplayed", "measured", **NUMBER)
-    for name, played, beside in rows:
-        numbers = (played.length, beside.length, played.speedup, beside.speedup)
+    for name, played, had in rows:
+        numbers = (played.length, had.length, played.speedup, had.speedup)
         table.add_row(name, *(number_text(number, 2) for number in numbers))
     if costs is None:
         return table, ""

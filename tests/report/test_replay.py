@@ -11,6 +11,7 @@ from specbench.report.replay import (
     Recorded,
     groups,
     main,
+    mean_costs,
     play,
     replay_table,
     rounds_of,
@@ -79,11 +80,14 @@ def test_rounds_by_hand():
     assert rounds_of(right, Constant(2)) == [(2, 2), (2, 2), (2, 1), (0, 0)]
     assert rounds_of(right, Constant(5)) == [(5, 2), (5, 4), (0, 0)]
     assert rounds_of(np.array([]), Constant(3)) == []
+    # An answer that ends by itself is drafted for beyond its end, and the last token may be accepted with the others.
+    assert rounds_of(right, Constant(5), limited=False) == [(5, 2), (5, 4), (5, 1)]
+    assert rounds_of(np.ones(4), Constant(8), limited=False) == [(8, 4)]
 
 
 def test_a_run_is_replayed_to_what_it_had():
     recorded = Recorded(run(6))
-    again = play(recorded, listed_costs(recorded.costs()), Constant(6))
+    again = play(recorded, listed_costs(mean_costs([recorded])), Constant(6))
     assert again.length == pytest.approx(recorded.measured.length, rel=0.005)
     assert again.speedup == pytest.approx(recorded.measured.speedup, rel=0.01)
 
@@ -93,7 +97,7 @@ def test_a_run_is_replayed_to_what_it_had():
 def test_shorter_drafts_are_what_they_would_have_been(length):
     """Within 2 % of the length and 5 % of the speedup that drafts of that length really have."""
     longest, really = Recorded(run(6)), Recorded(run(length)).measured
-    costs = longest.costs() | Recorded(run(2)).costs() | Recorded(run(4)).costs()
+    costs = mean_costs([longest, Recorded(run(2)), Recorded(run(4))])
     replayed = play(longest, listed_costs(costs), Constant(length))
     assert replayed.length == pytest.approx(really.length, rel=0.02)
     assert replayed.speedup == pytest.approx(really.speedup, rel=0.05)
@@ -104,7 +108,7 @@ def test_what_was_never_guessed_is_drawn_by_what_follows_whole_drafts():
     always = Recorded(run(3, of=[np.ones(48)] * 4))
     assert always.after_full == 1.0
     assert np.isnan(always.answers[0].right).sum() == 12  # one of four places
-    assert play(always, listed_costs(always.costs()), Constant(1)).length == pytest.approx(2.0)
+    assert play(always, listed_costs(mean_costs([always])), Constant(1)).length == pytest.approx(2.0)
     rng = np.random.default_rng(1)
     half = Recorded(run(1, of=[*(rng.random((40, 200)) < 0.5).astype(float)]))
     assert half.after_full == pytest.approx(0.5, abs=0.03)
@@ -122,10 +126,25 @@ def test_an_oracle_is_as_fast_as_any_length_and_emits_as_much_as_the_longest():
 
 def test_costs_are_in_rounds_of_the_baseline():
     recorded = Recorded(run(4))
-    assert recorded.costs() == {0: 1.0, 4: pytest.approx(COSTS[4])}
+    assert mean_costs([recorded]) == {0: 1.0, 4: pytest.approx(COSTS[4])}
     few = Recorded(run(4, of=[np.ones(4 * (LEAST_ROUNDS - 2))]))
-    assert few.costs() == {0: 1.0}  # too few rounds for a mean
-    assert play(few, listed_costs(few.costs()), Constant(2)).speedup is None
+    assert mean_costs([few]) == {0: 1.0}  # too few rounds for a mean
+    assert play(few, listed_costs(mean_costs([few])), Constant(2)).speedup is None
+
+
+def test_every_round_counts_alike_whichever_run_it_is_of():
+    many, few = Recorded(run(2)), Recorded(run(2, of=guesses()[:1]))
+    few._rounds["verify_seconds"] *= 3  # in a slow phase of the machine
+    sizes = [(one._rounds["drafted"] == 2).sum() for one in (many, few)]
+    expected = COSTS[2] * (sizes[0] + 3 * sizes[1]) / sum(sizes)
+    assert mean_costs([many, few])[2] == pytest.approx(expected)
+
+
+def test_a_rule_is_played_with_the_costs_that_its_run_had():
+    recorded = [Recorded(run(4)), Recorded(run(4, draft_length="goodput", round_costs=[1.0, 9.0]))]
+    table, _ = replay_table(recorded, "sps")
+    rows = {line.split()[0]: line.split() for line in shown(table, 120).splitlines()}
+    assert rows["goodput"][1] == rows["1"][1] != rows["4"][1]
 
 
 def test_the_table_sets_what_was_measured_beside():
@@ -138,9 +157,9 @@ def test_the_table_sets_what_was_measured_beside():
         "adaptive" in table
         and "goodput" in table
         and "oracle" in table
-        and "by draft tokens: 2: 1.50, 4: 1.90" in table
+        and "by draft tokens: 1: 1.30, 2: 1.50, 4: 1.90" in table
     )
-    assert settings == "decoding.draft_length=goodput decoding.round_costs=[1.00,1.25,1.50,1.70,1.90]"
+    assert settings == "decoding.draft_length=goodput decoding.round_costs=[1.00,1.30,1.50,1.70,1.90]"
 
 
 def test_a_run_of_a_rule_stands_beside_its_replay():
