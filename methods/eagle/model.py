@@ -9,6 +9,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from methods.eagle.layer import DraftingModel, EagleLayer
+from specbench.decoding.model.anatomy import rotary_of
 from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
@@ -68,11 +69,10 @@ class EagleModel(DraftingModel):
 
 def eagle_config(target_config: PretrainedConfig) -> LlamaConfig:
     """The drafter that the authors give a target: a layer of its dimensions."""
-    rope = getattr(target_config, "rope_parameters", None) or {}
     settings = {name: getattr(target_config, name, None) for name in SHARED}
     settings["intermediate_size"] = settings["intermediate_size"] or target_config.ffn_dim
     return LlamaConfig(
         **{name: value for name, value in settings.items() if value is not None},
         num_hidden_layers=1,
-        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+        rope_parameters={"rope_type": "default", "rope_theta": rotary_of(target_config)["rope_theta"]},
     )

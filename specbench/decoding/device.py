@@ -42,9 +42,9 @@ def on_device(
     `torch.tensor(values, device=...)`, like an index that is a list, waits on a GPU until all that is queued there is
     done. This does not: the numbers are copied from pinned memory.
     """
-    there = torch.tensor(values, dtype=dtype)
+    numbers = torch.tensor(values, dtype=dtype)
     # Pinned afterwards: torch.tensor(array, pin_memory=True) is refused for an array of numpy.
-    return there if device.type == "cpu" else there.pin_memory().to(device, non_blocking=True)
+    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
 def span(starts: torch.Tensor, n: int) -> torch.Tensor:

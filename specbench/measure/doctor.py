@@ -177,16 +177,17 @@ def state_findings(
 ) -> list[str]:
     """Whether a drafter uses the states that it reads, and whether it would rather have others."""
     findings, target, taps = [], pair.staged, make().taps
-    blind = observed(pair, Watched(make(), change=shuffled), requests)
     if not base.rate():
         findings.append(
             "nothing is accepted at place 1, so that no control does worse: was it trained for this target?"
         )
-    elif not clearly_above(base, blind) and blind.rate() >= NO_WORSE * base.rate():
-        findings.append(
-            f"acceptance at place 1 is that of the shuffled control ({base.rate():.2f}, {blind.rate():.2f}): it does "
-            "not use the states that it reads"
-        )
+    else:
+        blind = observed(pair, Watched(make(), change=shuffled), requests)
+        if not clearly_above(base, blind) and blind.rate() >= NO_WORSE * base.rate():
+            findings.append(
+                f"acceptance at place 1 is that of the shuffled control ({base.rate():.2f}, {blind.rate():.2f}): it "
+                "does not use the states that it reads"
+            )
     layers = len(target.layers)
     for tap in taps:
         for depth in other_depths(tap, layers):

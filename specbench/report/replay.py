@@ -244,7 +244,7 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
     if costs is not None:
         # A run of the rule measured its costs on warm-up questions: the rule is played with these.
         of_runs = (one.run.summary["round_costs"] for one in beside if one.rule == GOODPUT)
-        rules[GOODPUT] = Goodput(base.longest, next(of_runs, None) or costs)
+        rules[GOODPUT] = Goodput(base.longest, next(of_runs, costs))
     rows = [(str(name), play(base, costs, rule), measured.get(name, NOTHING)) for name, rule in rules.items()]
     rows.append((ORACLE, play(base, costs, Constant(base.longest), oracle=True), NOTHING))
     by_length = ", ".join(f"{length}: {cost:.2f}" for length, cost in means.items() if length)

@@ -6,6 +6,7 @@ import json
 import pkgutil
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ KERNELS = {
     "attention": ("attention", "flash", "fmha", "softmax", "attend"),
     "copies": ("memcpy", "memset", "copy", "index_put", "cat"),
 }
+OTHER_KERNELS = "other kernels"
 # On a CPU, to try the script itself: narrow models, few tokens.
 SMALL_TARGET = {
     "model_type": "llama",
@@ -295,19 +297,21 @@ def profile(check: Check) -> None:
                 work()
             clock.synchronize()
         on_gpu = check.device.type == "cuda"
-        found = {kind: [0.0, 0] for kind in (*KERNELS, "other kernels")}
+        took: Counter[str] = Counter()  # us of a kind's kernels
+        count: Counter[str] = Counter()
         for event in watched.key_averages():
-            took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            if took and on_gpu == (event.device_type == torch.autograd.DeviceType.CUDA):
+            spent_here = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            if spent_here and on_gpu == (event.device_type == torch.autograd.DeviceType.CUDA):
                 name = event.key.lower()
                 kinds = (kind for kind, pieces in KERNELS.items() if any(piece in name for piece in pieces))
-                one = found[next(kinds, "other kernels")]
-                one[0] += took / repeats / MS
-                one[1] += event.count // repeats
+                kind = next(kinds, OTHER_KERNELS)
+                took[kind] += spent_here
+                count[kind] += event.count
         label = "one token" if n == 1 else f"{n} tokens"
-        for kind, (took, count) in found.items():
-            check.say(Figure(f"{label}: {kind}", took, "ms", note=f"{count} a pass"))
-        busy = sum(took for took, _ in found.values())
+        for kind in (*KERNELS, OTHER_KERNELS):
+            note = f"{count[kind] / repeats:.0f} a pass"
+            check.say(Figure(f"{label}: {kind}", took[kind] / repeats / MS, "ms", note=note))
+        busy = took.total() / repeats / MS
         check.say(Figure(f"{label}: between kernels", spent - busy, "ms", note=f"of {spent:.2f} ms"))
 
 
