@@ -118,7 +118,7 @@ def timed(seconds: dict[str, float]) -> Iterator[None]:
 
 @torch.inference_mode()
 def main() -> None:
-    """Prints both tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("--threads", type=int, default=1)
@@ -167,26 +167,28 @@ def main() -> None:
         f"reading {size / 1e6:.0f} MB at {speed / 1e9:.1f} GB/s, as measured between these passes, takes "
         f"{1e3 * size / speed:.1f} ms: compiled layers run at {share:.2f} of the ceiling"
     )
-    print_parts(ways, ids[:, PROMPT : PROMPT + 1], speed, args.repeats)
+    for n in args.tokens:
+        print_parts(ways, ids[:, PROMPT : PROMPT + n], speed, args.repeats)
 
 
-def print_parts(ways: list[Way], token: torch.Tensor, speed: float, repeats: int) -> None:
-    """The second table, of passes of one token."""
+def print_parts(ways: list[Way], tokens: torch.Tensor, speed: float, repeats: int) -> None:
+    """A table of what is in a pass over these tokens [1, n]."""
     parts: dict[str, dict[str, list[float]]] = {way.name: defaultdict(list) for way in ways}
     for _ in range(repeats):
         for way in ways:
-            way.run(token)
-            total = way.run(token)
+            way.run(tokens)
+            total = way.run(tokens)
             seconds: dict[str, float] = defaultdict(float)
             with timed(seconds):
-                way.run(token)
+                way.run(tokens)
             seconds["norms, rotation, activation, cache, starting all of it"] = total - sum(seconds.values())
             for label, of in seconds.items():
                 parts[way.name][label].append(of)
     reading: dict[str, float] = defaultdict(float)
     for laid in packed_weights([*ways[0].target.layers, ways[0].target.lm_head]):
         reading["x".join(map(str, laid.weight.shape))] += laid.weight.nbytes / speed
-    print(f"\n{'ms of a pass of one token':>58}{'reading':>9}" + "".join(f"{way.name:>20}" for way in ways))
+    title = f"ms of a pass of {tokens.shape[1]} tokens"
+    print(f"\n{title:>58}{'reading':>9}" + "".join(f"{way.name:>20}" for way in ways))
     for label in parts[KERNELS]:
         cells = (1e3 * median(parts[way.name].get(label, [float("nan")])) for way in ways)
         read = f"{1e3 * reading[label]:.2f}" if label in reading else ""

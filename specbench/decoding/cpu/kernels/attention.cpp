@@ -31,12 +31,9 @@ constexpr int64_t CHUNK = 24;                     // queries: their scores have 
 constexpr int64_t GRAIN = 1 << 18;                // products that are worth a thread
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
-// Loops over arrays that are to be registers.
-#define UNROLLED _Pragma("GCC unroll 16")
 // Of functions with such loops: the registers are not shared with what calls them.
 #define ALONE __attribute__((noinline))
 
-typedef float Quad __attribute__((vector_size(4 * sizeof(float))));
 typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(float))));
 
 // Keeps a vector in a register: GCC would load it anew for each of its products.
@@ -78,38 +75,6 @@ inline Floats exponential(Floats x) {
   series = fma(series, rest, broadcast(5.0000001201e-1f));
   series = fma(series, rest * rest, rest) + 1.0f;
   return x < -87.0f ? Floats{} : (Floats)((Words)series + ((Words)shifted << 23));
-}
-
-template <int QUAD>
-inline Quad quad(Floats vector) {
-  constexpr int first = 4 * QUAD;
-  return __builtin_shufflevector(vector, vector, first, first + 1, first + 2, first + 3);
-}
-
-#if defined(__AVX512F__)
-inline Quad sum_quads(Floats vector) {
-  return (quad<0>(vector) + quad<1>(vector)) + (quad<2>(vector) + quad<3>(vector));
-}
-#define IN_QUADS(a, b, c, d) \
-  a, b, c, d, a + 4, b + 4, c + 4, d + 4, a + 8, b + 8, c + 8, d + 8, a + 12, b + 12, c + 12, d + 12
-#elif defined(__aarch64__)
-inline Quad sum_quads(Floats vector) { return vector; }
-#define IN_QUADS(a, b, c, d) a, b, c, d
-#else
-inline Quad sum_quads(Floats vector) { return quad<0>(vector) + quad<1>(vector); }
-#define IN_QUADS(a, b, c, d) a, b, c, d, a + 4, b + 4, c + 4, d + 4
-#endif
-
-// The sums of the lanes of four vectors.
-inline Quad lane_sums(const Floats* vectors) {
-  constexpr int B = LANES;  // the first lane of the second vector
-  auto halved = [](Floats a, Floats b) {
-    return __builtin_shufflevector(a, b, IN_QUADS(0, B, 1, B + 1)) +
-           __builtin_shufflevector(a, b, IN_QUADS(2, B + 2, 3, B + 3));
-  };
-  Floats a = halved(vectors[0], vectors[1]), b = halved(vectors[2], vectors[3]);
-  return sum_quads(__builtin_shufflevector(a, b, IN_QUADS(0, 1, B, B + 1)) +
-                   __builtin_shufflevector(a, b, IN_QUADS(2, 3, B + 2, B + 3)));
 }
 
 // Rows of one head in the cache.

@@ -17,19 +17,32 @@
 namespace {
 
 constexpr int64_t PANEL = REGISTERS == 32 ? 4 : 2;
-constexpr int64_t TOKENS = 6;        // at a time: their sums and states fill the registers
+constexpr int64_t TOKENS = 6;        // of a group: their sums and states fill the registers
+constexpr int64_t SET = 4;           // panels that every group goes through before the next ones are read
 constexpr int64_t STREAMS = 3;       // that are read side by side for one or two tokens: memory gives more than for one
-constexpr int64_t AHEAD = 2048;      // bytes between what is read and what is fetched, where one stream is read
+constexpr int64_t LINE = 64;         // bytes
+constexpr int64_t LINES = PANEL * LANES * sizeof(float) / LINE;  // of a panel that a step reads
+constexpr int64_t AHEAD = 8192;      // bytes between what is read and what is fetched into the L2 cache, for one group
+constexpr int64_t NEAR = 1024;       // the same of the L1 cache
 constexpr int64_t THREAD = 1 << 16;  // numbers of a matrix that are worth a thread
 
-// The outputs [T, P, PANEL] of T tokens, whose states lie `stride` floats apart, and of P panels of `size` numbers each,
-// which lie `apart` numbers from one another.
-template <int T, int P, class W>
-void sums(const W* weights, int64_t size, int64_t apart, const float* states, int64_t stride, float* outputs) {
-  constexpr int V = VECTORS<W>;
-  Floats total[P][PANEL][T] = {};
-  for (int64_t done = 0; done < size; done += PANEL * BLOCK<W>, states += BLOCK<W>) {
-    if constexpr (P == 1) __builtin_prefetch(reinterpret_cast<const char*>(weights + done) + AHEAD);
+template <class W>
+inline const char* bytes(const W* weights) { return reinterpret_cast<const char*>(weights); }
+template <class W>
+inline const char* ahead(const W* weights) { return bytes(weights) + AHEAD; }
+
+// The outputs [P, T, PANEL], filled up to a multiple of four, of T tokens, whose states lie `stride` floats apart, and of
+// P panels of `size` numbers each, which lie `apart` numbers from one another. Meanwhile it fetches F lines in each step,
+// from `fetched` on, and as many for each other panel.
+template <int T, int P, int F, class W>
+void sums(const W* weights, int64_t size, int64_t apart, const char* fetched, const float* states, int64_t stride,
+          float* outputs) {
+  constexpr int V = VECTORS<W>, COUNT = P * T * PANEL;
+  Floats total[(COUNT + 3) / 4 * 4] = {};
+  for (int64_t done = 0; done < size; done += PANEL * BLOCK<W>, states += BLOCK<W>, fetched += F * LINE) {
+    for (int p = 0; p < P; p++)
+      for (int line = 0; line < F; line++) __builtin_prefetch(fetched + p * apart * sizeof(W) + line * LINE, 0, 2);
+    for (int line = 0; P == 1 && line < LINES; line++) __builtin_prefetch(bytes(weights + done) + NEAR + line * LINE);
     Floats state[T][V];
     for (int t = 0; t < T; t++)
       for (int v = 0; v < V; v++) state[t][v] = load<Floats>(states + t * stride + v * LANES);
@@ -38,22 +51,31 @@ void sums(const W* weights, int64_t size, int64_t apart, const float* states, in
         Floats weight[V];
         load_block(weights + p * apart + done + r * BLOCK<W>, weight);
         for (int t = 0; t < T; t++)
-          for (int v = 0; v < V; v++) total[p][r][t] = fma(weight[v], state[t][v], total[p][r][t]);
+          for (int v = 0; v < V; v++) {
+            Floats& sum = total[(p * T + t) * PANEL + r];
+            sum = fma(weight[v], state[t][v], sum);
+          }
       }
   }
-  for (int t = 0; t < T; t++)
-    for (int p = 0; p < P; p++)
-      for (int r = 0; r < PANEL; r++) *outputs++ = sum(total[p][r][t]);
+  UNROLLED for (int i = 0; i < COUNT; i += 4) {
+    Quad four = lane_sums(total + i);
+    std::memcpy(outputs + i, &four, sizeof four);
+  }
 }
 
-// `sums` of one panel and of as many tokens as there are.
-template <int T, class W>
-void one_panel(int64_t tokens, const W* weights, int64_t size, const float* states, int64_t stride, float* outputs) {
-  if (tokens == T)
-    sums<T, 1>(weights, size, 0, states, stride, outputs);
-  else if constexpr (T > 1)
-    one_panel<T - 1>(tokens, weights, size, states, stride, outputs);
+// `sums` of one panel, for as many tokens and lines as there are.
+template <int T, int F, class W>
+void one_panel(int64_t tokens, int64_t lines, const W* weights, int64_t size, const char* fetched, const float* states,
+               int64_t stride, float* outputs) {
+  if constexpr (T > 1)
+    if (tokens < T) return one_panel<T - 1, F>(tokens, lines, weights, size, fetched, states, stride, outputs);
+  if constexpr (F > 0)
+    if (lines < F) return one_panel<T, F / 2>(tokens, lines, weights, size, fetched, states, stride, outputs);
+  sums<T, 1, F>(weights, size, 0, fetched, states, stride, outputs);
 }
+
+// How many of a step's lines the first groups have fetched.
+inline int64_t shared(int64_t first, int64_t groups) { return (LINES * first + groups - 1) / groups; }
 
 inline float rounded(float number, float) { return number; }
 inline c10::BFloat16 rounded(float number, c10::BFloat16) { return c10::BFloat16(number); }
@@ -61,28 +83,37 @@ inline c10::BFloat16 rounded(float number, c10::BFloat16) { return c10::BFloat16
 template <class W, class T>
 void multiply(const W* weights, int64_t panels, int64_t size, const float* states, int64_t stride, int64_t tokens,
               const float* bias, int64_t rows, T* outputs) {
+  const int64_t groups = (tokens + TOKENS - 1) / TOKENS;
   at::parallel_for(0, panels, std::max<int64_t>(1, THREAD / size), [&](int64_t begin, int64_t end) {
-    float buffer[TOKENS * PANEL];
+    float buffer[std::max(TOKENS, 2 * STREAMS) * PANEL];
     auto write = [&](const float* from, int64_t token, int64_t panel) {
       for (int64_t row = panel * PANEL, last = std::min(row + PANEL, rows); row < last; row++)
         outputs[token * rows + row] = rounded(*from++ + (bias == nullptr ? 0.0f : bias[row]), T());
     };
     int64_t panel = begin, apart = tokens <= 2 ? (end - begin) / STREAMS : 0;
     for (; panel < begin + apart; panel++) {
+      const W* first = weights + panel * size;
       if (tokens == 1)
-        sums<1, STREAMS>(weights + panel * size, size, apart * size, states, stride, buffer);
+        sums<1, STREAMS, LINES>(first, size, apart * size, ahead(first), states, stride, buffer);
       else
-        sums<2, STREAMS>(weights + panel * size, size, apart * size, states, stride, buffer);
-      for (int64_t t = 0; t < tokens; t++)
-        for (int64_t stream = 0; stream < STREAMS; stream++)
-          write(buffer + (t * STREAMS + stream) * PANEL, t, panel + stream * apart);
+        sums<2, STREAMS, LINES>(first, size, apart * size, ahead(first), states, stride, buffer);
+      for (int64_t stream = 0; stream < STREAMS; stream++)
+        for (int64_t t = 0; t < tokens; t++) write(buffer + (stream * tokens + t) * PANEL, t, panel + stream * apart);
     }
-    for (panel = begin + STREAMS * apart; panel < end; panel++)
-      for (int64_t token = 0; token < tokens; token += TOKENS) {
-        int64_t now = std::min(TOKENS, tokens - token);
-        one_panel<TOKENS>(now, weights + panel * size, size, states + token * stride, stride, buffer);
-        for (int64_t t = 0; t < now; t++) write(buffer + t * PANEL, token + t, panel);
+    // Each group of tokens fetches its share of the set that comes next, so that memory is read all the time.
+    for (panel = begin + STREAMS * apart; panel < end; panel += SET) {
+      const int64_t last = std::min(panel + SET, end);
+      const char* fetched = groups == 1 ? ahead(weights + panel * size) : bytes(weights + last * size);
+      for (int64_t group = 0; group < groups; group++) {
+        const int64_t token = tokens * group / groups, now = tokens * (group + 1) / groups - token;
+        const int64_t lines = shared(group + 1, groups) - shared(group, groups);
+        for (int64_t one = panel; one < last; one++, fetched += lines * size * sizeof(W) / LINES) {
+          one_panel<TOKENS, LINES>(now, lines, weights + one * size, size, fetched, states + token * stride, stride,
+                                   buffer);
+          for (int64_t t = 0; t < now; t++) write(buffer + t * PANEL, token + t, one);
+        }
       }
+    }
   });
 }
 

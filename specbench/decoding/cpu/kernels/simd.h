@@ -24,7 +24,11 @@ constexpr int LANES = 8;
 constexpr int REGISTERS = 16;
 #endif
 
+// Loops over arrays that are to be registers.
+#define UNROLLED _Pragma("GCC unroll 16")
+
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
+typedef float Quad __attribute__((vector_size(4 * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(float))));
 
 template <class V, class T>
@@ -50,21 +54,36 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The lanes' sum, in an order of its own that is always the same.
-inline float sum(Floats vector) {
+template <int QUAD>
+inline Quad quad(Floats vector) {
+  constexpr int first = 4 * QUAD;
+  return __builtin_shufflevector(vector, vector, first, first + 1, first + 2, first + 3);
+}
+
 #if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(vector);
-#elif defined(__AVX2__)
-  __m128 four = _mm_add_ps(_mm256_castps256_ps128(vector), _mm256_extractf128_ps(vector, 1));
-  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+inline Quad sum_quads(Floats vector) {
+  return (quad<0>(vector) + quad<1>(vector)) + (quad<2>(vector) + quad<3>(vector));
+}
+#define IN_QUADS(a, b, c, d) \
+  a, b, c, d, a + 4, b + 4, c + 4, d + 4, a + 8, b + 8, c + 8, d + 8, a + 12, b + 12, c + 12, d + 12
 #elif defined(__aarch64__)
-  return vaddvq_f32(vector);
+inline Quad sum_quads(Floats vector) { return vector; }
+#define IN_QUADS(a, b, c, d) a, b, c, d
 #else
-  float total = 0;
-  for (int lane = 0; lane < LANES; lane++) total += vector[lane];
-  return total;
+inline Quad sum_quads(Floats vector) { return quad<0>(vector) + quad<1>(vector); }
+#define IN_QUADS(a, b, c, d) a, b, c, d, a + 4, b + 4, c + 4, d + 4
 #endif
+
+// The sums of the lanes of four vectors, each in the same order wherever it stands.
+inline Quad lane_sums(const Floats* vectors) {
+  constexpr int B = LANES;  // the first lane of the second vector
+  auto halved = [](Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, IN_QUADS(0, B, 1, B + 1)) +
+           __builtin_shufflevector(a, b, IN_QUADS(2, B + 2, 3, B + 3));
+  };
+  Floats a = halved(vectors[0], vectors[1]), b = halved(vectors[2], vectors[3]);
+  return sum_quads(__builtin_shufflevector(a, b, IN_QUADS(0, 1, B, B + 1)) +
+                   __builtin_shufflevector(a, b, IN_QUADS(2, 3, B + 2, B + 3)));
 }
 
 // Numbers are read in blocks of VECTORS vectors. Of bfloat16 a block lies in the words of one vector: their lower halves
