@@ -46,12 +46,10 @@ def test_a_compiled_layer_gives_what_the_layer_gives(arch, dtype, capfd):
     target, ids = compiled(arch, dtype), torch.randint(3, 60, (1, PROMPT + TOKENS))
     with torch.inference_mode():
         logits, expected = logits_of(target, ids), logits_of(plain(target), ids)
-    for name, of in logits.items():
-        if dtype == torch.float32:
-            torch.testing.assert_close(of, expected[name], atol=1e-5, rtol=1e-5)
-        else:  # what is fused is not rounded in between
-            exact = logits_of(plain(compiled(arch)), ids)["alone"]
-            assert (of - exact).abs().mean() < 1.2 * (expected[name] - exact).abs().mean()
+        exact = logits_of(StagedModel(copy.deepcopy(random_model(arch, 0)).double()), ids)["alone"]
+    for name, of in logits.items():  # what is fused is rounded otherwise, and no worse
+        worse = 1.2 if dtype == torch.bfloat16 else 2.0
+        assert (of - exact).abs().mean() < worse * (expected[name] - exact).abs().mean()
         if not getattr(target.config, "attn_logit_softcapping", None):
             assert torch.equal(of, logits["alone"]), f"{name}: other bits than alone"
     assert target.stack.is_compiled, capfd.readouterr().err
