@@ -44,6 +44,17 @@ def expanded_layers(count: int, old: int, *, _root_: DictConfig) -> int:
 OmegaConf.register_new_resolver("expanded_layers", expanded_layers, replace=True)
 
 
+def drafter_setting(key: str, default: Any, *, _root_: DictConfig) -> Any:
+    """`${drafter_setting:max_draft_tokens,5}`: what the run's drafter has, a batch method's, too; or the default."""
+    for group in ("drafter", "method"):
+        if (value := OmegaConf.select(_root_, f"{group}.{key}")) is not None:
+            return value
+    return default
+
+
+OmegaConf.register_new_resolver("drafter_setting", drafter_setting, replace=True)
+
+
 # -- tuned settings: conf/tuned/PAIR/METHOD.yaml
 
 

@@ -81,6 +81,16 @@ def test_any_drafter_serves_any_batch_method(drafter):
         assert cfg.drafter.name == drafter and check_method(cfg).needs.batching
 
 
+@pytest.mark.parametrize("engine", ["llama_cpp", "openvino", "vllm"])
+def test_an_engine_drafts_as_long_as_the_drafter_alone_and_in_batches(engine):
+    def words(*overrides: str) -> str:
+        return str(resolved(f"engine={engine}", "settings=published", *overrides).engine.speculative.pld)
+
+    alone = words("method=pld", "method.max_draft_tokens=13")
+    assert "13" in alone != words("method=pld")
+    assert words("method=ragged", "drafter=pld", "drafter.max_draft_tokens=13") == alone
+
+
 @pytest.mark.parametrize("pair", NAMES["pair"])
 def test_pairs_have_the_same_keys(pair):
     assert set(file_of("pair", pair)) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))

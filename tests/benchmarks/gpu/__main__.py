@@ -102,7 +102,8 @@ def measure(name: str, device: str, small: bool, file: TextIO) -> None:
     """Runs a part in this process."""
     from specbench.decoding.device import prepare_device
     from specbench.models.pairs import choose_device
-    from tests.benchmarks.gpu.parts import PARTS, Check, Figure
+    from tests.benchmarks.gpu.figures import Check, Figure
+    from tests.benchmarks.gpu.parts import PARTS
 
     def say(figure: Figure) -> None:
         if small and figure.unit:  # times of narrow models on a CPU tell nothing
