@@ -115,18 +115,21 @@ class ServedEngine:
     # -- asking
 
     def _rounds(self, name: str, requests: list[Request], at_once: int) -> Rounds:
-        """Answers, of which so many are asked for at once; each has then an equal share of the time of all."""
+        """Answers, of which so many are asked for at once; each has then the share of the time that its tokens have."""
         if at_once == 1:
             answers = []
             for request in requests:
                 answers.append(self._answer(name, request))
                 yield len(answers[-1].tokens)
             return answers
-        begun = time.perf_counter()
-        with ThreadPoolExecutor(at_once) as pool:
-            answers = [*pool.map(partial(self._answer, name), requests)]
-        share = (time.perf_counter() - begun) / len(requests)
-        yield sum(len(answer.tokens) for answer in answers)
+        starts = None
+        while starts != self.servers[name].starts:  # once more where a restart lies within the time
+            starts, begun = self.servers[name].starts, time.perf_counter()
+            with ThreadPoolExecutor(at_once) as pool:
+                answers = [*pool.map(partial(self._answer, name), requests)]
+            seconds = time.perf_counter() - begun
+        tokens = sum(len(answer.tokens) for answer in answers)
+        yield tokens
         # Which requests shared a pass the server does not tell, and so not what it read for each.
         unknown: dict[str, Any] = {
             "sequences": at_once,
@@ -138,7 +141,7 @@ class ServedEngine:
             replace(
                 answer,
                 prefill_seconds=None,
-                seconds=share,
+                seconds=seconds * len(answer.tokens) / tokens,
                 steps=[replace(step, **unknown) for step in answer.steps],
             )
             for answer in answers
@@ -153,9 +156,9 @@ class ServedEngine:
         except EngineError as error:
             self.faults.append(f"{name}: {error}")
             with self._restarting:  # of several requests that fail together the first
-                if not server.is_ours or server.starts > RESTARTS:
-                    raise JobError(f"the {name} server failed: {error}") from error
                 if server.starts == starts:
+                    if not server.is_ours or starts > RESTARTS:
+                        raise JobError(f"the {name} server failed: {error}") from error
                     server.restart()
         try:
             self._reply(name, request)  # the first answer of a server is not timed

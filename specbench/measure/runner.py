@@ -164,6 +164,8 @@ class Job:
             self.questions, self.cfg.pool if bench.setup.spec.unit == POOL else None, self.cfg.seed
         )
         drop_torn_pool(self.journal, planned)
+        if bench.setup.spec.learns:
+            drop_torn_pass(self.journal, len(self.questions))
         process = 0 if repeat is None else self.plan.process_of(repeat)
         bench.certifier.recall(self.journal.records)
         run_facts, probes = self._begin(bench)
@@ -284,6 +286,19 @@ def drop_torn_pool(journal: store.Journal, planned: list[list[Question]]) -> Non
         print(
             f"pool {pool + 1} of {len(planned)} was cut short after {count} of its {len(planned[pool])} questions: "
             "all of them are measured again",
+            file=sys.stderr,
+        )
+        journal.keep_first(len(journal.records) - count)
+
+
+def drop_torn_pass(journal: store.Journal, questions: int) -> None:
+    """Drops from a journal its last pass over the questions if it lacks some: what was learnt in it is lost."""
+    repeat = journal.records[-1]["repeat"] if journal.records else None
+    count = sum(record["repeat"] == repeat for record in journal.records)
+    if 0 < count < questions:
+        print(
+            f"a pass was cut short after {count} of its {questions} questions, and with it what the method learnt from "
+            "them: all of them are measured again",
             file=sys.stderr,
         )
         journal.keep_first(len(journal.records) - count)

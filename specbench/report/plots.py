@@ -313,10 +313,10 @@ def engines(summaries: Iterable[dict]) -> Figure | None:
     plain, gain = figure.subplots(1, 2, sharey=True)
     for row, (name, summary) in enumerate(zip(names, shown)):
         colour = PALETTE[0] if summary.get("engine") is None else PALETTE[1]
-        rate, fraction = baseline_rate(summary["baseline"]), summary["baseline"]["bandwidth_fraction"]
+        rate, ceiling = baseline_rate(summary["baseline"]), summary["baseline"]["ceiling_tokens_per_second"]
         plain.barh(row, rate or 0.0, height=0.55, color=colour)
-        if rate and fraction:
-            plain.plot([rate / fraction] * 2, [row - 0.35, row + 0.35], color="black", linewidth=1.5)
+        if ceiling:
+            plain.plot([ceiling] * 2, [row - 0.35, row + 0.35], color="black", linewidth=1.5)
         _points(gain, PlottedRun(name, summary, colour, MARKERS[0]), [(summary["overall"], row)], across=True)
         counts = summary["equivalence"]
         verdicts = f"{counts['exact']}/{counts['tie']}/{counts['violation']}"

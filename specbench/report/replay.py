@@ -28,6 +28,7 @@ from specbench.config.spec import POOL
 from specbench.decoding.draft_length import Adaptive, Constant, Goodput, costs_by_length, listed_costs
 from specbench.measure.arms import BASELINE, METHOD
 from specbench.measure.metrics.dataframes import steps_frame
+from specbench.measure.metrics.timing import ARMS
 from specbench.report.cells import NUMBER, PlainTable, console, number_text
 from specbench.report.decision import LENGTH, draft_length, setting_of
 from specbench.report.runs import Run, finished_runs
@@ -131,6 +132,9 @@ class Recorded:
 
     def _answers(self) -> Iterable[Answer]:
         rounds = {key: part for key, part in self._rounds.groupby(ANSWER)}
+        reference = ARMS[
+            self.run.summary["baseline"]["quoted_against"]
+        ]  # of the speedup that was measured, too
         for record in self.run.records:
             for turn in record.get("turns") or ():
                 for i, answer in enumerate(turn["arms"].get(METHOD, ())):
@@ -141,7 +145,7 @@ class Recorded:
                         record["pool"],
                         turn["turn"],
                     )
-                    plain = turn["arms"][BASELINE][i]
+                    plain = turn["arms"][reference][i]
                     if key in rounds:
                         right = _guesses(rounds[key], len(answer["tokens"]))
                         limited, prefill = answer["finish"] == "length", answer["prefill_seconds"] or 0.0

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -341,6 +343,36 @@ def test_a_killed_run_leaves_no_server(tmp_path):
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     wait_for(lambda: not any(map(alive, started)))
+
+
+def test_a_restart_is_no_time_of_a_batch_and_costs_one_of_the_restarts(pair, monkeypatch):
+    def failing(engine, name, request):
+        asked.append(name)
+        if len(asked) == 2:  # the second of two, while the first is answered
+            engine.servers[name].starts += 1
+            time.sleep(0.3)
+        return real(engine, name, request)
+
+    asked, real = [], module.ServedEngine._answer
+    with serving(Stub(counting), Stub(counting, drafts=True)) as urls:
+        engine = engine_of(pair, urls, "llama_cpp")
+        engine.batch_size = 2
+        engine.open([request()])
+        monkeypatch.setattr(module.ServedEngine, "_answer", failing)
+        answers = exhaust(engine.speculative([request(), request()]))
+    assert len(asked) == 4 and sum(answer.seconds for answer in answers) < 0.3
+
+
+def test_seconds_of_a_batch_are_shared_by_tokens(pair):
+    """A question whose answers differ in length has no speedup, and takes its share of the time with it."""
+    with serving(Stub(counting), Stub(counting, drafts=True)) as urls:
+        engine = engine_of(pair, urls, "llama_cpp")
+        engine.batch_size = 2
+        engine.open([request()])
+        decoding = request().decoding
+        short = replace(request(), decoding=replace(decoding, max_new_tokens=decoding.max_new_tokens // 2))
+        long, half = exhaust(engine.speculative([request(), short]))
+    assert long.seconds / half.seconds == pytest.approx(len(long.tokens) / len(half.tokens))
 
 
 def test_restarts_have_an_end(pair, monkeypatch):

@@ -383,6 +383,30 @@ def test_the_memory_of_a_run_is_emptied_before_every_pass(workplace, tmp_path):
     assert sum(map(sum, kept[0])) > sum(map(sum, forgotten[0])), "one table for all learns from all"
 
 
+def test_a_pass_that_was_cut_short_is_measured_again_where_the_method_learns(workplace, tmp_path, capsys):
+    """What it had learnt is lost with the process, and what it knows after the warm-up is none of it."""
+    run_dir = start(workplace, "recycling", tmp_path, "method.memory=run", "method.nodes=20", "repeats=2")
+    assert to_the_end(run_dir)[-1] == 0
+    first, count = store.read_records(run_dir), len(CATEGORIES)
+    lines = (run_dir / store.RECORDS).read_text().splitlines(keepends=True)
+    (run_dir / store.SUMMARY).unlink()
+    (run_dir / store.RECORDS).write_text("".join(lines[: count + 3]))
+    capsys.readouterr()
+    assert to_the_end(run_dir)[-1] == 0
+    assert says(capsys.readouterr().err, f"cut short after 3 of its {count} questions")
+    again = store.read_records(run_dir)
+    assert (run_dir / store.RECORDS).read_text().splitlines(keepends=True)[:count] == lines[:count]
+
+    def rounds(records: list[dict]) -> list:
+        return [
+            (r["repeat"], r["question_id"], t["arms"]["method"][0]["steps"]["accepted"])
+            for r in records
+            for t in r["turns"]
+        ]
+
+    assert rounds(again) == rounds(first)
+
+
 @pytest.mark.parametrize("group", [("recycling",), ("ragged", "drafter=recycling", "drafter.nodes=9")])
 def test_a_run_tells_which_file_its_memory_was_warmed_with(workplace, tmp_path, group):
     file = tmp_path / "talk.jsonl"

@@ -92,6 +92,17 @@ def test_a_run_is_replayed_to_what_it_had():
     assert again.speedup == pytest.approx(recorded.measured.speedup, rel=0.01)
 
 
+def test_a_replayed_speedup_is_against_the_baseline_that_the_run_is_quoted_against():
+    slow, fast = run(6), run(6, baseline__quoted_against="hf_generate")
+    for one in fast.records:
+        arms = one["turns"][0]["arms"]
+        [plain] = arms["baseline"]
+        arms["hf_generate"] = [plain | {"seconds": plain["seconds"] / 1.3}]
+    costs = listed_costs(mean_costs([Recorded(slow)]))
+    ours, theirs = (play(Recorded(one), costs, Constant(4)) for one in (slow, fast))
+    assert theirs.speedup == pytest.approx(ours.speedup / 1.3) and theirs.length == ours.length
+
+
 @pytest.mark.first_fast
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
 def test_shorter_drafts_are_what_they_would_have_been(length):

@@ -62,6 +62,7 @@ BASELINE = {
     "single_tokens_per_second": None,
     "quoted_against": "engine",
     "bandwidth_fraction": 0.71,
+    "ceiling_tokens_per_second": 61.5,
     "equivalence": {"answers": 80, "exact": 80, "tie": 0, "violation": 0, "first_divergence_median": None},
 }
 SUMMARY = {

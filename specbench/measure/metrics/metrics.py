@@ -139,6 +139,12 @@ def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:
     return ratio(rates["method"].sum(), rates[reference].sum())
 
 
+def ceiling_rate(facts: dict) -> float | None:
+    """Tokens per second if each token did nothing but read the target's weights once; None where that is not known."""
+    bandwidth, read = facts["bandwidth_bytes_per_second"], facts["target_pass_bytes"]
+    return bandwidth / read if bandwidth and read else None
+
+
 def bandwidth_fraction(answers: pd.DataFrame, facts: dict) -> float | None:
     """The speed of decoding as a fraction of that of reading the target's weights once per token.
 
@@ -151,15 +157,15 @@ def bandwidth_fraction(answers: pd.DataFrame, facts: dict) -> float | None:
             transformers' generate, they count whole, and the fraction is a lower bound.
         facts: of the run.
     """
-    bandwidth, read = facts["bandwidth_bytes_per_second"], facts["target_pass_bytes"]
-    if bandwidth is None or read is None:
+    ceiling = ceiling_rate(facts)
+    if ceiling is None:
         return None
     tokens, seconds = answers["tokens"], answers["seconds"]
     if answers["prefill_seconds"].notna().any():
         tokens, seconds = tokens - 1, seconds - answers["prefill_seconds"]  # a prefill gives the first token
     timed = seconds.notna()
     rate = ratio(tokens[timed].sum(), seconds[timed].sum())
-    return None if rate is None else rate * read / bandwidth
+    return None if rate is None else rate / ceiling
 
 
 def distinct_ngrams(records: list[dict], n: int = 4) -> float | None:

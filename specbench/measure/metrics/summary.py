@@ -20,7 +20,14 @@ from specbench.measure.metrics.drift import thirds, thirds_lines
 from specbench.measure.metrics.engine import engine_numbers
 from specbench.measure.metrics.machine import machine, speed
 from specbench.measure.metrics.method_stats import describe
-from specbench.measure.metrics.metrics import VERDICTS, MetricInput, bandwidth_fraction, equivalence, numbers
+from specbench.measure.metrics.metrics import (
+    VERDICTS,
+    MetricInput,
+    bandwidth_fraction,
+    ceiling_rate,
+    equivalence,
+    numbers,
+)
 from specbench.measure.metrics.statistics import Speedup, over_passes, ratio_of_means
 from specbench.measure.metrics.timing import (
     ARMS,
@@ -182,6 +189,7 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
         "single_tokens_per_second": single_rate(generations)
         or (rates["engine"] if facts["unit"] == POOL else None),
         "bandwidth_fraction": bandwidth_fraction(compared.xs(ARMS[quoted], axis=1, level=1), facts),
+        "ceiling_tokens_per_second": ceiling_rate(facts),
         "equivalence": equivalence(records, "baseline_equivalence"),
     }
 
@@ -285,8 +293,8 @@ def parts(records: list[dict], what: str, unit: str, target_pass_bytes: int | No
     if what in COUNTED:
         steps = steps_frame(records)
         rounds = steps[steps["arm"] == "method"]
-        if what == "mbsu":  # of those whose bytes are known
-            rounds = rounds[rounds[["draft_bytes", "target_bytes"]].notna().all(axis=1)]
+        if what == "mbsu" and rounds[["draft_bytes", "target_bytes"]].isna().any(axis=None):
+            rounds = rounds.iloc[:0]  # as in the summary: those whose bytes are known are rounds of one kind
         by = [rounds[name] for name in (("pool", "repeat") if unit == POOL else ("question_id",))]
         if what == "acceptance_length":
             return pd.DataFrame({"above": rounds["emitted"], "below": 1}).groupby(by).sum()
