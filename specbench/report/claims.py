@@ -290,7 +290,7 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     for other in others:
         theirs = [run.parts(what) for run in other]
         processes = [run.parts_by_process(what) for run in (*other, *ours)]
-        comparisons.append((*metrics.relative(theirs, frames, processes), other[0]))
+        comparisons.append((*metrics.relative(theirs, frames, processes, what in metrics.COUNTED), other[0]))
     weakest = min(comparisons, key=lambda item: item[0].value or 0)
     ratio, count, unit, against = weakest
     batch = f", batch {against.summary['batch_size']}" if against.unit == POOL else ""

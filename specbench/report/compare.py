@@ -8,8 +8,7 @@ from rich.text import Text
 
 from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics import summary as metrics
-from specbench.measure.metrics.statistics import LEAST_PASSES, Speedup
-from specbench.measure.metrics.summary import REPEAT
+from specbench.measure.metrics.statistics import LEAST_PASSES
 from specbench.report import cells, remarks, tables
 from specbench.report.phases import different_phases, slow_machines
 from specbench.report.runs import Run, not_comparable, row_names, task_names
@@ -128,11 +127,7 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
     by_task = {
         task: metrics.relative([one[one.index.isin(ids)]], [other], processes) for task, ids in tasks.items()
     }
-    overall = metrics.relative([one], [other], processes)
-    if (
-        overall.unit == REPEAT and what in metrics.COUNTED
-    ):  # the same in each repeat, which says nothing of pools
-        overall = overall._replace(ratio=Speedup(overall.ratio.value, None, None))
+    overall = metrics.relative([one], [other], processes, what in metrics.COUNTED)
     return by_task | {"overall": overall}
 
 

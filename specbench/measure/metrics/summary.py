@@ -230,6 +230,7 @@ def relative(
     first: list[pd.DataFrame],
     second: list[pd.DataFrame],
     processes: Sequence[list[pd.DataFrame]] = (),
+    counted: bool = False,
 ) -> Relative:
     """Mean of a number over the runs `second` / its mean over the runs `first`.
 
@@ -239,6 +240,7 @@ def relative(
         first: runs, each as `parts` gives it, all of one unit.
         second: likewise.
         processes: of each run of `first` and then of `second`, as `parts_by_process` gives it.
+        counted: whether the number is no time: repeats of one pool then say nothing of how it varies.
     """
     shared = set.intersection(*(set(run.index) for run in (*first, *second)))
     frames = [[run.loc[run.index.isin(shared)].sort_index() for run in runs] for runs in (first, second)]
@@ -248,7 +250,8 @@ def relative(
     quotient = ratio_of_means(ours, theirs, pools, [_process_sums(run, units) for run in processes])
     if pools is None or len(units) > 1:
         return Relative(quotient, len(units), QUESTION if pools is None else POOL)
-    return Relative(quotient, len(shared), REPEAT)
+    ratio = Speedup(quotient.value, None, None) if counted else quotient
+    return Relative(ratio, len(shared), REPEAT)
 
 
 def _process_sums(frames: list[pd.DataFrame], shared: set) -> Run:
