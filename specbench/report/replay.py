@@ -132,9 +132,7 @@ class Recorded:
 
     def _answers(self) -> Iterable[Answer]:
         rounds = {key: part for key, part in self._rounds.groupby(ANSWER)}
-        reference = ARMS[
-            self.run.summary["baseline"]["quoted_against"]
-        ]  # of the speedup that was measured, too
+        quoted = self.run.summary["baseline"]["quoted_against"]  # what the measured speedup is against, too
         for record in self.run.records:
             for turn in record.get("turns") or ():
                 for i, answer in enumerate(turn["arms"].get(METHOD, ())):
@@ -145,7 +143,7 @@ class Recorded:
                         record["pool"],
                         turn["turn"],
                     )
-                    plain = turn["arms"][reference][i]
+                    plain = turn["arms"][ARMS[quoted]][i]
                     if key in rounds:
                         right = _guesses(rounds[key], len(answer["tokens"]))
                         limited, prefill = answer["finish"] == "length", answer["prefill_seconds"] or 0.0
