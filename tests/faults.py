@@ -397,17 +397,16 @@ FAULTS = (
         "the last rows of a matrix are left out",
         "kernels",
         f"{D}/cpu/kernels/product.cpp",
-        "for (panel = begin + STREAMS * apart; panel < end; panel++)",
-        "for (panel = begin + STREAMS * apart; panel + 1 < end; panel++)",
+        "const int64_t last = std::min(panel + SET, end);",
+        "const int64_t last = std::min(panel + SET, end - 1);",
         ("tests/decoding/test_native.py",),
     ),
     Fault(
         "two tokens are summed in another order than one",
         "kernels",
         f"{D}/cpu/kernels/product.cpp",
-        "total[p][r][t] = fma(weight[v], state[t][v], total[p][r][t]);",
-        "total[p][r][t] = T == 2 ? weight[v] * state[t][v] + total[p][r][t]"
-        " : fma(weight[v], state[t][v], total[p][r][t]);",
+        "sum = fma(weight[v], state[t][v], sum);",
+        "sum = T == 2 ? weight[v] * state[t][v] + sum : fma(weight[v], state[t][v], sum);",
         ("tests/decoding/test_native.py",),
     ),
     Fault(
