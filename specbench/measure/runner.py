@@ -163,9 +163,7 @@ class Job:
         planned = pools(
             self.questions, self.cfg.pool if bench.setup.spec.unit == POOL else None, self.cfg.seed
         )
-        drop_torn_pool(self.journal, planned)
-        if bench.setup.spec.learns:
-            drop_torn_pass(self.journal, len(self.questions))
+        drop_torn(self.journal, planned, bench.setup.spec.learns)
         process = 0 if repeat is None else self.plan.process_of(repeat)
         bench.certifier.recall(self.journal.records)
         run_facts, probes = self._begin(bench)
@@ -271,34 +269,26 @@ class Job:
         return self._speedup.width
 
 
-def drop_torn_pool(journal: store.Journal, planned: list[list[Question]]) -> None:
-    """Drops from a journal the records of a pool that lacks some, and prints that.
+def drop_torn(journal: store.Journal, planned: list[list[Question]], learns: bool) -> None:
+    """Drops from a journal the records of a pool that lacks some, or of a pass in which the method learnt; prints that.
 
     A batch of the other questions alone has another occupancy and other times, which cannot be added to those of the
-    first. It is the last pool of the journal, since pools are written one after the other, each at once.
+    first. What was learnt in a pass is lost with the process. Either is the last of the journal, since pools are
+    written one after the other, each at once.
     """
     if not journal.records:
         return
     last = journal.records[-1]
-    pool, repeat = last["pool"], last["repeat"]
-    count = sum((record["pool"], record["repeat"]) == (pool, repeat) for record in journal.records)
-    if count < len(planned[pool]):
+    records = [record for record in journal.records if record["repeat"] == last["repeat"]]
+    what, questions = "a pass", sum(map(len, planned))
+    if not learns:
+        pool = last["pool"]
+        records = [record for record in records if record["pool"] == pool]
+        what, questions = f"pool {pool + 1} of {len(planned)}", len(planned[pool])
+    count = len(records)
+    if count < questions:
         print(
-            f"pool {pool + 1} of {len(planned)} was cut short after {count} of its {len(planned[pool])} questions: "
-            "all of them are measured again",
-            file=sys.stderr,
-        )
-        journal.keep_first(len(journal.records) - count)
-
-
-def drop_torn_pass(journal: store.Journal, questions: int) -> None:
-    """Drops from a journal its last pass over the questions if it lacks some: what was learnt in it is lost."""
-    repeat = journal.records[-1]["repeat"] if journal.records else None
-    count = sum(record["repeat"] == repeat for record in journal.records)
-    if 0 < count < questions:
-        print(
-            f"a pass was cut short after {count} of its {questions} questions, and with it what the method learnt from "
-            "them: all of them are measured again",
+            f"{what} was cut short after {count} of its {questions} questions: all of them are measured again",
             file=sys.stderr,
         )
         journal.keep_first(len(journal.records) - count)

@@ -48,8 +48,11 @@ def test_a_compiled_layer_gives_what_the_layer_gives(arch, dtype, capfd):
         logits, expected = logits_of(target, ids), logits_of(plain(target), ids)
         exact = logits_of(StagedModel(copy.deepcopy(random_model(arch, 0)).double()), ids)["alone"]
     for name, of in logits.items():  # what is fused is rounded otherwise, and no worse
-        worse = 1.2 if dtype == torch.bfloat16 else 2.0
-        assert (of - exact).abs().mean() < worse * (expected[name] - exact).abs().mean()
+        ours, theirs = (of - exact).abs(), (expected[name] - exact).abs()
+        if dtype == torch.float32:
+            assert ours.max() < 2 * theirs.max()
+        else:
+            assert ours.mean() < 1.2 * theirs.mean()
         if not getattr(target.config, "attn_logit_softcapping", None):
             assert torch.equal(of, logits["alone"]), f"{name}: other bits than alone"
     assert target.stack.is_compiled, capfd.readouterr().err

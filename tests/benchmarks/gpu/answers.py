@@ -75,8 +75,8 @@ class Judge:
                 logits = next_logits(self.target, prompt, own.tokens, index)
                 return float(logits[preferred] - logits[other])
 
-            found = certify(own.tokens, answer.tokens, self.pair.stop_ids, margin_at, self.noise)
-            counts[str(found.verdict)] += 1
+            certificate = certify(own.tokens, answer.tokens, self.pair.stop_ids, margin_at, self.noise)
+            counts[str(certificate.verdict)] += 1
         return counts
 
     @property
@@ -248,9 +248,9 @@ def overlap(check: Check) -> None:
                 "idle_seconds",
                 "ipc_seconds",
             ):
-                found = [step.stats[key] for step in steps if key in step.stats]
-                if found:
-                    check.say(Figure(f"{label}: {key}", MS * sum(found) / len(found), "ms a round"))
+                values = [step.stats[key] for step in steps if key in step.stats]
+                if values:
+                    check.say(Figure(f"{label}: {key}", MS * sum(values) / len(values), "ms a round"))
 
 
 def generate(check: Check) -> None:

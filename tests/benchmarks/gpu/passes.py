@@ -62,8 +62,8 @@ def bandwidth(check: Check) -> None:
     note = "3000 was seen on an H100, 4300 on an H200"
     check.say(Figure("copy of 8 GiB", copied, "GB/s", 2700, 4500, note))
     if not check.small:
-        found = provenance.bandwidth(check.device) / GB
-        check.say(Figure("as runs measure it", found, "GB/s", 2600, 4700, "within 2 % of the first"))
+        measured = provenance.bandwidth(check.device) / GB
+        check.say(Figure("as runs measure it", measured, "GB/s", 2600, 4700, "within 2 % of the first"))
     one, n = torch.zeros(1, device=check.device), 20 if check.small else 1000
 
     def starts() -> None:
@@ -124,16 +124,16 @@ def passes(check: Check) -> None:
         check.say(
             Figure(f"{name}: reading the weights", least, "ms", note=f"{target.pass_bytes() / GB:.2f} GB")
         )
-        one = _pass(check, target, 1, 256)
+        one = _pass_ms(check, target, 1, 256)
         share = 100 * least / one
         check.say(Figure(f"{name}: a token at 256", one, "ms", least, 25, f"{share:.0f} % of the bandwidth"))
-        check.say(Figure(f"{name}: a token at 1500", _pass(check, target, 1, 1500), "ms", least, 25))
+        check.say(Figure(f"{name}: a token at 1500", _pass_ms(check, target, 1, 1500), "ms", least, 25))
         for n in (2,) if check.small else (2, 4, 6, 8, 16):
-            ratio = _pass(check, target, n, 256) / one
+            ratio = _pass_ms(check, target, n, 256) / one
             check.say(
                 Figure(f"{name}: {n} tokens against one", ratio, "times", 0.8, 2.2, "the host starts them")
             )
-        drafted = _pass(check, draft, 1, 256)
+        drafted = _pass_ms(check, draft, 1, 256)
         least = draft.pass_bytes() / rate * MS
         check.say(
             Figure(f"{name}: a token of the draft model", drafted, "ms", least, 12, f"weights {least:.2f} ms")
@@ -143,9 +143,9 @@ def passes(check: Check) -> None:
 
 
 @torch.inference_mode()
-def _pass(check: Check, model: StagedModel, n: int, behind: int) -> float:
+def _pass_ms(check: Check, model: StagedModel, n: int, context: int) -> float:
     """Milliseconds of a pass of n tokens after so many others."""
-    cache, ctx = model.new_cache(2048), ForwardContext.consecutive(behind, n)
+    cache, ctx = model.new_cache(2048), ForwardContext.consecutive(context, n)
     ids = torch.ones(1, n, dtype=torch.int64, device=check.device)
     return MS * seconds(check, lambda: model.head(model.run_layers(model.embed(ids), cache, ctx)))
 
@@ -213,14 +213,14 @@ def profile(check: Check) -> None:
 
 
 @torch.inference_mode()
-def _drafted(check: Check, pair: Pair, known: int = 300) -> tuple[float, int]:
+def _drafted(check: Check, pair: Pair, context: int = 300) -> tuple[float, int]:
     """Ms of a draft of five tokens, and those of them that are other ones without graphs."""
     drafter, target = SpeculativeSampling(pair, 5), StagedModel(pair.target)
     drafter.open(Slots(1, 2048, check.device), target)
-    drafter._fed[0] = known - 1
+    drafter._fed[0] = context - 1
     tokens = torch.ones(1, 2048, dtype=torch.int64, device=check.device)
     layout = RaggedLayout(target.new_cache(2048))
-    batch = Batch([], [known], [5], 5, 5, tokens, SamplingParams(5), layout)
+    batch = Batch([], [context], [5], 5, 5, tokens, SamplingParams(5), layout)
     drafter.draft(batch)
     spent = MS * seconds(check, lambda: drafter.draft(batch))
     replayed = drafter.draft(batch).tokens
@@ -240,14 +240,14 @@ class Uncaptured(GraphRunner):
 
 
 @torch.inference_mode()
-def _replayed(check: Check, model: StagedModel, n: int, behind: int = 300) -> tuple[float, float, int]:
+def _replayed(check: Check, model: StagedModel, n: int, context: int = 300) -> tuple[float, float, int]:
     """Seconds of the first verification of n tokens, ms of others, and logits that are other ones without graphs."""
     cache = model.new_cache(2048)
     ids = torch.ones(1, n, dtype=torch.int64, device=check.device)
     clock = Clock(check.device)
 
     def work() -> torch.Tensor:
-        return model.verify(ids[:, :1], Draft(ids[:, 1:]), cache, behind)
+        return model.verify(ids[:, :1], Draft(ids[:, 1:]), cache, context)
 
     clock.synchronize()
     begun = time.perf_counter()
